@@ -1,0 +1,108 @@
+"""Answer files in the format of FastChat and Spec-Bench, one line a question."""
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from treespec.errors import InputError
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one configuration answered to one question.
+
+    turns, decoding_steps, new_tokens, wall_time (seconds): one entry a turn. accept_lengths: tokens committed by
+    each cycle, all turns in one list. extra: whatever else, JSON; FastChat and Spec-Bench pass over it.
+    Format: fastchat.llm_judge.gen_model_answer, Spec-Bench's evaluation/eval.py.
+    """
+
+    question_id: int | str
+    category: str
+    model_id: str
+    turns: Sequence[str]
+    decoding_steps: Sequence[int] = ()
+    new_tokens: Sequence[int] = ()
+    wall_time: Sequence[float] = ()
+    accept_lengths: Sequence[int] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+    answer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    tstamp: float = field(default_factory=time.time)
+
+
+def append(path: str | Path, answer: Answer) -> None:
+    """Adds one line and has it on the disk before it returns: a kill loses no more than the line being written.
+
+    A line that an earlier kill left half-written is cut off first.
+    """
+    line = json.dumps(_to_json(answer)) + "\n"
+    with Path(path).open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: str | Path) -> list[Answer]:
+    """The answers of a file, in its order; none if there is no such file. A half-written last line is left out.
+
+    Raises InputError, with the line's number, for any other line that is not an answer.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError(f"cannot read the answers in {path}: {error.strerror}") from error
+    answers = []
+    for number, line in enumerate(lines, 1):
+        try:
+            answers.append(_from_json(json.loads(line)))
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise InputError(
+                f"{path}:{number} is not an answer line ({type(error).__name__}: {error}); "
+                "delete the line to have its question answered again"
+            ) from error
+    return answers
+
+
+def _to_json(answer: Answer) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "turns": list(answer.turns),
+        "decoding_steps": list(answer.decoding_steps),
+        "new_tokens": list(answer.new_tokens),
+        "wall_time": list(answer.wall_time),
+        "accept_lengths": list(answer.accept_lengths),
+    }
+    line = {
+        "question_id": answer.question_id,
+        "category": answer.category,
+        "answer_id": answer.answer_id,
+        "model_id": answer.model_id,
+        "choices": [choice],
+        "tstamp": answer.tstamp,
+    }
+    return line | ({"extra": answer.extra} if answer.extra else {})
+
+
+def _from_json(line: dict[str, Any]) -> Answer:
+    choice = line["choices"][0]
+    return Answer(
+        question_id=line["question_id"],
+        category=line.get("category", ""),  # FastChat's own answers have no category and no counts
+        model_id=line["model_id"],
+        turns=choice["turns"],
+        decoding_steps=choice.get("decoding_steps", []),
+        new_tokens=choice.get("new_tokens", []),
+        wall_time=choice.get("wall_time", []),
+        accept_lengths=choice.get("accept_lengths", []),
+        extra=line.get("extra", {}),
+        answer_id=line["answer_id"],
+        tstamp=line["tstamp"],
+    )

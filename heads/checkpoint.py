@@ -1,0 +1,109 @@
+"""Head directories: `config.json` with `model.safetensors` or `pytorch_model.bin`.
+
+Each file is written under a temporary name and renamed, so a kill leaves the old file or the new one.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from treespec.heads.eagle import EagleHead
+
+
+class HeadError(ValueError):
+    """A head that cannot be used; the message names the file or tensor and the remedy."""
+
+    exit_code = 2
+
+
+def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = "cpu") -> EagleHead:
+    """The head in a directory or hub repository, in the file's own dtype unless `dtype` says otherwise.
+
+    Raises HeadError for a missing or corrupt file, and for missing, unknown or misshapen tensors, by name.
+    """
+    folder = _folder(path)
+    config = _config(folder)
+    tensors = _tensors(folder)
+    try:
+        with torch.device("meta"):
+            shapes = {name: value.shape for name, value in EagleHead(config).state_dict().items()}
+        head = EagleHead(config)
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise HeadError(f"{folder / 'config.json'} does not describe an EAGLE head: {error}") from error
+    if missing := shapes.keys() - tensors.keys():
+        raise HeadError(f"{folder}: the head lacks {_names(missing)}; is it an EAGLE-1 or EAGLE-2 head?")
+    if unknown := tensors.keys() - shapes.keys():
+        raise HeadError(f"{folder}: unknown tensors {_names(unknown)}; is it an EAGLE-1 or EAGLE-2 head?")
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            raise HeadError(
+                f"{folder}: {name} is {list(tensors[name].shape)}, config.json says {list(shape)}"
+            )
+    head.load_state_dict(tensors, assign=True)
+    head.embed_tokens.requires_grad_(False)
+    return head.to(device=device, dtype=dtype)
+
+
+def save_head(head: EagleHead, path: str | Path) -> None:
+    """Write the directory that `load_head` reads: the tensors as they are, the config as it was given."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
+    temporary = path / f".writing-{os.getpid()}"
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        os.replace(temporary, path / "model.safetensors")
+        temporary.write_text(json.dumps(head.config, indent=2) + "\n")
+        os.replace(temporary, path / "config.json")
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _folder(path: str | Path) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    if Path(path).exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") != 1:
+        raise HeadError(f"no head directory at {path}")
+    try:
+        return Path(snapshot_download(str(path)))
+    except Exception as error:  # hub errors are many; each says in its first line what is wrong
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise HeadError(f"no directory {path}, and the hub did not give it: {line}") from error
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        return json.loads(file.read_text())
+    except OSError as error:
+        raise HeadError(f"{folder} is not a head directory: it has no readable config.json") from error
+    except ValueError as error:
+        raise HeadError(f"{file} is not JSON: {error}") from error
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    file = safe if safe.exists() else pickled
+    if not file.exists():
+        raise HeadError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+    try:
+        if file is safe:
+            return load_file(file)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
+        raise HeadError(f"{file} is damaged: {error}; fetch or train the head again") from error
+    except Exception as error:
+        raise HeadError(
+            f"{file} holds more than tensors and is not loaded: {type(error).__name__}"
+        ) from error
+
+
+def _names(names: Any) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

@@ -1,0 +1,107 @@
+"""The feature-extrapolation head of EAGLE-1 and EAGLE-2 (Li et al. 2024, 2401.15077 and 2406.16858).
+
+A feature is the target's last hidden state after its final norm. The head sees the feature at position t
+with the embedding of the token that follows it, and extrapolates the feature at t + 1, whose logits,
+through the target's own output path, are the law of token t + 2. Five tokens:
+
+    position      0    1    2    3    4
+    token         a    b    c    d    e
+    feature       f0   f1   f2   f3   .        from the target
+    head sees     f0,b f1,c f2,d f3,e          rotary positions 0 1 2 3
+    head gives    f1'  f2'  f3'  f4'           compared with f1 f2 f3; f4' drafts the token after e
+"""
+
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from treespec.heads.layers import DecoderLayer, KeyValues, Rotary
+
+
+@final
+class EagleHead(nn.Module):
+    """One decoder layer over fc(cat(embedding, feature)). Parameter names are the published checkpoint's.
+
+    config: the content of config.json, Llama's fields plus `bias` (of fc, true if absent), `qkv_bias`
+    (false if absent) and `embed_scale` (1 if absent; for targets that scale their embeddings).
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+        llama = LlamaConfig(**config)
+        width = llama.hidden_size
+        self.embed_scale = float(config.get("embed_scale", 1.0))
+        self.embed_tokens = nn.Embedding(llama.vocab_size, width).requires_grad_(False)
+        self.fc = nn.Linear(2 * width, width, bias=config.get("bias", True))
+        self.layers = nn.ModuleList([DecoderLayer(llama, config.get("qkv_bias", False))])
+        self.rotary = Rotary(llama)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.fc.out_features
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embed_tokens.num_embeddings
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: KeyValues | None = None,
+    ) -> Tensor:
+        """The next features. tokens: [B, T] int64, each the one after its feature. features: [B, T, H].
+
+        positions: [T] of the features. mask: [T, P + T], what each attends to, None is causal.
+        Returns [B, T, H] extrapolated features.
+        """
+        embeddings = self.embed_tokens(tokens)
+        if self.embed_scale != 1.0:
+            embeddings = embeddings * self.embed_scale
+        x = self.fc(torch.cat([embeddings.to(features.dtype), features], dim=-1))
+        return self.layers[0](x, self.rotary(positions, x.dtype), mask, cache)
+
+
+def config_for(target: Any, width: int, vocab_size: int, embed_scale: float = 1.0) -> dict[str, Any]:
+    """The head's config.json for a target's (text) config: same widths, head counts and rotary settings.
+
+    width: of the hidden states that enter the target's output embedding, which for some models (OPT) is not
+    `hidden_size`. Targets without rotary positions or gated layers get Llama's defaults.
+    """
+    heads = target.num_attention_heads
+    if width % heads:
+        heads = 1
+    given = target.to_dict()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": given.get("intermediate_size") or 4 * width,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(target, "head_dim", None) or width // heads,
+        "vocab_size": vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": given.get("rms_norm_eps") or 1e-6,
+        "max_position_embeddings": getattr(target, "max_position_embeddings", 2048),
+        "bias": True,
+    }
+    rope = given.get("rope_parameters") or {}
+    if "full_attention" in rope:  # one set of angles a layer type
+        rope = rope["full_attention"]
+    if rope:
+        rope = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+        config["rope_parameters"] = rope
+        config["rope_theta"] = rope.get("rope_theta", 10000.0)
+    if embed_scale != 1.0:
+        config["embed_scale"] = embed_scale
+    if config["num_attention_heads"] % config["num_key_value_heads"]:
+        config["num_key_value_heads"] = heads
+    return config

@@ -1,0 +1,96 @@
+"""The decoder layer of the draft heads: Llama's, as short as it can be said.
+
+Keys and values go to a cache that is an argument, any object with `update(keys, values) -> (keys, values)`.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+
+class KeyValues(Protocol):
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding with transformers' scaling rules. inv_freq: [D / 2] radians a position."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        rotary = LlamaRotaryEmbedding(config)
+        self.scale = float(rotary.attention_scaling)
+        self.inv_freq = rotary.inv_freq.float()  # not a buffer: stays float32 when the head is cast
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[T] positions -> cos, sin, each [T, D]."""
+        if self.inv_freq.device != positions.device:
+            self.inv_freq = self.inv_freq.to(positions.device)
+        angles = positions[:, None] * self.inv_freq
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn [B, heads, T, D] by the angles of [T, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig, qkv_bias: bool, in_features: int) -> None:
+        super().__init__()
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.head_dim, self.grouped = size, heads != kv_heads
+        self.q_proj = nn.Linear(in_features, heads * size, bias=qkv_bias)
+        self.k_proj = nn.Linear(in_features, kv_heads * size, bias=qkv_bias)
+        self.v_proj = nn.Linear(in_features, kv_heads * size, bias=qkv_bias)
+        self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
+
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None
+    ) -> Tensor:
+        """x: [B, T, in]. mask: [T, P + T] bool or additive, None is causal. Returns [B, T, H]."""
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, *angles), rotate(k, *angles)
+        if cache is not None:
+            k, v = cache.update(k, v)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation: Any = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """EAGLE's layer: no norm before the attention."""
+
+    def __init__(self, config: LlamaConfig, qkv_bias: bool) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, qkv_bias, config.hidden_size)
+        self.mlp = MLP(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None
+    ) -> Tensor:
+        x = x + self.self_attn(x, angles, mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))

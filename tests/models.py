@@ -1,0 +1,162 @@
+"""Small random models of many architectures, and one whose next-token law is a table."""
+
+from functools import cache
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from treespec.draft.eagle import new_head
+from treespec.heads.eagle import EagleHead
+from treespec.target import Target
+
+VOCAB = 64
+WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+COMMON = {"vocab_size": VOCAB, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2} | WIDTH
+GROUPED = COMMON | {"num_key_value_heads": 2}
+ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
+
+CONFIGS = {
+    "llama": lambda: hf.LlamaConfig(**GROUPED),
+    "qwen3": lambda: hf.Qwen3Config(**GROUPED, head_dim=16),
+    "mistral-window-6": lambda: hf.MistralConfig(**GROUPED, sliding_window=6),
+    "gemma3": lambda: hf.Gemma3TextConfig(
+        **GROUPED, head_dim=16, sliding_window=6, layer_types=ALTERNATING, final_logit_softcapping=3.0
+    ),
+    "phi3": lambda: hf.Phi3Config(**GROUPED, pad_token_id=0),
+    "gpt2": lambda: hf.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
+    ),
+    "opt": lambda: hf.OPTConfig(
+        **{k: v for k, v in COMMON.items() if k != "intermediate_size"}, ffn_dim=48, word_embed_proj_dim=16
+    ),
+    "gpt-neox": lambda: hf.GPTNeoXConfig(**COMMON),
+    "falcon": lambda: hf.FalconConfig(**{k: v for k, v in COMMON.items() if k != "intermediate_size"}),
+    "cohere": lambda: hf.CohereConfig(**GROUPED, pad_token_id=0),
+    "granite": lambda: hf.GraniteConfig(**GROUPED, logits_scaling=0.5, embedding_multiplier=2.0),
+    "gpt-oss": lambda: hf.GptOssConfig(
+        **GROUPED,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=6,
+        layer_types=ALTERNATING,
+    ),
+}
+
+CANNOT_BRANCH = {
+    "mamba": (lambda: hf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "state"),
+    "rwkv": (lambda: hf.RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "state"),
+    "qwen3-next": (
+        lambda: hf.Qwen3NextConfig(
+            **GROUPED, head_dim=8, layer_types=["linear_attention", "full_attention", "full_attention"]
+        ),
+        "linear_attention",
+    ),
+    "bloom": (lambda: hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "ALiBi"),
+    "falcon-alibi": (
+        lambda: hf.FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, alibi=True),
+        "ALiBi",
+    ),
+    "gpt-neo": (
+        lambda: hf.GPTNeoConfig(
+            vocab_size=VOCAB, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]]
+        ),
+        "local attention",
+    ),
+}
+
+
+def random_model(config: Any, seed: int = 0) -> Any:
+    """A model of that architecture whose logits are far from flat, so that a wrong mask shows."""
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.25)
+    return model.eval()
+
+
+@cache
+def target(name: str) -> Target:
+    return Target(random_model(CONFIGS[name]()))
+
+
+def random_head(target: Target, seed: int = 0) -> EagleHead:
+    torch.manual_seed(seed)
+    return new_head(target).eval()
+
+
+class TableConfig(hf.PreTrainedConfig):
+    model_type = "treespec-table"
+    attribute_map = {"num_hidden_layers": "layers"}
+
+    def __init__(self, vocab_size: int = 4, seed: int = 0, eos_token_id: int | None = None, **kwargs: Any):
+        self.vocab_size, self.seed, self.layers = vocab_size, seed, 1
+        self.max_position_embeddings = 64
+        self.hidden_size, self.num_attention_heads = vocab_size, 1
+        super().__init__(eos_token_id=eos_token_id, **kwargs)
+
+
+class TableDecoder(nn.Module):
+    """Its last hidden state is the table's logits after the last two tokens that a node sees.
+
+    The token before is read off the mask, as attention would: it goes through the cache like keys.
+    """
+
+    def __init__(self, config: TableConfig) -> None:
+        super().__init__()
+        v = config.vocab_size
+        generator = torch.Generator().manual_seed(config.seed)
+        self.table = nn.Parameter(1.5 * torch.randn(v, v, v, generator=generator))
+        self.layers = nn.ModuleList([nn.Identity()])
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast:
+        n = input_ids.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(n)[None]
+        marks = torch.stack([input_ids, position_ids], dim=-1).float()[:, None]  # [B, 1, N, 2]
+        if past_key_values is not None:
+            marks, _ = past_key_values.update(marks, marks, 0)
+        tokens, positions = marks[:, 0, :, 0].long(), marks[:, 0, :, 1].long()
+        seen = torch.ones(n, n).tril() > 0 if attention_mask is None else attention_mask[0, 0] == 0
+        is_before = seen & (positions[0][None, :] == position_ids[0][:, None] - 1)
+        assert (is_before.sum(-1) <= 1).all()
+        before = (is_before * tokens[0]).sum(-1)  # token 0 stands before the first position
+        return BaseModelOutputWithPast(last_hidden_state=self.table[before, input_ids[0]][None])
+
+
+class TableModel(hf.PreTrainedModel):
+    """A decoder of a few tokens whose next-token law is a table over the last two tokens."""
+
+    config_class = TableConfig
+    base_model_prefix = "model"
+
+    def __init__(self, config: TableConfig) -> None:
+        super().__init__(config)
+        self.model = TableDecoder(config)
+        self.embed = nn.Embedding(config.vocab_size, config.vocab_size)
+        self.lm_head = nn.Linear(config.vocab_size, config.vocab_size, bias=False)
+        nn.init.eye_(self.lm_head.weight)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def get_decoder(self) -> nn.Module:
+        return self.model
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids, **kwargs).last_hidden_state
+        return hf.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(hidden))

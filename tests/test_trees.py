@@ -1,0 +1,150 @@
+"""Trees: shapes, masks, and EAGLE-2's choice of nodes."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from treespec.trees.dynamic import DynamicTree, best_first, connect, expand
+from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask
+from treespec.trees.policy import policy
+from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, layout
+
+CPU = torch.device("cpu")
+FIVE = torch.tensor([-1, 0, 0, 1, 2])  # the example drawn in trees/mask.py
+
+
+def ancestors_one_by_one(parents):
+    rows = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for i in range(len(parents)):
+        node = i
+        while node >= 0:
+            rows[i, node] = True
+            node = int(parents[node])
+    return rows
+
+
+def test_the_drawn_five_node_mask():
+    drawn = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
+    assert ancestor_mask(FIVE, max_depth=2).int().tolist() == drawn
+
+
+@pytest.mark.parametrize(
+    "tree", [chain(1), chain(7), balanced(3, 3), eagle()], ids=["1", "7", "3x3", "eagle"]
+)
+def test_ancestor_mask_equals_following_parents(tree):
+    shape = layout(tree, CPU)
+    assert torch.equal(shape.ancestors, ancestors_one_by_one(shape.parents))
+    assert torch.equal(shape.depth, shape.ancestors.sum(1) - 1)
+    assert (shape.parents[1:] < torch.arange(1, tree.size)).all()
+
+
+def test_a_window_hides_positions_not_columns():
+    mask = attention_mask(ancestor_mask(FIVE, 2), torch.tensor([0, 1, 1, 2, 2]), past=4, window=3)
+    # Positions: cache 0 1 2 3, root 4, nodes 1 and 2 at 5, nodes 3 and 4 at 6. Node 4 sees 4 (root), 5 (node 2), 6.
+    assert mask[4].int().tolist() == [0, 0, 0, 0, 1, 0, 1, 0, 1]
+    assert mask[0].int().tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_a_chunk_hides_what_lies_before_it():
+    mask = chunk_mask(torch.tensor([0, 1, 2]), past=3, chunk=4)
+    assert mask.int().tolist() == [[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]]
+
+
+def test_static_shapes_have_the_published_sizes():
+    assert chain(5).size == 6
+    assert balanced(2, 4).size == 1 + 2 + 4 + 8 + 16
+    levels = [sum(len(path) == depth for path in eagle().paths) for depth in range(1, 6)]
+    assert levels == [4, 8, 8, 3, 2]
+
+
+def test_levels_number_every_child_once_and_name_its_draw():
+    tree = StaticTree(((0,), (2,), (2, 1), (0, 0), (0, 1)))
+    shape = layout(tree, CPU)
+    seen = [()]
+    for level in shape.levels:
+        inner = [tree.paths[node] for node in level.nodes]
+        assert level.first == len(seen)
+        seen += [(*inner[row], int(k)) for row, k in zip(level.rows, level.columns, strict=True)]
+    assert tuple(seen) == tree.paths
+    assert [level.draws.tolist() for level in shape.levels] == [[3], [2, 2]]  # draw 1 of the root has no node
+
+
+def test_a_tree_file_means_its_paths(tmp_path):
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps([[1], [0], [0, 0]]))
+    assert policy(str(file)) == StaticTree(((0,), (1,), (0, 0)))
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("[[0, 1]]", "no parent"),
+        ("{", "not JSON"),
+        ("[]", "no node"),
+        ('[["a"]]', "list of paths"),
+        (None, "read"),
+    ],
+)
+def test_a_bad_tree_file_is_named_with_the_reason(tmp_path, content, complaint):
+    file = tmp_path / "tree.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(TreeError, match=complaint) as caught:
+        policy(str(file))
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spec", ["bush", "chain", "chain:0", "0x3", "9x9", "dynamic:depth", "dynamic:width=3", "dynamic:nodes=1"]
+)
+def test_an_unknown_tree_is_an_error_that_says_what_there_is(spec):
+    with pytest.raises(TreeError, match=r"choose|at least|over 4096"):
+        policy(spec)
+
+
+def test_policies_by_name():
+    assert policy("2x3") == policy("balanced:2x3") == balanced(2, 3)
+    assert policy("dynamic:nodes=9,depth=2") == DynamicTree(depth=2, nodes=9)
+
+
+def test_reranking_keeps_the_best_closed_part_of_all_candidates():
+    """Against a search over all connected trees of a full expansion: same total probability, closed under parents."""
+    generator = torch.Generator().manual_seed(0)
+    vocab, depth, nodes = 3, 3, 7
+    laws = {
+        path: torch.randn(vocab, generator=generator)
+        for d in range(depth)
+        for path in itertools.product(range(vocab), repeat=d)
+    }
+    tokens, parents, scores = [torch.tensor([0])], [torch.tensor([0])], [torch.zeros(1)]
+    paths = [()]
+    frontier, above, numbers = [()], torch.zeros(1), torch.tensor([0])
+    for _ in range(depth):
+        children, path_scores = expand(above, torch.stack([laws[path] for path in frontier]), topk=vocab)
+        tokens.append(children.flatten())
+        parents.append(numbers.repeat_interleave(vocab))
+        scores.append(path_scores.flatten())
+        frontier = [(*path, int(t)) for path, row in zip(frontier, children, strict=True) for t in row]
+        numbers = torch.arange(len(paths), len(paths) + len(frontier))
+        paths += frontier
+        above = path_scores.flatten()
+    everything = torch.cat(scores)
+    kept = torch.cat([torch.tensor([0]), (1 + best_first(everything[1:], nodes - 1)).sort().values])
+    links = connect(kept, torch.cat(parents))
+    chosen = {paths[i] for i in kept}
+    assert all(path[:-1] in chosen for path in chosen if path)
+    assert [paths[kept[int(links[i])]] for i in range(1, nodes)] == [paths[k][:-1] for k in kept[1:]]
+    probability = {
+        path: float(
+            torch.stack([laws[path[:i]].log_softmax(-1)[path[i]] for i in range(len(path))]).sum().exp()
+        )
+        for path in paths[1:]
+    }
+    best = sorted(probability.values(), reverse=True)[: nodes - 1]
+    assert sum(probability[path] for path in chosen if path) == pytest.approx(sum(best), rel=1e-5)
+
+
+def test_ties_go_to_the_shallower_candidate():
+    assert best_first(torch.tensor([-1.0, -2.0, -1.0, -2.0, -1.0]), 4).tolist() == [0, 2, 4, 1]

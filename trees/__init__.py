@@ -1,0 +1,1 @@
+"""What a token tree is, and the policies that shape it."""

@@ -1,0 +1,60 @@
+"""EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858): expand the likeliest nodes, rerank, keep the best.
+
+Only for children that are a deterministic function of the text: ranking sampled tokens by their own
+probability would bias the output (the pairing rule of `treespec.draft.grow`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from treespec.trees.static import TreeError
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """depth: levels of drafted tokens. topk: nodes expanded a level, children of each. nodes: N, root too."""
+
+    depth: int = 6
+    topk: int = 10
+    nodes: int = 60
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "topk"):
+            if getattr(self, name) < 1:
+                raise TreeError(f"dynamic tree: {name} is {getattr(self, name)}, must be at least 1")
+        if self.nodes < 2:
+            raise TreeError(f"dynamic tree: nodes is {self.nodes}, must be at least 2 (the root counts)")
+
+    @property
+    def max_depth(self) -> int:
+        return self.depth
+
+
+def expand(scores: Tensor, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """The likeliest children of each frontier node.
+
+    scores: [F] log-probability of the path to each node. logits: [F, V] draft logits.
+    Returns tokens [F, K] int64 and the log-probabilities [F, K] of the paths to them, K = min(topk, V).
+    """
+    best = logits.float().topk(min(topk, logits.shape[-1]))
+    normaliser = logits.float().logsumexp(-1, keepdim=True)
+    return best.indices, scores[:, None] + best.values - normaliser
+
+
+def best_first(scores: Tensor, count: int) -> Tensor:
+    """[min(count, M)] numbers of the best candidates, best first; ties go to the earlier, shallower one."""
+    return scores.sort(descending=True, stable=True).indices[:count]
+
+
+def connect(kept: Tensor, parents: Tensor) -> Tensor:
+    """Renumber a kept part of a candidate tree.
+
+    kept: [N] ascending candidate numbers, the root's 0 first, closed under parents. parents: [M] candidate
+    numbers. Returns parents [N] in the new numbers, -1 for the root.
+    """
+    number = torch.full_like(parents, -1)
+    number[kept] = torch.arange(len(kept), device=kept.device)
+    result = number[parents[kept]]
+    result[0] = -1
+    return result

@@ -1,0 +1,169 @@
+"""Trees whose shape is fixed before anything is drawn: chains, balanced trees, EAGLE-1's tree, path lists."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from treespec.trees.mask import ancestor_mask
+
+# EAGLE-1's default tree (Li et al. 2024, figure 7 and released configuration): levels of 4, 8, 8, 3, 2 nodes.
+EAGLE_CHILDREN = {
+    "": 4, "0": 3, "1": 2, "2": 2, "3": 1, "00": 3, "01": 2, "02": 2, "10": 1, "000": 3, "0000": 2,
+}  # fmt: skip
+
+
+class TreeError(ValueError):
+    """A tree that cannot be built; the message names the tree and the remedy."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Level:
+    """The frontier of one depth: F inner nodes and their C children.
+
+    nodes: [F] node numbers. parent_rows: [F] row of each one's parent in the frontier above. draws: [F] how
+    many at each. first: number of the first child; they are numbered first .. first + C - 1.
+    rows, columns: [C], the draw that each child takes from a [F, K] table.
+    """
+
+    nodes: Tensor
+    parent_rows: Tensor
+    draws: Tensor
+    first: int
+    rows: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree given by its paths: (0, 2) is the third draw below the first draw at the root.
+
+    A gap in the ordinals, (0,) and (2,) without (1,), is a draw that is verified but has no node.
+    Raises TreeError for an empty tree or a path without its parent.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        paths = sorted({(), *map(tuple, self.paths)}, key=lambda path: (len(path), path))
+        known = set(paths)
+        for path in paths[1:]:
+            if path[:-1] not in known:
+                raise TreeError(f"tree path {list(path)} has no parent {list(path[:-1])}: add it to the list")
+        if len(paths) == 1:
+            raise TreeError("the tree has no node besides the root: give at least one path, such as [0]")
+        object.__setattr__(self, "paths", tuple(paths))
+
+    @property
+    def max_depth(self) -> int:
+        return len(self.paths[-1])
+
+    @property
+    def size(self) -> int:
+        """N, the root included."""
+        return len(self.paths)
+
+    @property
+    def max_draws(self) -> int:
+        """Draws at the node that has most."""
+        return max(path[-1] + 1 for path in self.paths[1:])
+
+    def draws(self, path: tuple[int, ...]) -> int:
+        """Draws at one node."""
+        return max(child[-1] + 1 for child in self.paths[1:] if child[:-1] == path)
+
+    def narrowed(self, draws: int) -> "StaticTree":
+        """The part of the tree below the first few draws of every node."""
+        return StaticTree(tuple(path for path in self.paths[1:] if max(path) < draws))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A static tree as tensors. parents, depth: [N] int64. ancestors: [N, N] bool. levels: frontiers, root first."""
+
+    parents: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    levels: tuple[Level, ...]
+
+
+@lru_cache
+def layout(tree: StaticTree, device: torch.device) -> Layout:
+    """Numbers the nodes level by level, a node's children in draw order; made once a tree and device."""
+    number = {path: i for i, path in enumerate(tree.paths)}
+    children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for path in tree.paths[1:]:
+        children.setdefault(path[:-1], []).append(path)
+
+    def tensor(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), device=device)
+
+    levels = []
+    above: dict[tuple[int, ...], int] = {}
+    for depth in range(tree.max_depth):
+        inner = [path for path in tree.paths if len(path) == depth and path in children]
+        below = [child for path in inner for child in children[path]]
+        row = {path: i for i, path in enumerate(inner)}
+        levels.append(
+            Level(
+                nodes=tensor(number[path] for path in inner),
+                parent_rows=tensor(above.get(path[:-1], 0) for path in inner),
+                draws=tensor(tree.draws(path) for path in inner),
+                first=number[below[0]],
+                rows=tensor(row[path[:-1]] for path in below),
+                columns=tensor(path[-1] for path in below),
+            )
+        )
+        above = row
+    parents = tensor(number[path[:-1]] if path else -1 for path in tree.paths)
+    depths = tensor(map(len, tree.paths))
+    return Layout(parents, depths, ancestor_mask(parents, tree.max_depth), tuple(levels))
+
+
+def chain(depth: int) -> StaticTree:
+    """One draw after another, `depth` deep."""
+    return balanced(1, depth)
+
+
+def balanced(children: int, depth: int) -> StaticTree:
+    """Every node above `depth` has `children` children."""
+    if children < 1 or depth < 1:
+        raise TreeError(f"a balanced tree of {children}x{depth}: children and depth must be at least 1")
+    if sum(children**d for d in range(depth + 1)) > 4096:
+        raise TreeError(
+            f"a balanced tree of {children}x{depth} has over 4096 nodes: take fewer or less depth"
+        )
+    return StaticTree(tuple(p for d in range(1, depth + 1) for p in product(range(children), repeat=d)))
+
+
+def eagle() -> StaticTree:
+    """EAGLE-1's 25 nodes and the root."""
+    return StaticTree(
+        tuple((*map(int, parent), i) for parent, count in EAGLE_CHILDREN.items() for i in range(count))
+    )
+
+
+def from_file(path: str | Path) -> StaticTree:
+    """A JSON list of paths, [[0], [1], [0, 0]]. Raises TreeError naming the file."""
+    try:
+        paths: Any = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise TreeError(f"cannot read tree file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise TreeError(f"tree file {path} is not JSON: {error}") from error
+    good = isinstance(paths, list) and all(
+        isinstance(p, Sequence) and p and all(isinstance(i, int) and 0 <= i < 4096 for i in p) for p in paths
+    )
+    if not good:
+        raise TreeError(f"tree file {path} must hold a list of paths such as [[0], [1], [0, 0]]")
+    try:
+        return StaticTree(tuple(tuple(p) for p in paths))
+    except TreeError as error:
+        raise TreeError(f"tree file {path}: {error}") from error

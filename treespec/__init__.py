@@ -1,0 +1,1 @@
+"""treespec: lossless tree drafting for causal language models."""

@@ -1,0 +1,1 @@
+"""Drafters: whatever proposes a token tree."""

@@ -1,0 +1,128 @@
+"""Growing a token tree: a proposer gives draft logits, a scheme draws, a policy shapes."""
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from treespec.draft.proposer import Proposer
+from treespec.errors import InputError
+from treespec.sampling import SamplingParams, probs
+from treespec.trees.dynamic import DynamicTree, best_first, connect, expand
+from treespec.trees.mask import ancestor_mask
+from treespec.trees.policy import Policy
+from treespec.trees.static import StaticTree, layout
+from treespec.trees.tree import Drafts, Draws, TokenTree
+from treespec.verify import SCHEMES
+from treespec.verify.scheme import Scheme
+
+
+def root_only(token: Tensor) -> TokenTree:
+    """The tree of one-token-at-a-time decoding. token: [1] int64."""
+    zero = torch.zeros(1, dtype=torch.int64, device=token.device)
+    return TokenTree(token, zero - 1, zero, torch.ones(1, 1, dtype=torch.bool, device=token.device))
+
+
+def check_pair(policy: Policy, scheme: Scheme) -> None:
+    """The pairing rule (VERIFICATION, section 5 of the design): raise InputError for a biased pair."""
+    if isinstance(policy, DynamicTree) and not scheme.deterministic:
+        raise InputError(
+            f"the dynamic tree cannot go with verifier {scheme.name}: it keeps children by the probability of "
+            "what was drawn, which biases sampled draws; take --tree eagle (or another static tree), "
+            "or --verifier topk"
+        )
+    widest = policy.max_draws if isinstance(policy, StaticTree) else policy.topk
+    if scheme.max_draws and widest > scheme.max_draws:
+        raise InputError(
+            f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, this tree makes {widest}; "
+            f"take --tree {'chain:5' if scheme.max_draws == 1 else f'balanced:{scheme.max_draws}x3'}"
+        )
+
+
+@final
+class TreeDrafter:
+    """Drafts one tree a cycle. At temperature 0 the children are the likeliest tokens under every scheme:
+
+    the target's law is one-hot there, so all lossless plans agree (output the target's token), and what is
+    left to choose is the set of children. Raises InputError for a policy and scheme that may not go together.
+    """
+
+    def __init__(self, proposer: Proposer, policy: Policy, scheme: Scheme) -> None:
+        check_pair(policy, scheme)
+        self.proposer, self.policy, self.scheme = proposer, policy, scheme
+
+    @torch.no_grad()
+    def draft(self, root: Tensor, params: SamplingParams, generator: torch.Generator) -> TokenTree:
+        """The tree below the last committed token. root: [1] int64."""
+        logits = self.proposer.begin()
+        if logits is None:
+            return root_only(root)
+        root = root.to(logits.device)
+        if isinstance(self.policy, DynamicTree):
+            return self._dynamic(root, logits, self.policy)
+        return self._static(root, logits, self.policy, params, generator)
+
+    def _static(
+        self,
+        root: Tensor,
+        logits: Tensor,
+        tree: StaticTree,
+        params: SamplingParams,
+        generator: torch.Generator,
+    ) -> TokenTree:
+        scheme = SCHEMES["topk"] if params.greedy else self.scheme
+        device = logits.device
+        tokens = [root]
+        laws, draws, nodes = [], [], []
+        fixed = layout(tree, device)
+        for above, level in zip((None, *fixed.levels), fixed.levels, strict=False):
+            if above:
+                frontier = tokens[-1][level.nodes - above.first].clamp_min(0)
+                logits = self.proposer.extend(frontier, level.parent_rows)
+            q = logits if scheme.deterministic else probs(logits, params)  # [F, V]
+            drawn = scheme.draw(q, level.draws, generator)  # [F, K]
+            tokens.append(drawn.tokens[level.rows, level.columns])
+            if not scheme.deterministic:
+                laws.append(q)
+                draws.append(drawn)
+                nodes.append(level.nodes)
+        drafts = None if scheme.deterministic else Drafts(torch.cat(nodes), torch.cat(laws), _stack(draws))
+        return TokenTree(torch.cat(tokens), fixed.parents, fixed.depth, fixed.ancestors, drafts)
+
+    def _dynamic(self, root: Tensor, logits: Tensor, tree: DynamicTree) -> TokenTree:
+        """EAGLE-2. Candidates are numbered level by level, the root being 0."""
+        device = logits.device
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        tokens, parents, depths, scores = [root], [zero], [zero], [zero.float()]
+        frontier, above = zero, zero.float()  # candidate numbers and path log-probabilities of the frontier
+        count = 1
+        for level in range(1, tree.depth + 1):
+            children, path_scores = expand(above, logits, tree.topk)  # [F, K]
+            width = children.numel()
+            tokens.append(children.flatten())
+            parents.append(frontier.repeat_interleave(children.shape[1]))
+            depths.append(torch.full((width,), level, device=device))
+            scores.append(path_scores.flatten())
+            if level < tree.depth:
+                best = best_first(scores[-1], tree.topk)
+                frontier, above = count + best, scores[-1][best]
+                count += width
+                logits = self.proposer.extend(tokens[-1][best], best // children.shape[1])
+        kept = 1 + best_first(torch.cat(scores[1:]), tree.nodes - 1)
+        kept = torch.cat([zero, kept.sort().values])
+        links = connect(kept, torch.cat(parents))
+        return TokenTree(
+            torch.cat(tokens)[kept], links, torch.cat(depths)[kept], ancestor_mask(links, tree.depth)
+        )
+
+
+def _stack(draws: list[Draws]) -> Draws:
+    """Draws of several levels as one table, the narrower ones filled up with absent draws."""
+    widest = max(d.tokens.shape[1] for d in draws)
+
+    def padded(x: Tensor, fill: float) -> Tensor:
+        return torch.nn.functional.pad(x, (0, widest - x.shape[1]), value=fill)
+
+    tokens = torch.cat([padded(d.tokens, -1) for d in draws])
+    scores = [d.scores for d in draws if d.scores is not None]
+    return Draws(tokens, torch.cat([padded(s, 0.0) for s in scores]) if scores else None)

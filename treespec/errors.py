@@ -1,0 +1,11 @@
+"""Errors meant for people: the command line prints the line and exits with 2, without a traceback."""
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used. The message says what, where, and what to do instead.
+
+    `heads` and `trees` stand below this package and raise errors of their own; whatever carries
+    `exit_code = 2` is treated alike.
+    """
+
+    exit_code = 2

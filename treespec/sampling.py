@@ -1,0 +1,80 @@
+"""Logits to probabilities, one function for target, head and verifier, and draws from a law."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treespec.errors import InputError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How logits become the law that is sampled. Order and meaning are those of transformers' warpers.
+
+    temperature: 0 is greedy, the law is one-hot. top_k: 0 keeps all. top_p: 1 keeps all. min_p: 0 keeps all.
+    Raises InputError for values outside their range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature is {self.temperature}, must be 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise InputError(f"top_k is {self.top_k}, must be 0 (off) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}, must lie in (0, 1]; 1 is off")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p is {self.min_p}, must lie in [0, 1]; 0 is off")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The law that is sampled: temperature, then top-k, top-p, min-p, each on what the one before left.
+
+    logits: [..., V] logits. Returns [..., V] probabilities, float64 for float64 logits, else float32.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if params.greedy:
+        best = logits.argmax(-1, keepdim=True)
+        return torch.zeros_like(logits).scatter_(-1, best, 1.0)
+    logits = logits / params.temperature
+    if 0 < params.top_k < logits.shape[-1]:
+        smallest = logits.topk(params.top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, -math.inf)
+    if params.top_p < 1:
+        ascending, order = logits.sort(dim=-1)
+        drop = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
+        drop[..., -1] = False
+        logits = logits.masked_fill(torch.zeros_like(drop).scatter_(-1, order, drop), -math.inf)
+    law = logits.softmax(-1)
+    if params.min_p > 0:
+        law = law.masked_fill(law < params.min_p * law.amax(-1, keepdim=True), 0.0)
+        law = law / law.sum(-1, keepdim=True)
+    return law
+
+
+def target_law(logits: Tensor, params: SamplingParams) -> Tensor:
+    """What verifiers take as p: `probs`, but at temperature 0 only the sure token of each one-hot law.
+
+    logits: [N, V]. Returns [N, V] probabilities, or [N] int64 tokens at temperature 0.
+    """
+    return logits.argmax(-1) if params.greedy else probs(logits, params)
+
+
+def sample(law: Tensor, generator: torch.Generator) -> Tensor:
+    """One token a row by inverting the cumulated law in float64: one uniform a row, no token of mass 0.
+
+    law: [..., V] non-negative, need not sum to 1, but not all 0. Returns [...] int64.
+    """
+    cumulated = law.cumsum(-1, dtype=torch.float64)
+    uniform = torch.rand((*law.shape[:-1], 1), generator=generator, dtype=torch.float64, device=law.device)
+    return torch.searchsorted(cumulated, uniform * cumulated[..., -1:], right=True).squeeze(-1)

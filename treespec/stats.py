@@ -1,0 +1,69 @@
+"""What one generation cost and what it accepted."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stats:
+    """Counts of tokens and cycles, and seconds by stage.
+
+    accepted: accepted nodes of each cycle, cut at the end of the text. drafted: nodes drafted at each depth,
+    over all cycles (depth 1 first). seconds: prefill, draft (of which head: the draft model's forwards),
+    target, verify, commit, total.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def cycles(self) -> int:
+        return len(self.accepted)
+
+    @property
+    def acceptance_length(self) -> float:
+        """τ: tokens committed per target forward."""
+        return self.new_tokens / self.cycles if self.cycles else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds["total"] if self.seconds["total"] else 0.0
+
+    @property
+    def accepted_by_depth(self) -> list[int]:
+        """Cycles that accepted a node at depth 1, 2, …"""
+        return [sum(a >= d for a in self.accepted) for d in range(1, len(self.drafted) + 1)]
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """α at depth 1, 2, …: of the cycles that accepted the depth above, how many accepted this one."""
+        reached = [self.cycles, *self.accepted_by_depth]
+        return [b / a for a, b in zip(reached, reached[1:], strict=False) if a]
+
+    @property
+    def overhead(self) -> float:
+        """Share of the decoding time spent outside the target's and the draft model's forwards."""
+        decoding = self.seconds["total"] - self.seconds["prefill"]
+        forwards = self.seconds["target"] + self.seconds["head"]
+        return 1 - forwards / decoding if decoding > 0 else 0.0
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - started
+
+    def count_drafted(self, per_depth: list[int]) -> None:
+        """Add one cycle's nodes at depth 1, 2, …"""
+        self.drafted += [0] * (len(per_depth) - len(self.drafted))
+        for i, nodes in enumerate(per_depth):
+            self.drafted[i] += nodes

@@ -1,0 +1,266 @@
+"""Any transformers decoder as the target: one forward scores a whole tree.
+
+No model code is copied. Trees pass through what every decoder already accepts: an explicit 4D attention
+mask (a dict of them where layer types alternate), explicit `position_ids`, and a `Cache` of ours. What
+cannot hold a tree is refused by name, and the first forward after loading is checked against the plain model.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from treespec.cache import TreeCache
+from treespec.errors import InputError
+from treespec.trees.mask import attention_mask, chunk_mask
+from treespec.trees.tree import TokenTree
+
+HOLDS_TREE = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(frozen=True)
+class TreeOutput:
+    """logits: [N, V]. features: [N, H], or [N, taps * H] where a head taps several layers."""
+
+    logits: Tensor
+    features: Tensor
+
+
+@final
+class Target:
+    """A decoder and its tokenizer. It holds no text: caches, masks and positions are arguments.
+
+    Raises InputError if the model cannot hold a tree.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
+        refuse_what_cannot_branch(model)
+        self.model = model.eval().requires_grad_(False)
+        self.decoder = decoder_of(model)
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.dtype = model.dtype
+        self.eos = end_tokens(model)
+        self.layers: int = self.config.num_hidden_layers
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.context_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        hook = getattr(model, "_hf_hook", None)
+        self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
+        self.windows = layer_windows(self.config)
+        self.output_device = self._check_against_plain_model()
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        device_map: Any = None,
+        dtype: str | torch.dtype = "auto",
+        max_memory: dict | None = None,
+        offload_folder: str | None = None,
+        attn_implementation: str | None = None,
+    ) -> "Target":
+        """A directory or a hub id, placed by accelerate. Raises InputError for what cannot be loaded."""
+        options = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
+        options = {name: value for name, value in options.items() if value is not None}
+        try:
+            config = AutoConfig.from_pretrained(path)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, attn_implementation=attn_implementation, **options
+            )
+        except Exception as error:  # the loaders raise whatever the file or hub gave them
+            raise InputError(f"cannot load the target {path!r}: {_first_line(error)}") from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except Exception as error:
+            if Path(path).is_dir() and not list(Path(path).glob("token*")):
+                tokenizer = None
+            else:
+                raise InputError(f"cannot load the tokenizer of {path!r}: {_first_line(error)}") from error
+        return cls(model, tokenizer)
+
+    def new_cache(self, capacity: int = 512) -> TreeCache:
+        return TreeCache(self.layers, capacity)
+
+    @property
+    def feature_width(self) -> int:
+        """H of the hidden states that enter the output embedding."""
+        return self.model.get_output_embeddings().weight.shape[1]
+
+    @property
+    def embed_scale(self) -> float:
+        """What the model multiplies its embeddings by (Gemma, Granite)."""
+        own = getattr(self.model.get_input_embeddings(), "embed_scale", 1.0)
+        return float(own) * getattr(self.config, "embedding_multiplier", 1.0)
+
+    def output_logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] hidden states after the final norm -> [..., V] logits, by the model's own output path."""
+        logits = self.model.get_output_embeddings()(hidden)
+        if scale := getattr(self.config, "logit_scale", None):
+            logits = logits * scale
+        if scale := getattr(self.config, "logits_scaling", None):
+            logits = logits / scale
+        if cap := getattr(self.config, "final_logit_softcapping", None):
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.no_grad()
+    def prefill(
+        self, cache: TreeCache, tokens: Tensor, taps: tuple[int, ...] = (), chunk: int = 512
+    ) -> Tensor:
+        """Commit a stretch of text, in chunks. tokens: [B, P] int64. Returns features [B, P, H]."""
+        features = []
+        for part in tokens.split(chunk, dim=1):
+            n = part.shape[1]
+            depth = torch.arange(n)
+            causal = torch.ones(n, n, dtype=torch.bool).tril()
+            features.append(self._hidden(cache, part, depth, causal, taps)[1])
+            cache.rewind(cache.length + n)
+        return torch.cat(features, dim=1)
+
+    @torch.no_grad()
+    def forward_tree(self, cache: TreeCache, tree: TokenTree, taps: tuple[int, ...] = ()) -> TreeOutput:
+        """The one forward of a cycle: writes N nodes behind the committed text, for `cache.commit` to keep."""
+        tokens = tree.tokens.clamp_min(0)[None]
+        hidden, features = self._hidden(cache, tokens, tree.depth, tree.ancestors, taps)
+        return TreeOutput(self.output_logits(hidden)[0], features[0])
+
+    def _hidden(
+        self, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """One forward of the decoder over [B, N] nodes: hidden states after the final norm, and features."""
+        # Learned positions end at the context length; a node beyond it is never kept.
+        positions = (cache.length + depth).clamp_max(self.context_length - 1)
+        with captured(self._decoder_layers(), taps) as inputs:
+            hidden = self.decoder(
+                input_ids=tokens.to(self.device),
+                position_ids=positions.to(self.device)[None].expand(len(tokens), -1),
+                attention_mask=self._masks(ancestors, depth, cache.length),
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
+        if not taps:
+            return hidden, hidden
+        return hidden, torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1)
+
+    def _masks(self, ancestors: Tensor, depth: Tensor, past: int) -> Any:
+        """Additive [1, 1, N, past + N] masks by layer type; one tensor where all layers are alike."""
+        masks = {}
+        for kind, window in self.windows.items():
+            visible = attention_mask(ancestors, depth, past, window if kind == "sliding_attention" else None)
+            if kind == "chunked_attention" and window:
+                visible &= chunk_mask(depth, past, window)
+            additive = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+            additive.masked_fill_(~visible, torch.finfo(self.dtype).min)
+            masks[kind] = additive[None, None].to(self.device)
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+    def _decoder_layers(self) -> nn.ModuleList:
+        stacks = (m for m in self.decoder.modules() if isinstance(m, nn.ModuleList))
+        return next(m for m in stacks if len(m) == self.layers)
+
+    @torch.no_grad()
+    def _check_against_plain_model(self) -> torch.device:
+        """A three-node tree must give what the plain model gives. Returns the device of the features.
+
+          0 (token b)      the plain model on (a, b, d) against a committed `a` and this tree:
+         / \\               node 0 is its position 1, node 2 its position 2.
+        c   d
+        """
+        a, b, c, d = (i % self.vocab_size for i in (3, 5, 7, 11))
+        plain = self.model(input_ids=torch.tensor([[a, b, d]], device=self.device)).logits[0, 1:].float()
+        cache = self.new_cache(8)
+        self.prefill(cache, torch.tensor([[a]]))
+        parents = torch.tensor([-1, 0, 0])
+        ancestors = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
+        tree = TokenTree(torch.tensor([b, c, d]), parents, torch.tensor([0, 1, 1]), ancestors)
+        out = self.forward_tree(cache, tree)
+        difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()
+        if not difference <= 0.1 * plain.std():
+            raise InputError(
+                f"{type(self.model).__name__} cannot be used: its logits over a tree differ from its plain "
+                f"ones by {difference:.3g} on average, so its masks or output path are not understood"
+            )
+        return out.features.device
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens that end a text: generation_config's, else the config's."""
+    settings = (getattr(model, "generation_config", None), model.config.get_text_config())
+    for eos in (getattr(s, "eos_token_id", None) for s in settings):
+        if eos is not None:
+            return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset()
+
+
+def layer_windows(config: Any) -> dict[str, int | None]:
+    """Layer type -> window or chunk, for every type of attention layer that the model has."""
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    sizes = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+    return {kind: sizes.get(kind) for kind in sorted(kinds)}
+
+
+def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
+    """Raise InputError, with the reason, for a model whose forward cannot score a tree."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    reason = None
+    foreign = sorted(set(getattr(config, "layer_types", None) or []) - HOLDS_TREE)
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "it is an encoder-decoder; treespec takes decoder-only models"
+    elif foreign or getattr(model, "_is_stateful", False):
+        layers = ", ".join(foreign) or "recurrent"
+        reason = f"its {layers} layers carry one state from token to token, which cannot branch into a tree"
+    elif getattr(config, "alibi", False) or not _takes_positions(model):
+        reason = (
+            "it places tokens by their column in the cache (ALiBi), where siblings cannot share a position"
+        )
+    elif "local" in str(getattr(config, "attention_types", "")):
+        reason = "its local attention counts columns of the cache, where siblings cannot share a position"
+    elif "flash" in str(config._attn_implementation) or "flex" in str(config._attn_implementation):
+        reason = (
+            f"its attention ({config._attn_implementation}) takes no tree mask; load it with sdpa or eager"
+        )
+    if reason:
+        raise InputError(f"{name} cannot be a target: {reason}")
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    return "position_ids" in inspect.signature(decoder_of(model).forward).parameters
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The stack of layers below the output embedding."""
+    candidates = (model.get_decoder(), model.base_model, getattr(model, "model", None))
+    return next(module for module in candidates if module is not None and module is not model)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def captured(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    """Inside, layer k's input (transformers' hidden_states[k]) is put under k in the dict, for every tap."""
+    inputs: dict[int, Tensor] = {}
+
+    def keep(k: int) -> Any:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            inputs[k] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    handles = [layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in taps]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()

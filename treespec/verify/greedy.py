@@ -1,0 +1,62 @@
+"""Greedy multi-draft sampling (Hu et al. 2025, Towards Optimal Multi-Draft Speculative Decoding)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from treespec.trees.tree import Draws
+from treespec.verify.laws import (
+    check_one_law,
+    counts,
+    keep_first,
+    likeliest,
+    overlap,
+    sample_if_any,
+    scale,
+    single_draft,
+    without,
+)
+
+
+def tops(q: Tensor, number: Tensor, width: int) -> Tensor:
+    """[B, width] the `number` [B, 1] likeliest tokens of q that it can draw, -1 beyond."""
+    best = keep_first(likeliest(q, width), number)
+    return best.masked_fill(q.gather(1, best.clamp(min=0)) == 0, -1)
+
+
+@final
+@dataclass(frozen=True)
+class Greedy:
+    """The k - 1 likeliest tokens, then one from q' = q without them. One draw: `single`.
+
+    The last draw is verified against q', the residual norm (p - q')+ includes the likeliest tokens. Where q
+    supports fewer than k tokens all of them are drawn, and taking the last one for the sampled one is
+    exact: q' is then one-hot, and the plan p.
+    """
+
+    name: ClassVar[str] = "greedy"
+    deterministic: ClassVar[bool] = False
+    lossless: ClassVar[bool] = True
+
+    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
+        check_one_law(q, self.name)
+        width, number = counts(q, k)
+        best = tops(q, number - 1, width - 1)
+        last = sample_if_any(without(q, best), generator)
+        tokens = pad(best, (0, 1), value=-1).scatter_(1, (number - 1).clamp(min=0), last)
+        return Draws(keep_first(tokens, number))
+
+    def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
+        check_one_law(q, self.name)
+        last = ((draws.tokens >= 0).sum(-1, keepdim=True) - 1).clamp(min=0)
+        rest = without(q, draws.tokens.scatter(1, last, -1))
+        return single_draft(p, rest, draws.tokens.gather(1, last))
+
+    def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
+        check_one_law(q, self.name)
+        best = tops(q, torch.full_like(q[:, :1], k - 1), k - 1)
+        rest = without(q, best)
+        return (p - without(p, best)).sum(-1) + overlap(p, rest * scale(rest, torch.ones_like(p[:, :1])))

@@ -1,0 +1,161 @@
+"""Importance sampling by a linear program (Khisti et al. 2025, Multi-Draft Speculative Sampling)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from treespec.errors import InputError
+from treespec.trees.tree import Draws
+from treespec.verify.laws import independent, overlap, single_draft, without
+from treespec.verify.rrs import laws_of
+
+
+@dataclass(frozen=True)
+class Duel:
+    """How one of two draws is selected.
+
+    law: [B, V] that of the selected token. rank: [B, V] int64. wins: [B, s, s] Pr(the token of rank i is
+    selected from it and the token of rank j), 1 on the diagonal; beyond s the lower rank wins.
+    """
+
+    law: Tensor
+    rank: Tensor
+    wins: Tensor
+
+    def keeps(self, tokens: Tensor, rival: Tensor) -> Tensor:
+        """[B, K] Pr(each of the tokens [B, K] is selected over the rival [B, 1])."""
+        s = self.wins.shape[-1]
+        mine, other = self.rank.gather(1, tokens), self.rank.gather(1, rival)
+        free = self.wins.flatten(1).gather(1, mine.clamp(max=s - 1) * s + other.clamp(max=s - 1))
+        return torch.where(torch.maximum(mine, other) < s, free, (mine <= other).to(free.dtype))
+
+
+def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
+    """The truncated program for draws from q1 and q2 against p, all [B, V] float64; s tokens are free."""
+    order = (p - q1 * q2).argsort(dim=-1, descending=True, stable=True)
+    p, q1, q2 = (law.gather(1, order) for law in (p, q1, q2))
+    both = torch.stack([q2, q1], dim=1)
+    later = pad(both.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1))  # [B, 2, V] mass after each
+    mine = torch.stack([q1, q2], dim=1)
+    law = q1 * q2 + (mine * later).sum(1)
+
+    s = min(s, p.shape[-1])
+    fixed = q1[:, :s] * q2[:, :s] + (mine[..., :s] * later[..., s - 1 : s]).sum(1)
+    pairs = q1[:, :s, None] * q2[:, None, :s]
+    pairs = (pairs + pairs.mT).triu(1)
+    pairs = pairs + pairs.mT  # [B, s, s] Pr(the draws are i and j in any order), 0 on the diagonal
+    wins = solve(p[:, :s] - fixed, pairs)
+    law[:, :s] = fixed + (wins * pairs).sum(-1)
+
+    rank = torch.arange(p.shape[-1], device=p.device).expand_as(order)
+    return Duel(
+        law=torch.zeros_like(law).scatter_(1, order, law),
+        rank=torch.zeros_like(order).scatter_(1, order, rank),
+        wins=wins,
+    )
+
+
+def solve(room: Tensor, pairs: Tensor) -> Tensor:
+    """[B, s, s] the shares of the pairs that fill the room best. room: [B, s]; pairs: [B, s, s]. On the host.
+
+    Maximise the sum of t_i <= room_i over x_ij <= pairs_ij, i < j, with t_i at most what token i gets:
+    the x_ij of its pairs with later tokens, pairs_ji - x_ji of those with earlier ones. Rows are solved one
+    by one: together, a row with several optima could answer by the other rows, hence by its own draws.
+    """
+    import numpy as np
+    from scipy.optimize import linprog
+
+    s = room.shape[1]
+    first, second = np.triu_indices(s, 1)
+    variables = s + np.arange(len(first))
+    gets = np.zeros((s, s + len(first)))
+    gets[:, :s] = np.eye(s)
+    gets[first, variables] = -1
+    gets[second, variables] = 1
+    gain = np.r_[np.ones(s), np.zeros(len(first))]
+
+    room = room.clamp(min=0)
+    earlier = pairs.triu().sum(-1)  # what each gets where the earlier token wins
+    settled = (earlier <= room).all(-1) | (earlier >= room).all(-1)
+    wins = np.tile(np.triu(np.ones((s, s))), (len(room), 1, 1))
+    rooms, masses = room.cpu().numpy(), pairs.cpu().numpy()
+    for row in (~settled).nonzero().flatten().tolist():
+        mass = masses[row, first, second]
+        upper = np.r_[rooms[row], mass]
+        fixed = np.tril(masses[row]).sum(-1)
+        best = linprog(-gain, A_ub=gets, b_ub=fixed, bounds=np.c_[np.zeros_like(upper), upper], method="highs")
+        share = np.clip(best.x[s:] / np.where(mass > 0, mass, 1), 0, 1)
+        wins[row, first, second] = share
+        wins[row, second, first] = 1 - share
+    return torch.as_tensor(wins, device=room.device)
+
+
+def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor]:
+    """Pair by pair. Returns [B, K], the probability that each draw is selected, and its token's law [B, V]."""
+    at = tokens.clamp(min=0)
+    chosen = torch.zeros(tokens.shape, dtype=p.dtype, device=p.device)
+    chosen[:, 0] = 1
+    law, *laws = laws_of(q, tokens.shape[1])
+    for k, rival in enumerate(laws, start=1):
+        present = tokens[:, k : k + 1] >= 0
+        new = duel(p, law, rival, s)
+        kept = torch.where(present, chosen[:, :k] * new.keeps(at[:, :k], at[:, k : k + 1]), chosen[:, :k])
+        chosen[:, k] = (chosen[:, :k] - kept).sum(-1)
+        chosen[:, :k] = kept
+        law = torch.where(present, new.law, law)
+    return chosen * (tokens >= 0), law
+
+
+@final
+@dataclass(frozen=True)
+class IsLp:
+    """Independent draws; one is selected by a linear program and verified as a single draft against its exact law.
+
+    q: [B, V] or [B, K, V]. More than two draws: pair by pair, the selected one against the next.
+    s: tokens whose pairs the program decides; the others follow a fixed order.
+    alphabet: how many of the likeliest target tokens can be accepted; the others are one to the program
+    and come from p alone. None is all. Programs are solved on the host.
+    """
+
+    name: ClassVar[str] = "is-lp"
+    deterministic: ClassVar[bool] = False
+    lossless: ClassVar[bool] = True
+
+    s: int = 5
+    alphabet: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.s < 1 or (self.alphabet is not None and self.alphabet < 1):
+            raise InputError(f"is-lp: s is {self.s}, alphabet {self.alphabet}; both must be at least 1")
+
+    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
+        return independent(q, k, generator)
+
+    def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
+        p64, q64, tokens = p.double(), q.double(), draws.tokens
+        if self.alphabet is None or self.alphabet >= p.shape[-1]:
+            return verify(p64, q64, tokens, self.s).to(p.dtype)
+        inside = p64.topk(self.alphabet).indices  # [B, A]
+        small_p, small_q, number = lump(p64, q64, inside)
+        small_tokens = number.gather(1, tokens.clamp(min=0)).masked_fill(tokens < 0, -1)
+        share = p64.gather(1, inside).sum(-1, keepdim=True)
+        small = verify(small_p / share, small_q, small_tokens, self.s)[:, :-1] * share
+        return without(p64, inside).scatter_add_(1, inside, small).to(p.dtype)
+
+
+def verify(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> Tensor:
+    """[B, V] the plan over a whole alphabet."""
+    chosen, law = select(p, q, tokens, s)
+    return single_draft(p, law, tokens, chosen)
+
+
+def lump(p: Tensor, q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens inside [B, A] and, as token A, all others: p with 0 there, q, and [B, V] the new numbers."""
+    index = inside if q.dim() == 2 else inside[:, None].expand(-1, q.shape[1], -1)
+    others = q.scatter(-1, index, 0).sum(-1, keepdim=True)
+    number = torch.full(p.shape, inside.shape[1], device=p.device)
+    number.scatter_(1, inside, torch.arange(inside.shape[1], device=p.device).expand_as(inside))
+    return pad(p.gather(1, inside), (0, 1)), torch.cat([q.gather(-1, index), others], -1), number

@@ -1,0 +1,139 @@
+"""What several schemes are made of: draws from a law, acceptance, residuals.
+
+A law is a [B, V] row of masses; where a plan uses it, it is normalised by its own sum.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from treespec.errors import InputError
+from treespec.sampling import sample
+from treespec.trees.tree import Draws
+
+
+def check_one_law(q: Tensor, name: str) -> None:
+    """Raises InputError unless q is [B, V]."""
+    if q.dim() != 2:
+        raise InputError(
+            f"{name} takes one draft law a node; for a law per draw take the verifier rrs or is-lp"
+        )
+
+
+def check_width(width: int, most: int, name: str) -> None:
+    """Raises InputError for more than `most` draws a node."""
+    if width > most:
+        raise InputError(
+            f"{name} makes at most {most} draw{'s' * (most > 1)} a node, not {width}: "
+            "take a narrower tree, or a verifier for any number, such as rrs"
+        )
+
+
+def counts(q: Tensor, k: int | Tensor) -> tuple[int, Tensor]:
+    """K, the draws at the widest node, and [B, 1] draws at each. A k on the host costs no synchronisation."""
+    if isinstance(k, int):
+        return k, torch.full((len(q), 1), k, device=q.device)
+    return int(k.max()), k.to(q.device)[:, None]
+
+
+def keep_first(tokens: Tensor, number: Tensor) -> Tensor:
+    """The first `number` [B, 1] draws of [B, K]; -1 beyond."""
+    return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= number, -1)
+
+
+def independent(q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
+    """Independent draws, repeats allowed. q: [B, V], or [B, K, V] where each draw has its own law."""
+    width, number = counts(q, k)
+    if q.dim() == 3:
+        if q.shape[1] < width:
+            raise InputError(f"{width} draws but {q.shape[1]} draft laws: q must hold one law a draw")
+        tokens = sample(q[:, :width], generator)
+    else:
+        cumulated = q.cumsum(-1, dtype=torch.float64)
+        uniform = torch.rand((len(q), width), generator=generator, dtype=torch.float64, device=q.device)
+        tokens = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)
+    return Draws(keep_first(tokens, number))
+
+
+def sample_if_any(law: Tensor, generator: torch.Generator) -> Tensor:
+    """[B, 1] one token a row, -1 where the row is empty: `sample` then answers V."""
+    token = sample(law, generator)[:, None]
+    return token.masked_fill_(token >= law.shape[-1], -1)
+
+
+def likeliest(scores: Tensor, k: int) -> Tensor:
+    """[B, k] the k best tokens, best first, -1 where V is less."""
+    best = scores.topk(min(k, scores.shape[-1])).indices
+    return pad(best, (0, k - best.shape[-1]), value=-1)
+
+
+def without(law: Tensor, tokens: Tensor) -> Tensor:
+    """[B, V] the law with no mass on the tokens [B, K]; -1 is none."""
+    return law.scatter_reduce(1, tokens.clamp(min=0), (tokens < 0).to(law.dtype), "prod")
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """[B] the mass that p and q share: single-draft acceptance."""
+    return torch.minimum(p, q).sum(-1)
+
+
+def ratio(p: Tensor, q: Tensor) -> Tensor:
+    """min(1, p / q), and 0 / 0 = 0."""
+    return (p / q.clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1)
+
+
+def normalise(rest: Tensor, p: Tensor) -> Tensor:
+    """[B, V] rest over its own sum; p where nothing is left, which only rounding ever asks for.
+
+    Adding 1e-30 p changes no other row, and costs less than a choice. Overwrites rest.
+    """
+    rest = rest.add_(p, alpha=1e-30)
+    return rest.div_(rest.sum(-1, keepdim=True))
+
+
+def scale(q: Tensor, present: Tensor) -> Tensor:
+    """[B, 1] what makes q sum to 1 where a draw is present [B, 1], and to 0 elsewhere."""
+    return present / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+
+
+def residual(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
+    """[B, V] norm (p - weight q)+. weight: [B, 1]."""
+    return normalise(torch.addcmul(p, q, weight, value=-1).clamp_(min=0), p)
+
+
+def answer(tokens: Tensor, accepted: Tensor, rest: Tensor) -> Tensor:
+    """[B, V] the plan that puts accepted [B, K] on the draws [B, K] and what lacks to 1 on rest [B, V]."""
+    refused = (1 - accepted.sum(-1, keepdim=True)).clamp(min=0)
+    return (rest * refused).scatter_add_(1, tokens.clamp(min=0), accepted)
+
+
+def single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = None) -> Tensor:
+    """[B, V] accept y, of law q, with min(1, p/q); else norm (p - q)+. No draw: p.
+
+    chosen: [B, K] probability that y is each of the tokens [B, K]; with a single column it may be left out.
+    """
+    present = tokens >= 0
+    at = tokens.clamp(min=0)
+    weight = scale(q, present.any(-1, keepdim=True))
+    accepted = ratio(p.gather(1, at), q.gather(1, at) * weight) * (present if chosen is None else chosen)
+    return answer(tokens, accepted, residual(p, q, weight))
+
+
+def recursive_rejection(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> Tensor:
+    """[B, V] single-draft for one draw after another, each against what the one before left of p.
+
+    laws: K of [B, V], the one each draw came from, given those before it. tokens: [B, K].
+    """
+    accepted = torch.zeros(tokens.shape, dtype=p.dtype, device=p.device)
+    reach = torch.ones_like(p[:, :1])
+    for k, q in enumerate(laws):
+        token = tokens[:, k : k + 1]
+        at = token.clamp(min=0)
+        weight = scale(q, token >= 0)
+        accept = ratio(p.gather(1, at), q.gather(1, at) * weight) * (token >= 0)
+        accepted[:, k : k + 1] = reach * accept
+        reach = reach * (1 - accept)
+        p = residual(p, q, weight)
+    return answer(tokens, accepted, p)

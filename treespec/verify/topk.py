@@ -1,0 +1,35 @@
+"""Deterministic drafts (EAGLE-2 and 3, retrieval): the likeliest tokens, or any given set."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from treespec.trees.tree import Draws
+from treespec.verify.laws import check_one_law, counts, keep_first, likeliest
+
+
+@final
+@dataclass(frozen=True)
+class TopK:
+    """The k likeliest tokens; sample p and see whether it is a child. Optimal for this law.
+
+    q may be any scores [B, V], such as logits: only their order counts.
+    """
+
+    name: ClassVar[str] = "topk"
+    deterministic: ClassVar[bool] = True
+    lossless: ClassVar[bool] = True
+
+    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
+        check_one_law(q, self.name)
+        width, number = counts(q, k)
+        return Draws(keep_first(likeliest(q, width), number))
+
+    def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
+        return p
+
+    def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
+        check_one_law(q, self.name)
+        return p.gather(1, q.topk(min(k, q.shape[-1])).indices).sum(-1)

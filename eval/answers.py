@@ -16,8 +16,8 @@ from treespec.errors import InputError
 class Answer:
     """What one configuration answered to one question.
 
-    turns, decoding_steps, new_tokens, wall_time (seconds): one entry a turn. accept_lengths: tokens committed by
-    each cycle, all turns in one list. extra: whatever else, JSON; FastChat and Spec-Bench pass over it.
+    turns, decoding_steps, new_tokens, wall_time (seconds): one entry a turn. accept_lengths: tokens committed
+    by each cycle, all turns in one list. extra: anything else as JSON; FastChat and Spec-Bench pass over it.
     Format: fastchat.llm_judge.gen_model_answer, Spec-Bench's evaluation/eval.py.
     """
 
@@ -35,7 +35,7 @@ class Answer:
 
 
 def append(path: str | Path, answer: Answer) -> None:
-    """Adds one line and has it on the disk before it returns: a kill loses no more than the line being written.
+    """Adds one line and has it on the disk before it returns: a kill loses at most the line being written.
 
     A line that an earlier kill left half-written is cut off first.
     """
@@ -49,7 +49,7 @@ def append(path: str | Path, answer: Answer) -> None:
 
 
 def read(path: str | Path) -> list[Answer]:
-    """The answers of a file, in its order; none if there is no such file. A half-written last line is left out.
+    """The answers of a file, in order; none if there is no such file. A half-written last line is left out.
 
     Raises InputError, with the line's number, for any other line that is not an answer.
     """

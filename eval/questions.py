@@ -60,19 +60,24 @@ def _question(line: Any) -> Question:
         isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns)
     ):
         raise ValueError("no `turns`, a list of texts that are not empty")
+    "".join(turns).encode()  # half of a surrogate pair is an error here, not later in the tokenizer
     return Question(question_id, str(line.get("category", "general")), tuple(turns))
 
 
 def _mt_bench() -> Path:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     space, file = MT_BENCH
+    try:
+        return Path(hf_hub_download(space, file, repo_type="space", local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
     try:
         return Path(hf_hub_download(space, file, repo_type="space"))
     except (OSError, EntryNotFoundError) as error:
         raise InputError(
-            f"MT-Bench could not be downloaded from huggingface.co/spaces/{space} and is not in the cache "
-            f"({type(error).__name__}); get {file} elsewhere, it is in FastChat's repository too, and pass its path as "
-            "`--questions FILE`, or use `--questions builtin`"
+            f"MT-Bench is not in the Hugging Face cache and cannot be downloaded from {space} "
+            f"({type(error).__name__}); pass `--questions FILE` with a copy of its question.jsonl, "
+            "which FastChat's repository has too, or `--questions builtin`"
         ) from error

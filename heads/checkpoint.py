@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
 from treespec.heads.eagle import EagleHead
 
 
@@ -42,9 +43,7 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = 
         raise HeadError(f"{folder}: unknown tensors {_names(unknown)}; is it an EAGLE-1 or EAGLE-2 head?")
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
-            raise HeadError(
-                f"{folder}: {name} is {list(tensors[name].shape)}, config.json says {list(shape)}"
-            )
+            raise HeadError(f"{folder}: {name} is {list(tensors[name].shape)}, config.json says {list(shape)}")
     head.load_state_dict(tensors, assign=True)
     head.embed_tokens.requires_grad_(False)
     return head.to(device=device, dtype=dtype)
@@ -99,9 +98,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
         raise HeadError(f"{file} is damaged: {error}; fetch or train the head again") from error
     except Exception as error:
-        raise HeadError(
-            f"{file} holds more than tensors and is not loaded: {type(error).__name__}"
-        ) from error
+        raise HeadError(f"{file} holds more than tensors and is not loaded: {type(error).__name__}") from error
 
 
 def _names(names: Any) -> str:

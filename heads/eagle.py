@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+
 from treespec.heads.layers import DecoderLayer, KeyValues, Rotary
 
 

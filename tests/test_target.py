@@ -78,9 +78,7 @@ def test_prefill_in_chunks_equals_prefill_at_once(name):
 def test_features_lead_to_the_logits_through_the_output_path(name):
     model, text = target(name), prefix()
     features = model.prefill(model.new_cache(), text)
-    assert torch.allclose(
-        model.output_logits(features)[0], plain_logits(model.model, text[0].tolist()), atol=TOLERANCE
-    )
+    assert torch.allclose(model.output_logits(features)[0], plain_logits(model.model, text[0].tolist()), atol=TOLERANCE)
 
 
 def test_taps_are_transformers_hidden_states():

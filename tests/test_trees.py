@@ -30,9 +30,7 @@ def test_the_drawn_five_node_mask():
     assert ancestor_mask(FIVE, max_depth=2).int().tolist() == drawn
 
 
-@pytest.mark.parametrize(
-    "tree", [chain(1), chain(7), balanced(3, 3), eagle()], ids=["1", "7", "3x3", "eagle"]
-)
+@pytest.mark.parametrize("tree", [chain(1), chain(7), balanced(3, 3), eagle()], ids=["1", "7", "3x3", "eagle"])
 def test_ancestor_mask_equals_following_parents(tree):
     shape = layout(tree, CPU)
     assert torch.equal(shape.ancestors, ancestors_one_by_one(shape.parents))
@@ -137,9 +135,7 @@ def test_reranking_keeps_the_best_closed_part_of_all_candidates():
     assert all(path[:-1] in chosen for path in chosen if path)
     assert [paths[kept[int(links[i])]] for i in range(1, nodes)] == [paths[k][:-1] for k in kept[1:]]
     probability = {
-        path: float(
-            torch.stack([laws[path[:i]].log_softmax(-1)[path[i]] for i in range(len(path))]).sum().exp()
-        )
+        path: float(torch.stack([laws[path[:i]].log_softmax(-1)[path[i]] for i in range(len(path))]).sum().exp())
         for path in paths[1:]
     }
     best = sorted(probability.values(), reverse=True)[: nodes - 1]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -204,7 +205,7 @@ def _messages(entry: Any) -> list[dict[str, str]]:
         role = ROLES.get(name.lower()) if isinstance(name, str) else None
         if role is None:
             raise UnusableConversation("a turn has an unknown role", f"turn {i}, {name!r}")
-        if not isinstance(content, str):
+        if not isinstance(content, str) or re.search("[\ud800-\udfff]", content):
             raise UnusableConversation("the content of a turn is not text", f"turn {i}")
         if role == "system" and i == 1:
             system = [{"role": role, "content": content}] if content.strip() else []
@@ -276,11 +277,11 @@ def _cut(example: Example | UnusableConversation, length: int) -> Example:
 def _inside(offsets: np.ndarray, spans: Sequence[tuple[int, int]], special: np.ndarray) -> np.ndarray:
     """[T] bool: the tokens that spans of characters cover. offsets: [T, 2] characters; special: [T] bool.
 
-    A token begins where the one before it ended, for offsets may leave out the spaces before a word. One that
-    begins before a span counts, unless it is special: a header that swallows the spaces after it.
+    A token that begins before a span counts if it ends inside, unless it is special: a header that swallows
+    the spaces after it. Offsets may leave spaces out; a token of spaces alone begins where the last ended.
     """
-    ends = offsets[:, 1]
-    starts = np.minimum(offsets[:, 0], np.concatenate([[0], ends[:-1]]))
+    starts, ends = offsets.reshape(-1, 2).T
+    starts = np.where(starts < ends, starts, np.minimum(starts, np.concatenate([[0], ends[:-1]])))
     mask = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
         within = (starts >= start) & (starts < end)

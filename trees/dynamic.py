@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
 from treespec.trees.static import TreeError
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from treespec.trees.mask import ancestor_mask
 
 # EAGLE-1's default tree (Li et al. 2024, figure 7 and released configuration): levels of 4, 8, 8, 3, 2 nodes.
@@ -137,17 +138,13 @@ def balanced(children: int, depth: int) -> StaticTree:
     if children < 1 or depth < 1:
         raise TreeError(f"a balanced tree of {children}x{depth}: children and depth must be at least 1")
     if sum(children**d for d in range(depth + 1)) > 4096:
-        raise TreeError(
-            f"a balanced tree of {children}x{depth} has over 4096 nodes: take fewer or less depth"
-        )
+        raise TreeError(f"a balanced tree of {children}x{depth} has over 4096 nodes: take fewer or less depth")
     return StaticTree(tuple(p for d in range(1, depth + 1) for p in product(range(children), repeat=d)))
 
 
 def eagle() -> StaticTree:
     """EAGLE-1's 25 nodes and the root."""
-    return StaticTree(
-        tuple((*map(int, parent), i) for parent, count in EAGLE_CHILDREN.items() for i in range(count))
-    )
+    return StaticTree(tuple((*map(int, parent), i) for parent, count in EAGLE_CHILDREN.items() for i in range(count)))
 
 
 def from_file(path: str | Path) -> StaticTree:

@@ -32,9 +32,7 @@ class TreeLayer(CacheLayerMixin):
         self.values = value_states.new_empty(*value_states.shape[:2], self.capacity, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, heads, N, D] behind what is committed; returns all, [B, heads, length + N, D]."""
         end = self.length + key_states.shape[-2]
         if not self.is_initialized:

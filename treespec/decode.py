@@ -1,8 +1,8 @@
 """The loop: draft a tree, score it in one forward, keep a path of it."""
 
-import os.path
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import final
 
 import torch
@@ -100,7 +100,8 @@ class Decoder:
                 f"{self.target.context_length}: shorten the prompt"
             )
         proposer = self.drafter.proposer if self.drafter else None
-        common = len(os.path.commonprefix([prompt[:-1], self.cached]))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt[:-1], self.cached, strict=False))
+        common = sum(1 for _ in same)
         keep = max(0, min(common, proposer.length if proposer else common) - 1)
         self.cached = self.cached[:keep]
         self.cache.rewind(keep)

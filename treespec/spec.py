@@ -18,9 +18,9 @@ from treespec.heads.eagle import EagleHead
 from treespec.sampling import SamplingParams
 from treespec.stats import Stats
 from treespec.target import Target
+from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import Policy, policy
 from treespec.trees.static import chain, eagle
-from treespec.trees.dynamic import DynamicTree
 from treespec.verify import scheme_by_name
 from treespec.verify.scheme import Scheme
 
@@ -177,9 +177,7 @@ def fit(head: EagleHead, target: Target, name: str | None) -> None:
     if head.hidden_size != width:
         raise InputError(f"head {name} is for features of width {head.hidden_size}, the target's are {width}")
     if head.vocab_size != target.vocab_size:
-        raise InputError(
-            f"head {name} is for a vocabulary of {head.vocab_size}, the target's is {target.vocab_size}"
-        )
+        raise InputError(f"head {name} is for a vocabulary of {head.vocab_size}, the target's is {target.vocab_size}")
     own = target.model.get_input_embeddings().weight
     if own.device == head.embed_tokens.weight.device and torch.equal(own, head.embed_tokens.weight):
         head.embed_tokens.weight = own

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Stats:
     def acceptance_by_depth(self) -> list[float]:
         """α at depth 1, 2, …: of the cycles that accepted the depth above, how many accepted this one."""
         reached = [self.cycles, *self.accepted_by_depth]
-        return [b / a for a, b in zip(reached, reached[1:], strict=False) if a]
+        return [b / a for a, b in pairwise(reached) if a]
 
     @property
     def overhead(self) -> float:

@@ -111,9 +111,7 @@ class Target:
         return logits
 
     @torch.no_grad()
-    def prefill(
-        self, cache: TreeCache, tokens: Tensor, taps: tuple[int, ...] = (), chunk: int = 512
-    ) -> Tensor:
+    def prefill(self, cache: TreeCache, tokens: Tensor, taps: tuple[int, ...] = (), chunk: int = 512) -> Tensor:
         """Commit a stretch of text, in chunks. tokens: [B, P] int64. Returns features [B, P, H]."""
         features = []
         for part in tokens.split(chunk, dim=1):
@@ -123,6 +121,13 @@ class Target:
             features.append(self._hidden(cache, part, depth, causal, taps)[1])
             cache.rewind(cache.length + n)
         return torch.cat(features, dim=1)
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
+        """[B, T] tokens, padded on the right with anything -> [B, T, H] features, without a cache; for training."""
+        with captured(self._decoder_layers(), taps) as inputs:
+            hidden = self.decoder(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
+        return torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1) if taps else hidden
 
     @torch.no_grad()
     def forward_tree(self, cache: TreeCache, tree: TokenTree, taps: tuple[int, ...] = ()) -> TreeOutput:
@@ -220,15 +225,11 @@ def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
         layers = ", ".join(foreign) or "recurrent"
         reason = f"its {layers} layers carry one state from token to token, which cannot branch into a tree"
     elif getattr(config, "alibi", False) or not _takes_positions(model):
-        reason = (
-            "it places tokens by their column in the cache (ALiBi), where siblings cannot share a position"
-        )
+        reason = "it places tokens by their column in the cache (ALiBi), where siblings cannot share a position"
     elif "local" in str(getattr(config, "attention_types", "")):
         reason = "its local attention counts columns of the cache, where siblings cannot share a position"
     elif "flash" in str(config._attn_implementation) or "flex" in str(config._attn_implementation):
-        reason = (
-            f"its attention ({config._attn_implementation}) takes no tree mask; load it with sdpa or eager"
-        )
+        reason = f"its attention ({config._attn_implementation}) takes no tree mask; load it with sdpa or eager"
     if reason:
         raise InputError(f"{name} cannot be a target: {reason}")
 

@@ -51,9 +51,7 @@ def render(
     check(tokenizer)
     with _refusals():
         return str(
-            tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
         )
 
 
@@ -106,9 +104,9 @@ def answers(
     """The text of a whole conversation, and where in it each answer lies with the token that ends it.
 
     special: the tokenizer's `special_tokens`. Returns (text, [start, end) in characters of every assistant
-    message), no span at all where one of the answers cannot be told apart. Where the template marks the
-    answers ({% generation %}) its marks are taken. Otherwise an answer begins where the rendered prompt before
-    it ends. Either way the words of each answer must lie inside.
+    message), no span at all where one of the answers cannot be told apart. Where the template marks
+    answers ({% generation %}) its marks are taken. Otherwise an answer begins where the rendered prompt
+    before it ends. Either way the words of each answer must lie inside.
     """
     # Templates trim answers, and leave out the thoughts of earlier turns.
     words = {
@@ -151,19 +149,22 @@ def _answer(
     # What ends the answer: the first special token after it. What follows, a line break say, is not answered.
     mark = re.compile(rf"({special})(?:\s|{special})*\Z").search(upto, start)
     body = upto[: mark.start() if mark else len(upto)].rstrip()
-    if prompt == render(tokenizer, messages[:-1], template, add_generation_prompt=False):
-        found = len(body) - len(answer) if body.endswith(answer) else upto.find(answer, start)
-        if upto[start:found].strip():  # a template without generation prompt: the header stands in between
-            start = found
+    forms = (messages[-1]["content"].strip(), answer)
+    first = next((len(body) - len(form) for form in forms if body.endswith(form)), upto.find(answer, start))
+    if first < start:
+        return None
+    headed = upto[start:first].strip()  # words before the answer: a header, if there is no generation prompt
+    if headed and prompt == render(tokenizer, messages[:-1], template, add_generation_prompt=False):
+        start = first
     if whole.startswith(upto):
         return start, mark.end(1) if mark else len(upto)
     # Later turns change how this one is shown: without the thoughts, or with another token at its end.
-    lead = upto[start : upto.find(answer, start)]
-    at = start + len(lead) if whole.startswith(lead, start) else start
-    while at < len(whole) and whole[at].isspace():
-        at += 1
-    mark = re.compile(rf"\s*({special})").match(whole, at + len(answer))
-    return (start, mark.end(1)) if mark and whole.startswith(answer, at) else None
+    lead = upto[start:first]
+    at = first if whole.startswith(lead, start) else start
+    at += len(whole[at:]) - len(whole[at:].lstrip())
+    form = next((form for form in forms if whole.startswith(form, at)), None)
+    mark = re.compile(rf"\s*({special})").match(whole, at + len(form)) if form is not None else None
+    return (start, mark.end(1)) if mark else None
 
 
 @lru_cache
@@ -203,12 +204,16 @@ def _conversation(name: str) -> Any:
         known = {known.lower(): known for known in conv_templates}
         close = [known[match] for match in difflib.get_close_matches(name.lower(), known, cutoff=0.4)]
         raise InputError(f"no fschat template is called {name!r}; try {', '.join(close) or EXAMPLES}")
-    return get_conv_template(name)
+    conversation = get_conv_template(name)
+    if conversation.sep_style is None:
+        raise InputError(f"the fschat template {name} is of a service and has no text form; try {EXAMPLES}")
+    return conversation
 
 
 def _render_fschat(name: str, messages: Messages, add_generation_prompt: bool) -> str:
     conversation = _conversation(name).copy()
-    roles = dict(zip(("user", "assistant"), conversation.roles, strict=True))
+    user, assistant = conversation.roles[:2]
+    roles = {"user": user, "assistant": assistant}
     for i, message in enumerate(messages):
         role, content = message["role"], message["content"]
         if role == "system" and i == 0:

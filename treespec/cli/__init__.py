@@ -1,1 +1,32 @@
-"""The command line."""
+"""The command line: `treespec train | chat | eval | generate | quickstart`.
+
+Only names and options are imported here; torch and transformers load inside the command that runs.
+"""
+
+import sys
+
+import typer
+
+from treespec.cli.generate import generate
+from treespec.cli.train import train
+
+app = typer.Typer(
+    name="treespec",
+    help="Lossless tree drafting: train a draft head, chat with it, measure it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+app.command()(generate)
+
+
+def main() -> None:
+    """Errors meant for people are printed in one line with exit code 2; anything else is a bug and shows."""
+    try:
+        app()
+    except Exception as error:
+        if getattr(error, "exit_code", None) != 2:
+            raise
+        print(f"treespec: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -67,9 +67,7 @@ class EagleProposer:
             return None
         started = time.perf_counter()
         self.layer.length = self.done
-        pairs = zip(
-            self.waiting_tokens.split(self.chunk), self.waiting_features.split(self.chunk), strict=True
-        )
+        pairs = zip(self.waiting_tokens.split(self.chunk), self.waiting_features.split(self.chunk), strict=True)
         for tokens, features in pairs:
             n, past = len(tokens), self.layer.length
             mask = torch.ones(n, past + n, dtype=torch.bool, device=tokens.device).tril(past)

@@ -111,9 +111,7 @@ class TreeDrafter:
         kept = 1 + best_first(torch.cat(scores[1:]), tree.nodes - 1)
         kept = torch.cat([zero, kept.sort().values])
         links = connect(kept, torch.cat(parents))
-        return TokenTree(
-            torch.cat(tokens)[kept], links, torch.cat(depths)[kept], ancestor_mask(links, tree.depth)
-        )
+        return TokenTree(torch.cat(tokens)[kept], links, torch.cat(depths)[kept], ancestor_mask(links, tree.depth))
 
 
 def _stack(draws: list[Draws]) -> Draws:

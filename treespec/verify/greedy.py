@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from treespec.trees.tree import Draws
 from treespec.verify.laws import (
-    check_one_law,
+    check,
     counts,
     keep_first,
     likeliest,
@@ -40,23 +40,24 @@ class Greedy:
     name: ClassVar[str] = "greedy"
     deterministic: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
+    max_draws: ClassVar[int | None] = None
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        check_one_law(q, self.name)
         width, number = counts(q, k)
+        check(self, q, width)
         best = tops(q, number - 1, width - 1)
         last = sample_if_any(without(q, best), generator)
         tokens = pad(best, (0, 1), value=-1).scatter_(1, (number - 1).clamp(min=0), last)
         return Draws(keep_first(tokens, number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        check_one_law(q, self.name)
+        check(self, q, draws.tokens.shape[1])
         last = ((draws.tokens >= 0).sum(-1, keepdim=True) - 1).clamp(min=0)
         rest = without(q, draws.tokens.scatter(1, last, -1))
         return single_draft(p, rest, draws.tokens.gather(1, last))
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        check_one_law(q, self.name)
+        check(self, q, k)
         best = tops(q, torch.full_like(q[:, :1], k - 1), k - 1)
         rest = without(q, best)
         return (p - without(p, best)).sum(-1) + overlap(p, rest * scale(rest, torch.ones_like(p[:, :1])))

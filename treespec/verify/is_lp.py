@@ -9,26 +9,38 @@ from torch.nn.functional import pad
 
 from treespec.errors import InputError
 from treespec.trees.tree import Draws
-from treespec.verify.laws import independent, overlap, single_draft, without
-from treespec.verify.rrs import laws_of
+from treespec.verify.laws import (
+    independent,
+    laws_of,
+    normalise,
+    overlap,
+    ratio,
+    single_draft,
+    subtract,
+    without,
+)
 
 
 @dataclass(frozen=True)
 class Duel:
     """How one of two draws is selected.
 
-    law: [B, V] that of the selected token. rank: [B, V] int64. wins: [B, s, s] Pr(the token of rank i is
-    selected from it and the token of rank j), 1 on the diagonal; beyond s the lower rank wins.
+    law: [B, V] that of the selected token. order: [B, V] int64, the tokens by rank. wins: [B, s, s] Pr(the
+    token of rank i is selected from it and the token of rank j), 1 on the diagonal; beyond s the lower
+    rank wins. pairs: [B, s, s] Pr(the draws are those two tokens, in any order), 0 on the diagonal.
     """
 
     law: Tensor
-    rank: Tensor
+    order: Tensor
     wins: Tensor
+    pairs: Tensor
 
     def keeps(self, tokens: Tensor, rival: Tensor) -> Tensor:
         """[B, K] Pr(each of the tokens [B, K] is selected over the rival [B, 1])."""
         s = self.wins.shape[-1]
-        mine, other = self.rank.gather(1, tokens), self.rank.gather(1, rival)
+        ranks = torch.arange(self.order.shape[-1], device=tokens.device).expand_as(self.order)
+        rank = torch.empty_like(self.order).scatter_(1, self.order, ranks)
+        mine, other = rank.gather(1, tokens), rank.gather(1, rival)
         free = self.wins.flatten(1).gather(1, mine.clamp(max=s - 1) * s + other.clamp(max=s - 1))
         return torch.where(torch.maximum(mine, other) < s, free, (mine <= other).to(free.dtype))
 
@@ -37,25 +49,17 @@ def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
     """The truncated program for draws from q1 and q2 against p, all [B, V] float64; s tokens are free."""
     order = (p - q1 * q2).argsort(dim=-1, descending=True, stable=True)
     p, q1, q2 = (law.gather(1, order) for law in (p, q1, q2))
-    both = torch.stack([q2, q1], dim=1)
-    later = pad(both.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1))  # [B, 2, V] mass after each
-    mine = torch.stack([q1, q2], dim=1)
+    mine, other = torch.stack([q1, q2], dim=1), torch.stack([q2, q1], dim=1)
+    later = pad(other.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1))  # [B, 2, V] mass of the ranks beyond
     law = q1 * q2 + (mine * later).sum(1)
 
     s = min(s, p.shape[-1])
-    fixed = q1[:, :s] * q2[:, :s] + (mine[..., :s] * later[..., s - 1 : s]).sum(1)
     pairs = q1[:, :s, None] * q2[:, None, :s]
-    pairs = (pairs + pairs.mT).triu(1)
-    pairs = pairs + pairs.mT  # [B, s, s] Pr(the draws are i and j in any order), 0 on the diagonal
+    pairs = (pairs + pairs.mT) * (1 - torch.eye(s, dtype=p.dtype, device=p.device))
+    fixed = (q1 * q2)[:, :s] + (mine[..., :s] * later[..., s - 1 : s]).sum(1)
     wins = solve(p[:, :s] - fixed, pairs)
     law[:, :s] = fixed + (wins * pairs).sum(-1)
-
-    rank = torch.arange(p.shape[-1], device=p.device).expand_as(order)
-    return Duel(
-        law=torch.zeros_like(law).scatter_(1, order, law),
-        rank=torch.zeros_like(order).scatter_(1, order, rank),
-        wins=wins,
-    )
+    return Duel(torch.empty_like(law).scatter_(1, order, law), order, wins, pairs)
 
 
 def solve(room: Tensor, pairs: Tensor) -> Tensor:
@@ -86,7 +90,9 @@ def solve(room: Tensor, pairs: Tensor) -> Tensor:
         mass = masses[row, first, second]
         upper = np.r_[rooms[row], mass]
         fixed = np.tril(masses[row]).sum(-1)
-        best = linprog(-gain, A_ub=gets, b_ub=fixed, bounds=np.c_[np.zeros_like(upper), upper], method="highs")
+        best = linprog(
+            -gain, A_ub=gets, b_ub=fixed, bounds=np.c_[np.zeros_like(upper), upper], method="highs"
+        )
         share = np.clip(best.x[s:] / np.where(mass > 0, mass, 1), 0, 1)
         wins[row, first, second] = share
         wins[row, second, first] = 1 - share
@@ -94,7 +100,7 @@ def solve(room: Tensor, pairs: Tensor) -> Tensor:
 
 
 def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor]:
-    """Pair by pair. Returns [B, K], the probability that each draw is selected, and its token's law [B, V]."""
+    """Pair by pair. Returns [B, K], Pr(each draw is selected), and the selected token's law [B, V]."""
     at = tokens.clamp(min=0)
     chosen = torch.zeros(tokens.shape, dtype=p.dtype, device=p.device)
     chosen[:, 0] = 1
@@ -109,10 +115,40 @@ def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor
     return chosen * (tokens >= 0), law
 
 
+def verify(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> Tensor:
+    """[B, V] the plan over a whole alphabet."""
+    chosen, law = select(p, q, tokens, s)
+    return single_draft(p, law, tokens, chosen)
+
+
+def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
+    """[B] Pr(output is one of two draws): the selected one, or the other where that is refused."""
+    q1, q2 = laws_of(q, 2)
+    new = duel(p, q1, q2, s)
+    refused = 1 - ratio(p, new.law)
+    rest = normalise(subtract(p, new.law), p)
+    refused, rest, q1, q2 = (law.gather(1, new.order) for law in (refused, rest, q1, q2))
+    lost = torch.stack([q1, q2], dim=1) * refused[:, None]
+    earlier = pad(lost.cumsum(-1)[..., :-1], (1, 0))  # [B, 2, V] refused mass of the ranks before
+    other = (earlier * torch.stack([q2, q1], dim=1)).sum(1)  # [B, V] Pr(this loses to a draw that is refused)
+    width = new.wins.shape[-1]
+    other[:, :width] = (new.wins * new.pairs * refused[:, :width, None]).sum(1)
+    return overlap(p, new.law) + (rest * other).sum(-1)
+
+
+def lump(p: Tensor, q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens inside [B, A] and, as token A, all others: p with 0 there, q, and [B, V] the new numbers."""
+    index = inside if q.dim() == 2 else inside[:, None].expand(-1, q.shape[1], -1)
+    others = q.scatter(-1, index, 0).sum(-1, keepdim=True)
+    number = torch.full(p.shape, inside.shape[1], device=p.device)
+    number.scatter_(1, inside, torch.arange(inside.shape[1], device=p.device).expand_as(inside))
+    return pad(p.gather(1, inside), (0, 1)), torch.cat([q.gather(-1, index), others], -1), number
+
+
 @final
 @dataclass(frozen=True)
 class IsLp:
-    """Independent draws; one is selected by a linear program and verified as a single draft against its exact law.
+    """Independent draws; a linear program selects one, which is verified as a single draft of its exact law.
 
     q: [B, V] or [B, K, V]. More than two draws: pair by pair, the selected one against the next.
     s: tokens whose pairs the program decides; the others follow a fixed order.
@@ -123,6 +159,7 @@ class IsLp:
     name: ClassVar[str] = "is-lp"
     deterministic: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
+    max_draws: ClassVar[int | None] = None
 
     s: int = 5
     alphabet: int | None = None
@@ -141,21 +178,23 @@ class IsLp:
         inside = p64.topk(self.alphabet).indices  # [B, A]
         small_p, small_q, number = lump(p64, q64, inside)
         small_tokens = number.gather(1, tokens.clamp(min=0)).masked_fill(tokens < 0, -1)
-        share = p64.gather(1, inside).sum(-1, keepdim=True)
+        share = small_p.sum(-1, keepdim=True)
         small = verify(small_p / share, small_q, small_tokens, self.s)[:, :-1] * share
         return without(p64, inside).scatter_add_(1, inside, small).to(p.dtype)
 
-
-def verify(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> Tensor:
-    """[B, V] the plan over a whole alphabet."""
-    chosen, law = select(p, q, tokens, s)
-    return single_draft(p, law, tokens, chosen)
-
-
-def lump(p: Tensor, q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens inside [B, A] and, as token A, all others: p with 0 there, q, and [B, V] the new numbers."""
-    index = inside if q.dim() == 2 else inside[:, None].expand(-1, q.shape[1], -1)
-    others = q.scatter(-1, index, 0).sum(-1, keepdim=True)
-    number = torch.full(p.shape, inside.shape[1], device=p.device)
-    number.scatter_(1, inside, torch.arange(inside.shape[1], device=p.device).expand_as(inside))
-    return pad(p.gather(1, inside), (0, 1)), torch.cat([q.gather(-1, index), others], -1), number
+    def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
+        """Exact for one and two draws; None beyond, as draws that lost may come out of the residual."""
+        if k > 2:
+            return None
+        if k == 1:
+            return overlap(p, laws_of(q, 1)[0])
+        p64, q64 = p.double(), q.double()
+        if self.alphabet is None or self.alphabet >= p.shape[-1]:
+            return rate(p64, q64, self.s).to(p.dtype)
+        inside = p64.topk(self.alphabet).indices
+        small_p, small_q, _ = lump(p64, q64, inside)
+        share = small_p.sum(-1)
+        q1, q2 = laws_of(q64, 2)
+        drawn = q1 + q2 - q1 * q2
+        chance = (without(p64, inside) * drawn).sum(-1)
+        return (rate(small_p / share[:, None], small_q, self.s) * share + chance).to(p.dtype)

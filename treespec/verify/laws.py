@@ -3,7 +3,7 @@
 A law is a [B, V] row of masses; where a plan uses it, it is normalised by its own sum.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,22 +12,19 @@ from torch.nn.functional import pad
 from treespec.errors import InputError
 from treespec.sampling import sample
 from treespec.trees.tree import Draws
+from treespec.verify.scheme import Scheme
 
 
-def check_one_law(q: Tensor, name: str) -> None:
-    """Raises InputError unless q is [B, V]."""
+def check(scheme: Scheme, q: Tensor, width: int) -> None:
+    """Raises InputError unless q is [B, V] and the scheme answers that many draws a node."""
     if q.dim() != 2:
         raise InputError(
-            f"{name} takes one draft law a node; for a law per draw take the verifier rrs or is-lp"
+            f"verifier {scheme.name} takes one draft law a node; for a law per draw take rrs or is-lp"
         )
-
-
-def check_width(width: int, most: int, name: str) -> None:
-    """Raises InputError for more than `most` draws a node."""
-    if width > most:
+    if scheme.max_draws and width > scheme.max_draws:
         raise InputError(
-            f"{name} makes at most {most} draw{'s' * (most > 1)} a node, not {width}: "
-            "take a narrower tree, or a verifier for any number, such as rrs"
+            f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, not {width}; "
+            "take a narrower tree, or a verifier for any number of draws, such as rrs"
         )
 
 
@@ -47,14 +44,24 @@ def independent(q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws
     """Independent draws, repeats allowed. q: [B, V], or [B, K, V] where each draw has its own law."""
     width, number = counts(q, k)
     if q.dim() == 3:
-        if q.shape[1] < width:
-            raise InputError(f"{width} draws but {q.shape[1]} draft laws: q must hold one law a draw")
-        tokens = sample(q[:, :width], generator)
+        tokens = sample(first_laws(q, width), generator)
     else:
         cumulated = q.cumsum(-1, dtype=torch.float64)
         uniform = torch.rand((len(q), width), generator=generator, dtype=torch.float64, device=q.device)
         tokens = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)
     return Draws(keep_first(tokens, number))
+
+
+def laws_of(q: Tensor, k: int) -> Sequence[Tensor]:
+    """The [B, V] laws of k independent draws. q: [B, V], or [B, K, V]."""
+    return first_laws(q, k).unbind(1) if q.dim() == 3 else [q] * k
+
+
+def first_laws(q: Tensor, k: int) -> Tensor:
+    """[B, k, V] of q [B, K, V]. Raises InputError where K is less."""
+    if q.shape[1] < k:
+        raise InputError(f"{k} draws but {q.shape[1]} draft laws: q must hold a law for every draw")
+    return q[:, :k]
 
 
 def sample_if_any(law: Tensor, generator: torch.Generator) -> Tensor:
@@ -84,56 +91,61 @@ def ratio(p: Tensor, q: Tensor) -> Tensor:
     return (p / q.clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1)
 
 
-def normalise(rest: Tensor, p: Tensor) -> Tensor:
-    """[B, V] rest over its own sum; p where nothing is left, which only rounding ever asks for.
-
-    Adding 1e-30 p changes no other row, and costs less than a choice. Overwrites rest.
-    """
-    rest = rest.add_(p, alpha=1e-30)
-    return rest.div_(rest.sum(-1, keepdim=True))
-
-
 def scale(q: Tensor, present: Tensor) -> Tensor:
     """[B, 1] what makes q sum to 1 where a draw is present [B, 1], and to 0 elsewhere."""
     return present / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
 
 
-def residual(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
-    """[B, V] norm (p - weight q)+. weight: [B, 1]."""
-    return normalise(torch.addcmul(p, q, weight, value=-1).clamp_(min=0), p)
+def subtract(p: Tensor, q: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    """[B, V] (p - weight q)+. weight: [B, 1]."""
+    return torch.addcmul(p, q, torch.as_tensor(weight, dtype=p.dtype), value=-1).clamp_(min=0)
 
 
-def answer(tokens: Tensor, accepted: Tensor, rest: Tensor) -> Tensor:
-    """[B, V] the plan that puts accepted [B, K] on the draws [B, K] and what lacks to 1 on rest [B, V]."""
+def normalise(rest: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
+    """[B, V] rest, scaled to a total of [B, 1]; p where nothing is left, which only rounding ever asks for.
+
+    Overwrites rest. Adding 1e-30 p changes no other row, and costs less than a choice.
+    """
+    rest = rest.add_(p, alpha=1e-30)
+    return rest.mul_(total / rest.sum(-1, keepdim=True))
+
+
+def answer(p: Tensor, rest: Tensor, tokens: Tensor, accepted: Tensor) -> Tensor:
+    """[B, V] the plan: accepted [B, K] on the draws [B, K], what lacks to 1 in proportion to rest [B, V]."""
     refused = (1 - accepted.sum(-1, keepdim=True)).clamp(min=0)
-    return (rest * refused).scatter_add_(1, tokens.clamp(min=0), accepted)
+    return normalise(rest, p, refused).scatter_add_(1, tokens.clamp(min=0), accepted)
 
 
 def single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = None) -> Tensor:
     """[B, V] accept y, of law q, with min(1, p/q); else norm (p - q)+. No draw: p.
 
-    chosen: [B, K] probability that y is each of the tokens [B, K]; with a single column it may be left out.
+    chosen: [B, K] Pr(y is each of the tokens [B, K]); with a single column it may be left out.
     """
     present = tokens >= 0
     at = tokens.clamp(min=0)
     weight = scale(q, present.any(-1, keepdim=True))
     accepted = ratio(p.gather(1, at), q.gather(1, at) * weight) * (present if chosen is None else chosen)
-    return answer(tokens, accepted, residual(p, q, weight))
+    return answer(p, subtract(p, q, weight), tokens, accepted)
 
 
 def recursive_rejection(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> Tensor:
-    """[B, V] single-draft for one draw after another, each against what the one before left of p.
+    """[B, V] single-draft for one draw after another, each against what the ones before left of p.
 
     laws: K of [B, V], the one each draw came from, given those before it. tokens: [B, K].
     """
-    accepted = torch.zeros(tokens.shape, dtype=p.dtype, device=p.device)
-    reach = torch.ones_like(p[:, :1])
-    for k, q in enumerate(laws):
-        token = tokens[:, k : k + 1]
+    left, mass, reach = (
+        p,
+        1.0,
+        1.0,
+    )  # what is left is not normalised; its mass, and Pr(all so far are refused)
+    accepted = []
+    for token, q in zip(tokens.split(1, dim=1), laws, strict=True):
+        present = token >= 0
         at = token.clamp(min=0)
-        weight = scale(q, token >= 0)
-        accept = ratio(p.gather(1, at), q.gather(1, at) * weight) * (token >= 0)
-        accepted[:, k : k + 1] = reach * accept
+        weight = scale(q, present) * mass
+        accept = ratio(left.gather(1, at), q.gather(1, at) * weight) * present
+        accepted.append(reach * accept)
         reach = reach * (1 - accept)
-        p = residual(p, q, weight)
-    return answer(tokens, accepted, p)
+        left = subtract(left, q, weight)
+        mass = left.sum(-1, keepdim=True)
+    return answer(p, left, tokens, torch.cat(accepted, dim=1))

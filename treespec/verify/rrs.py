@@ -1,6 +1,5 @@
 """Recursive rejection sampling with replacement (Miao et al. 2024, SpecInfer)."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -8,12 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.laws import independent, overlap, recursive_rejection, residual, scale
-
-
-def laws_of(q: Tensor, k: int) -> Iterable[Tensor]:
-    """The [B, V] laws of k independent draws. q: [B, V], or [B, K, V]."""
-    return q[:, :k].unbind(1) if q.dim() == 3 else [q] * k
+from treespec.verify.laws import independent, laws_of, normalise, overlap, recursive_rejection, subtract
 
 
 @final
@@ -24,6 +18,7 @@ class RRS:
     name: ClassVar[str] = "rrs"
     deterministic: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
+    max_draws: ClassVar[int | None] = None
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         return independent(q, k, generator)
@@ -35,5 +30,5 @@ class RRS:
         refused = torch.ones_like(p[:, 0])
         for law in laws_of(q, k):
             refused = refused * (1 - overlap(p, law))
-            p = residual(p, law, torch.ones_like(p[:, :1]))
+            p = normalise(subtract(p, law), p)
         return 1 - refused

@@ -1,4 +1,7 @@
-"""Recursive rejection sampling without replacement (Jeon et al. 2024, RSD; Chen et al. 2024, Sequoia; EAGLE-1)."""
+"""Recursive rejection sampling without replacement.
+
+Jeon et al. 2024 (RSD), Yang et al. 2024, Chen et al. 2024 (Sequoia), Li et al. 2024 (EAGLE-1).
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,9 +12,10 @@ from torch import Tensor
 
 from treespec.trees.tree import Draws
 from treespec.verify.laws import (
-    check_one_law,
+    check,
     counts,
     keep_first,
+    overlap,
     recursive_rejection,
     sample_if_any,
     without,
@@ -33,10 +37,11 @@ class RRSWithoutReplacement:
     name: ClassVar[str] = "rrs-wo"
     deterministic: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
+    max_draws: ClassVar[int | None] = None
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        check_one_law(q, self.name)
         width, number = counts(q, k)
+        check(self, q, width)
         tokens = []
         for _ in range(width):
             tokens.append(sample_if_any(q, generator))
@@ -44,9 +49,10 @@ class RRSWithoutReplacement:
         return Draws(keep_first(torch.cat(tokens, dim=1), number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        check_one_law(q, self.name)
+        check(self, q, draws.tokens.shape[1])
         return recursive_rejection(p, laws_of(q, draws.tokens), draws.tokens)
 
-    def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> None:
-        """Only enumeration is known."""
-        return None
+    def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
+        """None beyond one draw: only enumeration is known."""
+        check(self, q, k)
+        return overlap(p, q) if k == 1 else None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.laws import check_one_law, check_width, counts, independent, overlap, single_draft
+from treespec.verify.laws import check, counts, independent, overlap, single_draft
 
 
 @final
@@ -18,18 +18,16 @@ class Single:
     name: ClassVar[str] = "single"
     deterministic: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
+    max_draws: ClassVar[int | None] = 1
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        check_one_law(q, self.name)
-        check_width(counts(q, k)[0], 1, self.name)
+        check(self, q, counts(q, k)[0])
         return independent(q, k, generator)
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        check_one_law(q, self.name)
-        check_width(draws.tokens.shape[1], 1, self.name)
+        check(self, q, draws.tokens.shape[1])
         return single_draft(p, q, draws.tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        check_one_law(q, self.name)
-        check_width(k, 1, self.name)
+        check(self, q, k)
         return overlap(p, q)

@@ -7,17 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from treespec.sampling import sample
 from treespec.trees.tree import Draws
 from treespec.verify.greedy import Greedy
 from treespec.verify.laws import (
     answer,
-    check_one_law,
-    check_width,
+    check,
     counts,
     keep_first,
-    normalise,
     ratio,
-    sample,
     sample_if_any,
     scale,
     without,
@@ -36,19 +34,18 @@ class SpecHub:
     name: ClassVar[str] = "spechub"
     deterministic: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
+    max_draws: ClassVar[int | None] = 2
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        check_one_law(q, self.name)
         width, number = counts(q, k)
-        check_width(width, 2, self.name)
+        check(self, q, width)
         first = sample(q, generator)[:, None]
         top = q.argmax(-1, keepdim=True)
         second = torch.where(first == top, sample_if_any(without(q, top), generator), top)
         return Draws(keep_first(torch.cat([first, second], dim=1), number)[:, :width])
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        check_one_law(q, self.name)
-        check_width(draws.tokens.shape[1], 2, self.name)
+        check(self, q, draws.tokens.shape[1])
         first, second = pad(draws.tokens, (0, 2 - draws.tokens.shape[1]), value=-1).split(1, dim=1)
         pair = second >= 0
         # The likelier of the two is a; of equals argmax takes the first.
@@ -82,10 +79,10 @@ class SpecHub:
         accept_a = torch.where(top_first, ratio(p_a, left_first), ratio(p_a2, left_second)) * pair
 
         # Step 5: the rest of p.
-        rest = normalise(p3.scatter_add_(1, at_a, p_a3), p)
-        return answer(torch.cat([i, a], 1), torch.cat([accept_i, (1 - accept_i) * accept_a], 1), rest)
+        rest = p3.scatter_add_(1, at_a, p_a3)
+        return answer(p, rest, torch.cat([i, a], 1), torch.cat([accept_i, (1 - accept_i) * accept_a], 1))
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         """That of `greedy`, whose draws of two have another law."""
-        check_width(k, 2, self.name)
+        check(self, q, k)
         return Greedy().acceptance_rate(p, q, k)

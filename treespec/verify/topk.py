@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.laws import check_one_law, counts, keep_first, likeliest
+from treespec.verify.laws import check, counts, keep_first, likeliest
 
 
 @final
@@ -21,15 +21,16 @@ class TopK:
     name: ClassVar[str] = "topk"
     deterministic: ClassVar[bool] = True
     lossless: ClassVar[bool] = True
+    max_draws: ClassVar[int | None] = None
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        check_one_law(q, self.name)
         width, number = counts(q, k)
+        check(self, q, width)
         return Draws(keep_first(likeliest(q, width), number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         return p
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        check_one_law(q, self.name)
+        check(self, q, k)
         return p.gather(1, q.topk(min(k, q.shape[-1])).indices).sum(-1)

@@ -1,0 +1,30 @@
+"""The order of training: a function of the seed and the epoch, so that a run resumes anywhere."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+POOL = 64  # batches sorted by length together, so that little is padding
+
+
+def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """Batches of example numbers, of like length, in random order; a rest that fills no batch is left out.
+
+    With fewer examples than batch_size, one batch holds them all.
+    """
+    generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    batches = []
+    for start in range(0, len(order), POOL * batch_size):
+        pool = sorted(order[start : start + POOL * batch_size], key=lambda i: (lengths[i], i))
+        full = range(0, len(pool) - batch_size + 1, batch_size)
+        batches += [pool[i : i + batch_size] for i in full]
+    batches = batches or [order]
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator)]
+
+
+def padded(rows: Sequence[Tensor]) -> Tensor:
+    """[B, T, ...] rows filled up with zeros on the right, where causal attention never looks back from."""
+    return pad_sequence(list(rows), batch_first=True)

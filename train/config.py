@@ -1,0 +1,41 @@
+"""What a training run is: EAGLE-1's published recipe, every value an option."""
+
+from dataclasses import dataclass
+
+from treespec.options import option
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Defaults from Li et al. 2024 (2401.15077) and its released configuration."""
+
+    target: str = option("target model: a directory or a hub id")
+    data: str = option("conversations: JSONL in ShareGPT's form or as messages")
+    out: str = option("directory for the head")
+    template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
+    features: str | None = option("store the target's features once in this directory", None)
+    epochs: int = option("passes over the data", 20)
+    max_steps: int = option("end after so many optimizer steps; 0: after the epochs", 0)
+    minutes: float = option("end after so many minutes of training; 0: no limit", 0.0)
+    batch_size: int = option("conversations a process and forward", 4)
+    accumulate: int = option("forwards an optimizer step", 1)
+    max_length: int = option("tokens of a conversation, the rest is cut", 2048)
+    learning_rate: float = option("peak of AdamW's learning rate", 3e-5)
+    beta1: float = option("AdamW", 0.9)
+    beta2: float = option("AdamW", 0.95)
+    weight_decay: float = option("AdamW", 0.01)
+    warm_up: int = option("steps of linear warm-up; linear decay to 0 follows", 2000)
+    clip: float = option("largest norm of the gradient", 0.5)
+    noise: float = option("uniform noise on input features, ± this · 512 / length", 0.1)
+    feature_weight: float = option("weight of SmoothL1 between features", 1.0)
+    token_weight: float = option("weight of the soft cross-entropy between token laws", 0.1)
+    held_out: float = option("share of the conversations kept for validation", 0.02)
+    validate_on: int = option("held-out conversations looked at in a validation", 64)
+    draft_steps: int = option("draft steps that a validation rolls out", 5)
+    validate_every: int = option("steps between validations; 0: only at the end", 1000)
+    checkpoint_every: int = option("steps between checkpoints", 500)
+    seed: int = option("of the weights, the order and the noise", 0)
+    mixed_precision: str = option("no, bf16 or fp16", "no")
+    dtype: str = option("of the target: auto, float32, bfloat16 or float16", "auto")
+    device_map: str | None = option("accelerate's placement of the target; default: the process's device", None)
+    tracker: str | None = option("tensorboard or wandb", None)

@@ -1,0 +1,70 @@
+"""What a run trains on: encoded conversations, split, with their features."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from treespec.errors import InputError
+from treespec.target import Target
+from treespec.train import features
+from treespec.train.config import TrainConfig
+from treespec.train.conversations import Example, encode_conversations, read_conversations, split
+
+
+@dataclass(frozen=True)
+class Data:
+    """train, held_out: examples. features: (numbers of train examples) -> [B, T, H] padded."""
+
+    train: list[Example]
+    held_out: list[Example]
+    features: Callable[[list[int]], Tensor]
+
+
+def prepare(config: TrainConfig, target: Target, accelerator: Accelerator) -> Data:
+    """Read, encode and split the conversations, and store their features if asked to."""
+    if target.tokenizer is None:
+        raise InputError(f"the target {config.target} has no tokenizer: training needs one")
+    conversations, report = read_conversations(config.data)
+    accelerator.print(f"{config.data}: {report}")
+    for problem in report.problems:
+        accelerator.print(f"  {problem}")
+    examples, report = encode_conversations(
+        target.tokenizer, conversations, config.template, min(config.max_length, target.context_length)
+    )
+    if report.left_out or report.cut:
+        accelerator.print(f"encoded: {report}")
+    train, held_out = split(examples, config.held_out, config.seed)
+    train = [example for example in train if len(example.input_ids) >= 3]
+    if not train:
+        raise InputError(f"{config.data} leaves no conversation to train on: give more, or lower --held-out")
+    rows = [example.input_ids for example in train]
+    if config.features is None:
+        return Data(train, held_out, features.LiveFeatures(target, rows).batch)
+    store(config, target, rows, accelerator)
+    return Data(train, held_out, features.StoredFeatures(Path(config.features), accelerator.device).batch)
+
+
+def store(config: TrainConfig, target: Target, rows: list[Tensor], accelerator: Accelerator) -> None:
+    """Write the features that are not there yet, each process its shards, after saying how large they are."""
+    folder = Path(config.features or "")
+    needed = features.stored_size(target, rows)
+    accelerator.print(f"features: {needed / 2**30:.2f} GiB in {folder}")
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(row.numpy().tobytes())
+    identity: dict[str, object] = {
+        "target": config.target,
+        "dtype": str(target.dtype),
+        "tokens": digest.hexdigest(),
+    }
+    if accelerator.is_main_process:
+        features.prepare_folder(folder, identity, needed)
+    accelerator.wait_for_everyone()
+    shards = range(-(-len(rows) // features.SHARD))
+    for shard in shards[accelerator.process_index :: accelerator.num_processes]:
+        features.write_shard(target, rows, folder, shard, config.batch_size)
+    accelerator.wait_for_everyone()

@@ -1,0 +1,15 @@
+"""`treespec train`: a draft head for a target, from conversations."""
+
+from treespec.cli.options import takes
+from treespec.train.config import TrainConfig
+
+
+@takes(TrainConfig)
+def train(config: TrainConfig) -> None:
+    """Train a draft head for a target. Run it again after a kill and it goes on.
+
+    With several processes: accelerate launch -m treespec.train --target …
+    """
+    from treespec.train.run import train
+
+    train(config)

@@ -1,10 +1,13 @@
 """Small random models of many architectures, and one whose next-token law is a table."""
 
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import transformers as hf
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -91,7 +94,7 @@ def random_head(target: Target, seed: int = 0) -> EagleHead:
 
 class TableConfig(hf.PreTrainedConfig):
     model_type = "treespec-table"
-    attribute_map = {"num_hidden_layers": "layers"}
+    attribute_map: ClassVar = {"num_hidden_layers": "layers"}
 
     def __init__(self, vocab_size: int = 4, seed: int = 0, eos_token_id: int | None = None, **kwargs: Any):
         self.vocab_size, self.seed, self.layers = vocab_size, seed, 1
@@ -160,3 +163,36 @@ class TableModel(hf.PreTrainedModel):
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         hidden = self.model(input_ids, **kwargs).last_hidden_state
         return hf.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(hidden))
+
+
+CHAT = (
+    "{% for m in messages %}{{ '<s>' + m['role'] + ': ' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + '</s>' }}{% endgeneration %}{% else %}{{ m['content'] + '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant: ' }}{% endif %}"
+)
+
+
+def tokenizer(vocab_size: int = 320) -> hf.PreTrainedTokenizerFast:
+    """A byte-level tokenizer with a chat template: <pad> 0, <s> 1, </s> 2."""
+    model = Tokenizer(BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(["the user asks and the assistant answers the question"] * 4, trainer)
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=model, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=CHAT
+    )
+
+
+def save_model(folder: Path, **changes: Any) -> Path:
+    """A real directory that transformers loads: a random Llama of 3 layers with the tokenizer above."""
+    words = tokenizer()
+    config = hf.LlamaConfig(**GROUPED | {"vocab_size": len(words), "max_position_embeddings": 512} | changes)
+    random_model(config).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder

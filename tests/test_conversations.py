@@ -6,6 +6,9 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from treespec import templates
+from treespec.errors import InputError
 from treespec.train.conversations import (
     Conversation,
     Example,
@@ -15,9 +18,6 @@ from treespec.train.conversations import (
     read_conversations,
     split,
 )
-
-from treespec import templates
-from treespec.errors import InputError
 
 SENTENCES = [
     "A chat between a curious user and an assistant. USER: Why is the sky blue? ASSISTANT: Because.",
@@ -81,6 +81,10 @@ ALPACA = each(
     "{% if m['role'] == 'assistant' %}{{ '### Response:\\n' + m['content'] + '\\n\\n' }}"
     "{% else %}{{ '### Instruction:\\n' + m['content'] + '\\n\\n' }}{% endif %}"
 ) + prompt("### Response:\\n")  # fmt: skip
+FALCON = each(
+    "{{ 'User: ' if m['role'] == 'user' else 'Assistant: ' if m['role'] == 'assistant' else '' }}"
+    "{{ m['content'].replace('\\n\\n', '\\n') + '\\n\\n' }}"
+) + prompt("Assistant:")  # fmt: skip
 GENERATION = each(
     "{{ '<|im_start|>' + m['role'] + '\\n' }}{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
@@ -141,6 +145,15 @@ BY_HAND = {
             "",
         ),
     ),
+    "falcon, rewrites line breaks": (
+        FALCON,
+        "",
+        lambda r, c, last: (
+            {"s": "", "u": "User: ", "a": "Assistant:"}[r],
+            " " * (r == "a") + c.replace("\n\n", "\n") + "\n\n",
+            "",
+        ),
+    ),
     "generation blocks": (
         GENERATION,
         "",
@@ -151,18 +164,14 @@ BY_HAND = {
         "",
         lambda r, c, last: (
             f"<|im_start|>{ROLE[r]}\n",
-            ("<think>\n\n</think>\n\n" if r == "a" and last else "")
-            + c.split("</think>")[-1].lstrip()
-            + "<|im_end|>",
+            ("<think>\n\n</think>\n\n" if r == "a" and last else "") + c.split("</think>")[-1].lstrip() + "<|im_end|>",
             "\n",
         ),
     ),
     "opened thought": (
         OPENED,
         "",
-        lambda r, c, last: (
-            ("<|head|>", c.split("</think>")[-1] + "<|eot|>", "") if r == "a" else ("<|begin|>", c, "")
-        ),
+        lambda r, c, last: ("<|head|>", c.split("</think>")[-1] + "<|eot|>", "") if r == "a" else ("<|begin|>", c, ""),
     ),
     "channels": (
         CHANNEL,
@@ -245,8 +254,30 @@ def test_an_answer_begins_right_after_the_prompt_that_is_served(name):
         assert not example.loss_mask[len(served) - 1]
 
 
-def test_a_header_that_swallows_the_spaces_after_it_is_not_trained_on():
-    tokenizer = byte_tokenizer(OPENED.replace("<think>\\n", ""), rstrip=True)
+def test_the_marks_of_a_template_are_taken_unless_an_answer_lies_outside():
+    marked = GENERATION.replace("{% endgeneration %}{{ '\\n' }}", "{{ '\\n' }}{% endgeneration %}")
+    messages = turns(["u 1+1", "a 2 ", "u 3", "a 4  "])
+    example = encode_conversation(byte_tokenizer(marked), messages, None, 1000)
+    assert decoded_answers(byte_tokenizer(), example) == ["2 <|im_end|>\n", "4  <|im_end|>\n"]
+    wrong = CHATML.replace("{{ '<|im_start|>'", "{% generation %}{{ '<|im_start|>' }}{% endgeneration %}{{ ''")
+    example = encode_conversation(byte_tokenizer(wrong), messages, None, 1000)
+    assert decoded_answers(byte_tokenizer(), example) == ["2 <|im_end|>", "4  <|im_end|>"]
+
+
+@pytest.mark.parametrize("trim_offsets", [True, False])
+def test_a_token_shared_by_header_and_answer_is_trained_on_and_a_space_of_the_header_is_not(trim_offsets):
+    template = each("{{ m['role'] + ': ' + m['content'] + '<|eot|>' }}") + prompt("assistant: ")
+    tokenizer = byte_tokenizer(template, trim_offsets=trim_offsets)
+    example = encode_conversation(tokenizer, turns(["u x", "a 7 a", "u y", "a a 7"]), None, 1000)
+    assert "Ġa" in tokenizer.get_vocab()
+    assert "Ġ7" not in tokenizer.get_vocab()
+    assert decoded_answers(tokenizer, example) == ["7 a<|eot|>", " a 7<|eot|>"]
+
+
+@pytest.mark.parametrize("trim_offsets", [True, False])
+def test_a_header_that_swallows_the_spaces_after_it_is_not_trained_on(trim_offsets):
+    template = OPENED.replace("<think>\\n", "")
+    tokenizer = byte_tokenizer(template, trim_offsets=trim_offsets, rstrip=True)
     messages = turns(["u Hi", "a  \n Hello"])
     example = encode_conversation(tokenizer, messages, None, 100)
     assert decoded_answers(tokenizer, example) == ["Hello<|eot|>"]
@@ -418,9 +449,7 @@ def test_malformed_lines_are_counted_with_their_number_and_the_rest_goes_on(tmp_
     found, report = read_conversations(path)
     assert [one.where for one in found] == ["chats.jsonl:1", f"chats.jsonl:{len(bad) + 2}"]
     assert report.left_out.total() == len(bad)
-    assert [problem.split(": ")[0] for problem in report.problems] == [
-        f"chats.jsonl:{i}" for i in range(2, 7)
-    ]
+    assert [problem.split(": ")[0] for problem in report.problems] == [f"chats.jsonl:{i}" for i in range(2, 7)]
     assert report.left_out["not valid JSON"] == 2
     assert str(report).startswith(f"2 conversations used, {len(bad)} left out (")
 

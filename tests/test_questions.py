@@ -9,10 +9,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from treespec.eval.answers import Answer, append, read
-from treespec.eval.questions import BUILTIN, MT_BENCH, Question, load_questions
 
 from treespec.errors import InputError
+from treespec.eval.answers import Answer, append, read
+from treespec.eval.questions import BUILTIN, MT_BENCH, Question, load_questions
 
 CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
 
@@ -51,9 +51,7 @@ def test_malformed_questions_are_named_by_line_and_the_rest_goes_on(tmp_path):
         Question(1, "math", ("1+1?", "And times 3?")),
         Question("qa-8", "general", ("One turn is enough.",)),
     ]
-    assert [problem.split(": ")[0] for problem in problems] == [
-        f"mine.jsonl:{n}" for n in (2, 4, 5, 6, 7, 8, 9, 10)
-    ]
+    assert [problem.split(": ")[0] for problem in problems] == [f"mine.jsonl:{n}" for n in (2, 4, 5, 6, 7, 8, 9, 10)]
     path.write_bytes(b"\n".join(lines[1:2]))
     with pytest.raises(InputError, match=r"no question in .*mine\.jsonl:1"):
         load_questions(str(path))
@@ -61,9 +59,7 @@ def test_malformed_questions_are_named_by_line_and_the_rest_goes_on(tmp_path):
         load_questions(str(tmp_path / "absent.jsonl"))
 
 
-def test_mt_bench_comes_from_the_cache_and_without_it_offline_the_error_says_what_to_pass(
-    tmp_path, monkeypatch
-):
+def test_mt_bench_comes_from_the_cache_and_without_it_offline_the_error_says_what_to_pass(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -99,9 +99,7 @@ def read_conversations(path: str | Path) -> tuple[list[Conversation], Report]:
             report.leave_out(where, error)
     report.used = len(found)
     if not found:
-        raise InputError(
-            f"no usable conversation in {path}: {'; '.join(report.problems) or 'the file is empty'}"
-        )
+        raise InputError(f"no usable conversation in {path}: {'; '.join(report.problems) or 'the file is empty'}")
     return found, report
 
 
@@ -140,9 +138,7 @@ def encode_conversations(
                 report.cut += len(examples[-1].input_ids) < len(example.input_ids)
     report.used = len(examples)
     if not examples:
-        raise InputError(
-            f"no conversation can be trained on: {'; '.join(report.problems) or 'there are none'}"
-        )
+        raise InputError(f"no conversation can be trained on: {'; '.join(report.problems) or 'there are none'}")
     return examples, report
 
 
@@ -234,11 +230,7 @@ def _encode_batch(
     before = opening(tokenizer, template)
     rendered = [_rendered(tokenizer, messages, template, special) for messages in batch]
     texts = [one[0] for one in rendered if isinstance(one, tuple)]
-    encoded = (
-        tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        if texts
-        else {}
-    )
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False) if texts else {}
     rows = zip(encoded.get("input_ids", ()), encoded.get("offset_mapping", ()), strict=True)
     examples: list[Example | UnusableConversation] = []
     for messages, one in zip(batch, rendered, strict=True):

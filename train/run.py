@@ -182,9 +182,10 @@ def batches_from(micro: int, lengths: list[int], batch_size: int, seed: int) -> 
 
 def learning_rate(config: TrainConfig, step: int, total: int, elapsed: float) -> float:
     """Linear warm-up (of a tenth of the steps at most), then linear decay with the steps or the minutes."""
-    warm_up = max(1, min(config.warm_up, total // 10))
+    warm_up = min(config.warm_up, total / 10)
     done = max(step / total, elapsed / (60 * config.minutes) if config.minutes else 0.0)
-    return config.learning_rate * min((step + 1) / warm_up, max(0.0, (1 - done) / (1 - warm_up / total)))
+    rising, falling = (step + 1) / max(warm_up, 1), max(0.0, 1 - done) / (1 - warm_up / total)
+    return config.learning_rate * min(1.0, rising, falling)
 
 
 def out_of_time(config: TrainConfig, elapsed: float) -> bool:

@@ -108,7 +108,7 @@ def _of_module(tree: ast.Module, lines: list[str], module: str) -> Iterator[tupl
             code = (f"Write a Python {kind} named {node.name}. {_first_sentence(doc)}", _code(node, lines))
             prose = (f"What does the {kind} {name} do?", doc)
             asked_first = zlib.crc32(name.encode()) % 2
-            yield name, [code, prose] if asked_first else [prose, (f"Show me the code of {node.name}.", code[1])]
+            yield name, [code, prose] if asked_first else [prose, (f"Show me the code of the {kind} {name}.", code[1])]
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]:

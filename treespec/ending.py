@@ -3,19 +3,35 @@
 from collections.abc import Sequence
 from typing import Any, final
 
+from treespec.errors import InputError
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode the beginning of a character to
+
 
 @final
 class Ending:
     """Decides token by token; what comes after the end is neither returned nor counted.
 
     A text ends with an end-of-sequence token (kept), with the token that completes a stop string (kept, but
-    the text ends before the string), or after max_new_tokens.
+    the text ends before the string), or after max_new_tokens. A stop string that is a special token ends the
+    text by its id. The texts add up to `tokenizer.decode` without special tokens, however the tokens are
+    grouped, except that byte-fallback tokens (SentencePiece) that never become a character may lose some of
+    their replacement characters.
+
+    Raises InputError for an empty stop string, and for stop strings without a tokenizer.
     """
 
     def __init__(self, tokenizer: Any, eos: frozenset[int], stop: Sequence[str], max_new_tokens: int) -> None:
-        self.tokenizer, self.eos, self.stop, self.left = tokenizer, eos, tuple(stop), max_new_tokens
-        self.ids: list[int] = []
-        self.start = self.shown = 0  # ids[start:] are decoded together; those before `shown` were shown
+        if stop and tokenizer is None:
+            raise InputError("the target has no tokenizer: stop strings cannot be found in its tokens")
+        if "" in stop:
+            raise InputError("a stop string is empty: leave it out")
+        named = tokenizer.added_tokens_decoder if stop else {}
+        self.eos = eos | {i for i, token in named.items() if token.special and token.content in stop}
+        self.tokenizer, self.stop, self.left = tokenizer, tuple(stop), max_new_tokens
+        self.window: list[int] = []  # the last tokens, decoded together: their text depends on those before
+        self.border = 0  # tokens of the window that a complete character ended with
+        self.given = 0  # characters of the window's text that were returned
         self.held = ""  # text that may become a stop string
         self.finished = max_new_tokens <= 0
 
@@ -26,26 +42,33 @@ class Ending:
             if self.finished:
                 break
             kept.append(token)
-            self.ids.append(token)
             self.left -= 1
             self.finished = token in self.eos or self.left <= 0
-            text += self._show(self._decode_next())
+            text += self._cut(self._text(token))
         if self.finished:
             text, self.held = text + self.held, ""
         return kept, text
 
-    def _decode_next(self) -> str:
-        """The text that is certain now: nothing while the last character is incomplete."""
+    def _text(self, token: int) -> str:
+        """The text that is certain now: a character is held back while it is incomplete."""
         if self.tokenizer is None:
             return ""
-        before = self.tokenizer.decode(self.ids[self.start : self.shown], skip_special_tokens=True)
-        after = self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
-        if after.endswith("\N{REPLACEMENT CHARACTER}") and not self.finished:
-            return ""
-        self.start, self.shown = self.shown, len(self.ids)
-        return after[len(before) :]
+        self.window.append(token)
+        text = self._decode(self.window)
+        certain = text if self.finished else text.rstrip(INCOMPLETE)
+        new = certain[self.given :]
+        self.given = max(self.given, len(certain))
+        if new and certain == text:  # never a window without text: its first token may lose a space
+            self.window = self.window[self.border :]
+            self.border, self.given = len(self.window), len(self._decode(self.window))
+        return new
 
-    def _show(self, text: str) -> str:
+    def _decode(self, tokens: list[int]) -> str:
+        # Cleaning up spaces would change text that was already returned.
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _cut(self, text: str) -> str:
         """Cut at a stop string; hold back what may become one."""
         text = self.held + text
         found = [at for at in (text.find(s) for s in self.stop) if at >= 0]

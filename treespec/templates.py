@@ -117,17 +117,22 @@ def answers(
     if template is None:
         check(tokenizer)
         text, spans = _marked(tokenizer, messages)
-        if spans and all(any(answer in text[slice(*span)] for span in spans) for answer in words.values()):
+        if spans and all(any(_has(text, span, answer) for span in spans) for answer in words.values()):
             return text, spans
     whole = render(tokenizer, messages, template, add_generation_prompt=False)
     names = _any_of(tuple(special))
     spans = []
     for i, answer in words.items():
         span = _answer(tokenizer, messages[: i + 1], template, whole, answer, names)
-        if span is None or answer not in whole[slice(*span)]:
+        if span is None or not _has(whole, span, answer):
             return whole, []
         spans.append(span)
     return whole, spans
+
+
+def _has(text: str, span: tuple[int, int], answer: str) -> bool:
+    """Whether the words of the answer stand in the span; some templates change the spaces between."""
+    return span[0] >= 0 and " ".join(answer.split()) in " ".join(text[slice(*span)].split())
 
 
 def _answer(
@@ -151,13 +156,13 @@ def _answer(
     body = upto[: mark.start() if mark else len(upto)].rstrip()
     forms = (messages[-1]["content"].strip(), answer)
     first = next((len(body) - len(form) for form in forms if body.endswith(form)), upto.find(answer, start))
-    if first < start:
-        return None
-    headed = upto[start:first].strip()  # words before the answer: a header, if there is no generation prompt
-    if headed and prompt == render(tokenizer, messages[:-1], template, add_generation_prompt=False):
+    led = first < start or upto[start:first].strip()  # by words, which may be a header that was not prompted
+    if led and prompt == render(tokenizer, messages[:-1], template, add_generation_prompt=False):
         start = first
     if whole.startswith(upto):
         return start, mark.end(1) if mark else len(upto)
+    if first < start:
+        return None
     # Later turns change how this one is shown: without the thoughts, or with another token at its end.
     lead = upto[start:first]
     at = first if whole.startswith(lead, start) else start

@@ -14,8 +14,7 @@ from treespec.verify.spechub import SpecHub
 from treespec.verify.topk import TopK
 
 SCHEMES: dict[str, Scheme] = {
-    scheme.name: scheme
-    for scheme in (Single(), RRS(), RRSWithoutReplacement(), SpecHub(), Greedy(), IsLp(), TopK())
+    scheme.name: scheme for scheme in (Single(), RRS(), RRSWithoutReplacement(), SpecHub(), Greedy(), IsLp(), TopK())
 }
 
 

@@ -27,6 +27,12 @@ def tops(q: Tensor, number: Tensor, width: int) -> Tensor:
     return best.masked_fill(q.gather(1, best.clamp(min=0)) == 0, -1)
 
 
+def rate(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
+    """[B] p(best) + the overlap of p with q' = q without the best [B, K - 1], normalised: optimal for this law."""
+    rest = without(q, best)
+    return (p - without(p, best)).sum(-1) + overlap(p, rest * scale(rest, torch.ones_like(p[:, :1])))
+
+
 @final
 @dataclass(frozen=True)
 class Greedy:
@@ -58,6 +64,4 @@ class Greedy:
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         check(self, q, k)
-        best = tops(q, torch.full_like(q[:, :1], k - 1), k - 1)
-        rest = without(q, best)
-        return (p - without(p, best)).sum(-1) + overlap(p, rest * scale(rest, torch.ones_like(p[:, :1])))
+        return rate(p, q, tops(q, torch.full_like(q[:, :1], k - 1), k - 1))

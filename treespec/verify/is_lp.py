@@ -16,7 +16,6 @@ from treespec.verify.laws import (
     overlap,
     ratio,
     single_draft,
-    subtract,
     without,
 )
 
@@ -90,9 +89,7 @@ def solve(room: Tensor, pairs: Tensor) -> Tensor:
         mass = masses[row, first, second]
         upper = np.r_[rooms[row], mass]
         fixed = np.tril(masses[row]).sum(-1)
-        best = linprog(
-            -gain, A_ub=gets, b_ub=fixed, bounds=np.c_[np.zeros_like(upper), upper], method="highs"
-        )
+        best = linprog(-gain, A_ub=gets, b_ub=fixed, bounds=np.c_[np.zeros_like(upper), upper], method="highs")
         share = np.clip(best.x[s:] / np.where(mass > 0, mass, 1), 0, 1)
         wins[row, first, second] = share
         wins[row, second, first] = 1 - share
@@ -107,7 +104,7 @@ def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor
     law, *laws = laws_of(q, tokens.shape[1])
     for k, rival in enumerate(laws, start=1):
         present = tokens[:, k : k + 1] >= 0
-        new = duel(p, law, rival, s)
+        new = duel(p, law, rival * present, s)  # no program for a node without this draw
         kept = torch.where(present, chosen[:, :k] * new.keeps(at[:, :k], at[:, k : k + 1]), chosen[:, :k])
         chosen[:, k] = (chosen[:, :k] - kept).sum(-1)
         chosen[:, :k] = kept
@@ -126,7 +123,7 @@ def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
     q1, q2 = laws_of(q, 2)
     new = duel(p, q1, q2, s)
     refused = 1 - ratio(p, new.law)
-    rest = normalise(subtract(p, new.law), p)
+    rest = normalise((p - new.law).clamp_(min=0), p)
     refused, rest, q1, q2 = (law.gather(1, new.order) for law in (refused, rest, q1, q2))
     lost = torch.stack([q1, q2], dim=1) * refused[:, None]
     earlier = pad(lost.cumsum(-1)[..., :-1], (1, 0))  # [B, 2, V] refused mass of the ranks before
@@ -152,8 +149,8 @@ class IsLp:
 
     q: [B, V] or [B, K, V]. More than two draws: pair by pair, the selected one against the next.
     s: tokens whose pairs the program decides; the others follow a fixed order.
-    alphabet: how many of the likeliest target tokens can be accepted; the others are one to the program
-    and come from p alone. None is all. Programs are solved on the host.
+    alphabet: how many of the likeliest target tokens two draws can answer; the others are one token to the
+    program and come from p alone. None is all. Programs are solved on the host.
     """
 
     name: ClassVar[str] = "is-lp"
@@ -180,7 +177,9 @@ class IsLp:
         small_tokens = number.gather(1, tokens.clamp(min=0)).masked_fill(tokens < 0, -1)
         share = small_p.sum(-1, keepdim=True)
         small = verify(small_p / share, small_q, small_tokens, self.s)[:, :-1] * share
-        return without(p64, inside).scatter_add_(1, inside, small).to(p.dtype)
+        plan = without(p64, inside).scatter_add_(1, inside, small)
+        several = (tokens >= 0).sum(-1, keepdim=True) > 1
+        return torch.where(several, plan, single_draft(p64, laws_of(q64, 1)[0], tokens[:, :1])).to(p.dtype)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
         """Exact for one and two draws; None beyond, as draws that lost may come out of the residual."""

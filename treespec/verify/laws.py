@@ -18,9 +18,7 @@ from treespec.verify.scheme import Scheme
 def check(scheme: Scheme, q: Tensor, width: int) -> None:
     """Raises InputError unless q is [B, V] and the scheme answers that many draws a node."""
     if q.dim() != 2:
-        raise InputError(
-            f"verifier {scheme.name} takes one draft law a node; for a law per draw take rrs or is-lp"
-        )
+        raise InputError(f"verifier {scheme.name} takes one draft law a node; for a law per draw take rrs or is-lp")
     if scheme.max_draws and width > scheme.max_draws:
         raise InputError(
             f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, not {width}; "
@@ -96,9 +94,9 @@ def scale(q: Tensor, present: Tensor) -> Tensor:
     return present / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
 
 
-def subtract(p: Tensor, q: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+def subtract(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
     """[B, V] (p - weight q)+. weight: [B, 1]."""
-    return torch.addcmul(p, q, torch.as_tensor(weight, dtype=p.dtype), value=-1).clamp_(min=0)
+    return torch.addcmul(p, q, weight, value=-1).clamp_(min=0)
 
 
 def normalise(rest: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
@@ -133,11 +131,8 @@ def recursive_rejection(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> Te
 
     laws: K of [B, V], the one each draw came from, given those before it. tokens: [B, K].
     """
-    left, mass, reach = (
-        p,
-        1.0,
-        1.0,
-    )  # what is left is not normalised; its mass, and Pr(all so far are refused)
+    left, mass = p, torch.ones_like(p[:, :1])  # not normalised
+    reach = mass  # Pr(all so far are refused)
     accepted = []
     for token, q in zip(tokens.split(1, dim=1), laws, strict=True):
         present = token >= 0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.laws import independent, laws_of, normalise, overlap, recursive_rejection, subtract
+from treespec.verify.laws import independent, laws_of, normalise, overlap, recursive_rejection
 
 
 @final
@@ -30,5 +30,5 @@ class RRS:
         refused = torch.ones_like(p[:, 0])
         for law in laws_of(q, k):
             refused = refused * (1 - overlap(p, law))
-            p = normalise(subtract(p, law), p)
+            p = normalise((p - law).clamp_(min=0), p)
         return 1 - refused

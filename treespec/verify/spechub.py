@@ -9,12 +9,13 @@ from torch.nn.functional import pad
 
 from treespec.sampling import sample
 from treespec.trees.tree import Draws
-from treespec.verify.greedy import Greedy
+from treespec.verify.greedy import rate
 from treespec.verify.laws import (
     answer,
     check,
     counts,
     keep_first,
+    overlap,
     ratio,
     sample_if_any,
     scale,
@@ -83,6 +84,6 @@ class SpecHub:
         return answer(p, rest, torch.cat([i, a], 1), torch.cat([accept_i, (1 - accept_i) * accept_a], 1))
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        """That of `greedy`, whose draws of two have another law."""
+        """That of `greedy`, though two draws have another law."""
         check(self, q, k)
-        return Greedy().acceptance_rate(p, q, k)
+        return rate(p, q, q.argmax(-1, keepdim=True)) if k == 2 else overlap(p, q)

@@ -1,0 +1,136 @@
+"""What an evaluation is told, and the configurations that follow from it."""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from treespec.errors import InputError
+from treespec.options import option
+
+if TYPE_CHECKING:
+    from treespec.eval.questions import Question
+
+SUMMARY_ONLY = ("out", "resamples")  # options that change no answer
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Raises InputError for a count that is too small."""
+
+    target: str = option("target model: a directory or a hub id")
+    head: str = option("draft head: a directory or a hub id")
+    out: str = option("folder for answers and summary; the same command goes on where it stopped")
+    questions: str = option("builtin, mt-bench or a JSONL file in FastChat's format", "builtin")
+    verifier: str = option("one or several, by commas: single, rrs, rrs-wo, spechub, greedy, is-lp, topk", "topk")
+    tree: str | None = option(
+        "one or several, by semicolons: eagle, chain:5, 2x4, dynamic:nodes=60, or a JSON file of paths; "
+        "default: each verifier's own",
+        None,
+    )
+    temperature: str = option("one or several, by commas; 0 is greedy", "0")
+    top_k: int = option("keep the k likeliest tokens; 0 is off", 0)
+    top_p: float = option("keep the likeliest tokens up to this probability; 1 is off", 1.0)
+    max_new_tokens: int = option("end an answer after so many tokens", 1024)
+    limit: int | None = option("only the first so many questions", None)
+    turns: int | None = option("only the first so many turns of a question", None)
+    baseline: bool = option("also decode one token at a time, for the speedups", True)
+    warm_up: int = option("short generations before anything is timed, each configuration", 2)
+    resamples: int = option("of the bootstrap behind the 95 % intervals", 1000)
+    seed: int = option("each answer's seed follows from it, the question, the turn and the configuration", 0)
+    template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
+    device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
+    dtype: str = option("auto, float32, bfloat16 or float16", "auto")
+
+    def __post_init__(self) -> None:
+        least = {"max_new_tokens": 1, "limit": 1, "turns": 1, "resamples": 1, "warm_up": 0, "seed": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise InputError(f"--{name.replace('_', '-')} is {value}, must be at least {bound}")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What answers a question. verifier: None is the baseline. tree: None is the verifier's own.
+
+    model_id: its name in the answers and that of their file.
+    """
+
+    model_id: str
+    verifier: str | None
+    tree: str | None
+    temperature: float
+
+
+def configurations(config: EvalConfig) -> list[Configuration]:
+    """The baselines and every verifier with every tree, by temperature. Raises InputError for a bad list."""
+    verifiers = _listed("verifier", config.verifier)
+    trees = [None] if config.tree is None else _listed("tree", config.tree)
+    pairs = [(verifier, tree) for verifier in verifiers for tree in trees]
+    baseline = [(None, None)] if config.baseline else []
+    chosen = [
+        Configuration(_model_id(config.target, verifier, tree, temperature), verifier, tree, temperature)
+        for temperature in dict.fromkeys(map(_number, _listed("temperature", config.temperature)))
+        for verifier, tree in [*baseline, *pairs]
+    ]
+    names = [configuration.model_id for configuration in chosen]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"two configurations would both be called {twice[0]}: rename a tree file")
+    return chosen
+
+
+def record_of(config: EvalConfig, questions: Sequence["Question"], left_out: list[str]) -> dict[str, Any]:
+    """What OUT/config.json says of an evaluation, but for the environment that it ran in."""
+    asked = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()
+    return {"config": asdict(config), "questions": asked, "left_out": left_out}
+
+
+def read_record(file: Path, record: dict[str, Any]) -> dict[str, Any] | None:
+    """What OUT/config.json holds, if there is one. Raises InputError if it is of another evaluation."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        before: dict[str, Any] = json.loads(file.read_text())
+        theirs, ours = before["config"], record["config"]
+        same_questions = before["questions"] == record["questions"]
+        before["environment"].items()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"--out {file.parent}: {error.strerror}; choose another folder") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{file} is not an evaluation's: choose another --out") from error
+    names = [name for name in ours if name not in SUMMARY_ONLY and theirs.get(name) != ours[name]]
+    changes = [f"{name} was {theirs.get(name)}, now {ours[name]}" for name in names]
+    if not changes and not same_questions:
+        changes = ["the questions themselves have changed"]
+    if changes:
+        raise InputError(
+            f"{file.parent} holds another evaluation ({'; '.join(changes)}): choose another --out, "
+            "or repeat its options to go on with it"
+        )
+    return before
+
+
+def _listed(name: str, values: str) -> list[str]:
+    """Parts between commas or semicolons, but for the commas inside `is-lp:s=8,alphabet=50`."""
+    parts = [part.strip() for part in re.split(r"[;,](?!\s*\w+=)", values)]
+    if not all(parts):
+        raise InputError(f"--{name} {values!r} has an empty part: separate by single commas")
+    return list(dict.fromkeys(parts))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"--temperature: {text!r} is not a number") from None
+
+
+def _model_id(target: str, verifier: str | None, tree: str | None, temperature: float) -> str:
+    tree = tree and tree.removesuffix(".json").rpartition("/")[2]
+    parts = (PurePath(target).name, verifier or "baseline", tree, f"t{temperature:g}")
+    return re.sub(r"[^\w.=-]+", "-", "-".join(part for part in parts if part))

@@ -1,0 +1,244 @@
+"""An evaluation: every question to every configuration in one process, kept answer by answer."""
+
+import json
+import os
+import platform
+import re
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treespec import templates
+from treespec.draft.grow import check_pair
+from treespec.errors import InputError
+from treespec.eval import answers
+from treespec.eval.answers import Answer
+from treespec.eval.config import Configuration, EvalConfig, configurations, read_record, record_of
+from treespec.eval.questions import Question, load_questions
+from treespec.eval.summary import summarise
+from treespec.eval.table import markdown
+from treespec.sampling import SamplingParams
+from treespec.spec import Output, Spec, default_tree, load
+from treespec.stats import Stats
+from treespec.target import Target
+from treespec.trees.policy import Policy, policy
+from treespec.verify import scheme_by_name
+from treespec.verify.scheme import Scheme
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Step:
+    """How far an evaluation is: answers there, answers in all, what it does or has just done."""
+
+    done: int
+    total: int
+    text: str
+
+
+def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
+    """Answer what is not answered yet, then write and return the summary (`summarise`).
+
+    Writes OUT/config.json, OUT/answers/<model_id>.jsonl, OUT/summary.json and OUT/summary.md. Pairs of tree
+    and verifier are checked before anything is loaded. Raises InputError for them and other bad input, and
+    where OUT holds another evaluation.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("eval measures time in one process: launch it with --num_processes 1")
+    out = Path(config.out)
+    drafts = {configuration: _checked(configuration, config) for configuration in configurations(config)}
+    questions, left_out = load_questions(config.questions)
+    questions = [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]]
+    record = record_of(config, questions, left_out)
+    before = read_record(out / "config.json", record)
+
+    files = {configuration: out / "answers" / f"{configuration.model_id}.jsonl" for configuration in drafts}
+    done = {(c, answer.question_id) for c, file in files.items() for answer in answers.read(file)}
+    plan = [
+        (question, configuration)
+        for number, question in enumerate(questions)
+        for configuration in in_order(list(drafts), number)
+        if (configuration, question.question_id) not in done
+    ]
+    total = len(questions) * len(drafts)
+    if plan:
+        report(Step(total - len(plan), total, f"loading {config.target} and {config.head}"))
+        spec = load(
+            config.target,
+            config.head,
+            template=config.template,
+            device_map=config.device_map,
+            dtype=config.dtype,
+        )
+        spec.encode([{"role": "user", "content": questions[0].turns[0]}])  # refuses a missing chat template
+        environment = describe(spec.target)
+        if before and before["environment"] != environment:
+            raise InputError(
+                f"{out} was measured on {_line(before['environment'])}, this is {_line(environment)}; "
+                "times of both cannot be mixed: choose another --out"
+            )
+        _save(out / "config.json", json.dumps(record | {"environment": environment}, indent=2) + "\n")
+        (out / "answers").mkdir(exist_ok=True)
+
+        short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
+        for configuration in drafts if config.warm_up else ():
+            report(Step(total - len(plan), total, f"warm-up of {configuration.model_id}"))
+            for _ in range(config.warm_up):
+                _ask(_fresh(spec, drafts[configuration]), questions[0], configuration, short)
+        for number, (question, configuration) in enumerate(plan, total - len(plan) + 1):
+            answer = _ask(_fresh(spec, drafts[configuration]), question, configuration, config)
+            answers.append(files[configuration], answer)
+            report(Step(number, total, _said(answer)))
+    summary = summarise(out, config.resamples)
+    _save(out / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    _save(out / "summary.md", markdown(summary))
+    return summary
+
+
+def in_order(configurations: Sequence[Configuration], number: int) -> list[Configuration]:
+    """The order for one question: a row of a Williams square.
+
+    Over as many questions as there are configurations (twice as many where that is odd), each runs equally
+    often at every place and right after every other (Williams 1949).
+    """
+    n = len(configurations)
+    row = [(number + (j + 1) // 2 * (1 if j % 2 else -1)) % n for j in range(n)]
+    return [configurations[i] for i in (reversed(row) if n % 2 and number // n % 2 else row)]
+
+
+def seed_of(seed: int, question_id: int | str, turn: int, model_id: str) -> int:
+    """The seed of one answer, the same on every machine and after every resumption."""
+    return zlib.crc32(json.dumps([seed, question_id, turn, model_id]).encode())
+
+
+def describe(target: Target) -> dict[str, Any]:
+    """What the figures were measured on."""
+    devices = {p.device for p in target.model.parameters() if p.device.type != "meta"}
+    return {
+        "device": ", ".join(sorted(_device_name(device) for device in devices)),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "treespec": version("treespec"),
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} ({device})"
+    try:
+        model = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        model = None
+    return model[1] if model else platform.processor() or platform.machine()
+
+
+def _line(environment: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in environment.items())
+
+
+Draft = tuple[Policy, Scheme] | None  # None: the baseline
+
+
+def _checked(configuration: Configuration, config: EvalConfig) -> Draft:
+    SamplingParams(configuration.temperature, config.top_k, config.top_p)
+    if configuration.verifier is None:
+        return None
+    scheme = scheme_by_name(configuration.verifier)
+    tree = policy(configuration.tree) if configuration.tree else default_tree(scheme)
+    check_pair(tree, scheme)
+    return tree, scheme
+
+
+def _fresh(spec: Spec, draft: Draft) -> Spec:
+    """With nothing cached: all start alike, a resumed run too, and one cache is alive at a time."""
+    return spec.configured(*draft) if draft else spec.baseline()
+
+
+def _ask(spec: Spec, question: Question, configuration: Configuration, config: EvalConfig) -> Answer:
+    """All turns of a question; each turn sees the configuration's own answers to those before."""
+    messages: list[dict[str, str]] = []
+    outputs, wall, seeds, ended = [], [], [], []
+    for turn, text in enumerate(question.turns):
+        messages.append({"role": "user", "content": text})
+        seeds.append(seed_of(config.seed, question.question_id, turn, configuration.model_id))
+        started = time.perf_counter()
+        output = _generate(spec, messages, configuration.temperature, seeds[-1], config)
+        wall.append(time.perf_counter() - started)
+        ended.append(_ended_by(output, spec, config))
+        outputs.append(output)
+        # fschat's templates take an empty answer for the place of the next one
+        messages.append({"role": "assistant", "content": output.text or " "})
+    stats = [output.stats for output in outputs]
+    return Answer(
+        question_id=question.question_id,
+        category=question.category,
+        model_id=configuration.model_id,
+        turns=[output.text for output in outputs],
+        decoding_steps=[s.cycles for s in stats],
+        new_tokens=[s.new_tokens for s in stats],
+        wall_time=wall,
+        accept_lengths=[accepted + 1 for s in stats for accepted in s.accepted],
+        extra={
+            "seconds": sum((s.seconds for s in stats), Counter()),
+            "drafted": _added([s.drafted for s in stats]),
+            "accepted": _added([s.accepted_by_depth for s in stats]),
+            "prompt_tokens": [s.prompt_tokens for s in stats],
+            "ended": ended,
+            "seeds": seeds,
+            "token_ids": [output.token_ids for output in outputs],
+        },
+    )
+
+
+def _generate(spec: Spec, messages: list[dict[str, str]], temperature: float, seed: int, config: EvalConfig) -> Output:
+    """An answer, empty where the prompt fills the context: earlier turns may have been long."""
+    prompt = spec.encode(messages)
+    if len(prompt) >= spec.target.context_length:
+        return Output("", [], Stats(prompt_tokens=len(prompt)))
+    return spec.generate(
+        prompt,
+        temperature=temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        max_new_tokens=config.max_new_tokens,
+        seed=seed,
+    )
+
+
+def _ended_by(output: Output, spec: Spec, config: EvalConfig) -> str:
+    end_tokens = spec.target.eos | set(templates.stops(spec.template).token_ids)
+    if output.token_ids and output.token_ids[-1] in end_tokens:
+        return "model"
+    if output.stats.new_tokens >= config.max_new_tokens:
+        return "max_new_tokens"
+    full = output.stats.prompt_tokens + output.stats.new_tokens >= spec.target.context_length
+    return "context" if full else "model"
+
+
+def _added(rows: list[list[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+
+
+def _said(answer: Answer) -> str:
+    tokens, cycles = sum(answer.new_tokens), sum(answer.decoding_steps)
+    return (
+        f"question {answer.question_id}, {answer.model_id}: {tokens} tokens, "
+        f"{tokens / max(cycles, 1):.2f} a cycle, {tokens / sum(answer.wall_time):.1f} tokens/s"
+    )
+
+
+def _save(file: Path, text: str) -> None:
+    temporary = file.with_name(f".{file.name}.writing")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, file)

@@ -1,0 +1,188 @@
+"""From answer files to figures: acceptance, speed and where the time goes, with bootstrap intervals.
+
+Questions are the clusters: the tokens and cycles of one answer are not independent, so whole questions are
+resampled, the same ones for a configuration and its baseline. All figures are ratios of totals over
+questions, which a resample recomputes: its totals are its counts times the totals by question.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treespec.errors import InputError
+from treespec.eval.answers import Answer, read
+from treespec.eval.config import Configuration, EvalConfig, configurations
+
+Array = NDArray[np.float64]
+
+FEW = 10  # with fewer questions a percentile interval is markedly too narrow
+STAGES = ("head", "rest_of_drafting", "target", "verify", "commit", "rest")
+
+
+def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
+    """The figures of an evaluation, from its files alone; lengths in tokens, times as their names say.
+
+    {config, environment, questions, left_out, few_questions, configurations: [{model_id, verifier, tree,
+    temperature, overall, categories: {name: …}, same_as_baseline, ended}]}; `overall` and each category are
+    `figures`. Only questions that every configuration has answered count. Raises InputError if there is none.
+    """
+    record = json.loads((out / "config.json").read_text())
+    config = EvalConfig(**record["config"])
+    answered = {c: _answers(out / "answers" / f"{c.model_id}.jsonl") for c in configurations(config)}
+    first, *others = answered.values()
+    questions = [i for i in first if all(i in other for other in others)]
+    if not questions:
+        raise InputError(f"{out}: no question is answered; is every one longer than the target's context?")
+    groups: dict[str, list[int | str]] = {}
+    for i in questions:
+        groups.setdefault(first[i].category, []).append(i)
+    baselines = {c.temperature: by_id for c, by_id in answered.items() if c.verifier is None}
+    rows = []
+    for configuration, by_id in answered.items():
+        baseline = baselines.get(configuration.temperature)
+
+        def of(chosen: Sequence[int | str], by_id: Any = by_id, baseline: Any = baseline) -> dict[str, Any]:
+            draws = resample(len(chosen), resamples, config.seed)
+            compare = baseline is not None and baseline is not by_id
+            against = [baseline[i] for i in chosen] if compare else None
+            return figures([by_id[i] for i in chosen], against, draws)
+
+        rows.append(
+            {
+                "model_id": configuration.model_id,
+                "verifier": configuration.verifier or "baseline",
+                "tree": configuration.tree if configuration.verifier else None,
+                "temperature": configuration.temperature,
+                "overall": of(questions),
+                "categories": {name: of(chosen) for name, chosen in groups.items()},
+                "same_as_baseline": _same(configuration, by_id, baseline, questions),
+                "ended": _ended([by_id[i] for i in questions]),
+            }
+        )
+    return {
+        "config": record["config"] | {"resamples": resamples},
+        "environment": record["environment"],
+        "questions": len(questions),
+        "left_out": record["left_out"],
+        "few_questions": [name for name, chosen in {"overall": questions, **groups}.items() if len(chosen) < FEW],
+        "configurations": rows,
+    }
+
+
+def resample(questions: int, resamples: int, seed: int) -> Array:
+    """[1 + R, Q] how often each question counts: once in the first row, then as drawn with replacement."""
+    drawn = np.random.default_rng(seed).multinomial(questions, [1 / questions] * questions, size=resamples)
+    return np.concatenate([np.ones((1, questions)), drawn])
+
+
+def interval(samples: Array) -> dict[str, float | None]:
+    """The value and its 95 % percentile interval, None where nothing varies. samples: [1 + R], the value first."""
+    value, drawn = samples[0], samples[1:][np.isfinite(samples[1:])]
+    low, high = np.quantile(drawn, [0.025, 0.975]) if len(drawn) and np.ptp(drawn) else (None, None)
+    return {name: _number(x) for name, x in (("value", value), ("low", low), ("high", high))}
+
+
+def figures(mine: Sequence[Answer], baseline: Sequence[Answer] | None, draws: Array) -> dict[str, Any]:
+    """What Q answers of one configuration amount to. baseline: the same questions' answers, same order.
+
+    nodes: in the tree of one forward, the root too, on average. acceptance_length: τ, tokens by cycle.
+    acceptance_rate_by_depth: α, of the cycles that accepted the depth above, those that accepted this one.
+    speedup: tokens/s over the baseline's, totals over totals; speedup_by_question: the mean of the
+    questions' own. cycle_ms, cycle_share: where a cycle's time goes. overhead: its share outside the
+    forwards of target and draft model.
+    """
+    tokens, cycles, wall = _totals(mine)
+    accepted = _columns(mine, "accepted")
+    reached = np.column_stack([cycles, accepted])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        speed = (draws @ tokens) / (draws @ wall)
+        rates = (draws @ accepted) / (draws @ reached[:, :-1])
+        result: dict[str, Any] = {
+            "questions": len(mine),
+            "tokens": int(tokens.sum()),
+            "cycles": int(cycles.sum()),
+            "seconds": float(wall.sum()),
+            "acceptance_length": interval((draws @ tokens) / (draws @ cycles)),
+            "acceptance_rate_by_depth": [interval(rate) for rate in rates.T],
+            "nodes": float(1 + _columns(mine, "drafted").sum() / cycles.sum()),
+            "drafted_by_depth": _columns(mine, "drafted").sum(0).astype(int).tolist(),
+            "accepted_by_depth": accepted.sum(0).astype(int).tolist(),
+            "tokens_per_second": interval(speed),
+            "speedup": None,
+            "speedup_by_question": None,
+        }
+        if baseline is not None:
+            base_tokens, _, base_wall = _totals(baseline)
+            ratios = (tokens / wall) / (base_tokens / base_wall)
+            result["speedup"] = interval(speed / ((draws @ base_tokens) / (draws @ base_wall)))
+            result["speedup_by_question"] = interval((draws @ ratios) / len(mine))
+    return result | _times(mine, wall.sum(), cycles.sum())
+
+
+def _times(mine: Sequence[Answer], wall: float, cycles: float) -> dict[str, Any]:
+    """Every second of the generations is in one of the stages or in prefill."""
+
+    def spent(stage: str) -> float:
+        return sum(answer.extra["seconds"].get(stage, 0.0) for answer in mine)
+
+    seconds = {"head": spent("head"), "rest_of_drafting": spent("draft") - spent("head")}
+    seconds |= {stage: spent(stage) for stage in ("target", "verify", "commit")}
+    decoding = wall - spent("prefill")
+    seconds["rest"] = decoding - sum(seconds.values())
+    return {
+        "prefill_seconds": spent("prefill"),
+        "cycle_ms": {stage: 1000 * seconds[stage] / cycles for stage in STAGES},
+        "cycle_share": {stage: seconds[stage] / decoding for stage in STAGES},
+        "overhead": 1 - (seconds["head"] + seconds["target"]) / decoding,
+    }
+
+
+def _answers(file: Path) -> dict[int | str, Answer]:
+    """By question, without those whose first turn did not fit the context."""
+    return {answer.question_id: answer for answer in read(file) if sum(answer.new_tokens)}
+
+
+def _totals(answers: Sequence[Answer]) -> tuple[Array, Array, Array]:
+    """Tokens, cycles and seconds of each answer, [Q] each."""
+    rows = [(sum(a.new_tokens), sum(a.decoding_steps), sum(a.wall_time)) for a in answers]
+    tokens, cycles, wall = np.array(rows, dtype=float).T
+    return tokens, cycles, wall
+
+
+def _columns(answers: Sequence[Answer], name: str) -> Array:
+    """[Q, D] counts by depth, 0 where an answer has fewer."""
+    by_depth = zip_longest(*(answer.extra[name] for answer in answers), fillvalue=0)
+    return np.array(list(by_depth), dtype=float).reshape(-1, len(answers)).T
+
+
+def _same(
+    configuration: Configuration,
+    by_id: dict[int | str, Answer],
+    baseline: dict[int | str, Answer] | None,
+    questions: Sequence[int | str],
+) -> dict[str, int] | None:
+    """At temperature 0, how many turns have the baseline's tokens."""
+    if configuration.temperature > 0 or configuration.verifier is None or baseline is None:
+        return None
+    pairs = [
+        pair
+        for i in questions
+        for pair in zip(by_id[i].extra["token_ids"], baseline[i].extra["token_ids"], strict=True)
+    ]
+    return {"same": sum(ours == theirs for ours, theirs in pairs), "answers": len(pairs)}
+
+
+def _ended(answers: Sequence[Answer]) -> dict[str, int]:
+    """How many turns ended by what."""
+    ends = [end for answer in answers for end in answer.extra["ended"]]
+    return {end: ends.count(end) for end in ("model", "max_new_tokens", "context")}
+
+
+def _number(x: float | None) -> float | None:
+    return None if x is None or not math.isfinite(x) else float(x)

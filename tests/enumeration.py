@@ -1,0 +1,125 @@
+"""A slow reference for the schemes: every set of draws with its exact probability, in plain Python."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from treespec.trees.tree import Draws
+from treespec.verify.scheme import Scheme
+
+Outcome = tuple[tuple[int, ...], float]  # draws, -1 for none; their probability
+
+
+TINY = 1e-12
+CASES = {
+    "plain": ([0.1, 0.2, 0.3, 0.4], [0.35, 0.3, 0.25, 0.1]),
+    "p = q": ([0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]),
+    "disjoint": ([0.5, 0.5, 0, 0], [0, 0, 0.7, 0.3]),
+    "zeros in p": ([0, 0.4, 0, 0.6], [0.3, 0.2, 0.4, 0.1]),
+    "zeros in q": ([0.3, 0.2, 0.4, 0.1], [0, 0.4, 0, 0.6]),
+    "zeros in both": ([0.6, 0, 0.1, 0.3], [0.2, 0.3, 0, 0.5]),
+    "one-hot p": ([0, 0, 1, 0], [0.4, 0.3, 0.2, 0.1]),
+    "one-hot q": ([0.4, 0.3, 0.2, 0.1], [0, 1, 0, 0]),
+    "one-hot both": ([0, 1, 0, 0], [0, 0, 1, 0]),
+    "one-hot, the same": ([0, 0, 1, 0], [0, 0, 1, 0]),
+    "tiny q": ([0.4, 0.3, 0.2, 0.1], [1 - 3 * TINY, TINY, 2 * TINY, 0]),
+    "tiny p": ([1 - 3 * TINY, TINY, 2 * TINY, 0], [0.1, 0.4, 0.2, 0.3]),
+    "tiny both": ([TINY, 1 - 2 * TINY, TINY, 0], [1 - 2 * TINY, TINY, 0, TINY]),
+    "ties in p/q": ([0.2, 0.1, 0.4, 0.3], [0.1, 0.05, 0.55, 0.3]),
+    "ties in q": ([0.5, 0.1, 0.1, 0.3], [0.25, 0.25, 0.25, 0.25]),
+    "two ties at the top": ([0.1, 0.1, 0.5, 0.3], [0.1, 0.4, 0.1, 0.4]),
+    "two supported": ([0.1, 0.6, 0.2, 0.1], [0.8, 0, 0, 0.2]),
+}
+
+
+def law(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def random_law(vocabulary: int, generator: torch.Generator) -> Tensor:
+    """Masses over several orders of magnitude, a fifth of them zero."""
+    logits = 2 * torch.randn(vocabulary, generator=generator, dtype=torch.float64)
+    logits[1:][torch.rand(vocabulary - 1, generator=generator) < 0.2] = -torch.inf
+    return logits.softmax(-1)
+
+
+def sequential(q: list[float], k: int) -> Iterator[Outcome]:
+    """One draw after another, each from q without the earlier ones."""
+    total = sum(q)
+    if k == 0 or total == 0:
+        yield (-1,) * k, 1.0
+        return
+    for x, mass in enumerate(q):
+        rest = [0.0 if y == x else other for y, other in enumerate(q)]
+        for draws, probability in sequential(rest, k - 1):
+            yield (x, *draws), mass / total * probability
+
+
+def independent(laws: list[list[float]]) -> Iterator[Outcome]:
+    for draws in itertools.product(*(range(len(law)) for law in laws)):
+        probability = 1.0
+        for x, law in zip(draws, laws, strict=True):
+            probability *= law[x]
+        yield draws, probability
+
+
+def tops_then_one(q: list[float], k: int) -> Iterator[Outcome]:
+    order = sorted(range(len(q)), key=lambda x: -q[x])
+    tops = tuple(x for x in order[: k - 1] if q[x] > 0)
+    rest = [0.0 if x in tops else mass for x, mass in enumerate(q)]
+    for (x,), probability in sequential(rest, 1):
+        draws = (*tops, x)
+        yield draws + (-1,) * (k - len(draws)), probability
+
+
+def hub(q: list[float], k: int) -> Iterator[Outcome]:
+    if k == 1:
+        yield from independent([q])
+        return
+    a = q.index(max(q))
+    for i, mass in enumerate(q):
+        if i != a:
+            yield (i, a), mass
+    for (j,), probability in sequential([0.0 if x == a else mass for x, mass in enumerate(q)], 1):
+        yield (a, j), q[a] * probability
+
+
+def outcomes(name: str, q: Tensor, k: int) -> list[Outcome]:
+    """The law of k draws that have positive probability. q: [V] or [K, V]."""
+    laws = q.tolist()
+    match name:
+        case "single" | "rrs" | "is-lp":
+            found = independent(laws[:k] if q.dim() == 2 else [laws] * k)
+        case "rrs-wo":
+            found = sequential(laws, k)
+        case "greedy":
+            found = tops_then_one(laws, k)
+        case "spechub":
+            found = hub(laws, k)
+        case "topk":
+            found = iter([(tuple(sorted(range(len(laws)), key=lambda x: -laws[x])[:k]), 1.0)])
+    return [(draws, probability) for draws, probability in found if probability > 0]
+
+
+def enumerate_plans(scheme: Scheme, p: Tensor, q: Tensor, ks: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """The law of the output [V] and Pr(it is one of the draws), for each k; all in one batch.
+
+    p: [V]. q: [V] or [K, V]. Every plan is checked to be a law.
+    """
+    width = max(ks)
+    laws = [outcomes(scheme.name, q, k) for k in ks]
+    tokens = [draws + (-1,) * (width - len(draws)) for found in laws for draws, _ in found]
+    draws = torch.tensor(tokens)
+    rows, sizes = len(tokens), [len(found) for found in laws]
+    plan = scheme.plan(p.expand(rows, -1), q.expand(rows, *q.shape), Draws(draws))
+    assert plan.dtype == p.dtype
+    assert (plan >= 0).all()
+    assert (plan.sum(-1) - 1).abs().max() < 1e-12
+    drawn = torch.zeros(rows, len(p) + 1).scatter_(1, draws.where(draws >= 0, len(p)), 1.0)[:, :-1]
+    results = []
+    for found, part, hit in zip(laws, plan.split(sizes), drawn.split(sizes), strict=True):
+        weights = torch.tensor([probability for _, probability in found], dtype=p.dtype)
+        results.append((weights @ part, weights @ (part * hit).sum(-1)))
+    return results

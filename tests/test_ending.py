@@ -1,0 +1,232 @@
+"""The text of an answer as it streams: complete, in order, and cut at the exact token."""
+
+import random
+
+import pytest
+import transformers as hf
+from models import tokenizer
+from tokenizers import Tokenizer, decoders, normalizers, trainers
+from tokenizers.models import BPE
+
+from treespec.ending import INCOMPLETE, Ending
+from treespec.errors import InputError
+
+NEVER = frozenset[int]()
+TEXTS = [
+    "the user asks, and the assistant answers: the question!",
+    "naïve café — “quoted” 我们在路上 👩‍👩‍👧 🇨🇭 done",
+    "  two  spaces\n\n\tand a tab \n",
+    "do n't stop . It 's , we 've ?",
+    "",
+]
+
+
+def sentencepiece() -> hf.PreTrainedTokenizerFast:
+    """As Llama 2's: words begin with ▁, unknown characters fall back to bytes, decoding drops the first space."""
+    model = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    model.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    named = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=named + [f"<0x{byte:02X}>" for byte in range(256)],
+        show_progress=False,
+    )
+    model.train_from_iterator(["▁the▁user▁asks▁and▁the▁assistant▁answers"] * 4, trainer)
+    content = model.to_str().replace('"special":true', '"special":false')
+    plain = Tokenizer.from_str(content)
+    plain.add_special_tokens(named)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>")
+
+
+TOKENIZERS = {"byte-level": tokenizer, "sentencepiece": sentencepiece}
+
+
+def decode(words, ids):
+    return words.decode(ids, skip_special_tokens=True)
+
+
+def grouped(ids, rng):
+    """The ids in cycles of 1 to 6 tokens."""
+    while ids:
+        n = rng.randint(1, 6)
+        yield ids[:n]
+        ids = ids[n:]
+
+
+def streamed(words, ids, rng, stop=(), eos=NEVER, limit=None):
+    """(ids kept, pieces)"""
+    ending = Ending(words, eos, stop, len(ids) if limit is None else limit)
+    taken = [ending.take(cycle) for cycle in grouped(ids, rng)]
+    return [token for kept, _ in taken for token in kept], [text for _, text in taken]
+
+
+def by_definition(words, ids, stop):
+    """(ids kept, text): decode every prefix as a whole, end at the first that holds a stop string."""
+    for n in range(1, len(ids) + 1):
+        text = decode(words, ids[:n])
+        certain = text if n == len(ids) else text.rstrip(INCOMPLETE)
+        if found := [certain.find(s) for s in stop if s in certain]:
+            return ids[:n], certain[: min(found)]
+    return ids, decode(words, ids)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_add_up_to_the_decoded_text(name, text):
+    words, rng = TOKENIZERS[name](), random.Random(0)
+    ids = words.encode(text, add_special_tokens=False)
+    for _ in range(20):
+        # special tokens anywhere: they have no text, and take none from their neighbours
+        mixed = list(ids)
+        for _ in range(rng.randint(0, 4)):
+            mixed.insert(rng.randint(0, len(mixed)), words.convert_tokens_to_ids("<s>"))
+        if decode(words, mixed).count(INCOMPLETE):
+            continue  # one of them split a character
+        kept, pieces = streamed(words, mixed, rng)
+        assert kept == mixed
+        assert "".join(pieces) == decode(words, mixed)
+
+
+def test_pieces_of_any_bytes_add_up_to_the_decoded_text():
+    words, rng = tokenizer(), random.Random(1)
+    for _ in range(300):
+        ids = rng.choices(range(len(words)), k=rng.randint(1, 40))
+        _, pieces = streamed(words, ids, rng)
+        assert "".join(pieces) == decode(words, ids)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_an_incomplete_character_is_held_back(name):
+    words = TOKENIZERS[name]()
+    for text in ("a我b", "我们", "👩‍👩‍👧 🇨🇭"):
+        ids = words.encode(text, add_special_tokens=False)
+        assert len(ids) > len(text)  # characters of several tokens
+        ending = Ending(words, NEVER, (), 100)
+        pieces = [ending.take([token])[1] for token in ids]
+        assert not any(INCOMPLETE in piece for piece in pieces)
+        assert "".join(pieces) == text
+
+
+def test_a_character_is_shown_with_the_token_that_completes_it():
+    words = tokenizer()
+    first, second = (words.encode(character) for character in "我们")
+    ending = Ending(words, NEVER, (), 100)
+    shown = [ending.take([token])[1] for token in first + second]
+    assert shown == ["", "", "我", "", "", "们"]
+
+
+def test_what_stays_incomplete_is_shown_at_the_end():
+    words = tokenizer()
+    ids = words.encode("a我")[:-1]
+    assert streamed(words, ids, random.Random(0))[1][-1].endswith(INCOMPLETE)
+    half = Ending(words, frozenset([2]), (), 100)
+    assert half.take([*ids, 2, 5]) == ([*ids, 2], decode(words, ids))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize(
+    "stop",
+    [
+        ("answers",),
+        ("s, an", "and the assistant"),
+        ("ss", "assistant answers"),
+        ("路",),
+        ("在路上 ", "们"),
+        ("nowhere",),
+        ("\n\n", "  "),
+        ("aab", "ab"),
+    ],
+)
+def test_a_stop_string_cuts_as_by_definition_however_tokens_are_grouped(name, stop):
+    words, rng = TOKENIZERS[name](), random.Random(2)
+    for text in [*TEXTS, "aaaab", "the question" * 3]:
+        ids = words.encode(text, add_special_tokens=False)
+        expected_ids, expected_text = by_definition(words, ids, stop)
+        for _ in range(10):
+            kept, pieces = streamed(words, ids, rng, stop)
+            assert (kept, "".join(pieces)) == (expected_ids, expected_text)
+
+
+def test_stop_strings_among_random_bytes_cut_as_by_definition():
+    words, rng = tokenizer(), random.Random(3)
+    for _ in range(300):
+        ids = rng.choices([*range(3, 12), 200, 201, 202], k=30)
+        text = decode(words, ids)
+        starts = [rng.randrange(len(text)) for _ in range(2)]
+        stop = tuple(text[at : at + rng.randint(1, 4)] for at in starts)
+        kept, pieces = streamed(words, ids, rng, stop)
+        assert (kept, "".join(pieces)) == by_definition(words, ids, stop)
+
+
+def test_a_stop_string_is_found_in_a_token_that_also_begins_a_character():
+    words = tokenizer()
+    words.add_tokens(["!\N{LATIN SMALL LETTER A WITH CIRCUMFLEX}"])  # decodes to "!" and the byte E2
+    until = [*words.encode("ask"), len(words) - 1]
+    kept, pieces = streamed(words, until + words.encode("question"), random.Random(0), ("!",))
+    assert (kept, "".join(pieces)) == (until, "ask")
+
+
+def test_no_piece_shows_the_beginning_of_a_stop_string_that_comes():
+    words = tokenizer()
+    ids = words.encode("question STOP more")
+    ending = Ending(words, NEVER, ("STOP",), 100)
+    shown = "".join(ending.take([token])[1] for token in ids)
+    assert shown == "question "
+    assert ending.finished
+
+
+def test_what_only_began_a_stop_string_is_shown_at_the_end():
+    words, rng = tokenizer(), random.Random(0)
+    ids = words.encode("question STO")
+    assert "".join(streamed(words, ids, rng, ("STOP",))[1]) == "question STO"
+    assert "".join(streamed(words, [*ids, 2], rng, ("STOP",), frozenset([2]), 100)[1]) == "question STO"
+
+
+def test_a_stop_string_that_is_a_special_token_ends_the_text():
+    words = tokenizer()
+    ids = words.encode("question</s> more")
+    end = ids.index(2) + 1
+    kept, pieces = streamed(words, ids, random.Random(0), ("</s>",))
+    assert kept == ids[:end]
+    assert "".join(pieces) == "question"
+
+
+@pytest.mark.parametrize("words", [tokenizer(), None], ids=["tokenizer", "no tokenizer"])
+@pytest.mark.parametrize("limit", [0, 1, 7, 100])
+def test_tokens_past_the_end_are_not_returned(words, limit):
+    ids = [5, 6, 2, 9, 8, 7, 2, 5, 6, 6]
+    for eos, end in ((NEVER, len(ids)), (frozenset([2]), 3), (frozenset([9, 7]), 4)):
+        for seed in range(10):
+            kept, _ = streamed(words, ids, random.Random(seed), eos=eos, limit=limit)
+            assert kept == ids[: min(end, limit)]
+
+
+def test_nothing_is_taken_after_the_end():
+    ending = Ending(tokenizer(), frozenset([2]), (), 100)
+    assert ending.take([5, 2]) != ([], "")
+    assert ending.finished
+    assert ending.take([5, 6]) == ([], "")
+    assert ending.take([]) == ([], "")
+
+
+def test_spaces_before_punctuation_are_kept_where_a_tokenizer_would_clean_them_up():
+    words = tokenizer()
+    words.clean_up_tokenization_spaces = True
+    text = "it 's so , is n't it ?"
+    assert "".join(streamed(words, words.encode(text), random.Random(0))[1]) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "stop", "reason"), [(tokenizer(), ("a", ""), "empty"), (None, ("a",), "no tokenizer")]
+)
+def test_stop_strings_that_cannot_be_found_are_refused(words, stop, reason):
+    with pytest.raises(InputError, match=reason):
+        Ending(words, NEVER, stop, 10)

@@ -1,0 +1,124 @@
+"""Acceptance rates: those the schemes state, those of their plans, the optimum of their draws' law, published ones."""
+
+import numpy as np
+import pytest
+import torch
+from enumeration import CASES, enumerate_plans, law, outcomes, random_law
+from scipy.optimize import linprog
+from torch import Tensor
+
+from treespec.verify import SCHEMES, scheme_by_name
+
+
+def tied(q: list[float], number: int) -> bool:
+    return 0 < number < len(q) and sorted(q)[-number] == sorted(q)[-number - 1]
+
+
+STATED = [
+    *[("single", 1), ("spechub", 1), ("spechub", 2), ("rrs-wo", 1)],
+    *[(name, k) for name in ("rrs", "greedy", "topk") for k in (1, 2, 3)],
+    *[(name, k) for name in ("is-lp", "is-lp:s=2", "is-lp:alphabet=2", "is-lp:s=1,alphabet=3") for k in (1, 2)],
+]
+# Where equals stand on both sides of the last likeliest token, either may be drawn.
+CLEAR = [
+    (name, k, case)
+    for name, k in STATED
+    for case, (_, q) in CASES.items()
+    if name not in ("greedy", "topk") or not tied(q, k if name == "topk" else k - 1)
+]
+OPTIMAL = [("single", 1), ("spechub", 2), ("greedy", 2), ("greedy", 3), ("topk", 2), ("is-lp", 2)]
+
+
+def stated(name: str, p: Tensor, q: Tensor, k: int) -> float:
+    rate = scheme_by_name(name).acceptance_rate(p[None], q[None], k)
+    assert rate is not None
+    assert rate.shape == (1,)
+    assert rate.dtype == p.dtype
+    return rate.item()
+
+
+def of_the_plan(name: str, p: Tensor, q: Tensor, k: int) -> float:
+    [(_, rate)] = enumerate_plans(scheme_by_name(name), p, q, [k])
+    return rate.item()
+
+
+def optimal(name: str, p: Tensor, q: Tensor, k: int) -> float:
+    """The most that any plan accepts: mass from draws to their own tokens, a linear program (HiGHS, 1e-7)."""
+    found = outcomes(name, q, k)
+    pairs = [(row, x) for row, (draws, _) in enumerate(found) for x in {*draws} - {-1}]
+    uses = np.zeros((len(found) + len(p), len(pairs)))
+    for column, (row, x) in enumerate(pairs):
+        uses[row, column] = uses[len(found) + x, column] = 1
+    supply = [probability for _, probability in found] + p.tolist()
+    return -linprog(-np.ones(len(pairs)), A_ub=uses, b_ub=supply, method="highs").fun
+
+
+@pytest.mark.parametrize(("name", "k", "case"), CLEAR)
+def test_the_stated_rate_is_that_of_the_plan(name: str, k: int, case: str) -> None:
+    p, q = map(law, CASES[case])
+    assert stated(name, p, q, k) == pytest.approx(of_the_plan(name, p, q, k), rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("name", "k"), STATED)
+def test_the_stated_rate_is_that_of_the_plan_for_random_laws(name: str, k: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        p, q = random_law(5, generator), random_law(5, generator)
+        assert stated(name, p, q, k) == pytest.approx(of_the_plan(name, p, q, k), rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["rrs", "is-lp", "is-lp:s=2,alphabet=2"])
+def test_the_stated_rate_is_that_of_the_plan_where_each_draw_has_its_own_law(name: str) -> None:
+    p = law([0.1, 0.2, 0.3, 0.4])
+    q = law([[0.4, 0.3, 0.2, 0.1], [0, 0.1, 0.2, 0.7]])
+    assert stated(name, p, q, 2) == pytest.approx(of_the_plan(name, p, q, 2), rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_plan_accepts_more_than_the_optimum_of_its_draws(name: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        p, q = random_law(4, generator), random_law(4, generator)
+        for k in range(1, (SCHEMES[name].max_draws or 3) + 1):
+            assert of_the_plan(name, p, q, k) <= optimal(name, p, q, k) + 1e-7
+
+
+@pytest.mark.parametrize(("name", "k"), OPTIMAL)
+def test_schemes_that_are_optimal_for_their_draws_reach_the_optimum(name: str, k: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(10):
+        p, q = random_law(5, generator), random_law(5, generator)
+        assert of_the_plan(name, p, q, k) == pytest.approx(optimal(name, p, q, k), rel=0, abs=1e-7)
+
+
+def test_rates_that_have_no_closed_form_are_not_stated() -> None:
+    p, q = (law(values)[None] for values in CASES["plain"])
+    assert SCHEMES["rrs-wo"].acceptance_rate(p, q, 2) is None
+    assert SCHEMES["is-lp"].acceptance_rate(p, q, 3) is None
+
+
+# Khisti et al. 2025, figure 2: target (t1, t2, 1 - t1 - t2), optimum and recursive rejection for two draws.
+@pytest.mark.parametrize(
+    ("t1", "t2", "best", "rrs"),
+    [
+        (1 / 3, 0, 0.8889, 0.7778),
+        (1 / 3, 1 / 9, 1, 0.8519),
+        (1 / 3, 2 / 9, 1, 0.9259),
+        (1 / 3, 1 / 3, 1, 1),
+        (1 / 6, 0, 0.7222, 0.6667),
+        (1 / 6, 0.1389, 0.8611, 0.7593),
+        (1 / 6, 0.2778, 1, 0.8519),
+        (1 / 6, 0.4167, 1, 0.9444),
+    ],
+)
+def test_two_uniform_draws_are_accepted_as_published(t1: float, t2: float, best: float, rrs: float) -> None:
+    p, q = law([t1, t2, 1 - t1 - t2]), law([1 / 3, 1 / 3, 1 / 3])
+    assert stated("rrs", p, q, 2) == pytest.approx(rrs, rel=0, abs=1e-4)
+    assert stated("is-lp", p, q, 2) == pytest.approx(best, rel=0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("rrs", 0.8), ("is-lp", 0.85), ("rrs-wo", 0.94), ("spechub", 1), ("greedy", 1)]
+)
+def test_schemes_rank_as_known_on_three_tokens(name: str, rate: float) -> None:
+    assert of_the_plan(name, law([0.1, 0.6, 0.3]), law([0.5, 0.3, 0.2]), 2) == pytest.approx(rate, abs=1e-9)

@@ -1,0 +1,181 @@
+"""Every scheme is lossless: over all draws, Pr(draws) * plan sums to p. And `draw` follows the law it says."""
+
+from collections import Counter
+
+import pytest
+import torch
+from enumeration import CASES, enumerate_plans, law, outcomes, random_law
+from scipy.stats import chisquare
+
+from treespec.errors import InputError
+from treespec.trees.tree import Draws
+from treespec.verify import SCHEMES, scheme_by_name
+
+NAMES = [*SCHEMES, "is-lp:s=2", "is-lp:s=1", "is-lp:alphabet=2", "is-lp:s=2,alphabet=3"]
+WITHOUT_REPLACEMENT = ["rrs-wo", "greedy", "spechub"]
+
+
+def numbers_of_draws(name: str) -> list[int]:
+    return list(range(1, (SCHEMES[name.split(":")[0]].max_draws or 3) + 1))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_output_law_is_the_target_law(name: str, case: str) -> None:
+    p, q = map(law, CASES[case])
+    for k in numbers_of_draws(name):
+        [(output, _)] = enumerate_plans(scheme_by_name(name), p, q, [k])
+        torch.testing.assert_close(output, p, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_output_law_is_the_target_law_for_random_laws(name: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5 if "is-lp" in name else 40):
+        p, q = random_law(5, generator), random_law(5, generator)
+        for k in numbers_of_draws(name)[-2:]:
+            [(output, _)] = enumerate_plans(scheme_by_name(name), p, q, [k])
+            torch.testing.assert_close(output, p, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", ["plain", "one-hot q", "two supported"])
+@pytest.mark.parametrize("name", NAMES)
+def test_output_law_is_the_target_law_where_nodes_have_different_numbers_of_draws(name: str, case: str) -> None:
+    p, q = map(law, CASES[case])
+    for output, _ in enumerate_plans(scheme_by_name(name), p, q, numbers_of_draws(name)):
+        torch.testing.assert_close(output, p, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("rrs", "is-lp")) and name != "rrs-wo"])
+def test_output_law_is_the_target_law_where_each_draw_has_its_own_law(name: str, k: int) -> None:
+    p = law([0.1, 0.2, 0.3, 0.4])
+    q = law([[0.4, 0.3, 0.2, 0.1], [0, 0.1, 0.2, 0.7], [0.5, 0, 0.5, 0]])
+    [(output, _)] = enumerate_plans(scheme_by_name(name), p, q, [k])
+    torch.testing.assert_close(output, p, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_depends_on_its_own_row_alone(name: str) -> None:
+    """Other nodes' laws may depend on this node's draws. The laws here leave programs several optima."""
+    scheme = scheme_by_name(name)
+    generator = torch.Generator().manual_seed(2)
+    p = torch.stack([law(CASES[case][0]) for case in CASES])
+    q = torch.stack([law(CASES[case][1]) for case in CASES])
+    draws = scheme.draw(q, numbers_of_draws(name)[-1], generator).tokens
+    together = scheme.plan(p, q, Draws(draws))
+    alone = torch.cat([scheme.plan(p[i : i + 1], q[i : i + 1], Draws(draws[i : i + 1])) for i in range(len(p))])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_draws_the_plan_is_p(name: str) -> None:
+    p, q = (law(values)[None] for values in CASES["plain"])
+    absent = Draws(torch.full((1, numbers_of_draws(name)[-1]), -1))
+    torch.testing.assert_close(scheme_by_name(name).plan(p, q, absent), p, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_plans_are_laws_where_rounding_leaves_no_residual(name: str) -> None:
+    p = torch.tensor([[1.0, 0, 0], [1, 0, 0]])
+    q = torch.tensor([[1.0, 1e-12, 1e-12], [1, 0, 1e-12]])  # sums to 1 in float32
+    width = numbers_of_draws(name)[-1]
+    tokens = torch.tensor([[1, 2, 0], [2, 0, -1]])[:, :width]
+    if name == "greedy":
+        tokens = torch.tensor([[0, 1, 2], [0, 2, -1]])
+    plan = scheme_by_name(name).plan(p, q, Draws(tokens))
+    assert plan.dtype == torch.float32
+    torch.testing.assert_close(plan, p)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_plans_at_vocabulary_size_are_laws(name: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    scheme, k = scheme_by_name(name), min(4, scheme_by_name(name).max_draws or 4)
+    logits = 4 * torch.randn(4, 3000, generator=generator)
+    q = logits.softmax(-1)
+    p = (logits + torch.randn(4, 3000, generator=generator)).softmax(-1)
+    p[0], q[1] = q[0], torch.eye(3000)[7]
+    plan = scheme.plan(p, q, scheme.draw(q, k, generator))
+    assert plan.dtype == torch.float32
+    assert (plan >= 0).all()
+    torch.testing.assert_close(plan.sum(-1), torch.ones(4), rtol=0, atol=1e-5)
+
+
+def check_law(counts: Counter[tuple[int, ...]], expected: list[tuple[tuple[int, ...], float]]) -> None:
+    """chi-squared at an error probability of 1e-6; cells that expect under 5 are one."""
+    total = counts.total()
+    assert counts.keys() <= {draws for draws, _ in expected}
+    cells = [(counts[draws], total * probability) for draws, probability in expected]
+    large = [cell for cell in cells if cell[1] >= 5]
+    small = [cell for cell in cells if cell[1] < 5]
+    if sum(e for _, e in small) >= 5:
+        large.append((sum(c for c, _ in small), sum(e for _, e in small)))
+    else:
+        large[0] = (large[0][0] + sum(c for c, _ in small), large[0][1] + sum(e for _, e in small))
+    if len(large) > 1:
+        assert chisquare([c for c, _ in large], [e for _, e in large]).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("q", [[0.05, 0.4, 0, 0.35, 0.2], [0.7, 0, 0.3, 0, 0], [0, 0, 0, 1, 0]])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_draws_follow_the_law_at_nodes_with_different_numbers_of_draws(name: str, q: list[float]) -> None:
+    ks = torch.tensor(numbers_of_draws(name)).repeat(20_000)
+    tokens = SCHEMES[name].draw(law(q).expand(len(ks), -1), ks, torch.Generator().manual_seed(4)).tokens
+    assert tokens.shape == (len(ks), ks.max())
+    for k in numbers_of_draws(name):
+        assert (tokens[ks == k, k:] == -1).all()
+        if name != "topk" or 0 not in q:
+            check_law(Counter(map(tuple, tokens[ks == k, :k].tolist())), outcomes(name, law(q), k))
+
+
+@pytest.mark.parametrize("name", ["rrs", "is-lp"])
+def test_draws_follow_a_law_each(name: str) -> None:
+    q = law([[0.4, 0.3, 0.2, 0.1], [0, 0.1, 0.2, 0.7]])
+    tokens = SCHEMES[name].draw(q.expand(20_000, -1, -1), 2, torch.Generator().manual_seed(5)).tokens
+    check_law(Counter(map(tuple, tokens.tolist())), outcomes(name, q, 2))
+
+
+@pytest.mark.parametrize("name", WITHOUT_REPLACEMENT)
+def test_draws_without_replacement_follow_the_law_of_a_tiny_rest(name: str) -> None:
+    q = law([3e-13, 1 - 1e-12, 7e-13])
+    tokens = SCHEMES[name].draw(q.expand(20_000, -1), 2, torch.Generator().manual_seed(6)).tokens
+    check_law(Counter(map(tuple, tokens.tolist())), outcomes(name, q, 2))
+
+
+def test_a_deterministic_draw_takes_scores_and_lists_the_best_first() -> None:
+    scores = torch.tensor([[-3.0, 5, -1], [0, -9, 2]])
+    tokens = SCHEMES["topk"].draw(scores, torch.tensor([4, 2]), torch.Generator()).tokens
+    assert tokens.tolist() == [[1, 2, 0, -1], [2, 0, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("best", "single, rrs, rrs-wo, spechub, greedy, is-lp, topk"),
+        ("is-lp:t=3", "unknown option 't'; its options are s, alphabet"),
+        ("rrs:s=3", "it has no options"),
+        ("is-lp:s=many", "s must be a whole number"),
+        ("is-lp:s=", "s must be a whole number"),
+        ("is-lp:s=0", "at least 1"),
+    ],
+)
+def test_an_unknown_scheme_or_option_is_named(spec: str, words: str) -> None:
+    with pytest.raises(InputError) as error:
+        scheme_by_name(spec)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_a_scheme_cannot_draw_or_answer_is_refused(name: str) -> None:
+    scheme, generator = SCHEMES[name], torch.Generator()
+    q = torch.full((1, 5), 0.2)
+    if scheme.max_draws:
+        k = scheme.max_draws + 1
+        with pytest.raises(InputError, match=f"at most {scheme.max_draws} draws"):
+            scheme.draw(q, k, generator)
+        with pytest.raises(InputError, match=f"at most {scheme.max_draws} draws"):
+            scheme.plan(q, q, Draws(torch.arange(k)[None]))
+    own = q[:, None].expand(1, 2, 5)
+    with pytest.raises(InputError, match="law"):
+        scheme.draw(own, 3 if name in ("rrs", "is-lp") else 1, generator)

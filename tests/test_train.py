@@ -1,0 +1,253 @@
+"""Training: what is learnt from which token, resuming to the bit, features stored or live, two processes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from dataclasses import replace
+
+import pytest
+import torch
+from models import random_head, save_model, target
+from safetensors.torch import load_file
+
+from treespec.errors import InputError
+from treespec.heads.checkpoint import load_head
+from treespec.target import Target
+from treespec.train.batches import epoch_batches
+from treespec.train.config import TrainConfig
+from treespec.train.loss import counted, eagle_loss
+from treespec.train.run import learning_rate, train
+from treespec.train.validate import rollout_agreement, validate
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("train") / "model")
+
+
+@pytest.fixture(scope="module")
+def data_file(tmp_path_factory):
+    """Conversations of equal length, so that every batch weighs the same."""
+    file = tmp_path_factory.mktemp("train") / "data.jsonl"
+    answers = ["the answer 0", "the answer 1", "the answer 2", "the answer 3"]
+    lines = (
+        {"conversations": [{"from": "human", "value": f"question {i:03}"}, {"from": "gpt", "value": answers[i % 4]}]}
+        for i in range(24)
+    )
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+@pytest.fixture
+def config(model_folder, data_file, tmp_path):
+    return TrainConfig(
+        target=str(model_folder),
+        data=str(data_file),
+        out=str(tmp_path / "head"),
+        dtype="float32",
+        max_steps=6,
+        batch_size=2,
+        warm_up=2,
+        learning_rate=1e-3,
+        held_out=0.2,
+        draft_steps=3,
+        checkpoint_every=2,
+        validate_every=0,
+    )
+
+
+def weights(config):
+    return load_file(f"{config.out}/model.safetensors")
+
+
+def same_weights(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def kill_at(step):
+    def after_step(done):
+        if done == step:
+            raise Killed
+
+    return after_step
+
+
+def test_the_drawn_five_token_shift():
+    """Token d and e are the assistant's: the pairs (f1, c) and (f2, d) count, drawn in train/loss.py."""
+    mask = torch.tensor([[False, False, False, True, True]])
+    assert counted(mask).tolist() == [[False, True, True]]
+    features = torch.arange(5.0)[None, :, None].expand(1, 5, 8)
+    pairs, wanted = features[:, :-2][counted(mask)], features[:, 1:-1][counted(mask)]
+    assert pairs[:, 0].tolist() == [1, 2]
+    assert wanted[:, 0].tolist() == [2, 3]
+
+
+def test_the_loss_is_smallest_at_the_targets_own_features():
+    generator = torch.Generator().manual_seed(0)
+    features, output = torch.randn(40, 8, generator=generator), torch.randn(8, 16, generator=generator)
+    at_target = eagle_loss(features, features, lambda x: x @ output, 1.0, 0.1)
+    law = (features @ output).softmax(-1)
+    assert float(at_target.feature) == 0
+    assert float(at_target.agreement) == 1
+    assert float(at_target.token) == pytest.approx(float(-(law * law.log()).sum(-1).mean()), rel=1e-5)
+    off = eagle_loss(features + 0.1 * torch.randn(40, 8, generator=generator), features, lambda x: x @ output, 1.0, 0.1)
+    assert off.token > at_target.token
+    assert off.total == pytest.approx(float(off.feature + 0.1 * off.token))
+
+
+@torch.no_grad()
+def test_rollouts_all_at_once_equal_rollouts_one_by_one():
+    model = target("llama")
+    head, steps = random_head(model), 4
+    tokens = torch.randint(3, 64, (13,), generator=torch.Generator().manual_seed(5))
+    features = model.features(tokens[None])[0]
+    wanted = model.output_logits(features).argmax(-1)
+    together = rollout_agreement(head, model, tokens, features, steps)
+    assert len(together) == len(tokens) - steps - 1
+    for start in range(len(together)):
+        known = features[: start + 1]
+        for step in range(steps):
+            n = len(known)
+            hidden = head(tokens[1 : n + 1][None], known[None], torch.arange(n))[0, -1]
+            agrees = model.output_logits(hidden).argmax() == wanted[start + step + 1]
+            assert bool(together[start, step]) == bool(agrees)
+            known = torch.cat([known, hidden[None]])
+
+
+@torch.no_grad()
+def test_predicted_acceptance_is_the_mean_run_of_agreement():
+    model = target("llama")
+    head = random_head(model)
+    tokens = torch.randint(3, 64, (60,), generator=torch.Generator().manual_seed(6))
+    features = model.features(tokens[None])[0]
+    result = validate(head, model, [(tokens, torch.ones(60, dtype=torch.bool), features)], 3)
+    agree = rollout_agreement(head, model, tokens, features, 3).tolist()
+    runs = [next((i for i, good in enumerate(row) if not good), 3) for row in agree]
+    assert result.positions == 56
+    assert result.acceptance_length == pytest.approx(1 + sum(runs) / 56)
+
+
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}])
+def test_a_killed_run_goes_on_to_the_same_weights(config, tmp_path, changes):
+    whole = replace(config, out=str(tmp_path / "whole"), **changes)
+    train(whole)
+    killed = replace(config, out=str(tmp_path / "killed"), **changes)
+    for step in (3, 5):  # after the checkpoints at 2 and 4, with steps that are done again
+        with pytest.raises(Killed):
+            train(killed, kill_at(step))
+        assert not (tmp_path / "killed" / "model.safetensors").exists()
+    train(killed)
+    assert same_weights(weights(killed), weights(whole))
+
+
+def test_a_finished_run_is_not_repeated_and_another_config_is_refused(config):
+    first = train(replace(config, max_steps=1))
+    again = train(replace(config, max_steps=1), kill_at(1))
+    assert again == first
+    with pytest.raises(InputError, match="max_steps = 1, not 9"):
+        train(replace(config, max_steps=9))
+
+
+def test_stored_features_train_the_same_head(config, tmp_path):
+    live = replace(config, out=str(tmp_path / "live"))
+    stored = replace(config, out=str(tmp_path / "stored"), features=str(tmp_path / "features"))
+    train(live)
+    train(stored)
+    for name, value in weights(live).items():
+        assert torch.allclose(value, weights(stored)[name], atol=1e-5)
+    other = replace(stored, out=str(tmp_path / "other"), held_out=0.5)
+    with pytest.raises(InputError, match="another target or data"):
+        train(other)
+
+
+def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 1000, 0))
+    with pytest.raises(InputError, match=r"features need .* GiB"):
+        train(replace(config, features=str(tmp_path / "features")))
+    assert not list((tmp_path / "features").glob("*.safetensors"))
+
+
+def test_training_makes_the_head_agree_with_the_target(config):
+    result = train(replace(config, max_steps=150, noise=0.0, batch_size=8, learning_rate=3e-3, token_weight=1.0))
+    before = validate_untrained(config)
+    assert result.agreement[0] > before.agreement[0] + 0.3
+    assert result.acceptance_length > before.acceptance_length + 0.3
+    head = load_head(config.out)
+    embedding = Target.load(config.target, dtype="float32").model.get_input_embeddings().weight
+    assert torch.equal(head.embed_tokens.weight, embedding)
+
+
+def validate_untrained(config):
+    return train(replace(config, out=config.out + "-untrained", max_steps=1, learning_rate=0.0))
+
+
+def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path):
+    """Equal lengths and no noise, so the mean of two gradients is the gradient of both: float32, 1e-5."""
+    one = replace(config, out=str(tmp_path / "one"), noise=0.0, batch_size=4, max_steps=3)
+    train(one)
+    two = tmp_path / "two"
+    options = ["--target", config.target, "--data", config.data, "--out", str(two), "--dtype", "float32"]
+    options += ["--max-steps", "3", "--batch-size", "2", "--warm-up", "2", "--learning-rate", "1e-3", "--noise", "0"]
+    options += ["--held-out", "0.2", "--draft-steps", "3", "--validate-every", "0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    command = [*launch, "-m", "treespec.train", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours = load_file(two / "model.safetensors")
+    for name, value in weights(one).items():
+        assert torch.allclose(value, ours[name], atol=1e-5), name
+
+
+def test_batches_cover_an_epoch_once_in_a_settled_order():
+    lengths = [3 + i % 7 for i in range(103)]
+    batches = epoch_batches(lengths, 4, seed=1, epoch=2)
+    assert batches == epoch_batches(lengths, 4, seed=1, epoch=2)
+    assert batches != epoch_batches(lengths, 4, seed=1, epoch=3)
+    seen = [i for batch in batches for i in batch]
+    assert len(seen) == len(set(seen)) == 100
+    padding = sum(4 * max(lengths[i] for i in batch) - sum(lengths[i] for i in batch) for batch in batches)
+    assert padding < 0.05 * sum(lengths)
+
+
+def test_the_learning_rate_rises_then_falls_to_nothing():
+    config = TrainConfig(target="", data="", out="", learning_rate=1.0, warm_up=10)
+    rates = [learning_rate(config, step, 1000, elapsed=0.0) for step in range(1000)]
+    assert rates[9] == pytest.approx(1.0, abs=1e-2)
+    assert rates.index(max(rates)) in range(9, 12)
+    assert rates[-1] < 0.002
+    hurried = replace(config, minutes=1.0)
+    assert learning_rate(hurried, 500, 1000, elapsed=59.0) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"mixed_precision": "int3"}, "mixed-precision"),
+        ({"tracker": "notrack"}, "pip install notrack"),
+        ({"data": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"target": "nowhere/"}, "cannot load the target"),
+        ({"template": "vicunia"}, "vicunia"),
+    ],
+)
+def test_bad_options_are_one_line(config, changes, complaint):
+    with pytest.raises(InputError, match=complaint):
+        train(replace(config, **changes))
+
+
+def test_a_damaged_checkpoint_names_the_file(config):
+    with pytest.raises(Killed):
+        train(config, kill_at(3))
+    state = f"{config.out}/training/checkpoint.safetensors"
+    with open(state, "wb") as file:
+        file.write(b"broken")
+    with pytest.raises(InputError, match=r"checkpoint\.safetensors"):
+        train(config)

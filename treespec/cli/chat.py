@@ -1,0 +1,202 @@
+"""`treespec chat`: a conversation in the terminal, or one message a line through a pipe."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, final
+
+from treespec.cli.config import ModelConfig, load_spec
+from treespec.cli.options import takes
+from treespec.options import option
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+
+    from treespec.cli.commands import Conversation
+    from treespec.decode import Piece
+
+# What would move the cursor or change the terminal is shown as a symbol.
+CONTROL = {code: chr(0x2400 + code) for code in range(32)} | dict.fromkeys(
+    range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}"
+)
+CONTROL |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
+
+
+@dataclass(frozen=True)
+class ChatConfig(ModelConfig):
+    system: str | None = option("system message", None)
+    temperature: float = option("0 is greedy", 0.0)
+    top_k: int = option("keep the k likeliest tokens; 0 is off", 0)
+    top_p: float = option("keep the likeliest tokens up to this probability; 1 is off", 1.0)
+    min_p: float = option("keep tokens above this share of the likeliest one's probability; 0 is off", 0.0)
+    max_new_tokens: int = option("end an answer after so many tokens", 512)
+    seed: int | None = option("same seed and messages, same answers; default: new ones each time", None)
+
+
+@takes(ChatConfig)
+def chat(config: ChatConfig) -> None:
+    """Talk with a target; drafted tokens have a colour of their own. /help lists the commands.
+
+    Through a pipe: one message a line; answers on standard output, figures on standard error.
+    """
+    from treespec.cli.commands import Conversation, in_words, run
+
+    conversation = Conversation(load_spec(config), config)
+    conversation.ask("Hello")  # a missing template or a bad option shows now, not after the first message
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    screen = Screen(terminal)
+    read = prompt() if terminal else pipe()
+    if terminal:
+        screen.note(f"{config.target}: {conversation.drafting()}. /help lists the commands.")
+    while True:
+        try:
+            line = read()
+            if line.startswith("/"):
+                screen.say(run(conversation, line))
+            elif line.strip():
+                answer(conversation, line.strip(), screen)
+        except EOFError:
+            break
+        except KeyboardInterrupt:  # at the prompt, where it has cleared the line
+            if not terminal:
+                raise
+        except Exception as error:
+            if getattr(error, "exit_code", None) != 2:
+                raise
+            screen.complain(in_words(error))
+
+
+def answer(conversation: "Conversation", text: str, screen: "Screen") -> None:
+    """Show an answer as it comes, then its figures. Ctrl-C keeps what has been said."""
+    from treespec.cli.commands import figures
+
+    stream = conversation.ask(text)
+    with stoppable() as stop:
+        try:
+            for shown, drafted in stripped(stream):
+                screen.show(shown, "green" if drafted and conversation.colour else "")
+                if stop.is_set():
+                    break
+        except KeyboardInterrupt:
+            pass
+    screen.show("\n")
+    kept = conversation.keep(text, stream.output, interrupted=stop.is_set())
+    marks = [(stop.is_set(), "interrupted"), (not kept, "nothing was said, the turn is dropped")]
+    screen.note(" · ".join([figures(stream.output.stats), *(words for mark, words in marks if mark)]))
+    if screen.terminal:
+        screen.show("\n")
+    if stop.is_set() and not screen.terminal:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def stoppable() -> Iterator[Event]:
+    """Inside, Ctrl-C sets the event, for the loop to end after its cycle; a second one does not wait."""
+    stop = Event()
+
+    def handle(*_: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def stripped(pieces: Iterable["Piece"]) -> Iterator[tuple[str, bool]]:
+    """(text, drafted) of each piece, without the white space around the answer as a whole."""
+    held, begun = "", False
+    for piece in pieces:
+        text = held + piece.text if begun else piece.text.lstrip()
+        shown = text.rstrip()
+        held, begun = text[len(shown) :], begun or bool(shown)
+        yield shown, piece.drafted
+
+
+@final
+class Screen:
+    """Where things are shown: through a pipe, answers on standard output, the rest on standard error."""
+
+    def __init__(self, terminal: bool) -> None:
+        from rich.console import Console
+
+        self.terminal = terminal
+        self.answers = Console(color_system="auto" if terminal else None)
+        self.notes = self.answers if terminal else Console(color_system=None, stderr=True)
+
+    def show(self, text: str, style: str = "") -> None:
+        from rich.segment import Segment, Segments
+        from rich.style import Style
+
+        segment = Segment(text.translate(CONTROL), Style.parse(style))
+        self.answers.print(Segments([segment]), crop=False, soft_wrap=True)
+
+    def say(self, text: str, style: str = "") -> None:
+        self.notes.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=not self.terminal)
+
+    def note(self, text: str) -> None:
+        self.say(text, "dim")
+
+    def complain(self, text: str) -> None:
+        self.say(text if self.terminal else f"treespec: {text}", "red")
+
+
+def pipe() -> Callable[[], str]:
+    """Reads a line of standard input."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    return input
+
+
+def prompt() -> Callable[[], str]:
+    """Asks for a line, with history, completion of slash commands, and Alt-Enter for a line break."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    from treespec.cli.commands import COMMANDS
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def break_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    values = [f"{name} {value}" for name, command in COMMANDS.items() for value in command.choices]
+
+    def lines() -> list[str]:
+        return values if " " in get_app().current_buffer.text else list(COMMANDS)
+
+    session: PromptSession[str] = PromptSession(
+        "> ",
+        history=history(),
+        key_bindings=keys,
+        completer=WordCompleter(lines, sentence=True),
+        prompt_continuation="  ",
+    )
+    return session.prompt
+
+
+def history() -> "History":
+    """In the user's state directory; in memory only where that cannot be written."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    file = state / "treespec" / "history"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("ab").close()
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(str(file))

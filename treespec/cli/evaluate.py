@@ -1,0 +1,34 @@
+"""`treespec eval`: MT-Bench style evaluation of acceptance length and speedup."""
+
+from treespec.cli.options import takes
+from treespec.eval.config import EvalConfig
+
+
+@takes(EvalConfig)
+def evaluate(config: EvalConfig) -> None:
+    """Measure acceptance length and speedup on questions; a killed run goes on where it stopped."""
+    from pathlib import Path
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    from treespec.eval import run, table
+
+    console = Console()
+    if console.is_terminal:
+        doing = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), doing)
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("", total=None)
+            summary = run.evaluate(
+                config,
+                lambda s: progress.update(task, description=s.text, completed=s.done, total=s.total),
+            )
+        table.show(summary, console)
+    else:
+        summary = run.evaluate(config, lambda s: print(f"{s.done}/{s.total} {s.text}", flush=True))
+        print(table.markdown(summary))
+    for problem in summary["left_out"]:
+        print(f"left out: {problem}")
+    print(f"Answers and summary are in {Path(config.out).resolve()}")

@@ -6,11 +6,9 @@ import platform
 import re
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,8 @@ from treespec.verify import scheme_by_name
 from treespec.verify.scheme import Scheme
 
 WARM_UP_TOKENS = 16
+
+Draft = tuple[Policy, Scheme] | None  # None: the baseline
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,6 @@ def _line(environment: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in environment.items())
 
 
-Draft = tuple[Policy, Scheme] | None  # None: the baseline
-
-
 def _checked(configuration: Configuration, config: EvalConfig) -> Draft:
     SamplingParams(configuration.temperature, config.top_k, config.top_p)
     if configuration.verifier is None:
@@ -180,6 +177,9 @@ def _ask(spec: Spec, question: Question, configuration: Configuration, config: E
         # fschat's templates take an empty answer for the place of the next one
         messages.append({"role": "assistant", "content": output.text or " "})
     stats = [output.stats for output in outputs]
+    total = Stats()
+    for one in stats:
+        total.add(one)
     return Answer(
         question_id=question.question_id,
         category=question.category,
@@ -188,11 +188,11 @@ def _ask(spec: Spec, question: Question, configuration: Configuration, config: E
         decoding_steps=[s.cycles for s in stats],
         new_tokens=[s.new_tokens for s in stats],
         wall_time=wall,
-        accept_lengths=[accepted + 1 for s in stats for accepted in s.accepted],
+        accept_lengths=[accepted + 1 for accepted in total.accepted],
         extra={
-            "seconds": sum((s.seconds for s in stats), Counter()),
-            "drafted": _added([s.drafted for s in stats]),
-            "accepted": _added([s.accepted_by_depth for s in stats]),
+            "seconds": total.seconds,
+            "drafted": total.drafted,
+            "accepted": total.accepted_by_depth,
             "prompt_tokens": [s.prompt_tokens for s in stats],
             "ended": ended,
             "seeds": seeds,
@@ -224,10 +224,6 @@ def _ended_by(output: Output, spec: Spec, config: EvalConfig) -> str:
         return "max_new_tokens"
     full = output.stats.prompt_tokens + output.stats.new_tokens >= spec.target.context_length
     return "context" if full else "model"
-
-
-def _added(rows: list[list[int]]) -> list[int]:
-    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
 
 
 def _said(answer: Answer) -> str:

@@ -9,6 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from treespec.eval.summary import FEW
+
 STAGES = {
     "head": "draft model",
     "rest_of_drafting": "rest of drafting",
@@ -76,13 +78,13 @@ def notes(summary: dict[str, Any]) -> list[str]:
         "through the target; through the draft model they go in its first cycle.",
     ]
     if few := summary["few_questions"]:
-        lines.append(f"Fewer than 10 questions, so a rough guide with intervals too narrow: {', '.join(few)}.")
+        lines.append(f"Fewer than {FEW} questions, so a rough guide with intervals too narrow: {', '.join(few)}.")
     turns = sum(sum(row["ended"].values()) for row in rows)
     for end, name in (("max_new_tokens", "max_new_tokens"), ("context", "the target's context")):
         if cut := sum(row["ended"][end] for row in rows):
             lines.append(f"{cut} of {turns} answers were ended by {name}.")
     if left_out := summary["left_out"]:
-        lines.append(f"{len(left_out)} lines of the question file were left out: {'; '.join(left_out[:3])}.")
+        lines.append(f"Lines of the question file left out, {len(left_out)}: {'; '.join(left_out[:3])}.")
     return lines
 
 

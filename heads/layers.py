@@ -44,7 +44,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, qkv_bias: bool, in_features: int) -> None:
         super().__init__()
-        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        heads, size = config.num_attention_heads, config.head_dim
+        kv_heads = config.num_key_value_heads
+        assert size is not None  # LlamaConfig fills both in
+        assert kv_heads is not None
         self.head_dim, self.grouped = size, heads != kv_heads
         self.q_proj = nn.Linear(in_features, heads * size, bias=qkv_bias)
         self.k_proj = nn.Linear(in_features, kv_heads * size, bias=qkv_bias)

@@ -98,7 +98,7 @@ class TableConfig(hf.PreTrainedConfig):
 
     def __init__(self, vocab_size: int = 4, seed: int = 0, eos_token_id: int | None = None, **kwargs: Any):
         self.vocab_size, self.seed, self.layers = vocab_size, seed, 1
-        self.max_position_embeddings = 64
+        self.max_position_embeddings = 4096
         self.hidden_size, self.num_attention_heads = vocab_size, 1
         super().__init__(eos_token_id=eos_token_id, **kwargs)
 

@@ -197,10 +197,10 @@ def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_pa
     options = ["--target", config.target, "--data", config.data, "--out", str(two), "--dtype", "float32"]
     options += ["--max-steps", "3", "--batch-size", "2", "--warm-up", "2", "--learning-rate", "1e-3", "--noise", "0"]
     options += ["--held-out", "0.2", "--draft-steps", "3", "--validate-every", "0"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     command = [*launch, "-m", "treespec.train", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     ours = load_file(two / "model.safetensors")
     for name, value in weights(one).items():

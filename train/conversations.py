@@ -111,7 +111,7 @@ def encode_conversation(
     Raises UnusableConversation when the answers cannot be told apart in what the template renders.
     """
     check(tokenizer, template)
-    return _cut(_encode_batch(tokenizer, [messages], template)[0], max_length)
+    return _cut(_usable(_encode_batch(tokenizer, [messages], template)[0]), max_length)
 
 
 def encode_conversations(
@@ -131,11 +131,12 @@ def encode_conversations(
         encoded = _encode_batch(tokenizer, [one.messages for one in batch], template)
         for one, example in zip(batch, encoded, strict=True):
             try:
-                examples.append(_cut(example, max_length))
+                whole = _usable(example)
+                examples.append(_cut(whole, max_length))
             except UnusableConversation as error:
                 report.leave_out(one.where, error)
             else:
-                report.cut += len(examples[-1].input_ids) < len(example.input_ids)
+                report.cut += len(whole.input_ids) > max_length
     report.used = len(examples)
     if not examples:
         raise InputError(f"no conversation can be trained on: {'; '.join(report.problems) or 'there are none'}")
@@ -193,7 +194,8 @@ def _messages(entry: Any) -> list[dict[str, str]]:
     turns = entry.get("conversations", entry.get("messages")) if isinstance(entry, dict) else None
     if not isinstance(turns, list):
         raise UnusableConversation("no list under `conversations` or `messages`")
-    system, messages = [], []
+    system: list[dict[str, str]] = []
+    messages: list[dict[str, str]] = []
     for i, turn in enumerate(turns, 1):
         if not isinstance(turn, dict):
             raise UnusableConversation("a turn is not an object", f"turn {i}")
@@ -257,9 +259,13 @@ def _rendered(
     return (text, spans) if spans else UnusableConversation("an answer is lost in the chat template")
 
 
-def _cut(example: Example | UnusableConversation, length: int) -> Example:
+def _usable(example: Example | UnusableConversation) -> Example:
     if isinstance(example, UnusableConversation):
         raise example
+    return example
+
+
+def _cut(example: Example, length: int) -> Example:
     mask = example.loss_mask[:length]
     if not mask.any():
         raise UnusableConversation(f"no answer within {length} tokens")

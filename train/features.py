@@ -86,7 +86,7 @@ def write_shard(target: Target, rows: Sequence[Tensor], folder: Path, number: in
         return
     numbers = range(number * SHARD, min((number + 1) * SHARD, len(rows)))
     ordered = sorted(numbers, key=lambda i: len(rows[i]))
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for start in range(0, len(ordered), batch_size):
         some = ordered[start : start + batch_size]
         features = target.features(padded([rows[i] for i in some])).cpu()

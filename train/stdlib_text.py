@@ -6,14 +6,15 @@ for its docstring, a topic of `help()` an explanation over several turns.
 
 import ast
 import json
-import os
 import sysconfig
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import cleandoc
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import dedent
 from typing import TypedDict
 
@@ -55,7 +56,7 @@ def make_text(out: Path, files: Sequence[Path] | None = None, config: TextConfig
     files: what is read, default the standard library. The split depends on each conversation's id alone.
     Raises InputError where the files hold no conversation.
     """
-    if out.is_dir():
+    if out.exists():
         return out
     config = config or TextConfig()
     split: dict[str, list[str]] = {TRAIN: [], HELD_OUT: []}
@@ -64,12 +65,28 @@ def make_text(out: Path, files: Sequence[Path] | None = None, config: TextConfig
         split[HELD_OUT if held_out else TRAIN].append(json.dumps(conversation, ensure_ascii=False))
     if not split[TRAIN]:
         raise InputError("no documented Python source to make conversations from; is the standard library installed?")
-    unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    for name, lines in split.items():
-        (unfinished / name).write_text("".join(f"{line}\n" for line in lines), "utf-8")
-    unfinished.rename(out)
+    with whole_directory(out) as unfinished:
+        for name, lines in split.items():
+            (unfinished / name).write_text("".join(f"{line}\n" for line in lines), "utf-8")
     return out
+
+
+def read_messages(file: Path) -> Iterator[list[Message]]:
+    """The messages of each conversation of a file that `make_text` wrote."""
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)["messages"]
+
+
+@contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """A fresh directory to fill: it becomes `out` when the block ends, and vanishes if the block raises."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
+        unfinished = Path(temporary) / out.name
+        unfinished.mkdir()
+        yield unfinished
+        unfinished.rename(out)
 
 
 def conversations(files: Iterable[Path], config: TextConfig) -> Iterator[Conversation]:

@@ -22,11 +22,11 @@ class Drafts:
     """The laws and draws of the I inner nodes of a tree.
 
     nodes: [I] int64 node numbers. q: [I, V] probabilities that the draws came from, or [I, K, V] where each
-    draw has a law of its own; None for the deterministic law, whose q is one-hot. draws: of I nodes.
+    draw has a law of its own. draws: of I nodes.
     """
 
     nodes: Tensor
-    q: Tensor | None
+    q: Tensor
     draws: Draws
 
 

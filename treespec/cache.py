@@ -84,19 +84,20 @@ class TreeCache(Cache):
     """The `Cache` that a transformers model is given: one `TreeLayer` a layer, all of one length."""
 
     def __init__(self, layers: int, capacity: int = 512) -> None:
-        super().__init__(layers=[TreeLayer(capacity) for _ in range(layers)])
+        self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
         self.length = 0
+        super().__init__(layers=list(self.tree_layers))
 
     def commit(self, nodes: list[int]) -> None:
         """Keep nodes of the last forward, ascending numbers; nothing moves where they lead the rest."""
         if nodes != list(range(len(nodes))):
             moved = torch.tensor(nodes)
-            for layer in self.layers:
+            for layer in self.tree_layers:
                 layer.commit(moved, self.length)
         self.rewind(self.length + len(nodes))
 
     def rewind(self, length: int) -> None:
         """Only the first `length` positions stay committed. Growing this way is for `commit` alone."""
         self.length = length
-        for layer in self.layers:
+        for layer in self.tree_layers:
             layer.length = length

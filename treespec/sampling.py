@@ -73,7 +73,7 @@ def target_law(logits: Tensor, params: SamplingParams) -> Tensor:
 def sample(law: Tensor, generator: torch.Generator) -> Tensor:
     """One token a row by inverting the cumulated law in float64: one uniform a row, no token of mass 0.
 
-    law: [..., V] non-negative, need not sum to 1, but not all 0. Returns [...] int64.
+    law: [..., V] non-negative, need not sum to 1. Returns [...] int64; V for a row of zeros.
     """
     cumulated = law.cumsum(-1, dtype=torch.float64)
     uniform = torch.rand((*law.shape[:-1], 1), generator=generator, dtype=torch.float64, device=law.device)

@@ -85,16 +85,15 @@ class Spec:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Text, messages (by the chat template) or token ids -> token ids. Raises InputError if empty."""
-        if isinstance(prompt, torch.Tensor):
-            prompt = prompt.flatten().tolist()
-        if self.target.tokenizer is None and not all(isinstance(token, int) for token in prompt):
+        given: Any = prompt.flatten().tolist() if isinstance(prompt, torch.Tensor) else prompt
+        if self.target.tokenizer is None and not all(isinstance(token, int) for token in given):
             raise InputError("the target has no tokenizer: give token ids")
-        if isinstance(prompt, str):
-            ids = self.target.tokenizer.encode(prompt) if prompt else []
-        elif prompt and isinstance(prompt[0], dict):
-            ids = templates.encode(self.target.tokenizer, prompt, self.template)
+        if isinstance(given, str):
+            ids = self.target.tokenizer.encode(given) if given else []
+        elif given and isinstance(given[0], dict):
+            ids = templates.encode(self.target.tokenizer, given, self.template)
         else:
-            ids = [int(token) for token in prompt]
+            ids = [int(token) for token in given]
         if not ids:
             raise InputError("the prompt is empty: give text, messages or token ids")
         if bad := [token for token in ids if not 0 <= token < self.target.vocab_size]:
@@ -120,6 +119,7 @@ class Spec:
         ids = self.encode(prompt)
         room = self.target.context_length - len(ids)
         own = templates.stops(self.template)
+        stop = (stop,) if isinstance(stop, str) else stop
         ending = Ending(
             self.target.tokenizer,
             self.target.eos | set(own.token_ids),

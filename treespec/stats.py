@@ -1,7 +1,7 @@
 """What one generation cost and what it accepted."""
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Stats:
     new_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def cycles(self) -> int:
@@ -62,6 +62,16 @@ class Stats:
             yield
         finally:
             self.seconds[stage] += time.perf_counter() - started
+
+    def add(self, other: "Stats") -> None:
+        """Count another generation in."""
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.new_tokens += other.new_tokens
+        self.accepted += other.accepted
+        self.count_drafted(other.drafted)
+        for stage, seconds in other.seconds.items():
+            self.seconds[stage] += seconds
 
     def count_drafted(self, per_depth: list[int]) -> None:
         """Add one cycle's nodes at depth 1, 2, …"""

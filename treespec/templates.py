@@ -67,7 +67,7 @@ def encode(
     fschat leaves it to the tokenizer, as in `fastchat.llm_judge.gen_model_answer`.
     """
     text = render(tokenizer, messages, template, add_generation_prompt)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     before = opening(tokenizer, template)
     return ids if ids[: len(before)] == before else before + ids
 

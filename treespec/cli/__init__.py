@@ -7,6 +7,8 @@ import sys
 
 import typer
 
+from treespec.cli.chat import chat
+from treespec.cli.evaluate import evaluate
 from treespec.cli.generate import generate
 from treespec.cli.train import train
 
@@ -18,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(chat)
+app.command("eval")(evaluate)
 app.command()(generate)
 
 

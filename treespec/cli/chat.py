@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, final
 
-from treespec.cli.config import ModelConfig, load_spec
+from treespec.cli.config import AnswerConfig, load_spec
 from treespec.cli.options import takes
 from treespec.options import option
 
@@ -29,14 +29,8 @@ CONTROL |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 
 
 @dataclass(frozen=True)
-class ChatConfig(ModelConfig):
+class ChatConfig(AnswerConfig):
     system: str | None = option("system message", None)
-    temperature: float = option("0 is greedy", 0.0)
-    top_k: int = option("keep the k likeliest tokens; 0 is off", 0)
-    top_p: float = option("keep the likeliest tokens up to this probability; 1 is off", 1.0)
-    min_p: float = option("keep tokens above this share of the likeliest one's probability; 0 is off", 0.0)
-    max_new_tokens: int = option("end an answer after so many tokens", 512)
-    seed: int | None = option("same seed and messages, same answers; default: new ones each time", None)
 
 
 @takes(ChatConfig)
@@ -77,13 +71,13 @@ def answer(conversation: "Conversation", text: str, screen: "Screen") -> None:
     from treespec.cli.commands import figures
 
     stream = conversation.ask(text)
-    with stoppable() as stop:
+    with unechoed(), stoppable() as stop:
         try:
             for shown, drafted in stripped(stream):
                 screen.show(shown, "green" if drafted and conversation.colour else "")
                 if stop.is_set():
                     break
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # a second Ctrl-C; with the first, the event is set
             pass
     screen.show("\n")
     kept = conversation.keep(text, stream.output, interrupted=stop.is_set())
@@ -110,6 +104,23 @@ def stoppable() -> Iterator[Event]:
         yield stop
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def unechoed() -> Iterator[None]:
+    """Inside, what is typed waits for the prompt and does not show amid the answer."""
+    if sys.platform == "win32" or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def stripped(pieces: Iterable["Piece"]) -> Iterator[tuple[str, bool]]:

@@ -36,20 +36,12 @@ class Conversation:
 
     def ask(self, text: str) -> Stream:
         """The answer to come; nothing is remembered before `keep`. Raises InputError as `Spec.stream` does."""
-        config, turn = self.config, len(self.messages)
-        return self.spec.stream(
-            [*self.opening, *self.messages, {"role": "user", "content": text}],
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            max_new_tokens=config.max_new_tokens,
-            seed=None if config.seed is None else config.seed + turn,
-        )
+        prompt = [*self.opening, *self.messages, {"role": "user", "content": text}]
+        return self.spec.stream(prompt, **self.config.sampling(len(self.messages)))
 
     def keep(self, text: str, output: Output, interrupted: bool) -> bool:
         """Remember a turn, unless nothing was answered: templates have no place for an empty answer."""
-        add(self.total, output.stats)
+        self.total.add(output.stats)
         said = output.text.strip()
         if said:
             mark = {"interrupted": True} if interrupted else {}
@@ -210,12 +202,3 @@ def figures(stats: Stats) -> str:
 def in_words(error: Exception) -> str:
     """An error's line, with slash commands where it names options of the command line."""
     return re.sub(r"--(?=(tree|verifier|temperature)\b)", "/", str(error))
-
-
-def add(total: Stats, one: Stats) -> None:
-    total.prompt_tokens += one.prompt_tokens
-    total.cached_tokens += one.cached_tokens
-    total.new_tokens += one.new_tokens
-    total.accepted += one.accepted
-    total.count_drafted(one.drafted)
-    total.seconds.update(one.seconds)

@@ -1,7 +1,7 @@
 """What every command that decodes needs to know: which target, head, tree and verifier, placed how."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treespec.options import option
 
@@ -18,6 +18,27 @@ class ModelConfig:
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
+
+
+@dataclass(frozen=True)
+class AnswerConfig(ModelConfig):
+    temperature: float = option("0 is greedy", 0.0)
+    top_k: int = option("keep the k likeliest tokens; 0 is off", 0)
+    top_p: float = option("keep the likeliest tokens up to this probability; 1 is off", 1.0)
+    min_p: float = option("keep tokens above this share of the likeliest one's probability; 0 is off", 0.0)
+    max_new_tokens: int = option("end an answer after so many tokens", 512)
+    seed: int | None = option("same seed and messages, same answers; default: new ones each time", None)
+
+    def sampling(self, turn: int = 0) -> dict[str, Any]:
+        """The options of `Spec.stream`. turn: answers of one conversation have seeds of their own."""
+        return {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "max_new_tokens": self.max_new_tokens,
+            "seed": None if self.seed is None else self.seed + turn,
+        }
 
 
 def load_spec(config: ModelConfig) -> "Spec":

@@ -13,22 +13,25 @@ def evaluate(config: EvalConfig) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column
 
-    from treespec.eval import run, table
+    from treespec.eval.run import Step
+    from treespec.eval.run import evaluate as run
+    from treespec.eval.table import markdown, show
 
     console = Console()
     if console.is_terminal:
         doing = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
         columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), doing)
-        with Progress(*columns, console=console) as progress:
+        with Progress(*columns, console=console, expand=True) as progress:
             task = progress.add_task("", total=None)
-            summary = run.evaluate(
-                config,
-                lambda s: progress.update(task, description=s.text, completed=s.done, total=s.total),
-            )
-        table.show(summary, console)
+
+            def report(step: Step) -> None:
+                progress.update(task, description=step.text, completed=step.done, total=step.total)
+
+            summary = run(config, report)
+        show(summary, console)
     else:
-        summary = run.evaluate(config, lambda s: print(f"{s.done}/{s.total} {s.text}", flush=True))
-        print(table.markdown(summary))
+        summary = run(config, lambda s: print(f"{s.done}/{s.total} {s.text}", flush=True))
+        print(markdown(summary))
     for problem in summary["left_out"]:
         print(f"left out: {problem}")
     print(f"Answers and summary are in {Path(config.out).resolve()}")

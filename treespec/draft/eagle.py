@@ -39,8 +39,7 @@ class EagleProposer:
         self.forward_seconds = 0.0
         self.layer = TreeLayer(capacity=512)
         self.done = 0  # pairs in the head's cache
-        self.waiting_features = self.waiting_tokens = None
-        self._forget_waiting()
+        self.waiting_features, self.waiting_tokens = self._nothing()
         self.level = 0
         self.frontier = torch.empty(0)  # [F, H] features extrapolated at the frontier
         self.seen = torch.empty(0)  # [F, T] bool: which of the T drafted pairs each frontier node sees
@@ -74,7 +73,7 @@ class EagleProposer:
             positions = torch.arange(past, past + n, device=tokens.device)
             hidden = self._forward(tokens, features, positions, mask)
         self.done = self.layer.length
-        self._forget_waiting()
+        self.waiting_features, self.waiting_tokens = self._nothing()
         self.level = 0
         self.frontier = hidden[-1:]
         self.seen = torch.ones(1, 0, dtype=torch.bool, device=hidden.device)
@@ -100,7 +99,7 @@ class EagleProposer:
         self.layer.length += len(tokens)
         return hidden
 
-    def _forget_waiting(self) -> None:
-        device = self.head.fc.weight.device
-        self.waiting_features = torch.empty(0, self.head.hidden_size, device=device)  # [n, H]
-        self.waiting_tokens = torch.empty(0, dtype=torch.int64, device=device)  # [n]
+    def _nothing(self) -> tuple[Tensor, Tensor]:
+        """No features [0, H] and no tokens [0]."""
+        weight = self.head.fc.weight
+        return weight.new_empty(0, self.head.hidden_size), weight.new_empty(0, dtype=torch.int64)

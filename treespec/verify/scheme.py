@@ -12,6 +12,7 @@ class Scheme(Protocol):
     """One multi-draft verification scheme, pure functions over tensors.
 
     The rule: for every p, q and k, the sum over draws of Pr(draws | q) * plan(p, q, draws) is p.
+    A plan is a function of its own row only: what it says of one node may not depend on another node's draws.
     deterministic: the draws are a function of q, so trees may be pruned and reranked after drafting.
     lossless: whether the rule holds. max_draws: how many draws a node may have, None for any number.
     """

@@ -30,9 +30,9 @@ def walk(scheme: Scheme, tree: TokenTree, p: Tensor, generator: torch.Generator)
 
     The plan is sampled at all nodes at once and only the path's samples are used; the host waits once.
     """
-    if tree.drafts is not None and p.is_floating_point():
-        nodes, q, draws = tree.drafts.nodes, tree.drafts.q, tree.drafts.draws
-        p = p.index_copy(0, nodes, scheme.plan(p[nodes], q, draws))
+    if tree.drafts and p.is_floating_point():
+        nodes = tree.drafts.nodes
+        p = p.index_copy(0, nodes, scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws))
     choice = sample(p, generator) if p.is_floating_point() else p  # [N]
     rows = torch.arange(len(choice), device=choice.device)
     child = (tree.parents == rows[:, None]) & (tree.tokens == choice[:, None])  # [N, N]

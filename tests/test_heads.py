@@ -1,0 +1,205 @@
+"""The EAGLE head: its file format to the bit, its cache, and the pair it sees."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from models import random_head, target
+from safetensors.torch import load_file, save_file
+
+from treespec.cache import TreeLayer
+from treespec.draft.eagle import EagleProposer, new_head
+from treespec.errors import InputError
+from treespec.heads.checkpoint import HeadError, load_head, save_head
+from treespec.heads.eagle import EagleHead
+from treespec.spec import fit
+
+PUBLISHED = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "torch_dtype": "float16",
+    "vocab_size": 64,
+}
+HEAD_NAMES = {
+    "embed_tokens.weight": (64, 32),
+    "fc.weight": (32, 64),
+    "fc.bias": (32,),
+    "layers.0.self_attn.q_proj.weight": (32, 32),
+    "layers.0.self_attn.k_proj.weight": (16, 32),
+    "layers.0.self_attn.v_proj.weight": (16, 32),
+    "layers.0.self_attn.o_proj.weight": (32, 32),
+    "layers.0.mlp.gate_proj.weight": (48, 32),
+    "layers.0.mlp.up_proj.weight": (48, 32),
+    "layers.0.mlp.down_proj.weight": (32, 48),
+    "layers.0.post_attention_layernorm.weight": (32,),
+}
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A directory as SafeAILab/EAGLE publishes it, at tiny size, in half precision."""
+    folder = tmp_path / "published"
+    folder.mkdir()
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape).half() for name, shape in HEAD_NAMES.items()}
+    (folder / "config.json").write_text(json.dumps(PUBLISHED, indent=2) + "\n")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_published_directory_is_saved_bit_for_bit(published, tmp_path):
+    save_head(load_head(published), tmp_path / "again")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (published / name).read_bytes()
+
+
+def test_a_pickled_checkpoint_loads_as_tensors_only(published):
+    tensors = load_file(published / "model.safetensors")
+    (published / "model.safetensors").unlink()
+    torch.save(tensors, published / "pytorch_model.bin")
+    assert all(torch.equal(value, tensors[name]) for name, value in load_head(published).state_dict().items())
+    torch.save({"fc.weight": print}, published / "pytorch_model.bin")
+    with pytest.raises(HeadError, match="more than tensors"):
+        load_head(published)
+
+
+def test_a_head_without_fc_bias_says_so_in_its_config(published):
+    tensors = load_file(published / "model.safetensors")
+    del tensors["fc.bias"]
+    save_file(tensors, published / "model.safetensors")
+    with pytest.raises(HeadError, match=r"lacks fc\.bias"):
+        load_head(published)
+    (published / "config.json").write_text(json.dumps(PUBLISHED | {"bias": False}))
+    assert load_head(published).fc.bias is None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda f: shutil.rmtree(f), "no head directory"),
+        (lambda f: (f / "config.json").unlink(), "no readable config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "not JSON"),
+        (lambda f: (f / "config.json").write_text("{}"), r"config\.json|says"),
+        (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "damaged"),
+        (lambda f: save_file({"d2t": torch.zeros(2)}, f / "model.safetensors"), "lacks"),
+        (
+            lambda f: save_file(load_file(f / "model.safetensors") | {"d2t": torch.zeros(2)}, f / "model.safetensors"),
+            "unknown tensors d2t",
+        ),
+        (
+            lambda f: save_file(
+                load_file(f / "model.safetensors") | {"fc.weight": torch.zeros(2, 2)}, f / "model.safetensors"
+            ),
+            r"fc\.weight is \[2, 2\]",
+        ),
+    ],
+)
+def test_a_bad_head_is_refused_with_its_name(published, spoil, complaint):
+    spoil(published)
+    with pytest.raises(HeadError, match=complaint) as caught:
+        load_head(published)
+    assert "published" in str(caught.value)
+
+
+def test_a_head_of_another_width_or_vocabulary_is_refused():
+    model = target("llama")
+    with pytest.raises(InputError, match="vocabulary of 65, the target's is 64"):
+        fit(EagleHead(PUBLISHED | {"vocab_size": 65}), model, "h")
+    with pytest.raises(InputError, match="width 64, the target's are 32"):
+        fit(EagleHead(PUBLISHED | {"hidden_size": 64}), model, "h")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "opt", "phi3", "gpt-neox"])
+def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, tmp_path):
+    model = target(name)
+    head = random_head(model)
+    save_head(head, tmp_path)
+    loaded = load_head(tmp_path)
+    fit(loaded, model, "h")
+    assert loaded.embed_tokens.weight is model.model.get_input_embeddings().weight
+    tokens, features = torch.randint(3, 64, (1, 6)), torch.randn(1, 6, head.hidden_size)
+    assert torch.equal(head(tokens, features, torch.arange(6)), loaded(tokens, features, torch.arange(6)))
+
+
+def test_the_head_sees_embeddings_as_its_target_does():
+    model = target("gemma3")
+    tokens = torch.tensor([[3, 4, 5]])
+    head = new_head(model)
+    scaled = model.model.get_input_embeddings()(tokens)
+    assert torch.allclose(head.embed_tokens(tokens) * head.embed_scale, scaled)
+
+
+@torch.no_grad()
+def test_a_cached_head_equals_the_head_over_the_whole_text():
+    head = random_head(target("llama"))
+    tokens, features = torch.randint(3, 64, (1, 9)), torch.randn(1, 9, 32)
+    whole = head(tokens, features, torch.arange(9))
+    cache = TreeLayer(capacity=2)
+    for start, end in ((0, 4), (4, 5), (5, 9)):
+        mask = torch.ones(end - start, end, dtype=torch.bool).tril(start)
+        part = head(tokens[:, start:end], features[:, start:end], torch.arange(start, end), mask, cache)
+        cache.length = end
+        assert torch.allclose(part, whole[:, start:end], atol=1e-5)
+
+
+@torch.no_grad()
+def test_tree_drafting_equals_drafting_each_path_alone():
+    """Two levels of a tree against the head run over each path: features extrapolated along the path."""
+    model = target("llama")
+    head = random_head(model)
+    text, features = torch.randint(3, 64, (7,)), torch.randn(7, 32)
+    proposer = EagleProposer(head, model)
+    proposer.observe(features[:4], text[:4])
+    proposer.begin()
+    proposer.extend(torch.tensor([9, 8, 7]), torch.tensor([0, 0, 0]))  # drafted, then forgotten
+    proposer.observe(features[4:], text[4:])
+    assert proposer.length == 7
+    at_root = proposer.begin()
+    first, second = torch.tensor([5, 6, 7]), torch.tensor([8, 9, 10, 11])
+    rows = torch.tensor([0, 2, 2, 1])
+    level1 = proposer.extend(first, torch.tensor([0, 0, 0]))
+    level2 = proposer.extend(second, rows)
+
+    def alone(tokens):
+        known_tokens, known = text, features
+        for token in tokens:
+            hidden = head(known_tokens[None], known[None], torch.arange(len(known)))[0, -1:]
+            known_tokens, known = torch.cat([known_tokens, torch.tensor([token])]), torch.cat([known, hidden])
+        return model.output_logits(head(known_tokens[None], known[None], torch.arange(len(known)))[0, -1])
+
+    assert torch.allclose(at_root[0], alone([]), atol=1e-4)
+    for i, token in enumerate(first.tolist()):
+        assert torch.allclose(level1[i], alone([token]), atol=1e-4)
+    for i, token in enumerate(second.tolist()):
+        assert torch.allclose(level2[i], alone([int(first[rows[i]]), token]), atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [0, 2, 5, 6, 9])
+def test_rewinding_equals_never_having_seen_the_rest(length):
+    model = target("llama")
+    head = random_head(model)
+    text, features = torch.randint(3, 64, (9,)), torch.randn(9, 32)
+    used, fresh = EagleProposer(head, model), EagleProposer(head, model)
+    used.observe(features[:5], text[:5])
+    used.begin()
+    used.extend(torch.tensor([3, 4]), torch.tensor([0, 0]))
+    used.observe(features[5:7], text[5:7])
+    used.observe(features[7:], text[7:])
+    used.rewind(length)
+    assert used.length == length
+    for proposer in (used, fresh):
+        if proposer is fresh and length:
+            proposer.observe(features[:length], text[:length])
+        proposer.observe(features[:3], text[:3])
+    assert torch.allclose(used.begin(), fresh.begin(), atol=1e-5)

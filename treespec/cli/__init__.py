@@ -10,6 +10,7 @@ import typer
 from treespec.cli.chat import chat
 from treespec.cli.evaluate import evaluate
 from treespec.cli.generate import generate
+from treespec.cli.quickstart import quickstart
 from treespec.cli.train import train
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app.command()(train)
 app.command()(chat)
 app.command("eval")(evaluate)
 app.command()(generate)
+app.command()(quickstart)
 
 
 def main() -> None:

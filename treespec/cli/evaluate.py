@@ -7,6 +7,11 @@ from treespec.eval.config import EvalConfig
 @takes(EvalConfig)
 def evaluate(config: EvalConfig) -> None:
     """Measure acceptance length and speedup on questions; a killed run goes on where it stopped."""
+    measure(config)
+
+
+def measure(config: EvalConfig) -> None:
+    """Evaluate with a progress bar, or plain lines through a pipe, then show the tables."""
     from pathlib import Path
 
     from rich.console import Console

@@ -1,0 +1,64 @@
+"""`treespec quickstart`: the main job on a model made here, without network."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from treespec.cli.options import takes
+from treespec.options import option
+
+
+@dataclass(frozen=True)
+class QuickstartConfig:
+    out: str = option("folder for the target, the head and the evaluation; finished stages are kept", "runs/quickstart")
+    target_seconds: float = option("training of the target, wall clock", 200.0)
+    head_minutes: float = option("training of the head, wall clock", 2.0)
+    max_new_tokens: int = option("end an answer of the evaluation after so many tokens", 48)
+    limit: int | None = option("only the first so many questions", None)
+
+
+@takes(QuickstartConfig)
+def quickstart(config: QuickstartConfig) -> None:
+    """Train a small target and a head for it, measure every verifier, and say how to chat. About ten minutes."""
+    import torch
+
+    from treespec.cli.evaluate import measure
+    from treespec.eval.config import EvalConfig
+    from treespec.train.config import TrainConfig
+    from treespec.train.run import train
+    from treespec.train.stdlib_text import TRAIN, make_text
+    from treespec.train.tiny_target import TinyTargetConfig, fast_dtype, train_target
+    from treespec.verify import SCHEMES
+
+    out = Path(config.out)
+    print("1/4  Conversations from Python's standard library")
+    text = make_text(out / "text")
+    print(f"2/4  A small target, {config.target_seconds:.0f} s of training")
+    target = train_target(out / "target", text, TinyTargetConfig(seconds=config.target_seconds))
+    print(f"3/4  An EAGLE head for it, {config.head_minutes:g} minutes of training")
+    train(
+        TrainConfig(
+            target=str(target),
+            data=str(text / TRAIN),
+            out=str(out / "head"),
+            minutes=config.head_minutes,
+            batch_size=8,
+            learning_rate=2e-3,
+            warm_up=50,
+            max_length=512,
+            mixed_precision="bf16" if fast_dtype() == torch.bfloat16 else "no",
+            validate_every=0,
+        )
+    )
+    print("4/4  Every verifier on the builtin questions, against one token at a time")
+    measure(
+        EvalConfig(
+            target=str(target),
+            head=str(out / "head"),
+            out=str(out / "eval"),
+            verifier=",".join(SCHEMES),
+            temperature="0,1",
+            max_new_tokens=config.max_new_tokens,
+            limit=config.limit,
+        )
+    )
+    print(f"\nNow talk to it:\n\n  treespec chat --target {target} --head {out / 'head'}\n")

@@ -67,6 +67,14 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
+class RMSNorm(nn.RMSNorm):
+    """In the dtype of its input, where autocast would mix two and leave the fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
 class MLP(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -86,7 +94,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config, qkv_bias, config.hidden_size)
         self.mlp = MLP(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None) -> Tensor:
         x = x + self.self_attn(x, angles, mask, cache)

@@ -54,7 +54,7 @@ class TinyTargetConfig:
     long_length: int = 1024
     long_share: float = 0.15
     learning_rate: float = 3e-3
-    warmup: float = 0.04
+    warmup: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1

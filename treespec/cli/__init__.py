@@ -3,6 +3,7 @@
 Only names and options are imported here; torch and transformers load inside the command that runs.
 """
 
+import os
 import sys
 
 import typer
@@ -29,6 +30,8 @@ app.command()(quickstart)
 
 def main() -> None:
     """Errors meant for people are printed in one line with exit code 2; anything else is a bug and shows."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of the libraries
     try:
         app()
     except Exception as error:

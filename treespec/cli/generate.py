@@ -22,8 +22,9 @@ def generate(config: GenerateConfig) -> None:
     stream = load_spec(config).stream(prompt, **config.sampling())
     for piece in stream:
         print(piece.text, end="", flush=True)
+    print()
     stats = stream.output.stats
     print(
-        f"\n{stats.new_tokens} tokens, {stats.acceptance_length:.2f} a cycle, {stats.tokens_per_second:.1f} tokens/s",
+        f"{stats.new_tokens} tokens, {stats.acceptance_length:.2f} a cycle, {stats.tokens_per_second:.1f} tokens/s",
         file=sys.stderr,
     )

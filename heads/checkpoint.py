@@ -34,7 +34,6 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = 
     try:
         with torch.device("meta"):
             shapes = {name: value.shape for name, value in EagleHead(config).state_dict().items()}
-        head = EagleHead(config)
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise HeadError(f"{folder / 'config.json'} does not describe an EAGLE head: {error}") from error
     if missing := shapes.keys() - tensors.keys():
@@ -44,6 +43,7 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = 
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
             raise HeadError(f"{folder}: {name} is {list(tensors[name].shape)}, config.json says {list(shape)}")
+    head = EagleHead(config)
     head.load_state_dict(tensors, assign=True)
     head.embed_tokens.requires_grad_(False)
     return head.to(device=device, dtype=dtype)

@@ -60,7 +60,9 @@ CANNOT_BRANCH = {
     ),
     "bloom": (lambda: hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "ALiBi"),
     "falcon-alibi": (
-        lambda: hf.FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, alibi=True),
+        lambda: hf.FalconConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
+        ),
         "ALiBi",
     ),
     "gpt-neo": (

@@ -25,7 +25,10 @@ class EvalConfig:
     head: str = option("draft head: a directory or a hub id")
     out: str = option("folder for answers and summary; the same command goes on where it stopped")
     questions: str = option("builtin, mt-bench or a JSONL file in FastChat's format", "builtin")
-    verifier: str = option("one or several, by commas: single, rrs, rrs-wo, spechub, greedy, is-lp, topk", "topk")
+    verifier: str = option(
+        "one or several, by commas: single, rrs, rrs-wo, spechub, greedy, is-lp, topk; rrs-wo@2x4 names its tree",
+        "topk",
+    )
     tree: str | None = option(
         "one or several, by semicolons: eagle, chain:5, 2x4, dynamic:nodes=60, or a JSON file of paths; "
         "default: each verifier's own",
@@ -67,10 +70,17 @@ class Configuration:
 
 
 def configurations(config: EvalConfig) -> list[Configuration]:
-    """The baselines and every verifier with every tree, by temperature. Raises InputError for a bad list."""
+    """The baselines and every verifier with every tree, or with the one that it names, by temperature.
+
+    Raises InputError for a bad list.
+    """
     verifiers = _listed("verifier", config.verifier)
     trees = [None] if config.tree is None else _listed("tree", config.tree)
-    pairs = [(verifier, tree) for verifier in verifiers for tree in trees]
+    pairs = [
+        (verifier, tree)
+        for verifier, _, own in (name.partition("@") for name in verifiers)
+        for tree in ([own] if own else trees)
+    ]
     baseline = [(None, None)] if config.baseline else []
     chosen = [
         Configuration(_model_id(config.target, verifier, tree, temperature), verifier, tree, temperature)

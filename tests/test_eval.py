@@ -272,6 +272,16 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_verifier_may_name_its_own_tree():
+    """One with options and commas included; the others go with every tree."""
+    config = EvalConfig(
+        "t", "h", "o", "q", "topk@dynamic:depth=3,topk=2,nodes=8,rrs,rrs-wo", "eagle;2x2", baseline=False
+    )
+    pairs = [(c.verifier, c.tree) for c in configurations(config)]
+    both = [(verifier, tree) for verifier in ("rrs", "rrs-wo") for tree in ("eagle", "2x2")]
+    assert pairs == [("topk", "dynamic:depth=3,topk=2,nodes=8"), *both]
+
+
 def test_sampled_answers_repeat_with_the_seed_and_differ_by_turn_and_configuration(home, tmp_path):
     config = config_in(home, tmp_path / "a", temperature="1", max_new_tokens=6, verifier="rrs-wo,rrs", warm_up=0)
     for out in ("a", "b"):

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from treespec.draft.eagle import new_head
@@ -26,6 +25,7 @@ from treespec.train.batches import epoch_batches, padded
 from treespec.train.config import TrainConfig
 from treespec.train.data import Data, prepare
 from treespec.train.loss import Loss, counted, eagle_loss
+from treespec.train.progress import Report
 from treespec.train.validate import Validation, validate
 
 LOG_EVERY = 20  # steps between lines of metrics.jsonl
@@ -89,9 +89,8 @@ def fit(
     total = config.max_steps or max(1, config.epochs * per_epoch // config.accumulate)
     micro_steps = batches_from(step * config.accumulate, lengths, together, config.seed)
     started = time.perf_counter() - seconds
-    tokens = 0
-    with progress_bar(accelerator.is_main_process) as bar, metrics_file(folder, accelerator) as log:
-        task = bar.add_task("train", total=total, completed=step, loss="", speed="")
+    first, tokens = step, 0
+    with Report(folder, total, accelerator.is_main_process) as report:
         while step < total and not out_of_time(config, time.perf_counter() - started):
             elapsed = time.perf_counter() - started
             rate = learning_rate(config, step, total, elapsed)
@@ -111,18 +110,20 @@ def fit(
             step += 1
             if step % LOG_EVERY == 0 or step == total:
                 line = {name: round(float(value.detach()), 5) for name, value in loss._asdict().items()}
-                speed = f"{tokens / (time.perf_counter() - started - seconds):.0f} tokens/s"
-                bar.update(task, completed=step, loss=f"loss {line['total']:.3f}", speed=speed)
-                log({"step": step, "learning_rate": rate, **line, "seconds": round(elapsed, 2)})
+                spent = time.perf_counter() - started - seconds
+                left = spent / (step - first) * (total - step)
+                if config.minutes:
+                    left = min(left, 60 * config.minutes - spent - seconds)
+                report.step(step, line["total"], tokens / spent, max(left, 0))
+                report.write({"step": step, "learning_rate": rate, **line, "seconds": round(elapsed, 2)})
                 accelerator.log(line, step=step)
             if config.validate_every and step % config.validate_every == 0 and step < total:
                 result = validation(config, target, data, head)
-                log({"step": step, **asdict(result)})
+                report.write({"step": step, **asdict(result)})
                 accelerator.print(f"step {step}: {describe(result)}")
             if step % config.checkpoint_every == 0 and accelerator.is_main_process:
                 checkpoint.save(state, head, optimizer.optimizer, step, time.perf_counter() - started)
             after_step(step)
-        bar.update(task, completed=step)
 
 
 def forward(
@@ -205,7 +206,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         project_dir=config.out,
     )
     if config.tracker:
-        accelerator.init_trackers("treespec", config=asdict(config))
+        accelerator.init_trackers("treespec", config={name: str(value) for name, value in asdict(config).items()})
     return accelerator
 
 
@@ -232,30 +233,6 @@ def describe(result: Validation) -> str:
         f"top-1 agreement by draft step {steps}; a chain would accept {result.acceptance_length:.2f} tokens a cycle "
         f"({result.positions} held-out positions)"
     )
-
-
-def progress_bar(shown: bool) -> Progress:
-    columns = ("{task.description}", BarColumn(), "{task.completed}/{task.total}", "{task.fields[loss]}")
-    fields = (TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-    return Progress(*columns, *fields, disable=not shown)
-
-
-class metrics_file:
-    """Appends lines to metrics.jsonl from the main process."""
-
-    def __init__(self, folder: Path, accelerator: Accelerator) -> None:
-        self.file = (folder / "metrics.jsonl").open("a") if accelerator.is_main_process else None
-
-    def __enter__(self) -> Callable[[dict[str, Any]], None]:
-        return self.write
-
-    def write(self, line: dict[str, Any]) -> None:
-        if self.file:
-            print(json.dumps(line), file=self.file, flush=True)
-
-    def __exit__(self, *_: object) -> None:
-        if self.file:
-            self.file.close()
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -30,7 +30,7 @@ class Level:
     """The frontier of one depth: F inner nodes and their C children.
 
     nodes: [F] node numbers. parent_rows: [F] row of each one's parent in the frontier above. draws: [F] how
-    many at each. first: number of the first child; they are numbered first .. first + C - 1.
+    many at each, on the host. first: number of the first child; they are numbered first .. first + C - 1.
     rows, columns: [C], the draw that each child takes from a [F, K] table.
     """
 
@@ -116,7 +116,7 @@ def layout(tree: StaticTree, device: torch.device) -> Layout:
             Level(
                 nodes=tensor(number[path] for path in inner),
                 parent_rows=tensor(above.get(path[:-1], 0) for path in inner),
-                draws=tensor(tree.draws(path) for path in inner),
+                draws=torch.tensor([tree.draws(path) for path in inner]),
                 first=number[below[0]],
                 rows=tensor(row[path[:-1]] for path in below),
                 columns=tensor(path[-1] for path in below),

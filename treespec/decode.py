@@ -38,7 +38,7 @@ class Decoder:
         self.cache = target.new_cache()
         self.cached: list[int] = []  # tokens whose keys and values are in the cache
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(
         self,
         prompt: list[int],

@@ -101,7 +101,7 @@ class Target:
 
     def output_logits(self, hidden: Tensor) -> Tensor:
         """[..., H] hidden states after the final norm -> [..., V] logits, by the model's own output path."""
-        logits = self.model.get_output_embeddings()(hidden)
+        logits = self.model.get_output_embeddings()(hidden).to(hidden.device)  # a tied output may lie elsewhere
         if scale := getattr(self.config, "logit_scale", None):
             logits = logits * scale
         if scale := getattr(self.config, "logits_scaling", None):

@@ -24,7 +24,11 @@ def root_only(token: Tensor) -> TokenTree:
 
 
 def check_pair(policy: Policy, scheme: Scheme) -> None:
-    """The pairing rule (VERIFICATION, section 5 of the design): raise InputError for a biased pair."""
+    """The pairing rule: raise InputError for a policy and scheme that may not go together.
+
+    How many draws a node gets must be settled before they are made. Keeping nodes by what was drawn, as the
+    dynamic tree does, is harmless only where the children are a function of the text, whose q is one-hot.
+    """
     if isinstance(policy, DynamicTree) and not scheme.deterministic:
         raise InputError(
             f"the dynamic tree cannot go with verifier {scheme.name}: it keeps children by the probability of "

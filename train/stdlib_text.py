@@ -23,10 +23,7 @@ from treespec.errors import InputError
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "__pycache__"}
 TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
 
-
-class Message(TypedDict):
-    role: str
-    content: str
+Message = dict[str, str]  # {"role": user | assistant, "content": text}
 
 
 class Conversation(TypedDict):

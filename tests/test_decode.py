@@ -2,24 +2,19 @@
 
 import itertools
 import math
-from collections import Counter
 
 import pytest
 import torch
-import transformers as hf
-from models import CONFIGS, TableConfig, TableModel, random_head, random_model, target
-from scipy.stats import chi2
+from models import CONFIGS, random_head, random_model, target
 
 from treespec.draft.grow import check_pair
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams, probs, sample, target_law
 from treespec.spec import Spec, default_tree
 from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import policy
 from treespec.verify import SCHEMES, scheme_by_name
 
-ERROR = 1e-4  # probability that a χ² test of this file fails by chance, each
 STOCHASTIC = [name for name in SCHEMES if name != "topk"]
 
 
@@ -75,97 +70,6 @@ def test_a_head_that_knows_the_target_is_accepted_whole():
     assert stats.acceptance_length == 5
     assert stats.accepted_by_depth == [8, 8, 8, 8]
     assert stats.drafted == [8, 8, 8, 8]
-
-
-def statistic_is_likely(counts, probabilities):
-    """χ² of counts against probabilities at ERROR, cells with fewer than 3 expected taken together."""
-    total = sum(counts)
-    small = [i for i, p in enumerate(probabilities) if p * total < 3]
-    large = [i for i in range(len(counts)) if i not in small]
-    cells = [(counts[i], probabilities[i] * total) for i in large]
-    cells.append((sum(counts[i] for i in small), sum(probabilities[i] for i in small) * total))
-    cells = [(count, expected) for count, expected in cells if expected > 0.5]
-    return sum((count - expected) ** 2 / expected for count, expected in cells), len(cells) - 1
-
-
-class TestSequenceLaw:
-    """Texts of a target of 4 tokens against its law by χ², through the real loop, in two ways.
-
-    A long text is cut into blocks of two tokens. The law of a block given the two tokens before it is the
-    table's, wherever the cycles began and ended, so the χ² of all contexts add up.
-    """
-
-    TEXTS, LENGTH, VOCAB = 4, 600, 4
-
-    @pytest.fixture(scope="class")
-    def table(self):
-        model = Target(TableModel(TableConfig(self.VOCAB, seed=1)))
-        return Spec(model, random_head(model, seed=2))
-
-    def law(self, model, params, start, new):
-        """{text: probability} of all continuations of `new` tokens."""
-        laws = {}
-        for text in itertools.product(range(self.VOCAB), repeat=new):
-            logits = model.model(torch.tensor([[*start, *text]])).logits[0, 1:-1]
-            rows = probs(logits.double(), params)
-            laws[text] = math.prod(float(rows[i, token]) for i, token in enumerate(text))
-        assert sum(laws.values()) == pytest.approx(1)
-        return laws
-
-    def check(self, spec, params):
-        contexts = {pair: Counter() for pair in itertools.product(range(self.VOCAB), repeat=2)}
-        for seed in range(self.TEXTS):
-            out = spec.generate(
-                [1, 2],
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                max_new_tokens=self.LENGTH,
-                seed=seed,
-            )
-            text = [1, 2, *out.token_ids]
-            assert len(out.token_ids) == self.LENGTH
-            for i in range(2, len(text) - 1, 2):
-                contexts[tuple(text[i - 2 : i])][tuple(text[i : i + 2])] += 1
-        statistic = freedom = 0
-        for pair, blocks in contexts.items():
-            law = self.law(spec.target, params, pair, 2)
-            assert all(law[block] > 0 for block in blocks)
-            if blocks:
-                one, cells = statistic_is_likely([blocks[block] for block in law], list(law.values()))
-                statistic, freedom = statistic + one, freedom + cells
-        assert freedom > 30
-        assert statistic < chi2.isf(ERROR, freedom)
-
-    @pytest.mark.parametrize(
-        ("verifier", "tree"),
-        [(name, None) for name in STOCHASTIC]
-        + [("topk", "dynamic:depth=2,topk=3,nodes=6"), ("topk", "eagle"), ("rrs", "2x2"), ("rrs-wo", "3x2")]
-        + [("is-lp:s=2,alphabet=3", "2x2"), ("baseline", None)],
-    )
-    def test_every_verifier_gives_the_targets_law(self, table, verifier, tree):
-        spec = table.baseline() if verifier == "baseline" else table.configured(tree, verifier)
-        self.check(spec, SamplingParams(temperature=0.8))
-
-    @pytest.mark.parametrize("verifier", ["rrs-wo", "greedy", "topk"])
-    def test_truncated_laws_too(self, table, verifier):
-        self.check(table.configured(verifier=verifier), SamplingParams(temperature=1.3, top_k=3, top_p=0.9))
-
-    def test_texts_that_end_by_themselves_have_their_law_too(self):
-        """All texts of at most 3 tokens with token 3 as the end, each from a fresh prompt in a used cache."""
-        model = Target(TableModel(TableConfig(self.VOCAB, seed=1, eos_token_id=3)))
-        spec = Spec(model, random_head(model, seed=2), "3x2", "rrs-wo")
-        params, runs = SamplingParams(temperature=0.8), 1500
-        wanted = Counter()
-        for text, p in self.law(model, params, (1, 2), 3).items():
-            wanted[text[: text.index(3) + 1] if 3 in text else text] += p
-        seen = Counter()
-        for seed in range(runs):
-            out = spec.generate([1, 2], temperature=0.8, max_new_tokens=3, seed=seed)
-            seen[tuple(out.token_ids)] += 1
-        assert seen.keys() <= wanted.keys()
-        statistic, freedom = statistic_is_likely([seen[text] for text in wanted], list(wanted.values()))
-        assert statistic < chi2.isf(ERROR, freedom)
 
 
 def test_the_pairing_rule_refuses_biased_pairs():
@@ -286,43 +190,3 @@ def test_stats_account_for_the_time(llama):
     assert 0.5 * stats.seconds["total"] < stages <= stats.seconds["total"]
     assert stats.seconds["head"] <= stats.seconds["draft"]
     assert stats.acceptance_length == pytest.approx(1 + sum(stats.accepted) / stats.cycles)
-
-
-class TestSampling:
-    @pytest.mark.parametrize(
-        "params",
-        [
-            SamplingParams(0.7),
-            SamplingParams(1.0, top_k=5),
-            SamplingParams(1.3, top_p=0.8),
-            SamplingParams(1.0, min_p=0.1),
-            SamplingParams(0.9, top_k=12, top_p=0.85, min_p=0.05),
-        ],
-    )
-    def test_probs_equal_transformers_warpers(self, params):
-        warpers = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(params.temperature)])
-        if params.top_k:
-            warpers.append(hf.TopKLogitsWarper(params.top_k))
-        if params.top_p < 1:
-            warpers.append(hf.TopPLogitsWarper(params.top_p))
-        if params.min_p:
-            warpers.append(hf.MinPLogitsWarper(params.min_p))
-        logits = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
-        wanted = warpers(torch.zeros(50, 1, dtype=torch.int64), logits.clone()).softmax(-1)
-        ours = probs(logits, params)
-        assert torch.equal(ours > 0, wanted > 0)
-        assert torch.allclose(ours, wanted, atol=1e-6)
-
-    def test_temperature_0_is_one_hot(self):
-        logits = torch.randn(9, 30, generator=torch.Generator().manual_seed(0))
-        law = probs(logits, SamplingParams())
-        assert torch.equal(law.argmax(-1), target_law(logits, SamplingParams()))
-        assert torch.equal(law.sum(-1), torch.ones(9))
-        assert torch.equal(law.max(-1).values, torch.ones(9))
-
-    def test_sample_follows_the_law_and_never_draws_mass_0(self):
-        law = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
-        drawn = sample(law.expand(20000, 6) * 7, torch.Generator().manual_seed(0)).bincount(minlength=6)
-        assert drawn[law == 0].sum() == 0
-        expected = 20000 * law[law > 0]
-        assert float(((drawn[law > 0] - expected) ** 2 / expected).sum()) < chi2.isf(ERROR, 2)

@@ -5,7 +5,6 @@ import re
 import shutil
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -18,10 +17,9 @@ from typer.testing import CliRunner
 from treespec.cli.evaluate import evaluate as command
 from treespec.errors import InputError
 from treespec.eval import answers
-from treespec.eval.answers import Answer
 from treespec.eval.config import EvalConfig, configurations
-from treespec.eval.run import evaluate, in_order, seed_of
-from treespec.eval.summary import figures, interval, resample, summarise
+from treespec.eval.run import evaluate, seed_of
+from treespec.eval.summary import summarise
 from treespec.heads.checkpoint import save_head
 from treespec.spec import Spec
 from treespec.target import Target
@@ -328,20 +326,6 @@ def test_one_row_of_steps_for_a_person_to_watch(finished):
     assert all("tokens/s" in text for text in texts[-9:])
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8])
-def test_each_configuration_runs_equally_often_at_each_place_and_after_each_other(n):
-    chosen = configurations(EvalConfig("t", "h", "o", temperature=",".join(map(str, range(n))), baseline=False))
-    rounds = n if n % 2 == 0 else 2 * n
-    orders = [in_order(chosen, number) for number in range(rounds)]
-    assert all(sorted(map(hash, order)) == sorted(map(hash, chosen)) for order in orders)
-    places = Counter((place, c) for order in orders for place, c in enumerate(order))
-    assert set(places.values()) == {rounds // n}
-    assert len(places) == n * n
-    pairs = Counter(pair for order in orders for pair in pairwise(order))
-    assert set(pairs.values()) == {rounds // n}
-    assert len(pairs) == n * (n - 1)
-
-
 def test_options_with_commas_stay_whole():
     config = EvalConfig(
         "org/T-7B", "h", "o", verifier="is-lp:s=8,alphabet=50, topk", tree="chain:3;dynamic:depth=3,topk=2,nodes=8"
@@ -354,53 +338,6 @@ def test_options_with_commas_stay_whole():
         "T-7B-topk-chain-3-t0",
         "T-7B-topk-dynamic-depth=3-topk=2-nodes=8-t0",
     ]
-
-
-def answer(tokens, cycles, seconds):
-    extra = {"seconds": {"target": seconds / 2}, "drafted": [], "accepted": [], "ended": [], "token_ids": []}
-    return Answer(1, "c", "m", [""], [cycles], [tokens], [seconds], [], extra)
-
-
-def test_ratio_of_totals_and_mean_of_ratios_of_a_hand_example():
-    # ours: 30 tokens in 3 s and 10 in 5 s, 40 in 8; the baseline: 20 in 4 s and 20 in 20 s, 40 in 24.
-    mine, base = [answer(30, 10, 3.0), answer(10, 10, 5.0)], [answer(20, 20, 4.0), answer(20, 20, 20.0)]
-    got = figures(mine, base, resample(2, 200, seed=0))
-    assert got["tokens_per_second"]["value"] == pytest.approx(5)
-    assert got["speedup"]["value"] == pytest.approx(5 / (40 / 24))  # 3
-    assert got["speedup_by_question"]["value"] == pytest.approx((10 / 5 + 2 / 1) / 2)  # 2
-    assert got["acceptance_length"]["value"] == pytest.approx(2)
-    assert got["overhead"] == pytest.approx(0.5)
-    # of two questions a resample has the first twice, both, or the second twice
-    assert got["acceptance_length"]["low"] == pytest.approx(1)
-    assert got["acceptance_length"]["high"] == pytest.approx(3)
-
-
-def test_the_interval_of_a_ratio_covers_the_truth():
-    """200 experiments of 40 questions whose rate varies by question.
-
-    A 95 % percentile interval over 40 clusters covers 92 % (over 3000 such experiments); then fewer than 172 of
-    200 have probability 0.002, and if it covered 95 %, more than 198 would have 0.0004. An interval that took
-    tokens for independent covers 24 %.
-    """
-    experiments, questions, truth = 200, 40, 3.0
-    rng = np.random.default_rng(0)
-    covered = naive = 0
-    for _ in range(experiments):
-        cycles = rng.integers(20, 200, questions)
-        rates = rng.gamma(9.0, truth / 9.0, questions)  # mean 3, by question
-        tokens = rng.poisson(rates * cycles)
-        draws = resample(questions, 400, seed=int(rng.integers(1 << 30)))
-        got = interval((draws @ tokens) / (draws @ cycles))
-        covered += got["low"] <= truth <= got["high"]
-        spread = 1.96 * np.sqrt(tokens.sum()) / cycles.sum()
-        naive += abs(got["value"] - truth) <= spread
-    assert 172 <= covered <= 198
-    assert naive < 120
-
-
-def test_one_question_has_no_interval():
-    got = figures([answer(30, 10, 3.0)], [answer(20, 20, 4.0)], resample(1, 50, seed=0))
-    assert got["speedup"] == {"value": pytest.approx(2), "low": None, "high": None}
 
 
 def test_the_command_prints_lines_and_the_table_where_there_is_no_terminal(home, finished, tmp_path):

@@ -1,0 +1,124 @@
+"""Reading conversations: both forms, malformed lines, and a split that the order does not change."""
+
+import json
+import random
+
+import pytest
+from chat_templates import (
+    CHATML,
+    turns,
+)
+
+from treespec.errors import InputError
+from treespec.train.conversations import (
+    Example,
+    encode_conversation,
+    read_conversations,
+    split,
+)
+
+SHAREGPT = [
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    {
+        "id": "x_1",
+        "conversations": [
+            {"from": "system", "value": "Be kind."},
+            {"from": "gpt", "value": "(an answer to what came before)"},
+            {"from": "human", "value": "Äh?"},
+            {"from": "chatgpt", "value": "\u2028Ja.\n"},
+            {"from": "user", "value": "a last question"},
+        ],
+    },
+]
+MESSAGES = [
+    {"messages": turns(["u Hi", "a Hello"])},
+    {"messages": turns(["s Be kind.", "u Äh?", "a \u2028Ja.\n"])},
+]
+
+
+def test_sharegpt_and_messages_as_lines_or_as_a_list_read_the_same(tmp_path):
+    read = []
+    for i, entries in enumerate((SHAREGPT, MESSAGES)):
+        lines, whole = tmp_path / f"{i}.jsonl", tmp_path / f"{i}.json"
+        lines.write_text("\n\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries), "utf-8-sig")
+        whole.write_text(json.dumps(entries, indent=2), "utf-8")
+        for path in (lines, whole):
+            found, report = read_conversations(path)
+            assert (report.used, report.left_out.total()) == (2, 0)
+            read.append([one.messages for one in found])
+    assert read == [[entry["messages"] for entry in MESSAGES]] * 4
+
+
+def test_malformed_lines_are_counted_with_their_number_and_the_rest_goes_on(tmp_path):
+    good = json.dumps(SHAREGPT[0])
+    bad = [
+        b'{"messages": [',
+        b'{"messages": "\xff"}',
+        b"17",
+        b'{"text": "hello"}',
+        b'{"messages": [{"role": "tool", "content": "x"}]}',
+        b'{"messages": [{"role": "user", "content": null}]}',
+        b'{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "a"}]}',
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}',
+        b'{"messages": [{"role": "user", "content": "a"}]}',
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}',
+        b'{"messages": ["a"]}',
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(b"\n".join([good.encode(), *bad, good.encode()]))
+    found, report = read_conversations(path)
+    assert [one.where for one in found] == ["chats.jsonl:1", f"chats.jsonl:{len(bad) + 2}"]
+    assert report.left_out.total() == len(bad)
+    assert [problem.split(": ")[0] for problem in report.problems] == [f"chats.jsonl:{i}" for i in range(2, 7)]
+    assert report.left_out["not valid JSON"] == 2
+    assert str(report).startswith(f"2 conversations used, {len(bad)} left out (")
+
+    path.write_bytes(b"\n".join(bad))
+    with pytest.raises(InputError, match=r"no usable conversation in .*chats\.jsonl:1: not valid JSON"):
+        read_conversations(path)
+    path.write_text("[{},")
+    with pytest.raises(InputError, match="not valid JSON"):
+        read_conversations(path)
+    with pytest.raises(InputError, match="No such file"):
+        read_conversations(tmp_path / "absent.jsonl")
+
+
+def test_a_slow_tokenizer_is_refused():
+    from transformers import PreTrainedTokenizer
+
+    class Slow(PreTrainedTokenizer):
+        vocab_size = 1
+
+        def get_vocab(self):
+            return {}
+
+        def _tokenize(self, text, **kwargs):
+            return list(text)
+
+    tokenizer = Slow(chat_template=CHATML)
+    with pytest.raises(InputError, match="Slow does not say which characters"):
+        encode_conversation(tokenizer, turns(["u Hi", "a Hello"]), None, 100)
+
+
+def test_the_split_depends_on_the_conversations_alone():
+    import torch
+
+    def example(key: int) -> Example:
+        return Example(torch.tensor([key]), torch.tensor([True]), str(key))
+
+    examples = [example(i % 190) for i in range(200)]  # ten come twice
+    train, held_out = split(examples, 0.1, seed=3)
+    held = {one.key for one in held_out}
+    assert len(held) == 19
+    assert len(train) + len(held_out) == 200
+    assert not held & {one.key for one in train}
+
+    random.Random(0).shuffle(examples)
+    assert {one.key for one in split(examples, 0.1, seed=3)[1]} == held
+    assert {one.key for one in split(examples, 0.1, seed=4)[1]} != held
+    assert [len(part) for part in split(examples[:5], 0.01, seed=0)] == [4, 1]
+    assert [len(part) for part in split([example(1)] * 4, 0.5, seed=0)] == [4, 0]
+    assert [len(part) for part in split(examples, 0.0, seed=0)] == [200, 0]
+    with pytest.raises(InputError, match="fraction"):
+        split(examples, 1.0, seed=0)

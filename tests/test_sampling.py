@@ -1,0 +1,51 @@
+"""Logits to probabilities as transformers does it, and draws that follow a law."""
+
+import pytest
+import torch
+import transformers as hf
+from scipy.stats import chi2
+
+from treespec.sampling import SamplingParams, probs, sample, target_law
+
+ERROR = 1e-4  # probability that a χ² test of this file fails by chance
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(0.7),
+        SamplingParams(1.0, top_k=5),
+        SamplingParams(1.3, top_p=0.8),
+        SamplingParams(1.0, min_p=0.1),
+        SamplingParams(0.9, top_k=12, top_p=0.85, min_p=0.05),
+    ],
+)
+def test_probs_equal_transformers_warpers(params):
+    warpers = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        warpers.append(hf.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(hf.TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(hf.MinPLogitsWarper(params.min_p))
+    logits = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
+    wanted = warpers(torch.zeros(50, 1, dtype=torch.int64), logits.clone()).softmax(-1)
+    ours = probs(logits, params)
+    assert torch.equal(ours > 0, wanted > 0)
+    assert torch.allclose(ours, wanted, atol=1e-6)
+
+
+def test_temperature_0_is_one_hot():
+    logits = torch.randn(9, 30, generator=torch.Generator().manual_seed(0))
+    law = probs(logits, SamplingParams())
+    assert torch.equal(law.argmax(-1), target_law(logits, SamplingParams()))
+    assert torch.equal(law.sum(-1), torch.ones(9))
+    assert torch.equal(law.max(-1).values, torch.ones(9))
+
+
+def test_sample_follows_the_law_and_never_draws_mass_0():
+    law = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
+    drawn = sample(law.expand(20000, 6) * 7, torch.Generator().manual_seed(0)).bincount(minlength=6)
+    assert drawn[law == 0].sum() == 0
+    expected = 20000 * law[law > 0]
+    assert float(((drawn[law > 0] - expected) ** 2 / expected).sum()) < chi2.isf(ERROR, 2)

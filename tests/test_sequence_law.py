@@ -1,0 +1,109 @@
+"""The law of whole texts is the target's: every verifier, through the real loop, by χ²."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+from models import TableConfig, TableModel, random_head
+from scipy.stats import chi2
+
+from treespec.sampling import SamplingParams, probs
+from treespec.spec import Spec
+from treespec.target import Target
+from treespec.verify import SCHEMES
+
+ERROR = 1e-4  # probability that a test of this file fails by chance, each
+STOCHASTIC = [name for name in SCHEMES if name != "topk"]
+
+
+def chi_square(counts, probabilities):
+    """χ² and its degrees of freedom; cells with fewer than 3 expected are taken together."""
+    total = sum(counts)
+    small = [i for i, p in enumerate(probabilities) if p * total < 3]
+    large = [i for i in range(len(counts)) if i not in small]
+    cells = [(counts[i], probabilities[i] * total) for i in large]
+    cells.append((sum(counts[i] for i in small), sum(probabilities[i] for i in small) * total))
+    cells = [(count, expected) for count, expected in cells if expected > 0.5]
+    return sum((count - expected) ** 2 / expected for count, expected in cells), len(cells) - 1
+
+
+class TestSequenceLaw:
+    """Texts of a target of 4 tokens against its law by χ², through the real loop, in two ways.
+
+    A long text is cut into blocks of two tokens. The law of a block given the two tokens before it is the
+    table's, wherever the cycles began and ended, so the χ² of all contexts add up.
+    """
+
+    TEXTS, LENGTH, VOCAB = 4, 600, 4
+
+    @pytest.fixture(scope="class")
+    def table(self):
+        model = Target(TableModel(TableConfig(self.VOCAB, seed=1)))
+        return Spec(model, random_head(model, seed=2))
+
+    def law(self, model, params, start, new):
+        """{text: probability} of all continuations of `new` tokens."""
+        laws = {}
+        for text in itertools.product(range(self.VOCAB), repeat=new):
+            logits = model.model(torch.tensor([[*start, *text]])).logits[0, 1:-1]
+            rows = probs(logits.double(), params)
+            laws[text] = math.prod(float(rows[i, token]) for i, token in enumerate(text))
+        assert sum(laws.values()) == pytest.approx(1)
+        return laws
+
+    def check(self, spec, params):
+        contexts = {pair: Counter() for pair in itertools.product(range(self.VOCAB), repeat=2)}
+        for seed in range(self.TEXTS):
+            out = spec.generate(
+                [1, 2],
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                max_new_tokens=self.LENGTH,
+                seed=seed,
+            )
+            text = [1, 2, *out.token_ids]
+            assert len(out.token_ids) == self.LENGTH
+            for i in range(2, len(text) - 1, 2):
+                contexts[tuple(text[i - 2 : i])][tuple(text[i : i + 2])] += 1
+        statistic = freedom = 0
+        for pair, blocks in contexts.items():
+            law = self.law(spec.target, params, pair, 2)
+            assert all(law[block] > 0 for block in blocks)
+            if blocks:
+                one, cells = chi_square([blocks[block] for block in law], list(law.values()))
+                statistic, freedom = statistic + one, freedom + cells
+        assert freedom > 30
+        assert statistic < chi2.isf(ERROR, freedom)
+
+    @pytest.mark.parametrize(
+        ("verifier", "tree"),
+        [(name, None) for name in STOCHASTIC]
+        + [("topk", "dynamic:depth=2,topk=3,nodes=6"), ("topk", "eagle"), ("rrs", "2x2"), ("rrs-wo", "3x2")]
+        + [("is-lp:s=2,alphabet=3", "2x2"), ("baseline", None)],
+    )
+    def test_every_verifier_gives_the_targets_law(self, table, verifier, tree):
+        spec = table.baseline() if verifier == "baseline" else table.configured(tree, verifier)
+        self.check(spec, SamplingParams(temperature=0.8))
+
+    @pytest.mark.parametrize("verifier", ["rrs-wo", "greedy", "topk"])
+    def test_truncated_laws_too(self, table, verifier):
+        self.check(table.configured(verifier=verifier), SamplingParams(temperature=1.3, top_k=3, top_p=0.9))
+
+    def test_texts_that_end_by_themselves_have_their_law_too(self):
+        """All texts of at most 3 tokens with token 3 as the end, each from a fresh prompt in a used cache."""
+        model = Target(TableModel(TableConfig(self.VOCAB, seed=1, eos_token_id=3)))
+        spec = Spec(model, random_head(model, seed=2), "3x2", "rrs-wo")
+        params, runs = SamplingParams(temperature=0.8), 1500
+        wanted = Counter()
+        for text, p in self.law(model, params, (1, 2), 3).items():
+            wanted[text[: text.index(3) + 1] if 3 in text else text] += p
+        seen = Counter()
+        for seed in range(runs):
+            out = spec.generate([1, 2], temperature=0.8, max_new_tokens=3, seed=seed)
+            seen[tuple(out.token_ids)] += 1
+        assert seen.keys() <= wanted.keys()
+        statistic, freedom = chi_square([seen[text] for text in wanted], list(wanted.values()))
+        assert statistic < chi2.isf(ERROR, freedom)

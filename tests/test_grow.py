@@ -1,0 +1,89 @@
+"""Growing trees: EAGLE-2's tree is the likeliest part of all drafts, sampled trees carry the laws they came from."""
+
+import itertools
+
+import pytest
+import torch
+from models import TableConfig, TableModel, random_head
+
+from treespec.draft.eagle import EagleProposer
+from treespec.draft.grow import TreeDrafter
+from treespec.sampling import SamplingParams, probs
+from treespec.target import Target
+from treespec.trees.policy import policy
+from treespec.verify import scheme_by_name
+
+TEXT, FEATURES = torch.tensor([1, 2, 0, 3, 1]), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def table():
+    model = Target(TableModel(TableConfig(4, seed=1)))
+    return model, random_head(model, seed=2)
+
+
+def drafter(table, tree, verifier):
+    model, head = table
+    proposer = EagleProposer(head, model)
+    proposer.observe(FEATURES, TEXT)
+    return TreeDrafter(proposer, policy(tree), scheme_by_name(verifier))
+
+
+@torch.no_grad()
+def draft_logits(table, path):
+    """[V] logits below a path of drafted tokens, by running the head over the whole text with the path."""
+    model, head = table
+    tokens, known = TEXT, FEATURES
+    for token in path:
+        hidden = head(tokens[None], known[None], torch.arange(len(known)))[0, -1:]
+        tokens, known = torch.cat([tokens, torch.tensor([token])]), torch.cat([known, hidden])
+    return model.output_logits(head(tokens[None], known[None], torch.arange(len(known)))[0, -1])
+
+
+def paths(tree):
+    """The tokens from the root down to each node."""
+    return [tuple(tree.tokens[row][1:].tolist()) for row in tree.ancestors]
+
+
+def test_the_dynamic_tree_is_the_likeliest_part_of_all_drafts(table):
+    tree = drafter(table, "dynamic:depth=3,topk=16,nodes=12", "topk").draft(
+        TEXT[-1:], SamplingParams(), torch.Generator()
+    )
+    likelihood = {}
+    for path in itertools.chain(*(itertools.product(range(4), repeat=d) for d in (1, 2, 3))):
+        laws = [draft_logits(table, path[:i]).log_softmax(-1)[path[i]] for i in range(len(path))]
+        likelihood[path] = float(sum(laws))
+    best = sorted(likelihood, key=likelihood.__getitem__, reverse=True)[:11]
+    assert set(paths(tree)) == {(), *best}
+    assert tree.depth.tolist() == [len(path) for path in paths(tree)]
+    for node, parent in enumerate(tree.parents.tolist()):
+        assert paths(tree)[node][:-1] == paths(tree)[parent] if parent >= 0 else node == 0
+
+
+def test_a_sampled_tree_stores_the_laws_that_its_draws_came_from(table):
+    params = SamplingParams(temperature=0.7, top_k=3)
+    generator = torch.Generator().manual_seed(4)
+    tree = drafter(table, "3x2", "rrs").draft(TEXT[-1:], params, generator)
+    for row, node in enumerate(tree.drafts.nodes.tolist()):
+        law = probs(draft_logits(table, paths(tree)[node]), params)
+        assert torch.allclose(tree.drafts.q[row], law, atol=1e-5)
+        children = tree.tokens[tree.parents == node]
+        assert torch.equal(children, tree.drafts.draws.tokens[row])
+        assert (law[children] > 0).all()
+
+
+def test_at_temperature_0_the_children_are_the_likeliest_under_any_verifier(table):
+    trees = [
+        drafter(table, "3x2", verifier).draft(TEXT[-1:], SamplingParams(), torch.Generator())
+        for verifier in ("topk", "rrs", "greedy")
+    ]
+    for tree in trees:
+        assert tree.drafts is None
+        assert torch.equal(tree.tokens, trees[0].tokens)
+    assert trees[0].tokens[1:4].tolist() == draft_logits(table, ()).topk(3).indices.tolist()
+
+
+def test_nothing_is_drafted_before_anything_was_observed(table):
+    model, head = table
+    fresh = TreeDrafter(EagleProposer(head, model), policy("eagle"), scheme_by_name("topk"))
+    assert fresh.draft(torch.tensor([3]), SamplingParams(), torch.Generator()).tokens.tolist() == [3]

@@ -39,7 +39,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     accelerator = make_accelerator(config)
     out = Path(config.out)
     if done := finished(out, config):
-        accelerator.print(f"{out} holds this head already: {done}")
+        accelerator.print(f"{out} holds this head already: {describe(done)}")
         return done
     set_seed(config.seed)
     placement = config.device_map or ({"": accelerator.device} if accelerator.device.type != "cpu" else None)

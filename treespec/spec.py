@@ -20,8 +20,9 @@ from treespec.stats import Stats
 from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import Policy, policy
-from treespec.trees.static import chain, eagle
+from treespec.trees.static import balanced, chain, eagle
 from treespec.verify import scheme_by_name
+from treespec.verify.is_lp import IsLp
 from treespec.verify.scheme import Scheme
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]] | torch.Tensor
@@ -140,9 +141,14 @@ class Spec:
 
 
 def default_tree(scheme: Scheme) -> Policy:
-    """EAGLE-2's dynamic tree where the children are deterministic, else as much of EAGLE-1's as the scheme takes."""
+    """EAGLE-2's dynamic tree where the children are deterministic, else as much of EAGLE-1's as the scheme takes.
+
+    `is-lp` accepts either of two draws as readily, so that both have to go deep.
+    """
     if scheme.deterministic:
         return DynamicTree()
+    if isinstance(scheme, IsLp):
+        return balanced(2, 3)
     if scheme.max_draws == 1:
         return chain(5)
     return eagle().narrowed(scheme.max_draws) if scheme.max_draws else eagle()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from treespec.allocator import keep_freed_memory
 from treespec.cache import TreeCache
 from treespec.errors import InputError
 from treespec.trees.mask import attention_mask, chunk_mask
@@ -67,6 +68,7 @@ class Target:
         attn_implementation: str | None = None,
     ) -> "Target":
         """A directory or a hub id, placed by accelerate. Raises InputError for what cannot be loaded."""
+        keep_freed_memory()
         options = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
         options = {name: value for name, value in options.items() if value is not None}
         try:

@@ -102,10 +102,11 @@ def subtract(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
 def normalise(rest: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
     """[B, V] rest, scaled to a total of [B, 1]; p where nothing is left, which only rounding ever asks for.
 
-    Overwrites rest. Adding 1e-30 p changes no other row, and costs less than a choice.
+    Overwrites rest.
     """
-    rest = rest.add_(p, alpha=1e-30)
-    return rest.mul_(total / rest.sum(-1, keepdim=True))
+    mass = rest.sum(-1, keepdim=True)
+    empty = (mass == 0).to(p.dtype)
+    return rest.addcmul_(p, empty).mul_(total / (mass + empty))
 
 
 def answer(p: Tensor, rest: Tensor, tokens: Tensor, accepted: Tensor) -> Tensor:

@@ -28,12 +28,12 @@ from treespec.spec import Output, Spec, default_tree, load
 from treespec.stats import Stats
 from treespec.target import Target
 from treespec.trees.policy import Policy, policy
-from treespec.verify import scheme_by_name
-from treespec.verify.scheme import Scheme
+from treespec.verify.verifiers import verifier_by_name
+from treespec.verify.walk import Verifier
 
 WARM_UP_TOKENS = 16
 
-Draft = tuple[Policy, Scheme] | None  # None: the baseline
+Draft = tuple[Policy, Verifier] | None  # None: the baseline
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ def _checked(configuration: Configuration, config: EvalConfig) -> Draft:
     SamplingParams(configuration.temperature, config.top_k, config.top_p)
     if configuration.verifier is None:
         return None
-    scheme = scheme_by_name(configuration.verifier)
-    tree = policy(configuration.tree) if configuration.tree else default_tree(scheme)
-    check_pair(tree, scheme)
-    return tree, scheme
+    verifier = verifier_by_name(configuration.verifier)
+    tree = policy(configuration.tree) if configuration.tree else default_tree(verifier.scheme)
+    check_pair(tree, verifier.scheme)
+    return tree, verifier
 
 
 def _fresh(spec: Spec, draft: Draft) -> Spec:

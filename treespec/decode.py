@@ -13,8 +13,7 @@ from treespec.errors import InputError
 from treespec.sampling import SamplingParams, target_law
 from treespec.stats import Stats
 from treespec.target import Target
-from treespec.verify import SCHEMES
-from treespec.verify.walk import walk
+from treespec.verify.walk import Verifier, follow
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class Decoder:
     Keeps the keys and values of the last text: the next one reuses the prefix that they share.
     """
 
-    def __init__(self, target: Target, drafter: TreeDrafter | None) -> None:
-        self.target, self.drafter = target, drafter
+    def __init__(self, target: Target, drafter: TreeDrafter | None, verifier: Verifier) -> None:
+        self.target, self.drafter, self.verifier = target, drafter, verifier
         self.cache = target.new_cache()
         self.cached: list[int] = []  # tokens whose keys and values are in the cache
 
@@ -52,7 +51,6 @@ class Decoder:
         An interrupted iteration leaves the decoder usable: what was committed stays a valid prefix.
         """
         device, drafter = self.target.output_device, self.drafter
-        scheme = drafter.scheme if drafter else SCHEMES["topk"]
         taps = drafter.proposer.taps if drafter else ()
         with stats.timed("total"), stats.timed("prefill"):
             self._prefill(prompt, stats)
@@ -68,7 +66,8 @@ class Decoder:
                 with stats.timed("target"):
                     out = self.target.forward_tree(self.cache, tree, taps)
                 with stats.timed("verify"):
-                    verdict = walk(scheme, tree, target_law(out.logits, params), generator)
+                    p = target_law(out.logits, params)
+                    verdict = follow(tree, p) if params.greedy else self.verifier(tree, p, generator)
                 with stats.timed("commit"):
                     nodes = [0, *verdict.path]
                     self.cache.commit(nodes)

@@ -21,9 +21,10 @@ from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import Policy, policy
 from treespec.trees.static import balanced, chain, eagle
-from treespec.verify import scheme_by_name
 from treespec.verify.is_lp import IsLp
 from treespec.verify.scheme import Scheme
+from treespec.verify.verifiers import verifier_by_name
+from treespec.verify.walk import Verifier
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]] | torch.Tensor
 
@@ -58,25 +59,26 @@ class Stream:
 
 @final
 class Spec:
-    """A target with a draft head, a tree policy and a verification scheme; without a head, the baseline."""
+    """A target with a draft head, a tree policy and a verifier; without a head, the baseline."""
 
     def __init__(
         self,
         target: Target,
         head: EagleHead | None,
         tree: str | Policy | None = None,
-        verifier: str | Scheme = "topk",
+        verifier: str | Verifier = "topk",
         template: str | None = None,
     ) -> None:
         self.target, self.head, self.template = target, head, template
-        self.scheme = scheme_by_name(verifier) if isinstance(verifier, str) else verifier
+        self.verifier = verifier_by_name(verifier) if isinstance(verifier, str) else verifier
+        scheme = self.verifier.scheme
         if tree is None:
-            tree = default_tree(self.scheme)
+            tree = default_tree(scheme)
         self.policy = policy(tree) if isinstance(tree, str) else tree
-        drafter = TreeDrafter(EagleProposer(head, target), self.policy, self.scheme) if head else None
-        self.decoder = Decoder(target, drafter)
+        drafter = TreeDrafter(EagleProposer(head, target), self.policy, scheme) if head else None
+        self.decoder = Decoder(target, drafter, self.verifier)
 
-    def configured(self, tree: str | Policy | None = None, verifier: str | Scheme = "topk") -> "Spec":
+    def configured(self, tree: str | Policy | None = None, verifier: str | Verifier = "topk") -> "Spec":
         """The same target and head with another tree and verifier; no weights are copied."""
         return Spec(self.target, self.head, tree, verifier, self.template)
 

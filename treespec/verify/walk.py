@@ -1,7 +1,7 @@
-"""The walk over a tree: sample the plan at every node, follow the tokens that are children."""
+"""The seam of verifiers, and the walk: sample the plan at every node, follow the tokens that are children."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -20,20 +20,42 @@ class Verdict:
 
 
 class Verifier(Protocol):
+    """Keeps a path of a tree. name: as `--verifier` takes it. scheme: whose draws the tree holds."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def scheme(self) -> Scheme: ...
+
     def __call__(self, tree: TokenTree, p: Tensor, generator: torch.Generator) -> Verdict:
-        """p: [N, V] probabilities, or [N] int64 at temperature 0: the only possible token at each node."""
+        """p: [N, V] probabilities."""
         ...
 
 
-def walk(scheme: Scheme, tree: TokenTree, p: Tensor, generator: torch.Generator) -> Verdict:
-    """Lossless for every lossless scheme: each output token has the target's law given the text before it.
+@final
+@dataclass(frozen=True)
+class Walk:
+    """Samples the plan at the root, goes to the child with that token, and so on; at a leaf it samples p.
 
+    Lossless for every lossless scheme: each output token has the target's law given the text before it.
     The plan is sampled at all nodes at once and only the path's samples are used; the host waits once.
     """
-    if tree.drafts and p.is_floating_point():
-        nodes = tree.drafts.nodes
-        p = p.index_copy(0, nodes, scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws))
-    choice = sample(p, generator) if p.is_floating_point() else p  # [N]
+
+    scheme: Scheme
+
+    @property
+    def name(self) -> str:
+        return self.scheme.name
+
+    def __call__(self, tree: TokenTree, p: Tensor, generator: torch.Generator) -> Verdict:
+        if tree.drafts:
+            nodes = tree.drafts.nodes
+            p = p.index_copy(0, nodes, self.scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws))
+        return follow(tree, sample(p, generator))
+
+
+def follow(tree: TokenTree, choice: Tensor) -> Verdict:
+    """The path along the tokens chosen at the nodes, [N] int64; at temperature 0 they are the target's own."""
     rows = torch.arange(len(choice), device=choice.device)
     child = (tree.parents == rows[:, None]) & (tree.tokens == choice[:, None])  # [N, N]
     first = torch.where(child.any(1), child.int().argmax(1), -1)

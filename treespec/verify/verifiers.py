@@ -1,0 +1,9 @@
+"""Names of verifiers, as `--verifier` takes them."""
+
+from treespec.verify import scheme_by_name
+from treespec.verify.walk import Verifier, Walk
+
+
+def verifier_by_name(spec: str) -> Verifier:
+    """`rrs-wo` or any other scheme: the walk over it. Raises InputError for an unknown name, option or value."""
+    return Walk(scheme_by_name(spec))

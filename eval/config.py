@@ -74,8 +74,8 @@ def configurations(config: EvalConfig) -> list[Configuration]:
 
     Raises InputError for a bad list.
     """
-    verifiers = _listed("verifier", config.verifier)
-    trees = [None] if config.tree is None else _listed("tree", config.tree)
+    verifiers = listed("verifier", config.verifier)
+    trees = [None] if config.tree is None else listed("tree", config.tree)
     pairs = [
         (verifier, tree)
         for verifier, _, own in (name.partition("@") for name in verifiers)
@@ -84,7 +84,7 @@ def configurations(config: EvalConfig) -> list[Configuration]:
     baseline = [(None, None)] if config.baseline else []
     chosen = [
         Configuration(_model_id(config.target, verifier, tree, temperature), verifier, tree, temperature)
-        for temperature in dict.fromkeys(map(_number, _listed("temperature", config.temperature)))
+        for temperature in dict.fromkeys(number("temperature", t) for t in listed("temperature", config.temperature))
         for verifier, tree in [*baseline, *pairs]
     ]
     names = [configuration.model_id for configuration in chosen]
@@ -125,19 +125,20 @@ def read_record(file: Path, record: dict[str, Any]) -> dict[str, Any] | None:
     return before
 
 
-def _listed(name: str, values: str) -> list[str]:
-    """Parts between commas or semicolons, but for the commas inside `is-lp:s=8,alphabet=50`."""
+def listed(name: str, values: str) -> list[str]:
+    """The different parts between commas or semicolons, but for the commas inside `is-lp:s=8,alphabet=50`."""
     parts = [part.strip() for part in re.split(r"[;,](?!\s*\w+=)", values)]
     if not all(parts):
         raise InputError(f"--{name} {values!r} has an empty part: separate by single commas")
     return list(dict.fromkeys(parts))
 
 
-def _number(text: str) -> float:
+def number(name: str, text: str) -> float:
+    """Raises InputError for what is none."""
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"--temperature: {text!r} is not a number") from None
+        raise InputError(f"--{name}: {text!r} is not a number") from None
 
 
 def _model_id(target: str, verifier: str | None, tree: str | None, temperature: float) -> str:

@@ -86,7 +86,7 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
                 f"{out} was measured on {_line(before['environment'])}, this is {_line(environment)}; "
                 "times of both cannot be mixed: choose another --out"
             )
-        _save(out / "config.json", json.dumps(record | {"environment": environment}, indent=2) + "\n")
+        save(out / "config.json", json.dumps(record | {"environment": environment}, indent=2) + "\n")
         (out / "answers").mkdir(exist_ok=True)
 
         short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
@@ -99,8 +99,8 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
             answers.append(files[configuration], answer)
             report(Step(number, total, _said(answer)))
     summary = summarise(out, config.resamples)
-    _save(out / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    _save(out / "summary.md", markdown(summary))
+    save(out / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    save(out / "summary.md", markdown(summary))
     return summary
 
 
@@ -234,7 +234,7 @@ def _said(answer: Answer) -> str:
     )
 
 
-def _save(file: Path, text: str) -> None:
+def save(file: Path, text: str) -> None:
     temporary = file.with_name(f".{file.name}.writing")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, file)

@@ -26,7 +26,7 @@ from treespec.decode import Piece
 from treespec.draft.eagle import new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.train.conversations import read_conversations
+from treespec.conversations import read_conversations
 from treespec.trees.static import TreeError
 
 CONTEXT = 4096

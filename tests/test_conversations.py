@@ -17,7 +17,7 @@ from chat_templates import (
 
 from treespec import templates
 from treespec.errors import InputError
-from treespec.train.conversations import (
+from treespec.conversations import (
     Conversation,
     Example,
     UnusableConversation,

@@ -10,7 +10,7 @@ from chat_templates import (
 )
 
 from treespec.errors import InputError
-from treespec.train.conversations import (
+from treespec.conversations import (
     Example,
     encode_conversation,
     read_conversations,

@@ -12,7 +12,7 @@ from treespec.errors import InputError
 from treespec.target import Target
 from treespec.train import features
 from treespec.train.config import TrainConfig
-from treespec.train.conversations import Example, encode_conversations, read_conversations, split
+from treespec.conversations import Example, encode_conversations, read_conversations, split
 
 
 @dataclass(frozen=True)

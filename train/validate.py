@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeLayer
+from treespec.draft.rollout import rollout
 from treespec.heads.eagle import EagleHead
 from treespec.target import Target
 
@@ -40,27 +40,11 @@ def validate(head: EagleHead, target: Target, rows: Iterable[tuple[Tensor, Tenso
 def rollout_agreement(head: EagleHead, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Tensor:
     """[R, steps] bool: from each of R = T - steps - 1 positions, whether draft step d finds the target's token.
 
-    A rollout from position t uses true pairs up to t, then its own features with the text's tokens. All
-    rollouts run at once, step d being one more stretch of the cache, of which a row sees only its own entry:
-
-        row t sees   | pairs 0 .. t | step 2 of t | step 3 of t | ...
+    `rollout` says what a draft step is along a text.
     """
-    rollouts = len(tokens) - steps - 1
-    if rollouts <= 0:
-        return torch.zeros(0, steps, dtype=torch.bool)
     wanted = target.output_logits(features).argmax(-1)  # [T]
-    cache = TreeLayer(capacity=rollouts * steps)
-    dtype = head.fc.weight.dtype
-    hidden = features[:rollouts].to(dtype)
-    seen = torch.ones(rollouts, rollouts, dtype=torch.bool, device=hidden.device).tril()
-    own = torch.eye(rollouts, dtype=torch.bool, device=hidden.device)
-    agree = []
-    for step in range(steps):
-        positions = torch.arange(step, step + rollouts, device=hidden.device)
-        following = tokens[step + 1 : step + 1 + rollouts]
-        hidden = head(following[None], hidden[None], positions, seen, cache)[0]
-        cache.length += rollouts
-        seen = torch.cat([seen, own], dim=1)
-        drafted = target.output_logits(hidden.to(features.dtype)).argmax(-1)
-        agree.append(drafted == wanted[step + 1 : step + 1 + rollouts])
-    return torch.stack(agree, dim=1)
+    agree = [
+        target.output_logits(hidden).argmax(-1) == wanted[step : step + len(hidden)]
+        for step, hidden in enumerate(rollout(head, tokens, features, steps), start=1)
+    ]
+    return torch.stack(agree, dim=1) if agree else torch.zeros(0, steps, dtype=torch.bool)

@@ -178,7 +178,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
                     if line.strip():
                         yield f"{path.name}:{i}", line.removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; --data takes a JSONL file") from error
+        raise InputError(f"cannot read {path}: {error.strerror}; give a JSONL file") from error
     except ValueError as error:
         raise InputError(f"{path} begins as a JSON list but is not valid JSON: {error}") from error
 

@@ -1,0 +1,38 @@
+"""A head along a given text: what it extrapolates when it drafts from every position at once."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from treespec.cache import TreeLayer
+from treespec.heads.eagle import EagleHead
+
+
+@torch.no_grad()
+def rollout(head: EagleHead, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+    """[R, H] the features extrapolated by draft step 1, 2, … from each of R = T - steps - 1 positions.
+
+    tokens: [T] int64; features: [T, H] the target's. Row t of step d stands for the target's feature t + d,
+    the logits of token t + d + 1. A rollout from position t uses true pairs up to t, then its own features
+    with the text's tokens. All rollouts run at once, step d being one more stretch of the cache, of which a
+    row sees only its own entry:
+
+        row t sees   | pairs 0 .. t | step 2 of t | step 3 of t | ...
+
+    Nothing is yielded for a text of less than steps + 2 tokens.
+    """
+    rollouts = len(tokens) - steps - 1
+    if rollouts <= 0:
+        return
+    cache = TreeLayer(capacity=rollouts * steps)
+    hidden = features[:rollouts].to(head.fc.weight.dtype)
+    seen = torch.ones(rollouts, rollouts, dtype=torch.bool, device=hidden.device).tril()
+    own = torch.eye(rollouts, dtype=torch.bool, device=hidden.device)
+    for step in range(steps):
+        positions = torch.arange(step, step + rollouts, device=hidden.device)
+        following = tokens[step + 1 : step + 1 + rollouts]
+        hidden = head(following[None], hidden[None], positions, seen, cache)[0]
+        cache.length += rollouts
+        seen = torch.cat([seen, own], dim=1)
+        yield hidden.to(features.dtype)

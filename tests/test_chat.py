@@ -22,11 +22,11 @@ from treespec import cli
 from treespec.cli.chat import CONTROL, ChatConfig, stripped
 from treespec.cli.commands import COMMANDS, Conversation, in_words, run
 from treespec.cli.config import load_spec
+from treespec.conversations import read_conversations
 from treespec.decode import Piece
 from treespec.draft.eagle import new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.conversations import read_conversations
 from treespec.trees.static import TreeError
 
 CONTEXT = 4096

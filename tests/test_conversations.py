@@ -16,7 +16,6 @@ from chat_templates import (
 )
 
 from treespec import templates
-from treespec.errors import InputError
 from treespec.conversations import (
     Conversation,
     Example,
@@ -24,6 +23,7 @@ from treespec.conversations import (
     encode_conversation,
     encode_conversations,
 )
+from treespec.errors import InputError
 
 
 def decoded_answers(tokenizer, example: Example) -> list[str]:

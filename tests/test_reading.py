@@ -9,13 +9,13 @@ from chat_templates import (
     turns,
 )
 
-from treespec.errors import InputError
 from treespec.conversations import (
     Example,
     encode_conversation,
     read_conversations,
     split,
 )
+from treespec.errors import InputError
 
 SHAREGPT = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},

@@ -8,11 +8,11 @@ from pathlib import Path
 from accelerate import Accelerator
 from torch import Tensor
 
+from treespec.conversations import Example, encode_conversations, read_conversations, split
 from treespec.errors import InputError
 from treespec.target import Target
 from treespec.train import features
 from treespec.train.config import TrainConfig
-from treespec.conversations import Example, encode_conversations, read_conversations, split
 
 
 @dataclass(frozen=True)

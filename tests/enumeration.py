@@ -3,7 +3,9 @@
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from scipy.optimize import linprog
 from torch import Tensor
 
 from treespec.trees.tree import Draws
@@ -101,6 +103,16 @@ def outcomes(name: str, q: Tensor, k: int) -> list[Outcome]:
         case "topk":
             found = iter([(tuple(sorted(range(len(laws)), key=lambda x: -laws[x])[:k]), 1.0)])
     return [(draws, probability) for draws, probability in found if probability > 0]
+
+
+def optimum(found: list[Outcome], p: Tensor) -> float:
+    """The most that any plan accepts: mass from draws to their own tokens, a linear program (HiGHS, 1e-7)."""
+    pairs = [(row, x) for row, (draws, _) in enumerate(found) for x in {*draws} - {-1}]
+    uses = np.zeros((len(found) + len(p), len(pairs)))
+    for column, (row, x) in enumerate(pairs):
+        uses[row, column] = uses[len(found) + x, column] = 1
+    supply = [probability for _, probability in found] + p.tolist()
+    return -linprog(-np.ones(len(pairs)), A_ub=uses, b_ub=supply, method="highs").fun
 
 
 def enumerate_plans(scheme: Scheme, p: Tensor, q: Tensor, ks: list[int]) -> list[tuple[Tensor, Tensor]]:

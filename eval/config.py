@@ -14,7 +14,7 @@ from treespec.options import option
 if TYPE_CHECKING:
     from treespec.eval.questions import Question
 
-SUMMARY_ONLY = ("out", "resamples")  # options that change no answer
+SUMMARY_ONLY = ("out", "resamples", "allow_lossy")  # options that change no answer
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class EvalConfig:
     out: str = option("folder for answers and summary; the same command goes on where it stopped")
     questions: str = option("builtin, mt-bench or a JSONL file in FastChat's format", "builtin")
     verifier: str = option(
-        "one or several, by commas: single, rrs, rrs-wo, spechub, greedy, is-lp, topk; rrs-wo@2x4 names its tree",
+        "one or several, by commas: single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, otm-lp, topk, typical (lossy); "
+        "rrs-wo@2x4 names its tree",
         "topk",
     )
     tree: str | None = option(
@@ -34,6 +35,7 @@ class EvalConfig:
         "default: each verifier's own",
         None,
     )
+    allow_lossy: bool = option("let verifiers change the law of the text", False)
     temperature: str = option("one or several, by commas; 0 is greedy", "0")
     top_k: int = option("keep the k likeliest tokens; 0 is off", 0)
     top_p: float = option("keep the likeliest tokens up to this probability; 1 is off", 1.0)
@@ -127,7 +129,7 @@ def read_record(file: Path, record: dict[str, Any]) -> dict[str, Any] | None:
 
 def listed(name: str, values: str) -> list[str]:
     """The different parts between commas or semicolons, but for the commas inside `is-lp:s=8,alphabet=50`."""
-    parts = [part.strip() for part in re.split(r"[;,](?!\s*\w+=)", values)]
+    parts = [part.strip() for part in re.split(r"[;,](?!\s*[\w-]+=)", values)]
     if not all(parts):
         raise InputError(f"--{name} {values!r} has an empty part: separate by single commas")
     return list(dict.fromkeys(parts))

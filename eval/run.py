@@ -151,7 +151,7 @@ def _checked(configuration: Configuration, config: EvalConfig) -> Draft:
     SamplingParams(configuration.temperature, config.top_k, config.top_p)
     if configuration.verifier is None:
         return None
-    verifier = verifier_by_name(configuration.verifier)
+    verifier = verifier_by_name(configuration.verifier, config.allow_lossy)
     tree = policy(configuration.tree) if configuration.tree else default_tree(verifier.scheme)
     check_pair(tree, verifier.scheme)
     return tree, verifier

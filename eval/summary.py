@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from treespec.errors import InputError
 from treespec.eval.answers import Answer, read
 from treespec.eval.config import Configuration, EvalConfig, configurations
+from treespec.verify.verifiers import verifier_by_name
 
 Array = NDArray[np.float64]
 
@@ -28,7 +29,7 @@ STAGES = ("head", "rest_of_drafting", "target", "verify", "commit", "rest")
 def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
     """The figures of an evaluation, from its files alone; lengths in tokens, times as their names say.
 
-    {config, environment, questions, left_out, few_questions, configurations: [{model_id, verifier, tree,
+    {config, environment, questions, left_out, few_questions, configurations: [{model_id, verifier, lossless, tree,
     temperature, overall, categories: {name: …}, same_as_baseline, ended}]}; `overall` and each category are
     `figures`. Only questions that every configuration has answered count. Raises InputError if there is none.
     """
@@ -57,6 +58,7 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
             {
                 "model_id": configuration.model_id,
                 "verifier": configuration.verifier or "baseline",
+                "lossless": _lossless(configuration),
                 "tree": configuration.tree if configuration.verifier else None,
                 "temperature": configuration.temperature,
                 "overall": of(questions),
@@ -73,6 +75,10 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
         "few_questions": [name for name, chosen in {"overall": questions, **groups}.items() if len(chosen) < FEW],
         "configurations": rows,
     }
+
+
+def _lossless(configuration: Configuration) -> bool:
+    return configuration.verifier is None or verifier_by_name(configuration.verifier, True).scheme.lossless
 
 
 def resample(questions: int, resamples: int, seed: int) -> Array:

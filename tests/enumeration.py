@@ -9,10 +9,13 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from treespec.trees.tree import Draws
+from treespec.verify import SCHEMES
 from treespec.verify.scheme import Scheme
 
 Outcome = tuple[tuple[int, ...], float]  # draws, -1 for none; their probability
 
+LOSSLESS = [name for name, scheme in SCHEMES.items() if scheme.lossless]
+STOCHASTIC = [name for name, scheme in SCHEMES.items() if not scheme.deterministic]
 
 TINY = 1e-12
 CASES = {
@@ -92,7 +95,7 @@ def outcomes(name: str, q: Tensor, k: int) -> list[Outcome]:
     """The law of k draws that have positive probability. q: [V] or [K, V]."""
     laws = q.tolist()
     match name:
-        case "single" | "rrs" | "is-lp":
+        case "single" | "rrs" | "is-lp" | "kseq" | "otm-lp":
             found = independent(laws[:k] if q.dim() == 2 else [laws] * k)
         case "rrs-wo":
             found = sequential(laws, k)
@@ -100,7 +103,7 @@ def outcomes(name: str, q: Tensor, k: int) -> list[Outcome]:
             found = tops_then_one(laws, k)
         case "spechub":
             found = hub(laws, k)
-        case "topk":
+        case "topk" | "typical":
             found = iter([(tuple(sorted(range(len(laws)), key=lambda x: -laws[x])[:k]), 1.0)])
     return [(draws, probability) for draws, probability in found if probability > 0]
 

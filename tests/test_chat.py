@@ -86,7 +86,7 @@ def conversation(spec, config):
 
 
 def arguments(config):
-    named = {name: value for name, value in vars(config).items() if value is not None}
+    named = {name: value for name, value in vars(config).items() if value is not None and value is not False}
     return [part for name, value in named.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 

@@ -39,12 +39,19 @@ def test_generate_prints_what_the_api_says(folders, monkeypatch, capsys):
     assert f"{wanted.stats.new_tokens} tokens" in printed.err
 
 
+def test_a_lossy_verifier_runs_where_it_is_allowed(folders, monkeypatch):
+    target, head = folders
+    options = ["--target", target, "--head", head, "--prompt", "the question", "--max-new-tokens", "4"]
+    assert run(monkeypatch, "generate", *options, "--temperature", "1", "--verifier", "typical", "--allow-lossy") == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         (["--target", "nowhere"], "cannot load the target 'nowhere'"),
         (["--head", "./nowhere"], "no head directory at ./nowhere"),
         (["--verifier", "judge"], "unknown verifier 'judge'"),
+        (["--verifier", "typical"], "allow that with --allow-lossy"),
         (["--tree", "bush"], "unknown tree 'bush'"),
         (["--tree", "nowhere.json"], "cannot read tree file nowhere.json"),
         (["--tree", "dynamic", "--verifier", "rrs"], "biases sampled draws"),

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from enumeration import STOCHASTIC
 from models import CONFIGS, random_head, random_model, target
 
 from treespec.draft.grow import check_pair
@@ -14,8 +15,6 @@ from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import policy
 from treespec.verify import SCHEMES, scheme_by_name
-
-STOCHASTIC = [name for name in SCHEMES if name != "topk"]
 
 
 def prompt(length=7, seed=3):
@@ -46,7 +45,8 @@ def test_greedy_equals_generate_token_for_token(name):
 @pytest.mark.parametrize("verifier", SCHEMES)
 def test_greedy_is_the_same_under_every_verifier(llama, verifier):
     wanted = plain_generate(llama.target, prompt(), 24)
-    assert llama.configured(verifier=verifier).generate(prompt(), max_new_tokens=24).token_ids == wanted
+    spec = llama.configured(verifier=verifier, allow_lossy=True)
+    assert spec.generate(prompt(), max_new_tokens=24).token_ids == wanted
 
 
 def test_a_head_that_knows_the_target_is_accepted_whole():

@@ -255,6 +255,7 @@ def test_changed_questions_and_machines_are_refused(home, finished, tmp_path):
     [
         ({"verifier": "topk,rrs-wo", "tree": "eagle;dynamic:depth=3,topk=2,nodes=8"}, "bias"),
         ({"verifier": "topk,nonsense"}, "nonsense"),
+        ({"verifier": "topk,typical"}, "--allow-lossy"),
         ({"verifier": "topk,,greedy"}, "empty part"),
         ({"tree": "nonsense"}, "nonsense"),
         ({"temperature": "0,-1"}, "temperature is -1"),
@@ -324,6 +325,24 @@ def test_one_row_of_steps_for_a_person_to_watch(finished):
     assert {step.total for step in steps} == {9}
     assert sum(text.startswith("warm-up") for text in texts) == 3
     assert all("tokens/s" in text for text in texts[-9:])
+
+
+def test_lossy_verifiers_are_marked(home, tmp_path):
+    config = config_in(
+        home, tmp_path, verifier="topk,typical:delta=0.2", allow_lossy=True, temperature="1", limit=1, warm_up=0
+    )
+    rows = evaluate(config)["configurations"]
+    assert {row["verifier"]: row["lossless"] for row in rows} == {
+        "baseline": True,
+        "topk": True,
+        "typical:delta=0.2": False,
+    }
+    table = (tmp_path / "summary.md").read_text()
+    assert re.findall(r"^\| (\S+ \(lossy\)|\S+) +\| 1 ", table, re.MULTILINE)[:3] == [
+        "baseline",
+        "topk",
+        "typical:delta=0.2 (lossy)",
+    ]
 
 
 def test_options_with_commas_stay_whole():

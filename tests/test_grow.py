@@ -1,6 +1,8 @@
 """Growing trees: EAGLE-2's tree is the likeliest part of all drafts, sampled trees carry the laws they came from."""
 
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from treespec.draft.grow import TreeDrafter
 from treespec.sampling import SamplingParams, probs
 from treespec.target import Target
 from treespec.trees.policy import policy
+from treespec.trees.static import StaticTree
 from treespec.verify import scheme_by_name
+from treespec.verify.walk import Walk
 
 TEXT, FEATURES = torch.tensor([1, 2, 0, 3, 1]), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
@@ -22,11 +26,14 @@ def table():
     return model, random_head(model, seed=2)
 
 
+LEVELS = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+
+
 def drafter(table, tree, verifier):
     model, head = table
     proposer = EagleProposer(head, model)
     proposer.observe(FEATURES, TEXT)
-    return TreeDrafter(proposer, policy(tree), scheme_by_name(verifier))
+    return TreeDrafter(proposer, policy(tree) if isinstance(tree, str) else tree, scheme_by_name(verifier))
 
 
 @torch.no_grad()
@@ -72,10 +79,42 @@ def test_a_sampled_tree_stores_the_laws_that_its_draws_came_from(table):
         assert (law[children] > 0).all()
 
 
+def test_draws_at_temperatures_of_their_own_store_a_law_each(table):
+    """The first draw at 0.7, the others at 1.4 times the sampling temperature; levels of 3, 2 and 1 draws."""
+    params = SamplingParams(temperature=0.8, top_p=0.9)
+    tree = drafter(table, LEVELS, "rrs:draft-temperatures=0.7/1.4").draft(
+        TEXT[-1:], params, torch.Generator().manual_seed(5)
+    )
+    q, tokens = tree.drafts.q, tree.drafts.draws.tokens
+    assert q.shape == (4, 3, 4)
+    assert (tokens >= 0).sum(1).tolist() == [3, 2, 1, 1]
+    for row, draw in (tokens >= 0).nonzero().tolist():
+        own = replace(params, temperature=0.8 * (1.4 if draw else 0.7))
+        law = probs(draft_logits(table, paths(tree)[tree.drafts.nodes[row]]), own)
+        assert torch.allclose(q[row, draw], law, atol=1e-5)
+        assert law[tokens[row, draw]] > 0
+
+
+@pytest.mark.parametrize(
+    ("verifier", "draws"), [("rrs:draft-temperatures=0.5/1/2", 3), ("is-lp:draft-temperatures=0.5/2", 2)]
+)
+def test_draws_at_temperatures_of_their_own_are_accepted_at_the_stated_rate(table, verifier, draws):
+    """z below 4: by chance in 6e-5 of all seeds."""
+    params, runs = SamplingParams(temperature=0.8), 800
+    generator = torch.Generator().manual_seed(6)
+    p = probs(torch.randn(1 + draws, 4, generator=generator), params)
+    trees = [drafter(table, f"{draws}x1", verifier).draft(TEXT[-1:], params, generator) for _ in range(runs)]
+    scheme = scheme_by_name(verifier)
+    accepted = sum(len(Walk(scheme)(tree, p, generator).path) for tree in trees)
+    rate = float(scheme.acceptance_rate(p[:1], trees[0].drafts.q, draws))
+    assert 0.1 < rate < 0.95
+    assert abs(accepted / runs - rate) < 4 * math.sqrt(rate * (1 - rate) / runs)
+
+
 def test_at_temperature_0_the_children_are_the_likeliest_under_any_verifier(table):
     trees = [
         drafter(table, "3x2", verifier).draft(TEXT[-1:], SamplingParams(), torch.Generator())
-        for verifier in ("topk", "rrs", "greedy")
+        for verifier in ("topk", "rrs", "rrs:draft-temperatures=0.5/2", "greedy")
     ]
     for tree in trees:
         assert tree.drafts is None

@@ -4,14 +4,16 @@ from collections import Counter
 
 import pytest
 import torch
-from enumeration import CASES, enumerate_plans, law, outcomes, random_law
+from enumeration import CASES, LOSSLESS, enumerate_plans, law, outcomes, random_law
 from scipy.stats import chisquare
 
 from treespec.errors import InputError
 from treespec.trees.tree import Draws
 from treespec.verify import SCHEMES, scheme_by_name
+from treespec.verify.is_lp import IsLp
+from treespec.verify.typical import Typical
 
-NAMES = [*SCHEMES, "is-lp:s=2", "is-lp:s=1", "is-lp:alphabet=2", "is-lp:s=2,alphabet=3"]
+NAMES = [*LOSSLESS, "is-lp:s=2", "is-lp:s=1", "is-lp:alphabet=2", "is-lp:s=2,alphabet=3"]
 WITHOUT_REPLACEMENT = ["rrs-wo", "greedy", "spechub"]
 
 
@@ -88,10 +90,11 @@ def test_float32_plans_are_laws_where_rounding_leaves_no_residual(name: str) -> 
     torch.testing.assert_close(plan, p)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in [*NAMES, "typical"] if name != "otm-lp"])
 def test_float32_plans_at_vocabulary_size_are_laws(name: str) -> None:
     generator = torch.Generator().manual_seed(3)
-    scheme, k = scheme_by_name(name), min(4, scheme_by_name(name).max_draws or 4)
+    scheme = scheme_by_name(name, allow_lossy=True)
+    k = min(4, scheme.max_draws or 4)
     logits = 4 * torch.randn(4, 3000, generator=generator)
     q = logits.softmax(-1)
     p = (logits + torch.randn(4, 3000, generator=generator)).softmax(-1)
@@ -125,7 +128,7 @@ def test_draws_follow_the_law_at_nodes_with_different_numbers_of_draws(name: str
     assert tokens.shape == (len(ks), ks.max())
     for k in numbers_of_draws(name):
         assert (tokens[ks == k, k:] == -1).all()
-        if name != "topk" or 0 not in q:
+        if not SCHEMES[name].deterministic or 0 not in q:
             check_law(Counter(map(tuple, tokens[ks == k, :k].tolist())), outcomes(name, law(q), k))
 
 
@@ -152,18 +155,44 @@ def test_a_deterministic_draw_takes_scores_and_lists_the_best_first() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("best", "single, rrs, rrs-wo, spechub, greedy, is-lp, topk"),
-        ("is-lp:t=3", "unknown option 't'; its options are s, alphabet"),
-        ("rrs:s=3", "it has no options"),
+        ("best", ", ".join(SCHEMES)),
+        ("is-lp:t=3", "unknown option 't'; its options are s, alphabet, draft-temperatures"),
+        ("single:s=3", "it has no options"),
         ("is-lp:s=many", "s must be a whole number"),
         ("is-lp:s=", "s must be a whole number"),
         ("is-lp:s=0", "at least 1"),
+        ("rrs:draft-temperatures=1/warm", "draft-temperatures must be numbers, such as 0.8/1.2"),
+        ("rrs:draft-temperatures=1/0", "all must be positive"),
+        ("is-lp:draft-temperatures=-1", "all must be positive"),
+        ("typical:epsilon=few", "epsilon must be a number"),
+        ("typical:delta=nan", "both must lie in (0, 1]"),
     ],
 )
 def test_an_unknown_scheme_or_option_is_named(spec: str, words: str) -> None:
     with pytest.raises(InputError) as error:
-        scheme_by_name(spec)
+        scheme_by_name(spec, allow_lossy=True)
     assert words in str(error.value)
+
+
+def test_options_have_the_type_of_their_field() -> None:
+    assert scheme_by_name("is-lp:s=8,draft-temperatures=0.8/1") == IsLp(s=8, draft_temperatures=(0.8, 1.0))
+    assert scheme_by_name("typical:epsilon=0.2", allow_lossy=True) == Typical(epsilon=0.2)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in LOSSLESS])
+def test_a_lossy_scheme_must_be_allowed(name: str) -> None:
+    with pytest.raises(InputError, match="--allow-lossy"):
+        scheme_by_name(name)
+    assert scheme_by_name(name, allow_lossy=True) == SCHEMES[name]
+
+
+def test_a_program_that_is_too_large_is_refused() -> None:
+    q = torch.full((1, 100), 0.01)
+    draws = Draws(torch.tensor([[1, 2, 3]]))
+    with pytest.raises(InputError, match=r"3 draws of 100 tokens make 166750 sets.*take optimal"):
+        SCHEMES["otm-lp"].plan(q, q, draws)
+    one_hot = torch.eye(100)[:1]
+    torch.testing.assert_close(SCHEMES["otm-lp"].plan(q, one_hot, Draws(torch.zeros_like(draws.tokens))), q)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -6,16 +6,15 @@ from collections import Counter
 
 import pytest
 import torch
+from enumeration import STOCHASTIC
 from models import TableConfig, TableModel, random_head
 from scipy.stats import chi2
 
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
 from treespec.target import Target
-from treespec.verify import SCHEMES
 
 ERROR = 1e-4  # probability that a test of this file fails by chance, each
-STOCHASTIC = [name for name in SCHEMES if name != "topk"]
 
 
 def chi_square(counts, probabilities):
@@ -80,9 +79,10 @@ class TestSequenceLaw:
 
     @pytest.mark.parametrize(
         ("verifier", "tree"),
-        [(name, None) for name in STOCHASTIC]
+        [(name, None) for name in STOCHASTIC if name != "otm-lp"]
         + [("topk", "dynamic:depth=2,topk=3,nodes=6"), ("topk", "eagle"), ("rrs", "2x2"), ("rrs-wo", "3x2")]
-        + [("is-lp:s=2,alphabet=3", "2x2"), ("baseline", None)],
+        + [("is-lp:s=2,alphabet=3", "2x2"), ("baseline", None), pytest.param("otm-lp", "3x2", marks=pytest.mark.slow)]
+        + [("rrs:draft-temperatures=0.5/1/2", None), ("is-lp:draft-temperatures=0.7/1.6", "2x2")],
     )
     def test_every_verifier_gives_the_targets_law(self, table, verifier, tree):
         spec = table.baseline() if verifier == "baseline" else table.configured(tree, verifier)

@@ -68,9 +68,10 @@ class Spec:
         tree: str | Policy | None = None,
         verifier: str | Verifier = "topk",
         template: str | None = None,
+        allow_lossy: bool = False,
     ) -> None:
         self.target, self.head, self.template = target, head, template
-        self.verifier = verifier_by_name(verifier) if isinstance(verifier, str) else verifier
+        self.verifier = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         scheme = self.verifier.scheme
         if tree is None:
             tree = default_tree(scheme)
@@ -78,9 +79,11 @@ class Spec:
         drafter = TreeDrafter(EagleProposer(head, target), self.policy, scheme) if head else None
         self.decoder = Decoder(target, drafter, self.verifier)
 
-    def configured(self, tree: str | Policy | None = None, verifier: str | Verifier = "topk") -> "Spec":
+    def configured(
+        self, tree: str | Policy | None = None, verifier: str | Verifier = "topk", allow_lossy: bool = False
+    ) -> "Spec":
         """The same target and head with another tree and verifier; no weights are copied."""
-        return Spec(self.target, self.head, tree, verifier, self.template)
+        return Spec(self.target, self.head, tree, verifier, self.template, allow_lossy)
 
     def baseline(self) -> "Spec":
         """One token at a time through the same target and cache: what every speedup is measured against."""
@@ -162,6 +165,7 @@ def load(
     tree: str | None = None,
     verifier: str = "topk",
     *,
+    allow_lossy: bool = False,
     template: str | None = None,
     device_map: Any = "auto",
     dtype: str | torch.dtype = "auto",
@@ -170,13 +174,14 @@ def load(
     """Load a target (directory or hub id) and a head for it, placed by accelerate.
 
     tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default. verifier: a name of
-    `treespec.verify.SCHEMES`. Raises InputError, or HeadError and TreeError, for what cannot be used.
+    `treespec.verify.SCHEMES`; a lossy one needs allow_lossy. Raises InputError, or HeadError and TreeError,
+    for what cannot be used.
     """
     model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
     trained = load_head(head, model.dtype, model.output_device) if head else None
     if trained:
         fit(trained, model, head)
-    return Spec(model, trained, tree, verifier, template)
+    return Spec(model, trained, tree, verifier, template, allow_lossy)
 
 
 def fit(head: EagleHead, target: Target, name: str | None) -> None:

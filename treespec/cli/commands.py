@@ -52,7 +52,7 @@ class Conversation:
         """Another tree and verifier from the next answer on. A pair that is refused changes nothing."""
         if self.spec.head is None:
             raise InputError("nothing is drafted without a head: start again with --head")
-        self.spec = self.spec.configured(tree, verifier)
+        self.spec = self.spec.configured(tree, verifier, self.config.allow_lossy)
         self.config = replace(self.config, tree=tree, verifier=verifier)
         return self.drafting()
 

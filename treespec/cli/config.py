@@ -14,7 +14,8 @@ class ModelConfig:
     target: str = option("target model: a directory or a hub id")
     head: str | None = option("draft head: a directory or a hub id; none decodes one token at a time", None)
     tree: str | None = option("eagle, chain:5, 2x4, dynamic:nodes=60, or a JSON file of paths", None)
-    verifier: str = option("single, rrs, rrs-wo, spechub, greedy, is-lp or topk", "topk")
+    verifier: str = option("single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, otm-lp, topk or typical (lossy)", "topk")
+    allow_lossy: bool = option("let the verifier change the law of the text", False)
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
@@ -49,6 +50,7 @@ def load_spec(config: ModelConfig) -> "Spec":
         config.head,
         config.tree,
         config.verifier,
+        allow_lossy=config.allow_lossy,
         template=config.template,
         device_map=config.device_map,
         dtype=config.dtype,

@@ -1,9 +1,11 @@
 """Growing a token tree: a proposer gives draft logits, a scheme draws, a policy shapes."""
 
+from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from treespec.draft.proposer import Proposer
 from treespec.errors import InputError
@@ -83,14 +85,14 @@ class TreeDrafter:
             if above:
                 frontier = tokens[-1][level.nodes - above.first].clamp_min(0)
                 logits = self.proposer.extend(frontier, level.parent_rows)
-            q = logits if scheme.deterministic else probs(logits, params)  # [F, V]
+            q = logits if scheme.deterministic else _laws(logits, scheme, params, int(level.draws.max()))
             drawn = scheme.draw(q, level.draws, generator)  # [F, K]
             tokens.append(drawn.tokens[level.rows, level.columns])
             if not scheme.deterministic:
                 laws.append(q)
                 draws.append(drawn)
                 nodes.append(level.nodes)
-        drafts = None if scheme.deterministic else Drafts(torch.cat(nodes), torch.cat(laws), _stack(draws))
+        drafts = None if scheme.deterministic else Drafts(torch.cat(nodes), _table(laws), _stack(draws))
         return TokenTree(torch.cat(tokens), fixed.parents, fixed.depth, fixed.ancestors, drafts)
 
     def _dynamic(self, root: Tensor, logits: Tensor, tree: DynamicTree) -> TokenTree:
@@ -118,13 +120,23 @@ class TreeDrafter:
         return TokenTree(torch.cat(tokens)[kept], links, torch.cat(depths)[kept], ancestor_mask(links, tree.depth))
 
 
+def _laws(logits: Tensor, scheme: Scheme, params: SamplingParams, k: int) -> Tensor:
+    """The laws of k draws at F nodes: [F, V], or [F, K, V] where the scheme has a temperature for each draw."""
+    multipliers: tuple[float, ...] = getattr(scheme, "draft_temperatures", ())
+    if not multipliers:
+        return probs(logits, params)
+    laws = [probs(logits, replace(params, temperature=params.temperature * m)) for m in multipliers[:k]]
+    return torch.stack(laws + laws[-1:] * (k - len(laws)), dim=1)
+
+
 def _stack(draws: list[Draws]) -> Draws:
     """Draws of several levels as one table, the narrower ones filled up with absent draws."""
-    widest = max(d.tokens.shape[1] for d in draws)
-
-    def padded(x: Tensor, fill: float) -> Tensor:
-        return torch.nn.functional.pad(x, (0, widest - x.shape[1]), value=fill)
-
-    tokens = torch.cat([padded(d.tokens, -1) for d in draws])
     scores = [d.scores for d in draws if d.scores is not None]
-    return Draws(tokens, torch.cat([padded(s, 0.0) for s in scores]) if scores else None)
+    return Draws(_table([d.tokens for d in draws], -1), _table(scores) if scores else None)
+
+
+def _table(levels: list[Tensor], fill: float = 0.0) -> Tensor:
+    """[F, V], or [F, K, ...] of several levels as one; the narrower ones are filled up in K."""
+    widest = max(x.shape[1] for x in levels)
+    short = [(0, 0) * (x.dim() - 2) + (0, widest - x.shape[1]) for x in levels]
+    return torch.cat([pad(x, by, value=fill) if any(by) else x for x, by in zip(levels, short, strict=True)])

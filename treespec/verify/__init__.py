@@ -1,38 +1,69 @@
 """Multi-draft verification schemes and the walks over them."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 from treespec.errors import InputError
 from treespec.verify.greedy import Greedy
 from treespec.verify.is_lp import IsLp
+from treespec.verify.kseq import KSeq
+from treespec.verify.otm_lp import OtmLp
 from treespec.verify.rrs import RRS
 from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 from treespec.verify.single import Single
 from treespec.verify.spechub import SpecHub
 from treespec.verify.topk import TopK
+from treespec.verify.typical import Typical
 
 SCHEMES: dict[str, Scheme] = {
-    scheme.name: scheme for scheme in (Single(), RRS(), RRSWithoutReplacement(), SpecHub(), Greedy(), IsLp(), TopK())
+    scheme.name: scheme
+    for scheme in (
+        Single(),
+        RRS(),
+        RRSWithoutReplacement(),
+        KSeq(),
+        SpecHub(),
+        Greedy(),
+        IsLp(),
+        OtmLp(),
+        TopK(),
+        Typical(),
+    )
+}
+
+# How an option is read, and what it must be, by the type of its field; others are whole numbers.
+VALUES: dict[Any, tuple[Callable[[str], Any], str]] = {
+    float: (float, "a number"),
+    tuple[float, ...]: (lambda text: tuple(map(float, text.split("/"))), "numbers, such as 0.8/1.2"),
 }
 
 
-def scheme_by_name(spec: str) -> Scheme:
+def scheme_by_name(spec: str, allow_lossy: bool = False) -> Scheme:
     """The scheme that a `--verifier` value names: `rrs-wo`, or with options, `is-lp:s=8,alphabet=50`.
 
-    Raises InputError for an unknown name, option or value.
+    Raises InputError for an unknown name, option or value, and for a lossy scheme that is not allowed.
     """
     name, _, rest = spec.partition(":")
     if name not in SCHEMES:
         raise InputError(f"unknown verifier {name!r}: choose one of {', '.join(SCHEMES)}")
     known: Any = SCHEMES[name]
-    names = [field.name for field in fields(known)]
+    if not (known.lossless or allow_lossy):
+        raise InputError(
+            f"verifier {name} is lossy, its text has another law than the target's: allow that with --allow-lossy "
+            "(allow_lossy=True in Python), or choose another --verifier"
+        )
+    kinds = {field.name.replace("_", "-"): field.type for field in fields(known)}
     options = dict(part.partition("=")[::2] for part in rest.split(",") if part)
-    for option, value in options.items():
-        if option not in names:
-            choice = f"its options are {', '.join(names)}" if names else "it has no options"
+    values = {}
+    for option, text in options.items():
+        if option not in kinds:
+            choice = f"its options are {', '.join(kinds)}" if kinds else "it has no options"
             raise InputError(f"verifier {spec!r}: unknown option {option!r}; {choice}")
-        if not value.isdecimal():
-            raise InputError(f"verifier {spec!r}: {option} must be a whole number, such as {option}=8")
-    return replace(known, **{option: int(value) for option, value in options.items()})
+        parse, wanted = VALUES.get(kinds[option], (int, "a whole number, such as 8"))
+        try:
+            values[option.replace("-", "_")] = parse(text)
+        except ValueError:
+            raise InputError(f"verifier {spec!r}: {option} must be {wanted}") from None
+    return replace(known, **values)

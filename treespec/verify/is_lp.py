@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from treespec.errors import InputError
 from treespec.trees.tree import Draws
 from treespec.verify.laws import (
+    check_temperatures,
     independent,
     laws_of,
     normalise,
@@ -166,6 +167,7 @@ class IsLp:
     s: tokens whose pairs the program decides; the others follow a fixed order.
     alphabet: how many of the likeliest target tokens two draws can answer; the others are one token to the
     program and come from p alone. None is all. Programs are solved on the host.
+    draft_temperatures: of each draw in order, as multiples of the sampling temperature; the last repeats.
     """
 
     name: ClassVar[str] = "is-lp"
@@ -175,8 +177,10 @@ class IsLp:
 
     s: int = 5
     alphabet: int | None = None
+    draft_temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        check_temperatures(self, self.draft_temperatures)
         if self.s < 1 or (self.alphabet is not None and self.alphabet < 1):
             raise InputError(f"is-lp: s is {self.s}, alphabet {self.alphabet}; both must be at least 1")
 

@@ -3,6 +3,7 @@
 A law is a [B, V] row of masses; where a plan uses it, it is normalised by its own sum.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -23,6 +24,15 @@ def check(scheme: Scheme, q: Tensor, width: int) -> None:
         raise InputError(
             f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, not {width}; "
             "take a narrower tree, or a verifier for any number of draws, such as rrs"
+        )
+
+
+def check_temperatures(scheme: Scheme, multipliers: Sequence[float]) -> None:
+    """Raises InputError for draft temperatures that are none."""
+    if not all(0 < multiplier < math.inf for multiplier in multipliers):
+        raise InputError(
+            f"verifier {scheme.name}: draft-temperatures are {'/'.join(map(str, multipliers))}, multiples of the "
+            "sampling temperature; all must be positive, such as 0.8/1.2"
         )
 
 

@@ -7,18 +7,26 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.laws import independent, laws_of, normalise, overlap, recursive_rejection
+from treespec.verify.laws import check_temperatures, independent, laws_of, normalise, overlap, recursive_rejection
 
 
 @final
 @dataclass(frozen=True)
 class RRS:
-    """Independent draws, each verified against what the earlier ones left of p. q: [B, V] or [B, K, V]."""
+    """Independent draws, each verified against what the earlier ones left of p. q: [B, V] or [B, K, V].
+
+    draft_temperatures: of each draw in order, as multiples of the sampling temperature; the last repeats.
+    """
 
     name: ClassVar[str] = "rrs"
     deterministic: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
     max_draws: ClassVar[int | None] = None
+
+    draft_temperatures: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_temperatures(self, self.draft_temperatures)
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         return independent(q, k, generator)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.sampling import sample
-from treespec.trees.tree import TokenTree
+from treespec.trees.tree import Draws, TokenTree
 from treespec.verify.scheme import Scheme
 
 
@@ -38,6 +38,7 @@ class Walk:
     """Samples the plan at the root, goes to the child with that token, and so on; at a leaf it samples p.
 
     Lossless for every lossless scheme: each output token has the target's law given the text before it.
+    Where a scheme's draws are a function of the text, a node's draws are its children.
     The plan is sampled at all nodes at once and only the path's samples are used; the host waits once.
     """
 
@@ -51,6 +52,9 @@ class Walk:
         if tree.drafts:
             nodes = tree.drafts.nodes
             p = p.index_copy(0, nodes, self.scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws))
+        elif not self.scheme.lossless:  # the lossless plan is p
+            children = tree.tokens.where(tree.parents == torch.arange(len(p), device=p.device)[:, None], -1)
+            p = self.scheme.plan(p, p, Draws(children))
         return follow(tree, sample(p, generator))
 
 

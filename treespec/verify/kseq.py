@@ -1,0 +1,68 @@
+"""Sequential selection over independent drafts (Sun et al. 2023, SpecTr)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from treespec.trees.tree import Draws
+from treespec.verify.laws import answer, check, counts, independent, ratio, scale, subtract
+
+
+def shared(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, V] min(p/ρ, q) and its sum β [B, 1] in float64. rho: [B, 1]."""
+    both = torch.minimum(p / rho.to(p.dtype), q)
+    return both, both.sum(-1, keepdim=True).double()
+
+
+def smallest_rho(p: Tensor, q: Tensor, number: Tensor) -> Tensor:
+    """[B, 1] float64, the ρ in [1, K] that solves 1 - (1 - β)^K = ρβ for K = number [B, 1], rounded up.
+
+    The left side falls with ρ, the right side grows. Any ρ above the solution is lossless and accepts less.
+    """
+    low, high = torch.ones_like(number, dtype=torch.float64), number.clamp(min=1).double()
+    for _ in range(int(torch.finfo(p.dtype).bits * 0.85)):  # the mantissa's bits, and a few for K
+        middle = (low + high) / 2
+        _, beta = shared(p, q, middle)
+        enough = 1 - (1 - beta) ** number <= middle * beta
+        low, high = middle.where(~enough, low), middle.where(enough, high)
+    return high
+
+
+@final
+@dataclass(frozen=True)
+class KSeq:
+    """Independent draws, each accepted with min(1, p/(ρq)) in order; else norm (p - min(q, p/ρ) · accepted/β).
+
+    Accepts at least 1 - 1/e of the optimum for such draws. One draw: ρ = 1, `single`.
+    """
+
+    name: ClassVar[str] = "kseq"
+    deterministic: ClassVar[bool] = False
+    lossless: ClassVar[bool] = True
+    max_draws: ClassVar[int | None] = None
+
+    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
+        check(self, q, counts(q, k)[0])
+        return independent(q, k, generator)
+
+    def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
+        check(self, q, draws.tokens.shape[1])
+        present = draws.tokens >= 0
+        number = present.sum(-1, keepdim=True)
+        q = q * scale(q, number > 0)
+        rho = smallest_rho(p, q, number)
+        both, beta = shared(p, q, rho)
+        at = draws.tokens.clamp(min=0)
+        each = ratio(p.gather(1, at), q.gather(1, at) * rho.to(p.dtype)) * present
+        reach = (1 - each).cumprod(-1)  # Pr(all up to a draw are refused)
+        accepted = each * reach.roll(1, -1).index_fill(1, at.new_zeros(1), 1)
+        paid = (1 - (1 - beta) ** number) / beta.clamp(min=torch.finfo(beta.dtype).tiny)
+        return answer(p, subtract(p, both, paid.to(p.dtype)), draws.tokens, accepted)
+
+    def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
+        check(self, q, k)
+        number = torch.full_like(q[:, :1], k, dtype=torch.int64)
+        _, beta = shared(p, q, smallest_rho(p, q, number))
+        return (1 - (1 - beta) ** number).squeeze(1).to(p.dtype)

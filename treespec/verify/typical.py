@@ -1,0 +1,55 @@
+"""Typical acceptance (Cai et al. 2024, Medusa)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from treespec.errors import InputError
+from treespec.trees.tree import Draws
+from treespec.verify.laws import check, counts, keep_first, likeliest
+
+
+@final
+@dataclass(frozen=True)
+class Typical:
+    """The k likeliest tokens of q. A draw x passes if p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats.
+
+    The passing draw that p likes best is output; where none passes, p is sampled. Lossy: the text is likelier
+    than the target's own. q may be any scores [B, V], and plans do not look at it.
+    """
+
+    name: ClassVar[str] = "typical"
+    deterministic: ClassVar[bool] = True
+    lossless: ClassVar[bool] = False
+    max_draws: ClassVar[int | None] = None
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not (0 < self.epsilon <= 1 and 0 < self.delta <= 1):
+            raise InputError(f"typical: epsilon is {self.epsilon}, delta {self.delta}; both must lie in (0, 1]")
+
+    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
+        width, number = counts(q, k)
+        check(self, q, width)
+        return Draws(keep_first(likeliest(q, width), number))
+
+    def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
+        at = draws.tokens.clamp(min=0)
+        mass, best = (p.gather(1, at) * (draws.tokens >= 0)).max(-1, keepdim=True)  # [B, 1]; only the best can matter
+        chosen = torch.zeros_like(p).scatter_(1, at.gather(1, best), 1.0)
+        return chosen.where(mass > self.threshold(p), p)
+
+    def threshold(self, p: Tensor) -> Tensor:
+        """[B, 1] the probability above which a draw passes."""
+        entropy = torch.special.entr(p).sum(-1, keepdim=True)
+        return (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
+
+    def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
+        check(self, q, k)
+        mass = p.gather(1, q.topk(min(k, q.shape[-1])).indices)
+        passes = mass.amax(-1, keepdim=True) > self.threshold(p)
+        return torch.where(passes.squeeze(1), 1.0, mass.sum(-1)).to(p.dtype)

@@ -41,7 +41,8 @@ def show(summary: dict[str, Any], console: Console, style: box.Box = box.SIMPLE_
             grid.add_column(column.replace(" ", gap), justify="right", overflow="fold")
         for row in rows:
             figures = (cell.replace(" (", f"{gap}(") for cell in cells(row))
-            grid.add_row(*(row[name] or "" for name in names), f"{row['temperature']:g}", *figures)
+            label = row | {"verifier": row["verifier"] + ("" if row["lossless"] else " (lossy)")}
+            grid.add_row(*(label[name] or "" for name in names), f"{row['temperature']:g}", *figures)
         console.print(f"\n## {title}", style="bold")
         console.print(grid)
 

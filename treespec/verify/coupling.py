@@ -1,0 +1,97 @@
+"""Scores for independent draws of which the largest selects a token with the best law for p.
+
+Tokens lie on [0, 1] in ascending order of f = p/q, each on an interval as long as its q. K positions drawn
+uniformly have a maximum of density g(u) = K u^(K-1), so a score that is its own position selects by g. It may be
+exchanged for another position t, and where it is in such a way that E[g(score)] = f, the selected token's law is p:
+
+    f > g ("over") on the left part [a, c) of a token's interval, f < g ("under") on the right part [c, b)
+
+over and under mass are matched in order, from the boundary of H* outwards, H* being the first tokens with the least
+p(H) - q(H)^K (the optimal rate is 1 plus that). On H* all over mass finds a match and what under mass does not adds to
+p; beyond it all under mass finds one and the over mass that does not is lost. This is the inverse-transform martingale
+coupling of Jourdain and Margheriti (2020); scores stay uniform, so that the selected token's law x is known exactly.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+TINY = 1e-300
+NEWTON_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """Of M cells in ascending order of f, for B nodes, in float64.
+
+    draws: [B, 1] K >= 1. edges: [B, M + 1] ends of the cells. f: [B, M] p/q. switch: [B, M] c. over, under:
+    [B, M + 1] cumulated masses, 0 at the boundary of H*. density: [B, M] x/q.
+    """
+
+    draws: Tensor
+    edges: Tensor
+    f: Tensor
+    switch: Tensor
+    over: Tensor
+    under: Tensor
+    density: Tensor
+
+
+def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
+    """p, q: [B, M] masses of the cells, q sums to 1, p to at most 1. draws: [B, 1] independent draws, at least 1."""
+    draws = draws.to(q.dtype)
+    f = p / q.clamp(min=TINY)
+    edges = pad(q.cumsum(-1), (1, 0))
+    start, end = edges[:, :-1], edges[:, 1:]
+    power = edges**draws
+    boundary = (pad(p.cumsum(-1), (1, 0)) - power).argmin(-1, keepdim=True)
+    crossing = (f / draws) ** (1 / (draws - 1).clamp(min=1))  # f = g; for one draw g is 1 everywhere
+    switch = torch.where(draws > 1, crossing, (f >= 1).to(f.dtype)).clamp(start, end)
+    at_switch = switch**draws
+    over = pad((f * (switch - start) - (at_switch - power[:, :-1])).clamp(min=0).cumsum(-1), (1, 0))
+    under = pad((power[:, 1:] - at_switch - f * (end - switch)).clamp(min=0).cumsum(-1), (1, 0))
+    over, under = over - over.gather(1, boundary), under - under.gather(1, boundary)
+    added = under.minimum(over[:, :1]).diff(dim=-1)
+    lost = over.maximum(under[:, -1:]).diff(dim=-1)
+    return Coupling(draws, edges, f, switch, over, under, (p + added - lost).clamp(min=0) / q.clamp(min=TINY))
+
+
+def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
+    """[B, K] the scores of draws that fell in the cells [B, K]. place, coin: [B, K] uniform in [0, 1)."""
+    k = of.draws
+    a, b, c, f = (x.gather(1, cells) for x in (of.edges[:, :-1], of.edges[:, 1:], of.switch, of.f))
+    s = a + place * (b - a)
+    is_over = s < c
+    edge = torch.where(is_over, a, c)
+    mass = f * (s - edge) - (s**k - edge**k)  # over mass on [a, s], or less the under mass on [c, s]
+    over, under = of.over.gather(1, cells) + mass, of.under.gather(1, cells) - mass
+    matched = torch.where(is_over, over <= of.under[:, -1:], under >= of.over[:, :1])
+    t = torch.where(is_over, _place(of, over, side=1), _place(of, under, side=0))
+    here, there = k * s ** (k - 1), k * t ** (k - 1)
+    chance = (f - here).abs() / (there - here).abs().clamp(min=TINY)
+    return torch.where(matched & (coin < chance), t, s)
+
+
+def _place(of: Coupling, mass: Tensor, side: int) -> Tensor:
+    """[B, K] where the cumulated under (side 1) or over (side 0) mass is `mass` [B, K].
+
+    With phi(t) = t^K - f t, least at c, that is a root of phi(t) - phi(c) = r on one side of c: by Newton's
+    method from the root of the parabola at c.
+    """
+    k = of.draws
+    cumulated = of.under if side else of.over
+    cell = torch.searchsorted(cumulated, mass, right=True).clamp(1, cumulated.shape[1] - 1) - 1
+    c, f, left, right = (x.gather(1, cell) for x in (of.switch, of.f, of.edges[:, :-1], of.edges[:, 1:]))
+    low, high = (c, right) if side else (left, c)
+    rest = mass - cumulated.gather(1, cell) if side else cumulated[:, 1:].gather(1, cell) - mass
+    rest = rest.clamp(min=0) + c**k - f * c
+    bend = (k * (k - 1) * c ** (k - 2)).clamp(min=TINY)
+    step = (2 * (rest - c**k + f * c).clamp(min=0) / bend).sqrt()
+    t = (c + step if side else c - step).clamp(low, high)
+    for _ in range(NEWTON_STEPS):
+        slope = k * t ** (k - 1) - f
+        slope = torch.where(slope.abs() < TINY, TINY, slope)
+        t = (t - (t**k - f * t - rest) / slope).clamp(low, high)
+    return t

@@ -19,12 +19,18 @@ from treespec.verify.laws import (
     single_draft,
     without,
 )
+from treespec.verify.partial import partial_draft
 
 
 def tops(q: Tensor, number: Tensor, width: int) -> Tensor:
     """[B, width] the `number` [B, 1] likeliest tokens of q that it can draw, -1 beyond."""
     best = keep_first(likeliest(q, width), number)
     return best.masked_fill(q.gather(1, best.clamp(min=0)) == 0, -1)
+
+
+def last_draw(tokens: Tensor) -> Tensor:
+    """[B, 1] the column of the sampled token among the draws [B, K]."""
+    return ((tokens >= 0).sum(-1, keepdim=True) - 1).clamp(min=0)
 
 
 def rate(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
@@ -58,9 +64,16 @@ class Greedy:
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         check(self, q, draws.tokens.shape[1])
-        last = ((draws.tokens >= 0).sum(-1, keepdim=True) - 1).clamp(min=0)
+        last = last_draw(draws.tokens)
         rest = without(q, draws.tokens.scatter(1, last, -1))
         return single_draft(p, rest, draws.tokens.gather(1, last))
+
+    def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        check(self, q, draws.tokens.shape[1])
+        drawn = draws.tokens >= 0
+        best = drawn.scatter(1, last_draw(draws.tokens), False)
+        rest = without(q, draws.tokens.masked_fill(~best, -1))
+        return partial_draft(p, rest, draws.tokens, drawn & ~best, best)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         check(self, q, k)

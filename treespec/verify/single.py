@@ -8,6 +8,7 @@ from torch import Tensor
 
 from treespec.trees.tree import Draws
 from treespec.verify.laws import check, counts, independent, overlap, single_draft
+from treespec.verify.partial import partial_draft
 
 
 @final
@@ -27,6 +28,11 @@ class Single:
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         check(self, q, draws.tokens.shape[1])
         return single_draft(p, q, draws.tokens)
+
+    def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        check(self, q, draws.tokens.shape[1])
+        drawn = draws.tokens >= 0
+        return partial_draft(p, q, draws.tokens, drawn, torch.zeros_like(drawn))
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         check(self, q, k)

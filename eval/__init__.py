@@ -1,1 +1,1 @@
-"""MT-Bench: acceptance length and speedup."""
+"""MT-Bench: acceptance length and speedup. The acceptance lab: acceptance rates and their optima."""

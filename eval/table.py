@@ -23,8 +23,13 @@ STAGES = {
 
 def markdown(summary: dict[str, Any]) -> str:
     """OUT/summary.md."""
+    return as_markdown(lambda console: show(summary, console, box.MARKDOWN))
+
+
+def as_markdown(show: Callable[[Console], None]) -> str:
+    """What `show` prints, with tables in the style of box.MARKDOWN."""
     file = io.StringIO()
-    show(summary, Console(file=file, width=10_000, color_system=None), box.MARKDOWN)
+    show(Console(file=file, width=10_000, color_system=None))
     lines = "\n".join(line.strip() for line in file.getvalue().splitlines())
     return re.sub("\n{3,}", "\n\n", lines).strip() + "\n"
 

@@ -1,4 +1,4 @@
-"""The command line: `treespec train | chat | eval | generate | quickstart`.
+"""The command line: `treespec train | chat | eval | acceptance | generate | quickstart`.
 
 Only names and options are imported here; torch and transformers load inside the command that runs.
 """
@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from treespec.cli.acceptance import acceptance
 from treespec.cli.chat import chat
 from treespec.cli.evaluate import evaluate
 from treespec.cli.generate import generate
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(chat)
 app.command("eval")(evaluate)
+app.command()(acceptance)
 app.command()(generate)
 app.command()(quickstart)
 

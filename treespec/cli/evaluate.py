@@ -15,27 +15,16 @@ def measure(config: EvalConfig) -> None:
     from pathlib import Path
 
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Column
 
-    from treespec.eval.run import Step
+    from treespec.cli.progress import with_progress
     from treespec.eval.run import evaluate as run
     from treespec.eval.table import markdown, show
 
     console = Console()
+    summary = with_progress(console, lambda report: run(config, report))
     if console.is_terminal:
-        doing = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
-        columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), doing)
-        with Progress(*columns, console=console, expand=True) as progress:
-            task = progress.add_task("", total=None)
-
-            def report(step: Step) -> None:
-                progress.update(task, description=step.text, completed=step.done, total=step.total)
-
-            summary = run(config, report)
         show(summary, console)
     else:
-        summary = run(config, lambda s: print(f"{s.done}/{s.total} {s.text}", flush=True))
         print(markdown(summary))
     for problem in summary["left_out"]:
         print(f"left out: {problem}")

@@ -1,0 +1,69 @@
+"""Plots of rates, where matplotlib is installed: whatever took three values or more becomes an axis."""
+
+from pathlib import Path
+from typing import Any
+
+from treespec.eval.acceptance_table import in_order, label, place_of
+
+Row = dict[str, Any]
+AXES = {"temperature": "temperature", "draft": "draft temperature", "draws": "number of draws"}
+
+
+def plot(sweeps: list[list[Row]], out: Path) -> list[str] | None:
+    """Write OUT/acceptance-by-….png, a panel for each value of the rest. Returns names; None without matplotlib."""
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return None
+    for old in out.glob("acceptance-*-by-*.png"):
+        old.unlink()
+    names = []
+    for number, rows in enumerate(sweeps, start=1):
+        for axis in axes(rows):
+            groups = panels(rows, axis)
+            figure = Figure(figsize=(3 + 4 * len(groups), 4), layout="constrained")
+            parts = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+            for part, (title, lines) in zip(parts, groups.items(), strict=True):
+                part.set_prop_cycle(color=colormaps["tab20"].colors)
+                for name, points in lines.items():
+                    style = {"fmt": "--"} if name.startswith("α*") else {"fmt": "o-", "ms": 3}
+                    if axis in points[0]["at"]:
+                        x = [point["at"][axis] for point in points]
+                        errors = [point["rate"]["error"] or 0 for point in points]
+                        part.errorbar(x, [p["rate"]["value"] for p in points], errors, label=name, **style)
+                    else:
+                        part.axhline(points[0]["rate"]["value"], color="grey", ls="--", label=name)
+                part.set(title=title, xlabel=AXES.get(axis, axis))
+            parts[0].set_ylabel("acceptance rate")
+            figure.legend(*parts[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+            names.append(f"acceptance-{number}-by-{axis}.png")
+            figure.savefig(out / names[-1], dpi=150)
+    return names
+
+
+def axes(rows: list[Row]) -> list[str]:
+    """What takes three values or more among the places and the schemes' options."""
+    places = [row["at"] | options(row) for row in rows]
+    names = dict.fromkeys(name for place in places for name in place if name != "law")
+    return [name for name in names if len({place.get(name) for place in places} - {None}) > 2]
+
+
+def panels(rows: list[Row], axis: str) -> dict[str, dict[str, list[Row]]]:
+    """Title -> line -> its rows along the axis; α* has no place on an axis that is an option of the schemes."""
+    is_option = any(axis in options(row) for row in rows)
+    found: dict[str, dict[str, list[Row]]] = {}
+    for row in in_order(rows):
+        place = row["at"] | options(row)
+        if axis in place or (is_option and row["optimum"]):
+            title = place_of(row, [n for n, value in row["at"].items() if n != axis and value != "same"], ", ")
+            own = [f"{name}={value:g}" for name, value in options(row).items() if name != axis]
+            name = " ".join([label(row).partition(":")[0], *own])
+            found.setdefault(title, {}).setdefault(name, []).append(row | {"at": place})
+    return found
+
+
+def options(row: Row) -> dict[str, float]:
+    """Of a method such as is-lp:s=8,alphabet=50."""
+    _, _, rest = row["method"].partition(":")
+    return {name: float(value) for name, _, value in (part.partition("=") for part in rest.split(",") if part)}

@@ -1,0 +1,186 @@
+"""Logits of target and draft head at the same positions, of given text or of the target's own answers."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from treespec.conversations import encode_conversations, read_conversations
+from treespec.draft.rollout import rollout
+from treespec.errors import InputError
+from treespec.eval.acceptance_config import AcceptanceConfig
+from treespec.eval.questions import Question, load_questions
+from treespec.eval.run import Step, describe, seed_of
+from treespec.sampling import SamplingParams
+from treespec.spec import Spec, load
+
+CONVERSATIONS = (".jsonl", ".json")
+CHANGE_NO_LOGITS = (
+    *("out", "preset", "laws", "verifier", "temperature", "draws", "draft_temperature", "top_k", "top_p", "samples"),
+    "device_map",
+)
+
+
+@dataclass(frozen=True)
+class Logits:
+    """p, q: [n, V] logits of target and draft for the same token. group: [n] int64, which question or text."""
+
+    p: Tensor
+    q: Tensor
+    group: Tensor
+
+
+@dataclass(frozen=True)
+class Text:
+    """tokens: [T] int64. counts: [T] bool, the tokens whose laws are wanted. group: number of its question."""
+
+    tokens: Tensor
+    counts: Tensor
+    group: int
+
+
+def collected(config: AcceptanceConfig, report: Callable[[Step], None]) -> tuple[Logits, dict[str, Any]]:
+    """OUT/logits.safetensors and the environment of its making; a model is only loaded if it is not there yet.
+
+    Raises InputError where OUT holds logits of something else.
+    """
+    SamplingParams(config.answers_temperature)
+    file = Path(config.out) / "logits.safetensors"
+    identity = {name: value for name, value in asdict(config).items() if name not in CHANGE_NO_LOGITS}
+    questions: list[Question] = []
+    if config.text is None:
+        questions = load_questions(config.questions)[0][: config.limit]
+    identity["content"] = _digest(config, questions)
+    if file.exists():
+        return _read(file, identity)
+
+    report(Step(0, 1, f"loading {config.target} and {config.head}"))
+    spec = load(
+        config.target or "", config.head, template=config.template, device_map=config.device_map, dtype=config.dtype
+    )
+    texts = _given(config, spec) if config.text else list(_own(config, spec, questions, report))
+    logits = logits_of(spec, texts, config.step, config.positions, report)
+    environment = describe(spec.target)
+    _write(file, logits, {"identity": json.dumps(identity), "environment": json.dumps(environment)})
+    return logits, environment
+
+
+def logits_of(
+    spec: Spec,
+    texts: Sequence[Text],
+    step: int,
+    positions: int = 0,
+    report: Callable[[Step], None] = lambda step: None,
+) -> Logits:
+    """At draft step `step`, on the host in the model's dtype; so many positions, evenly spread; 0 is all.
+
+    Raises InputError where no text is long enough.
+    """
+    head, target = spec.head, spec.target
+    assert head is not None
+    wanted = [text.counts[step + 1 :].nonzero().squeeze(1) for text in texts]  # rows of the rollout
+    total = sum(map(len, wanted))
+    if not total:
+        raise InputError(f"no text has a token to draft at step {step}: give longer texts, or a lower --step")
+    taken = torch.zeros(total, dtype=torch.bool)
+    taken[torch.linspace(0, total - 1, min(total, positions or total), dtype=torch.float64).round().long()] = True
+    p, q, group = [], [], []
+    numbered = enumerate(zip(texts, wanted, taken.split([len(rows) for rows in wanted]), strict=True), start=1)
+    for count, (text, rows, chosen) in numbered:
+        rows = rows[chosen]
+        if len(rows):
+            features = target.features(text.tokens[None])[0]  # [T, H]
+            tokens = text.tokens.to(features.device)
+            *_, hidden = rollout(head, tokens, features, step)
+            p.append(target.output_logits(features[rows + step]).cpu())
+            q.append(target.output_logits(hidden[rows]).cpu())
+            group.append(torch.full((len(rows),), text.group))
+        report(Step(count, len(texts), "logits"))
+    return Logits(torch.cat(p), torch.cat(q), torch.cat(group))
+
+
+def _given(config: AcceptanceConfig, spec: Spec) -> list[Text]:
+    """Each conversation with its answers' tokens, or plain text in pieces, of which all tokens count."""
+    length, tokenizer = min(config.max_length, spec.target.context_length), spec.target.tokenizer
+    if tokenizer is None:
+        raise InputError(f"the target {config.target} has no tokenizer to read --text with")
+    path = Path(config.text or "")
+    if path.suffix in CONVERSATIONS:
+        found = read_conversations(path)[0][: config.limit]
+        examples, _ = encode_conversations(tokenizer, found, config.template, length)
+        return [Text(example.input_ids, example.loss_mask, i) for i, example in enumerate(examples)]
+    tokens = torch.tensor(tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"], dtype=torch.int64)
+    return [Text(piece, torch.ones_like(piece, dtype=torch.bool), i) for i, piece in enumerate(tokens.split(length))]
+
+
+def _own(
+    config: AcceptanceConfig, spec: Spec, questions: Sequence[Question], report: Callable[[Step], None]
+) -> Iterator[Text]:
+    """The target's answers to all turns, one token at a time: nothing of a head or verifier is in them."""
+    for number, question in enumerate(questions):
+        report(Step(number, len(questions), f"the target answers question {question.question_id}"))
+        baseline = spec.baseline()
+        messages: list[dict[str, str]] = []
+        for turn, asked in enumerate(question.turns):
+            messages.append({"role": "user", "content": asked})
+            prompt = spec.encode(messages)
+            if len(prompt) >= spec.target.context_length:
+                break
+            output = baseline.generate(
+                prompt,
+                temperature=config.answers_temperature,
+                max_new_tokens=config.max_new_tokens,
+                seed=seed_of(config.seed, question.question_id, turn, "acceptance"),
+            )
+            messages.append({"role": "assistant", "content": output.text or " "})
+            tokens = torch.tensor(prompt + output.token_ids)
+            yield Text(tokens, torch.arange(len(tokens)) >= len(prompt), number)
+
+
+def _digest(config: AcceptanceConfig, questions: Sequence[Question]) -> str:
+    """Of the text file or the questions. Raises InputError for a file that cannot be read."""
+    if config.text is None:
+        return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()
+    try:
+        content = Path(config.text).read_bytes()
+        content.decode()
+    except OSError as error:
+        raise InputError(f"cannot read --text {config.text}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"--text {config.text} is not text in UTF-8") from error
+    return hashlib.sha256(content).hexdigest()
+
+
+def _read(file: Path, identity: dict[str, Any]) -> tuple[Logits, dict[str, Any]]:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            about = stored.metadata()
+            theirs, environment = json.loads(about["identity"]), json.loads(about["environment"])
+            logits = Logits(*(stored.get_tensor(name) for name in ("p", "q", "group")))
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{file} does not hold logits of an acceptance run: choose another --out") from error
+    changes = [
+        f"{name} was {theirs.get(name)}, now {ours}" for name, ours in identity.items() if theirs.get(name) != ours
+    ]
+    if changes:
+        raise InputError(f"{file} was made otherwise ({'; '.join(changes)}): choose another --out, or delete it")
+    return logits, environment
+
+
+def _write(file: Path, logits: Logits, about: dict[str, str]) -> None:
+    temporary = file.with_name(f".{file.name}.writing")
+    try:
+        save_file(asdict(logits), temporary, about)
+        os.replace(temporary, file)
+    except OSError as error:
+        raise InputError(f"cannot store logits in {file.parent}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)

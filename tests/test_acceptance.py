@@ -1,0 +1,242 @@
+"""The acceptance lab: logits that decoding would see, rates that sampling confirms, published numbers."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from enumeration import random_law
+from models import random_head, save_model, target, tokenizer
+from torch import Tensor
+
+from treespec.draft.eagle import EagleProposer
+from treespec.errors import InputError
+from treespec.eval.acceptance import accept, average
+from treespec.eval.acceptance_config import PRESETS, AcceptanceConfig, Case, cases, sweeps
+from treespec.eval.acceptance_plot import axes, panels
+from treespec.eval.collect import Logits, Text, logits_of
+from treespec.eval.rates import rate
+from treespec.heads.checkpoint import save_head
+from treespec.spec import Spec
+from treespec.target import Target
+from treespec.verify import SCHEMES, scheme_by_name
+
+FIGURE_2 = [  # t1, t2, α*, kseq, rrs
+    *[("1/3", 0, 0.8889, 0.8114, 0.7778), ("1/3", 1 / 9, 1, 0.8889, 0.8519), ("1/3", 2 / 9, 1, 0.9576, 0.9259)],
+    *[("1/3", 1 / 3, 1, 1, 1), ("1/6", 0, 0.7222, 0.6866, 0.6667), ("1/6", 0.1389, 0.8611, 0.7912, 0.7593)],
+    *[("1/6", 0.2778, 1, 0.8889, 0.8519), ("1/6", 0.4167, 1, 0.9625, 0.9444)],
+]
+LOSSLESS = {name: scheme for name, scheme in SCHEMES.items() if scheme.lossless}
+
+
+def random_laws(number: int, size: int) -> Logits:
+    generator = torch.Generator().manual_seed(1)
+    p, q = (torch.stack([random_law(size, generator) for _ in range(number)]).log() for _ in range(2))
+    return Logits(p, q, torch.arange(number))
+
+
+@pytest.fixture(scope="module")
+def figure_2(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("figure")
+    [rows] = accept(AcceptanceConfig(str(out), preset="khisti-figure2", samples=2))["sweeps"]
+    return rows
+
+
+def test_figure_2_of_khisti_et_al(figure_2: list[dict[str, Any]]) -> None:
+    for t1, t2, *published in FIGURE_2:
+        here = [row for row in figure_2 if row["at"].get("t1") == t1 and abs(row["at"]["t2"] - t2) < 1e-4]
+        rates = {row["method"]: row["rate"]["value"] for row in here}
+        found = [rates["with replacement"], rates.get("kseq"), rates["rrs"]]
+        assert found == [pytest.approx(value, abs=5.1e-5) for value in published]
+
+
+def test_the_toy_example(figure_2: list[dict[str, Any]]) -> None:
+    rates = {row["method"]: row["rate"]["value"] for row in figure_2 if "law" in row["at"] and not row["optimum"]}
+    published = {"rrs": 0.8, "kseq": 0.815, "rrs-wo": 0.94, "spechub": 1, "greedy": 1}
+    assert {name: rates[name] for name in published} == pytest.approx(published, abs=5e-4)
+
+
+def test_a_plot_of_figure_2_has_a_panel_a_t1(figure_2: list[dict[str, Any]]) -> None:
+    assert axes(figure_2) == ["t2"]
+    found = panels(figure_2, "t2")
+    assert [title.partition(",")[0] for title in found] == ["t1=1/3", "t1=1/6"]
+    assert all(len(points) == 13 for lines in found.values() for points in lines.values())
+
+
+@pytest.mark.parametrize(("draft", "k"), [((1.0,), 1), ((1.0,), 2), ((0.5,), 3), ((1.3, 0.7), 2)])
+def test_sampled_outputs_confirm_every_rate(draft: tuple[float, ...], k: int) -> None:
+    case = Case(0.8, "", draft, k, 4, 1.0)
+    generator = torch.Generator().manual_seed(k)
+    columns, refused = rate(random_laws(20, 6), case, LOSSLESS, 400, generator)
+    assert {column.method for column in columns if not column.optimum} == {*LOSSLESS} - {*refused}
+    for column in columns:
+        if column.hits is not None:
+            errors = torch.zeros(20) if column.errors is None else column.errors
+            variance = (column.hits * (1 - column.hits) / 399 + errors.square()).sum() / 20**2
+            assert abs(column.hits.mean() - column.values.mean()) <= 5 * variance.sqrt() + 1e-9, column.method
+
+
+def test_no_scheme_accepts_more_than_the_optimum_of_its_draws() -> None:
+    for k in (1, 2):
+        columns, _ = rate(random_laws(20, 6), Case(1.0, "same", (1.0,), k, 0, 1.0), LOSSLESS, 100, torch.Generator())
+        optima = {column.drawn: column.values for column in columns if column.optimum}
+        assert {*optima} == {"with replacement", "without replacement", "greedy"}
+        for column in columns:
+            if column.drawn in optima:
+                errors = torch.zeros(20) if column.errors is None else column.errors
+                assert (column.values <= optima[column.drawn] + 5 * errors + 1e-9).all(), column.method
+
+
+def test_the_error_is_that_of_the_mean_of_groups() -> None:
+    values = torch.randn(30, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    group = torch.arange(30) // 5
+    for means, groups in ((values.view(6, 5).mean(1), group), (values, torch.arange(30))):
+        error = means.std().item() / len(means) ** 0.5
+        assert average(values, groups) == pytest.approx({"value": means.mean().item(), "error": error})
+    assert average(values, torch.zeros(30, dtype=torch.int64))["error"] is None
+
+
+def text(length: int, prompt: int = 0, seed: int = 4) -> Text:
+    tokens = torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed))
+    return Text(tokens, torch.arange(length) >= prompt, seed)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_q_is_what_the_drafter_gives_along_a_chain_of_the_text(step: int) -> None:
+    model = target("llama")
+    head = random_head(model)
+    whole = text(12, prompt=5)
+    tokens, features = whole.tokens, model.features(whole.tokens[None])[0]
+    found = logits_of(Spec(model, head), [whole], step)
+    places = [place for place in range(5, 12) if place > step]  # tokens whose laws are wanted
+    assert len(found.q) == len(places)
+    plain = model.model(input_ids=tokens[None]).logits[0]
+    for place, p, q in zip(places, found.p, found.q, strict=True):
+        torch.testing.assert_close(p, plain[place - 1], atol=1e-5, rtol=1e-5)
+        proposer = EagleProposer(head, model)
+        proposer.observe(features[: place - step], tokens[1 : place - step + 1])
+        logits = proposer.begin()
+        for i in range(place - step + 1, place):
+            logits = proposer.extend(tokens[i : i + 1], torch.tensor([0]))
+        assert logits is not None
+        torch.testing.assert_close(q, logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_fewer_positions_are_some_of_all_evenly_spread() -> None:
+    spec = Spec(target("llama"), random_head(target("llama")))
+    texts = [text(12, 4, seed=0), text(4, seed=1), text(20, 3, seed=2)]
+    whole, some = logits_of(spec, texts, 1), logits_of(spec, texts, 1, positions=9)
+    assert whole.group.bincount().tolist() == [8, 2, 17]
+    rows = [int((whole.p - p).abs().sum(-1).argmin()) for p in some.p]
+    assert rows == [round(i * 26 / 8) for i in range(9)]
+    torch.testing.assert_close(whole.p[rows], some.p)
+    torch.testing.assert_close(whole.q[rows], some.q)
+    assert torch.equal(whole.group[rows], some.group)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a chat template, a head for it, questions, conversations and a text."""
+    folder = tmp_path_factory.mktemp("lab")
+    save_model(folder / "target")
+    save_head(random_head(Target.load(str(folder / "target"))), folder / "head")
+    questions = [{"question_id": i, "turns": ["What does the user ask?", "And then?"]} for i in range(2)]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    turns = [{"role": "user", "content": "the question"}, {"role": "assistant", "content": "the user answers"}]
+    (folder / "data.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 3))
+    (folder / "words.txt").write_text("the assistant answers the question " * 4)
+    return folder
+
+
+def config_in(home: Path, out: Path, **changes: Any) -> AcceptanceConfig:
+    options = {"questions": str(home / "questions.jsonl"), "max_new_tokens": 6, "samples": 2, "verifier": "rrs,rrs-wo"}
+    options |= {"draws": "2", "temperature": "1", "dtype": "float32"}
+    return AcceptanceConfig(str(out), str(home / "target"), str(home / "head"), **options | changes)
+
+
+def test_a_rerun_takes_the_logits_that_are_there(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "target", tmp_path / "target")
+    config = replace(config_in(home, tmp_path / "out"), target=str(tmp_path / "target"))
+    first = accept(config)
+    shutil.rmtree(tmp_path / "target")
+    assert accept(config) == first
+    other = accept(replace(config, temperature="0.5,1", top_k=5))
+    assert {row["at"]["temperature"] for row in other["sweeps"][0]} == {0.5, 1.0}
+    assert first["sweeps"][0][0]["groups"] == 2
+    assert "α* without replacement" in (tmp_path / "out" / "acceptance.md").read_text()
+    with pytest.raises(InputError, match="step was 1, now 2"):
+        accept(replace(config, step=2))
+    file = tmp_path / "out" / "logits.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(InputError, match="does not hold logits"):
+        accept(config)
+
+
+def test_given_text_is_read_as_what_it_is(home: Path, tmp_path: Path) -> None:
+    words = accept(config_in(home, tmp_path / "words", text=str(home / "words.txt"), max_length=10))
+    tokens = len(tokenizer().encode("the assistant answers the question " * 4))
+    pieces = [10] * (tokens // 10) + [tokens % 10]
+    assert words["sweeps"][0][0]["positions"] == sum(max(0, piece - 2) for piece in pieces)
+    data = accept(config_in(home, tmp_path / "data", text=str(home / "data.jsonl")))
+    answer = tokenizer()("the user answers</s>", add_special_tokens=False)["input_ids"]
+    assert data["sweeps"][0][0]["positions"] == 3 * len(answer)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_sweeps_of_verifiers_that_exist(name: str, tmp_path: Path) -> None:
+    for sweep in sweeps(AcceptanceConfig(str(tmp_path), "t", "h", preset=name)):
+        assert cases(sweep)
+        for verifier in (sweep.verifier or "").replace(",is-lp", " is-lp").split():
+            assert verifier == "all" or scheme_by_name(verifier).lossless
+
+
+def laws_file(folder: Path, p: Tensor | list[Any], q: Tensor | list[Any]) -> str:
+    file = folder / "laws.json"
+    file.write_text(json.dumps({"p": torch.as_tensor(p).tolist(), "q": torch.as_tensor(q).tolist()}))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"laws": None}, "--target and --head"),
+        ({"preset": "khan"}, "there are hu, khisti-draws"),
+        ({"samples": 1}, "--samples is 1, must be at least 2"),
+        ({"draws": "two"}, "--draws 'two' must be a whole number"),
+        ({"draws": "2", "draft_temperature": "1/1/1"}, "no list for --draws 2"),
+        ({"temperature": "hot"}, "--temperature: 'hot' is not a number"),
+        ({"temperature": "-1"}, "temperature is -1"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"verifier": "best"}, "unknown verifier 'best'"),
+        ({"verifier": "typical"}, "typical is not lossless"),
+        ({"verifier": "rrs:draft-temperatures=1/2"}, "by --draft-temperature"),
+        ({"verifier": "spechub", "draws": "3"}, "spechub answers at most 2 draws"),
+        ({"laws": "nowhere.json"}, "cannot read laws from nowhere.json"),
+    ],
+)
+def test_bad_input_is_explained(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    laws = laws_file(tmp_path, [[0.5, 0.5]], [[0.1, 0.9]])
+    with pytest.raises(InputError, match=message):
+        accept(AcceptanceConfig(str(tmp_path), **{"laws": laws} | changes))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{}", '{"p": [[1]], "q": []}', '{"p": [[0.5, 0.6]], "q": [[1, 0]]}', '{"p": [[2, -1]], "q": [[1, 0]]}'],
+)
+def test_laws_that_are_none_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "laws.json").write_text(content)
+    with pytest.raises(InputError, match=r"laws\.json"):
+        accept(AcceptanceConfig(str(tmp_path), laws=str(tmp_path / "laws.json")))
+
+
+def test_a_text_that_cannot_be_used_is_explained(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a")
+    (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
+    for name, message in {"none.txt": "cannot read --text", "latin.txt": "UTF-8", "short.txt": "longer texts"}.items():
+        with pytest.raises(InputError, match=message):
+            accept(config_in(home, tmp_path / "out", text=str(tmp_path / name)))

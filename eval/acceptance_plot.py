@@ -1,5 +1,6 @@
 """Plots of rates, where matplotlib is installed: whatever took three values or more becomes an axis."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ AXES = {"temperature": "temperature", "draft": "draft temperature", "draws": "nu
 
 
 def plot(sweeps: list[list[Row]], out: Path) -> list[str] | None:
-    """Write OUT/acceptance-by-….png, a panel for each value of the rest. Returns names; None without matplotlib."""
+    """Write OUT/acceptance-1-by-….png and so on, with a panel a value of the rest.
+
+    Returns their names, None without matplotlib.
+    """
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -18,28 +22,32 @@ def plot(sweeps: list[list[Row]], out: Path) -> list[str] | None:
         return None
     for old in out.glob("acceptance-*-by-*.png"):
         old.unlink()
-    names = []
+    files = []
     for number, rows in enumerate(sweeps, start=1):
         for axis in axes(rows):
             groups = panels(rows, axis)
             figure = Figure(figsize=(3 + 4 * len(groups), 4), layout="constrained")
             parts = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+            names = dict.fromkeys(name for lines in groups.values() for name in lines)
+            colours = dict(zip(names, cycle(colormaps["tab20"].colors), strict=False))
+            legend: dict[str, Any] = {}
             for part, (title, lines) in zip(parts, groups.items(), strict=True):
-                part.set_prop_cycle(color=colormaps["tab20"].colors)
                 for name, points in lines.items():
-                    style = {"fmt": "--"} if name.startswith("α*") else {"fmt": "o-", "ms": 3}
+                    style: dict[str, Any] = {"fmt": "--"} if name.startswith("α*") else {"fmt": "o-", "ms": 3}
+                    style["color"] = colours[name]
                     if axis in points[0]["at"]:
                         x = [point["at"][axis] for point in points]
                         errors = [point["rate"]["error"] or 0 for point in points]
                         part.errorbar(x, [p["rate"]["value"] for p in points], errors, label=name, **style)
                     else:
-                        part.axhline(points[0]["rate"]["value"], color="grey", ls="--", label=name)
+                        part.axhline(points[0]["rate"]["value"], color=colours[name], ls="--", label=name)
+                legend |= dict(zip(*reversed(part.get_legend_handles_labels()), strict=True))
                 part.set(title=title, xlabel=AXES.get(axis, axis))
             parts[0].set_ylabel("acceptance rate")
-            figure.legend(*parts[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-            names.append(f"acceptance-{number}-by-{axis}.png")
-            figure.savefig(out / names[-1], dpi=150)
-    return names
+            figure.legend(legend.values(), legend.keys(), loc="outside right upper", fontsize="small")
+            files.append(f"acceptance-{number}-by-{axis}.png")
+            figure.savefig(out / files[-1], dpi=150)
+    return files
 
 
 def axes(rows: list[Row]) -> list[str]:

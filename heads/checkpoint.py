@@ -28,7 +28,7 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = 
 
     Raises HeadError for a missing or corrupt file, and for missing, unknown or misshapen tensors, by name.
     """
-    folder = _folder(path)
+    folder = head_folder(path)
     config = _config(folder)
     tensors = _tensors(folder)
     try:
@@ -64,7 +64,8 @@ def save_head(head: EagleHead, path: str | Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _folder(path: str | Path) -> Path:
+def head_folder(path: str | Path) -> Path:
+    """The directory itself, or a local copy of the hub repository. Raises HeadError where there is neither."""
     if Path(path).is_dir():
         return Path(path)
     if Path(path).exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") != 1:

@@ -2,13 +2,18 @@
 
 import re
 from dataclasses import fields
+from typing import Any
 
 from treespec.trees.dynamic import DynamicTree
+from treespec.trees.sampled import SampledTree
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, from_file
 
-Policy = StaticTree | DynamicTree
+Policy = StaticTree | DynamicTree | SampledTree
 
-FORMS = "eagle, chain:5, balanced:2x4, dynamic, dynamic:depth=6,topk=10,nodes=60, or a JSON file of paths"
+FORMS = (
+    "eagle, chain:5, balanced:2x4, dynamic, dynamic:depth=6,topk=10,nodes=60, sampled, sampled:nodes=26,depth=6, "
+    "or a JSON file of paths"
+)
 
 
 def policy(spec: str) -> Policy:
@@ -21,15 +26,17 @@ def policy(spec: str) -> Policy:
     if match := re.fullmatch(r"(?:balanced:)?(\d+)x(\d+)", spec):
         return balanced(int(match[1]), int(match[2]))
     if name == "dynamic":
-        return DynamicTree(**_options(spec, rest))
+        return DynamicTree(**_options(spec, rest, DynamicTree))
+    if name == "sampled":
+        return SampledTree(**_options(spec, rest, SampledTree))
     if spec.endswith(".json"):
         return from_file(spec)
     raise TreeError(f"unknown tree {spec!r}: choose {FORMS}")
 
 
-def _options(spec: str, rest: str) -> dict[str, int]:
-    known = {field.name for field in fields(DynamicTree)}
-    pairs = dict(re.findall(r"(\w+)=(\d+)(?:,|$)", rest))
-    if rest != ",".join(f"{name}={value}" for name, value in pairs.items()) or not known >= pairs.keys():
+def _options(spec: str, rest: str, kind: type) -> dict[str, Any]:
+    known = {field.name: field.type for field in fields(kind)}
+    pairs = dict(re.findall(r"(\w+)=(\d+|0?\.\d+)(?:,|$)", rest))
+    if rest != ",".join(f"{name}={value}" for name, value in pairs.items()) or not known.keys() >= pairs.keys():
         raise TreeError(f"tree {spec!r} is not understood: choose {FORMS}")
-    return {name: int(value) for name, value in pairs.items()}
+    return {name: int(value) if known[name] is int else float(value) for name, value in pairs.items()}

@@ -9,11 +9,12 @@ import torch
 
 from treespec import templates
 from treespec.decode import Decoder, Piece
+from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow import TreeDrafter
 from treespec.ending import Ending
 from treespec.errors import InputError
-from treespec.heads.checkpoint import load_head
+from treespec.heads.checkpoint import head_folder, load_head
 from treespec.heads.eagle import EagleHead
 from treespec.sampling import SamplingParams
 from treespec.stats import Stats
@@ -69,21 +70,24 @@ class Spec:
         verifier: str | Verifier = "topk",
         template: str | None = None,
         allow_lossy: bool = False,
+        calibration: Calibration | None = None,
     ) -> None:
-        self.target, self.head, self.template = target, head, template
+        self.target, self.head, self.template, self.calibration = target, head, template, calibration
         self.verifier = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         scheme = self.verifier.scheme
         if tree is None:
             tree = default_tree(scheme)
         self.policy = policy(tree) if isinstance(tree, str) else tree
-        drafter = TreeDrafter(EagleProposer(head, target), self.policy, scheme) if head else None
+        drafter = None
+        if head:
+            drafter = TreeDrafter(EagleProposer(head, target), self.policy, scheme, calibration)
         self.decoder = Decoder(target, drafter, self.verifier)
 
     def configured(
         self, tree: str | Policy | None = None, verifier: str | Verifier = "topk", allow_lossy: bool = False
     ) -> "Spec":
         """The same target and head with another tree and verifier; no weights are copied."""
-        return Spec(self.target, self.head, tree, verifier, self.template, allow_lossy)
+        return Spec(self.target, self.head, tree, verifier, self.template, allow_lossy, self.calibration)
 
     def baseline(self) -> "Spec":
         """One token at a time through the same target and cache: what every speedup is measured against."""
@@ -178,10 +182,11 @@ def load(
     for what cannot be used.
     """
     model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
-    trained = load_head(head, model.dtype, model.output_device) if head else None
+    folder = head_folder(head) if head else None
+    trained = load_head(folder, model.dtype, model.output_device) if folder else None
     if trained:
         fit(trained, model, head)
-    return Spec(model, trained, tree, verifier, template, allow_lossy)
+    return Spec(model, trained, tree, verifier, template, allow_lossy, load_calibration(folder) if folder else None)
 
 
 def fit(head: EagleHead, target: Target, name: str | None) -> None:

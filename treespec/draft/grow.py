@@ -7,15 +7,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from treespec.draft.calibration import Calibration
 from treespec.draft.proposer import Proposer
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams, probs
 from treespec.trees.dynamic import DynamicTree, best_first, connect, expand
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.policy import Policy
+from treespec.trees.sampled import SampledTree, allot
 from treespec.trees.static import StaticTree, layout
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify import SCHEMES
+from treespec.verify.optimal import Optimal
+from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 
 
@@ -37,6 +41,13 @@ def check_pair(policy: Policy, scheme: Scheme) -> None:
             "what was drawn, which biases sampled draws; take --tree eagle (or another static tree), "
             "or --verifier topk"
         )
+    if isinstance(policy, SampledTree):
+        if not isinstance(scheme, RRSWithoutReplacement | Optimal):
+            raise InputError(
+                f"the sampled tree cannot go with verifier {scheme.name}: it takes tops and draws from the rest of the "
+                "draft law, which rrs-wo, traversal and optimal answer; take one of them, or --tree eagle"
+            )
+        return
     widest = policy.max_draws if isinstance(policy, StaticTree) else policy.topk
     if scheme.max_draws and widest > scheme.max_draws:
         raise InputError(
@@ -53,9 +64,13 @@ class TreeDrafter:
     left to choose is the set of children. Raises InputError for a policy and scheme that may not go together.
     """
 
-    def __init__(self, proposer: Proposer, policy: Policy, scheme: Scheme) -> None:
+    def __init__(
+        self, proposer: Proposer, policy: Policy, scheme: Scheme, calibration: Calibration | None = None
+    ) -> None:
         check_pair(policy, scheme)
-        self.proposer, self.policy, self.scheme = proposer, policy, scheme
+        if isinstance(policy, SampledTree) and calibration is None:
+            raise InputError("the sampled tree needs the head's calibration.json: make it with treespec calibrate")
+        self.proposer, self.policy, self.scheme, self.calibration = proposer, policy, scheme, calibration
 
     @torch.no_grad()
     def draft(self, root: Tensor, params: SamplingParams, generator: torch.Generator) -> TokenTree:
@@ -64,6 +79,13 @@ class TreeDrafter:
         if logits is None:
             return root_only(root)
         root = root.to(logits.device)
+        if isinstance(self.policy, SampledTree):
+            if params.greedy:
+                tree = DynamicTree(self.policy.depth, nodes=self.policy.nodes)
+                return self._dynamic(root, logits, tree)
+            assert self.calibration
+            price = self.policy.price or self.calibration.price(self.policy.nodes, params.temperature)
+            return self._sampled(root, logits, self.policy.depth, price, params, generator)
         if isinstance(self.policy, DynamicTree):
             return self._dynamic(root, logits, self.policy)
         return self._static(root, logits, self.policy, params, generator)
@@ -94,6 +116,42 @@ class TreeDrafter:
                 nodes.append(level.nodes)
         drafts = None if scheme.deterministic else Drafts(torch.cat(nodes), _table(laws), _stack(draws))
         return TokenTree(torch.cat(tokens), fixed.parents, fixed.depth, fixed.ancestors, drafts)
+
+    def _sampled(
+        self, root: Tensor, logits: Tensor, depth: int, price: float, params: SamplingParams, generator: torch.Generator
+    ) -> TokenTree:
+        """Level by level; a node that is less likely to be reached than it costs has no children."""
+        assert self.calibration
+        device = logits.device
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        tokens, parents, depths = [root], [zero - 1], [zero]
+        laws, draws, inner = [], [], []
+        frontier, reach, count = zero, torch.ones(1, device=device), 1  # node numbers, Pr(reached), nodes so far
+        for level in range(1, depth + 1):
+            q = probs(logits, params)
+            k, child_reach = allot(reach, *self.calibration.chances(q, level - 1), price)
+            some = k.sum(-1).nonzero().squeeze(1)
+            if not len(some):
+                break
+            drawn = self.scheme.draw(q[some], k[some], generator)
+            slots = drawn.tokens[:, : child_reach.shape[1]]
+            row, column = ((slots >= 0) & (child_reach[some][:, : slots.shape[1]] > 0)).nonzero(as_tuple=True)
+            laws.append(q[some])
+            draws.append(drawn)
+            inner.append(frontier[some])
+            tokens.append(slots[row, column])
+            parents.append(frontier[some][row])
+            depths.append(torch.full_like(row, level))
+            reach = child_reach[some][row, column]
+            likely = (reach > price).nonzero().squeeze(1)
+            if level == depth or not len(likely):
+                break
+            frontier, reach = count + likely, reach[likely]
+            count += len(row)
+            logits = self.proposer.extend(tokens[-1][likely], some[row][likely])
+        links = torch.cat(parents)
+        drafts = Drafts(torch.cat(inner), torch.cat(laws), _stack(draws)) if inner else None
+        return TokenTree(torch.cat(tokens), links, torch.cat(depths), ancestor_mask(links, depth), drafts)
 
     def _dynamic(self, root: Tensor, logits: Tensor, tree: DynamicTree) -> TokenTree:
         """EAGLE-2. Candidates are numbered level by level, the root being 0."""

@@ -142,6 +142,12 @@ def recursive_rejection(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> Te
 
     laws: K of [B, V], the one each draw came from, given those before it. tokens: [B, K].
     """
+    accepted, left = rejections(p, laws, tokens)
+    return answer(p, left, tokens, accepted)
+
+
+def rejections(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, K] Pr(each draw is accepted) by recursive rejection, and [B, V] what all leave of p, not normalised."""
     left, mass = p, torch.ones_like(p[:, :1])  # not normalised
     reach = mass  # Pr(all so far are refused)
     accepted = []
@@ -154,4 +160,4 @@ def recursive_rejection(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> Te
         reach = reach * (1 - accept)
         left = subtract(left, q, weight)
         mass = left.sum(-1, keepdim=True)
-    return answer(p, left, tokens, torch.cat(accepted, dim=1))
+    return torch.cat(accepted, dim=1), left

@@ -1,6 +1,6 @@
 """What layer verification needs of a scheme: its plan for a part of p, by the mass on the draws and what they leave."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from treespec.verify.laws import ratio, scale, subtract, without
 from treespec.verify.scheme import Scheme
 
 
+@runtime_checkable
 class LayerScheme(Scheme, Protocol):
     """A scheme whose acceptance of a token, averaged over the draws, is a function of p and q in closed form."""
 

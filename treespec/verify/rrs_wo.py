@@ -15,6 +15,7 @@ from treespec.verify.laws import (
     check,
     counts,
     keep_first,
+    likeliest,
     overlap,
     recursive_rejection,
     sample_if_any,
@@ -32,7 +33,12 @@ def laws_of(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
 @final
 @dataclass(frozen=True)
 class RRSWithoutReplacement:
-    """Draws one after another, each from q without the earlier ones and verified against that law."""
+    """Draws one after another, each from q without the earlier ones and verified against that law.
+
+    A tree may also ask for the likeliest tokens for sure, k: [B, 2]. They come after the sampled draws, which are
+    then from q without them, and hold score -1. Recursive rejection by their one-hot laws is to sample what the
+    draws leave of p.
+    """
 
     name: ClassVar[str] = "rrs-wo"
     deterministic: ClassVar[bool] = False
@@ -40,6 +46,8 @@ class RRSWithoutReplacement:
     max_draws: ClassVar[int | None] = None
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
+        if isinstance(k, Tensor) and k.dim() == 2:
+            return self._with_tops(q, k[:, 0], k[:, 1], generator)
         width, number = counts(q, k)
         check(self, q, width)
         tokens = []
@@ -48,11 +56,31 @@ class RRSWithoutReplacement:
             q = without(q, tokens[-1])
         return Draws(keep_first(torch.cat(tokens, dim=1), number))
 
+    def _with_tops(self, q: Tensor, number: Tensor, tops: Tensor, generator: torch.Generator) -> Draws:
+        """number: [B] sampled draws. tops: [B] tokens for sure. The draws of a node stand at the left."""
+        sure = keep_first(likeliest(q, int(tops.max())), tops[:, None])
+        sure = sure.masked_fill(q.gather(1, sure.clamp(min=0)) == 0, -1)
+        drawn = sure[:, :0] if not number.any() else self.draw(without(q, sure), number, generator).tokens
+        tokens = torch.cat([drawn, sure], dim=1)
+        scores = torch.zeros(tokens.shape, dtype=q.dtype, device=q.device)
+        scores[:, drawn.shape[1] :] = -1
+        left = (tokens < 0).int().argsort(dim=-1, stable=True)
+        return Draws(tokens.gather(1, left), scores.gather(1, left))
+
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         check(self, q, draws.tokens.shape[1])
-        return recursive_rejection(p, laws_of(q, draws.tokens), draws.tokens)
+        q, tokens = without_tops(q, draws)
+        return recursive_rejection(p, laws_of(q, tokens), tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
         """None beyond one draw: only enumeration is known."""
         check(self, q, k)
         return overlap(p, q) if k == 1 else None
+
+
+def without_tops(q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """q [B, V] without the tokens that are there for sure, and the sampled draws [B, K]."""
+    if draws.scores is None:
+        return q, draws.tokens
+    sure = draws.scores < 0
+    return without(q, draws.tokens.masked_fill(~sure, -1)), draws.tokens.masked_fill(sure, -1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from treespec.sampling import sample
 from treespec.trees.tree import TokenTree
 from treespec.verify.laws import check, normalise
-from treespec.verify.rrs_wo import RRSWithoutReplacement
+from treespec.verify.rrs_wo import RRSWithoutReplacement, without_tops
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Verdict, follow
 
@@ -34,9 +34,10 @@ class Traversal:
             return follow(tree, sample(p, generator))
         laws, tokens, nodes = tree.drafts.q, tree.drafts.draws.tokens, tree.drafts.nodes
         check(self.scheme, laws, tokens.shape[1])
-        at = tokens.clamp(min=0)
-        odds = (p[nodes].gather(1, at).double() / laws.gather(1, at)).tolist()
-        draws = tokens.tolist()
+        laws, drawn = without_tops(laws, tree.drafts.draws)
+        at, sure = tokens.clamp(min=0), drawn < 0  # of a token for sure the law is one-hot
+        odds = (p[nodes].gather(1, at).double() / laws.gather(1, at).masked_fill(sure, 1)).tolist()
+        draws, is_sure, totals = tokens.tolist(), sure.tolist(), laws.sum(-1).tolist()
         row_of = {node: row for row, node in enumerate(nodes.tolist())}
         child_of: dict[tuple[int, int], int] = {}
         for node, (parent, token) in enumerate(torch.stack([tree.parents, tree.tokens]).mT.tolist()):
@@ -50,18 +51,23 @@ class Traversal:
                 return Verdict([], []) if next(coins) < weight else None
             law, scale = p[node], weight  # law * scale is w p
             if (row := row_of.get(node)) is not None:
-                q, total, chances = laws[row], 1.0, odds[row]
+                q, total, chances = laws[row], totals[row], odds[row]
                 for k, token in enumerate(draws[row]):
                     if token < 0:
                         continue
                     child = child_of.get((node, token))
-                    below = keep(child, min(1.0, scale * total * chances[k]))
+                    chance = chances[k] if is_sure[row][k] else chances[k] * total
+                    below = keep(child, min(1.0, scale * chance))
                     if below:
                         return Verdict([child, *below.path] if child else [], [token, *below.tokens])
-                    law = (law * scale).sub_(q, alpha=1 / total).clamp_(min=0)
-                    q = q.index_fill(0, at[row, k : k + 1], 0)
+                    if is_sure[row][k]:
+                        law = (law * scale).index_fill_(0, at[row, k : k + 1], 0)
+                    else:
+                        law = (law * scale).sub_(q, alpha=1 / total).clamp_(min=0)
+                        q = q.index_fill(0, at[row, k : k + 1], 0)
                     sums = torch.stack([law.sum(), q.sum().clamp(min=torch.finfo(q.dtype).tiny)])
-                    left, total, *chances = torch.cat([sums, law[at[row]].double() / q[at[row]]]).tolist()
+                    odd = law[at[row]].double() / q[at[row]].masked_fill(sure[row], 1)
+                    left, total, *chances = torch.cat([sums, odd]).tolist()
                     scale = 1 / max(left + (1 - weight), 1e-300)
                     weight = left * scale
             if node == 0 or next(coins) < weight:

@@ -1,9 +1,27 @@
 """Names of verifiers, as `--verifier` takes them."""
 
+from treespec.errors import InputError
 from treespec.verify import scheme_by_name
+from treespec.verify.block import Block
+from treespec.verify.layer import Layer
+from treespec.verify.partial import LayerScheme
+from treespec.verify.traversal import Traversal
 from treespec.verify.walk import Verifier, Walk
+
+BEYOND_THE_NODE: dict[str, Verifier] = {verifier.name: verifier for verifier in (Block(), Traversal())}
 
 
 def verifier_by_name(spec: str, allow_lossy: bool = False) -> Verifier:
-    """`rrs-wo` or any other scheme: the walk over it. Raises InputError as `scheme_by_name` does."""
-    return Walk(scheme_by_name(spec, allow_lossy))
+    """`rrs-wo` or another scheme is the walk over it; `block`, `traversal` and `layer:greedy` look at more than a node.
+
+    Raises InputError for an unknown name, option or value, and for a lossy scheme that is not allowed.
+    """
+    if spec in BEYOND_THE_NODE:
+        return BEYOND_THE_NODE[spec]
+    kind, _, name = spec.partition(":")
+    if kind != "layer":
+        return Walk(scheme_by_name(spec, allow_lossy))
+    scheme = scheme_by_name(name or "greedy", allow_lossy)
+    if not isinstance(scheme, LayerScheme):
+        raise InputError(f"layer verification over {scheme.name} is not known: take layer:greedy or layer:single")
+    return Layer(scheme)

@@ -1,0 +1,63 @@
+"""A dynamic tree for sampled children: how many draws each node gets is settled before any of them is made.
+
+A node costs `price`, and what it brings is what the draft laws promise: at a node reached with probability r, j of the
+likeliest tokens and m sampled draws are worth r A(j, m) - price (j + m), and the best pair is taken. The count may
+depend on q, on the path and on earlier levels, never on what is drawn; and as no limit is shared between branches,
+verifiers that visit leaves first may have such a tree too.
+
+    root   r = 1      A: .5 by a top, .2 and .1 by two draws   price .08: all three
+    a  b  c           r = .2, .1, .5                           c: again; a: one draw; b: a leaf
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treespec.trees.static import TreeError
+
+
+@dataclass(frozen=True)
+class SampledTree:
+    """nodes: N on average, root too. depth: levels of drafted tokens. price: of a node, in tokens; None is the one that
+
+    gives so many nodes by the head's calibration.
+    """
+
+    nodes: int = 26
+    depth: int = 6
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise TreeError(f"sampled tree: depth is {self.depth}, must be at least 1")
+        if self.nodes < 2:
+            raise TreeError(f"sampled tree: nodes is {self.nodes}, must be at least 2 (the root counts)")
+
+    @property
+    def max_depth(self) -> int:
+        return self.depth
+
+
+def allot(reach: Tensor, tops: Tensor, draws: Tensor, price: float) -> tuple[Tensor, Tensor]:
+    """What each of F nodes gets, and how likely its children are reached.
+
+    reach: [F] Pr(the node is reached). tops: [F, J] Pr(the i-th likeliest token is output). draws: [F, J + 1, M]
+    Pr(the i-th draw is accepted) where j tokens are taken for sure. price: of a node, in tokens.
+    Returns k [F, 2] int64, sampled draws and tokens for sure, and [F, J + M] the reach of the children, the sampled
+    ones first, 0 beyond k.
+    """
+    f, j, m = len(reach), tops.shape[1], draws.shape[2]
+    sure = torch.nn.functional.pad(tops.cumsum(-1), (1, 0))  # [F, J + 1]
+    accepted = torch.nn.functional.pad(draws.cumsum(-1), (1, 0))  # [F, J + 1, M + 1]
+    count = torch.arange(j + 1, device=reach.device)[:, None] + torch.arange(m + 1, device=reach.device)
+    worth = reach[:, None, None] * (sure[..., None] + accepted) - price * count
+    best = worth.flatten(1).argmax(-1)
+    number, taken = best % (m + 1), best // (m + 1)
+    rows = torch.arange(f, device=reach.device)
+    place = torch.arange(j + m, device=reach.device).expand(f, -1)
+    sampled = torch.nn.functional.pad(draws[rows, taken], (0, j))
+    after = (place - number[:, None]).clamp(0, j - 1)
+    children = torch.where(place < number[:, None], sampled, tops.gather(1, after))
+    children = reach[:, None] * children * (place < (number + taken)[:, None])
+    return torch.stack([number, taken], dim=1), children

@@ -1,0 +1,134 @@
+"""Fitting a head's calibration on text: what its laws promise against what the target then accepts."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from treespec.draft.calibration import DRAWS, TOPS, Calibration, features
+from treespec.draft.eagle import EagleProposer
+from treespec.draft.grow import TreeDrafter
+from treespec.draft.rollout import rollout
+from treespec.errors import InputError
+from treespec.heads.eagle import EagleHead
+from treespec.sampling import SamplingParams, probs
+from treespec.target import Target
+from treespec.trees.sampled import SampledTree
+from treespec.verify.laws import rejections, without
+from treespec.verify.rrs_wo import RRSWithoutReplacement, laws_of
+
+Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool, features [T, H]
+
+TEMPERATURES = (0.3, 0.6, 1.0)
+PRICES = (0.1, 0.05, 0.025, 0.0125, 0.006)
+ROOTS = 24  # positions at which trees are grown for each price, a temperature
+
+
+def calibrate(
+    head: EagleHead,
+    target: Target,
+    rows: Sequence[Row],
+    depth: int = 6,
+    positions: int = 1500,
+    seed: int = 0,
+    temperatures: Sequence[float] = TEMPERATURES,
+) -> Calibration:
+    """Fit on text that the target would write. positions: at most so many, a draft step and temperature.
+
+    Raises InputError where the text is too short.
+    """
+    generator = torch.Generator(device=target.output_device).manual_seed(seed)
+    found = [seen for t in temperatures for seen in outcomes(head, target, rows, depth, positions, t, generator)]
+    if not found:
+        raise InputError("the text is too short to calibrate a head on: give longer conversations")
+    top, top_hit, draw, draw_hit, room, weight = (torch.cat(parts) for parts in zip(*found, strict=True))
+    tops = logistic(top.flatten(0, 1), top_hit.flatten(), weight[:, None].expand_as(top_hit).flatten())
+    draws = logistic(draw.flatten(0, 2), (draw_hit / room).flatten(), (weight[:, None, None] * room).flatten())
+    fitted = Calibration(tuple(tops.tolist()), tuple(draws.tolist()), {})
+    sizes = {f"{t:g}": tree_sizes(head, target, rows, fitted, depth, t, generator) for t in temperatures}
+    return Calibration(fitted.tops, fitted.draws, sizes)
+
+
+@torch.no_grad()
+def outcomes(
+    head: EagleHead,
+    target: Target,
+    rows: Iterable[Row],
+    depth: int,
+    positions: int,
+    temperature: float,
+    generator: torch.Generator,
+) -> list[tuple[Tensor, ...]]:
+    """What the models are to learn, of positions at all draft steps.
+
+    Of each: features of tops and draws, p of the tops [n, J], mass accepted by each draw [n, J + 1, M] and left for
+    it, and a weight [n]: about how often a tree reaches a text's token at that depth, min(1, q/p) of those above.
+    """
+    params, found = SamplingParams(temperature), []
+    for tokens, counts, known in rows:
+        if len(tokens) < depth + 3 or positions <= 0:
+            continue
+        law = probs(target.output_logits(known), params)  # [T, V], row t: of token t + 1
+        weight = torch.ones(len(tokens) - depth - 1, device=law.device)
+        for step, hidden in enumerate(rollout(head, tokens, known, depth)):
+            q = probs(target.output_logits(hidden), params)
+            p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
+            chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:: depth + 1]
+            found.append((*tried(p[chosen], q[chosen], step, generator), weight[chosen]))
+            ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
+            weight = weight * ratio.squeeze(1).clamp(max=1)
+        positions -= len(chosen)
+    return found
+
+
+def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Features and outcomes of one tree node for each row of p and q, [n, V]."""
+    top, draw = features(q, depth)
+    best = q.topk(min(TOPS, q.shape[-1])).indices
+    hit = torch.zeros(top.shape[:2], device=q.device)
+    hit[:, : best.shape[1]] = p.gather(1, best)
+    accepted, room = [], []
+    for j in range(TOPS + 1):
+        rest = without(q, best[:, :j])
+        tokens = RRSWithoutReplacement().draw(rest, DRAWS, generator).tokens
+        mass = rejections(p, laws_of(rest, tokens), tokens)[0]
+        accepted.append(mass)
+        room.append((1 - hit[:, :j].sum(-1, keepdim=True) - mass.cumsum(-1) + mass).clamp(min=1e-6))
+    return top, hit, draw, torch.stack(accepted, dim=1), torch.stack(room, dim=1)
+
+
+def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
+    """[f] weights of a logistic regression, by Newton's method. x: [n, f]; y: [n] shares; weight: [n]."""
+    x, y, weight = x.double(), y.double(), weight.double() / weight.sum()
+    ridge = 1e-6 * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    found = x.new_zeros(x.shape[1])
+    for _ in range(steps):
+        chance = torch.sigmoid(x @ found)
+        slope = x.T @ (weight * (chance - y)) + ridge @ found
+        bend = (x.T * (weight * chance * (1 - chance))) @ x + ridge
+        found = found - torch.linalg.solve(bend, slope)
+    return found
+
+
+def tree_sizes(
+    head: EagleHead,
+    target: Target,
+    rows: Sequence[Row],
+    calibration: Calibration,
+    depth: int,
+    temperature: float,
+    generator: torch.Generator,
+) -> list[tuple[float, float]]:
+    """Mean nodes of the trees at each price, grown from positions of the text."""
+    params, sizes = SamplingParams(temperature), []
+    roots = [(row, at) for row in rows[:ROOTS] for at in (row[1].nonzero().squeeze(1)[1::40].tolist()[:3])]
+    for price in PRICES:
+        nodes = []
+        for (tokens, _, known), at in roots[:ROOTS]:
+            proposer = EagleProposer(head, target)
+            proposer.observe(known[:at], tokens[1 : at + 1])
+            tree = SampledTree(depth=depth, price=price)
+            drafter = TreeDrafter(proposer, tree, RRSWithoutReplacement(), calibration)
+            nodes.append(len(drafter.draft(tokens[at : at + 1], params, generator).tokens))
+        sizes.append((price, sum(nodes) / len(nodes)))
+    return sizes

@@ -1,0 +1,86 @@
+"""What a head's laws promise: the chance of each top token and of each draw, from q alone.
+
+Two logistic models, fitted once on held-out text: Pr(the r-th likeliest token is output) from its q, its rank and the
+depth; and Pr(the i-th draw is accepted | those before it were not) from the shape of what the tops leave of q.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from treespec.errors import InputError
+
+FILE = "calibration.json"
+TOPS, DRAWS = 5, 6  # at most, at one node
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """tops, draws: weights of the two models. sizes: by temperature, pairs (price of a node, mean nodes of a tree).
+
+    Saved as calibration.json beside the head.
+    """
+
+    tops: tuple[float, ...]
+    draws: tuple[float, ...]
+    sizes: dict[str, list[tuple[float, float]]]
+
+    def price(self, nodes: int, temperature: float) -> float:
+        """The price of a node at which trees have so many nodes on average; log-log interpolation."""
+        nearest = min(self.sizes, key=lambda t: abs(math.log(float(t) / temperature)))
+        points = sorted((math.log(size), math.log(price)) for price, size in self.sizes[nearest])
+        wanted = math.log(nodes)
+        right = next((i for i, (size, _) in enumerate(points) if size >= wanted), len(points) - 1)
+        (x0, y0), (x1, y1) = points[max(right, 1) - 1], points[max(right, 1)]
+        return math.exp(y0 + (y1 - y0) * (wanted - x0) / max(x1 - x0, 1e-9))
+
+    def chances(self, q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Of F nodes at a depth: [F, J] Pr(the r-th likeliest is output), [F, J + 1, M] Pr(the i-th draw is accepted).
+
+        q: [F, V] probabilities. The second is for 0 to J tokens taken for sure.
+        """
+        top, draw = features(q, depth)
+        tops = torch.sigmoid(top @ top.new_tensor(self.tops))
+        tops = tops * (1 / tops.sum(-1, keepdim=True).clamp(min=1))
+        left = 1 - pad(tops.cumsum(-1), (1, 0))
+        refused = torch.sigmoid(-(draw @ draw.new_tensor(self.draws))).cumprod(-1)  # [F, J + 1, M]
+        return tops, left[..., None].clamp(min=0) * -pad(refused, (1, 0), value=1).diff(dim=-1)
+
+
+def features(q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """What the models see of F nodes: [F, J, 4] of each top, [F, J + 1, M, 7] of each draw. q: [F, V]."""
+    count = min(TOPS + 1, q.shape[-1])
+    top = pad(q.topk(count).values, (0, TOPS + 1 - count)).clamp(1e-9, 1 - 1e-6)  # [F, J + 1]
+    rank = torch.arange(1, TOPS + 1, device=q.device, dtype=q.dtype).log().expand(len(q), -1)
+    of_tops = [torch.ones_like(rank), top[:, :-1].logit(), rank, torch.full_like(rank, depth)]
+
+    left = (1 - pad(top[:, :-1].cumsum(-1), (1, 0))).clamp(min=1e-6)
+    square = q.square().sum(-1, keepdim=True) - pad(top[:, :-1].square().cumsum(-1), (1, 0))
+    square = (square / left.square()).clamp(1e-6, 1).log()[..., None]  # of what is left, normalised
+    largest = (top / left).clamp(1e-6, 1 - 1e-6).logit()[..., None]
+    turn = torch.arange(1, DRAWS + 1, device=q.device, dtype=q.dtype).log().expand(len(q), TOPS + 1, -1)
+    one = torch.ones_like(turn)
+    of_draws = [one, largest * one, square * one, left.log()[..., None] * one, turn, square * turn, depth * one]
+    return torch.stack(of_tops, dim=-1), torch.stack(of_draws, dim=-1)
+
+
+def save_calibration(calibration: Calibration, folder: str | Path) -> None:
+    (Path(folder) / FILE).write_text(json.dumps(asdict(calibration), indent=2) + "\n")
+
+
+def load_calibration(folder: str | Path) -> Calibration | None:
+    """None where there is none. Raises InputError for a file that is not understood."""
+    file = Path(folder) / FILE
+    if not file.exists():
+        return None
+    try:
+        given = json.loads(file.read_text())
+        sizes = {t: [(float(a), float(b)) for a, b in pairs] for t, pairs in given["sizes"].items()}
+        return Calibration(tuple(map(float, given["tops"])), tuple(map(float, given["draws"])), sizes)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{file} is not understood: make it again with treespec calibrate") from error

@@ -15,6 +15,7 @@ from treespec.verify.scheme import Scheme
 Outcome = tuple[tuple[int, ...], float]  # draws, -1 for none; their probability
 
 LOSSLESS = [name for name, scheme in SCHEMES.items() if scheme.lossless]
+ENUMERABLE = [name for name in LOSSLESS if name != "optimal"]  # its draws carry scores: see test_optimal.py
 STOCHASTIC = [name for name, scheme in SCHEMES.items() if not scheme.deterministic]
 
 TINY = 1e-12

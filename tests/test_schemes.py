@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from enumeration import CASES, LOSSLESS, enumerate_plans, law, outcomes, random_law
+from enumeration import CASES, ENUMERABLE, LOSSLESS, enumerate_plans, law, outcomes, random_law
 from scipy.stats import chisquare
 
 from treespec.errors import InputError
@@ -13,7 +13,8 @@ from treespec.verify import SCHEMES, scheme_by_name
 from treespec.verify.is_lp import IsLp
 from treespec.verify.typical import Typical
 
-NAMES = [*LOSSLESS, "is-lp:s=2", "is-lp:s=1", "is-lp:alphabet=2", "is-lp:s=2,alphabet=3"]
+NAMES = [*ENUMERABLE, "is-lp:s=2", "is-lp:s=1", "is-lp:alphabet=2", "is-lp:s=2,alphabet=3"]
+OPTIMAL = ["optimal", "optimal:exact=1"]
 WITHOUT_REPLACEMENT = ["rrs-wo", "greedy", "spechub"]
 
 
@@ -57,23 +58,27 @@ def test_output_law_is_the_target_law_where_each_draw_has_its_own_law(name: str,
     torch.testing.assert_close(output, p, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *OPTIMAL])
 def test_a_plan_depends_on_its_own_row_alone(name: str) -> None:
     """Other nodes' laws may depend on this node's draws. The laws here leave programs several optima."""
     scheme = scheme_by_name(name)
     generator = torch.Generator().manual_seed(2)
     p = torch.stack([law(CASES[case][0]) for case in CASES])
     q = torch.stack([law(CASES[case][1]) for case in CASES])
-    draws = scheme.draw(q, numbers_of_draws(name)[-1], generator).tokens
-    together = scheme.plan(p, q, Draws(draws))
-    alone = torch.cat([scheme.plan(p[i : i + 1], q[i : i + 1], Draws(draws[i : i + 1])) for i in range(len(p))])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-15)
+    draws = scheme.draw(q, numbers_of_draws(name)[-1], generator)
+    together = scheme.plan(p, q, draws)
+    for row in range(len(p)):
+        own = slice(row, row + 1)
+        scores = None if draws.scores is None else draws.scores[own]
+        alone = scheme.plan(p[own], q[own], Draws(draws.tokens[own], scores))
+        torch.testing.assert_close(together[own], alone, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *OPTIMAL])
 def test_without_draws_the_plan_is_p(name: str) -> None:
     p, q = (law(values)[None] for values in CASES["plain"])
-    absent = Draws(torch.full((1, numbers_of_draws(name)[-1]), -1))
+    k = numbers_of_draws(name)[-1]
+    absent = Draws(torch.full((1, k), -1), torch.zeros(1, k, 2) if name in OPTIMAL else None)
     torch.testing.assert_close(scheme_by_name(name).plan(p, q, absent), p, rtol=0, atol=1e-15)
 
 
@@ -90,7 +95,7 @@ def test_float32_plans_are_laws_where_rounding_leaves_no_residual(name: str) -> 
     torch.testing.assert_close(plan, p)
 
 
-@pytest.mark.parametrize("name", [name for name in [*NAMES, "typical"] if name != "otm-lp"])
+@pytest.mark.parametrize("name", [name for name in [*NAMES, *OPTIMAL, "typical"] if name != "otm-lp"])
 def test_float32_plans_at_vocabulary_size_are_laws(name: str) -> None:
     generator = torch.Generator().manual_seed(3)
     scheme = scheme_by_name(name, allow_lossy=True)
@@ -121,7 +126,7 @@ def check_law(counts: Counter[tuple[int, ...]], expected: list[tuple[tuple[int, 
 
 
 @pytest.mark.parametrize("q", [[0.05, 0.4, 0, 0.35, 0.2], [0.7, 0, 0.3, 0, 0], [0, 0, 0, 1, 0]])
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name != "optimal"])
 def test_draws_follow_the_law_at_nodes_with_different_numbers_of_draws(name: str, q: list[float]) -> None:
     ks = torch.tensor(numbers_of_draws(name)).repeat(20_000)
     tokens = SCHEMES[name].draw(law(q).expand(len(ks), -1), ks, torch.Generator().manual_seed(4)).tokens
@@ -164,6 +169,11 @@ def test_a_deterministic_draw_takes_scores_and_lists_the_best_first() -> None:
         ("rrs:draft-temperatures=1/warm", "draft-temperatures must be numbers, such as 0.8/1.2"),
         ("rrs:draft-temperatures=1/0", "all must be positive"),
         ("is-lp:draft-temperatures=-1", "all must be positive"),
+        ("optimal:threshold=0", "must lie in (0, 1]"),
+        ("optimal:threshold=nan", "must lie in (0, 1]"),
+        ("optimal:threshold=some", "threshold must be a number"),
+        ("optimal:extra=2", "both must be 0 or 1"),
+        ("optimal:exact=-1", "both must be 0 or 1"),
         ("typical:epsilon=few", "epsilon must be a number"),
         ("typical:delta=nan", "both must lie in (0, 1]"),
     ],

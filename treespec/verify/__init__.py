@@ -8,6 +8,7 @@ from treespec.errors import InputError
 from treespec.verify.greedy import Greedy
 from treespec.verify.is_lp import IsLp
 from treespec.verify.kseq import KSeq
+from treespec.verify.optimal import Optimal
 from treespec.verify.otm_lp import OtmLp
 from treespec.verify.rrs import RRS
 from treespec.verify.rrs_wo import RRSWithoutReplacement
@@ -28,6 +29,7 @@ SCHEMES: dict[str, Scheme] = {
         Greedy(),
         IsLp(),
         OtmLp(),
+        Optimal(),
         TopK(),
         Typical(),
     )

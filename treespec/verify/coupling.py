@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 TINY = 1e-300
-NEWTON_STEPS = 6
+NEWTON_STEPS = 5  # mass to 1e-14 for up to 64 draws
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
     draws = draws.to(q.dtype)
     f = p / q.clamp(min=TINY)
     edges = pad(q.cumsum(-1), (1, 0))
-    start, end = edges[:, :-1], edges[:, 1:]
     power = edges**draws
+    start, end, low, high = edges[:, :-1], edges[:, 1:], power[:, :-1], power[:, 1:]
     boundary = (pad(p.cumsum(-1), (1, 0)) - power).argmin(-1, keepdim=True)
-    crossing = (f / draws) ** (1 / (draws - 1).clamp(min=1))  # f = g; for one draw g is 1 everywhere
-    switch = torch.where(draws > 1, crossing, (f >= 1).to(f.dtype)).clamp(start, end)
-    at_switch = switch**draws
-    over = pad((f * (switch - start) - (at_switch - power[:, :-1])).clamp(min=0).cumsum(-1), (1, 0))
-    under = pad((power[:, 1:] - at_switch - f * (end - switch)).clamp(min=0).cumsum(-1), (1, 0))
+    crossing = (f / draws) ** (1 / (draws - 1))  # f = g; for one draw g is 1 everywhere, and this 0, 1 or infinite
+    switch = crossing.clamp(start, end)
+    at_switch = (crossing * f / draws).clamp(low, high)  # switch^K
+    over = pad((f * (switch - start) - (at_switch - low)).clamp_(min=0).cumsum(-1), (1, 0))
+    under = pad((high - at_switch - f * (end - switch)).clamp_(min=0).cumsum(-1), (1, 0))
     over, under = over - over.gather(1, boundary), under - under.gather(1, boundary)
     added = under.minimum(over[:, :1]).diff(dim=-1)
     lost = over.maximum(under[:, -1:]).diff(dim=-1)
-    return Coupling(draws, edges, f, switch, over, under, (p + added - lost).clamp(min=0) / q.clamp(min=TINY))
+    return Coupling(draws, edges, f, switch, over, under, (p + added - lost).clamp_(min=0) / q.clamp(min=TINY))
 
 
 def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
@@ -68,30 +68,29 @@ def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
     mass = f * (s - edge) - (s**k - edge**k)  # over mass on [a, s], or less the under mass on [c, s]
     over, under = of.over.gather(1, cells) + mass, of.under.gather(1, cells) - mass
     matched = torch.where(is_over, over <= of.under[:, -1:], under >= of.over[:, :1])
-    t = torch.where(is_over, _place(of, over, side=1), _place(of, under, side=0))
+    t = _partner(of, is_over, torch.where(is_over, over, under))
     here, there = k * s ** (k - 1), k * t ** (k - 1)
     chance = (f - here).abs() / (there - here).abs().clamp(min=TINY)
     return torch.where(matched & (coin < chance), t, s)
 
 
-def _place(of: Coupling, mass: Tensor, side: int) -> Tensor:
-    """[B, K] where the cumulated under (side 1) or over (side 0) mass is `mass` [B, K].
+def _partner(of: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:
+    """[B, K] where the cumulated mass of the other kind is `mass` [B, K]: under mass where this is_over [B, K].
 
     With phi(t) = t^K - f t, least at c, that is a root of phi(t) - phi(c) = r on one side of c: by Newton's
     method from the root of the parabola at c.
     """
-    k = of.draws
-    cumulated = of.under if side else of.over
-    cell = torch.searchsorted(cumulated, mass, right=True).clamp(1, cumulated.shape[1] - 1) - 1
+    k, most = of.draws, of.f.shape[1]
+    over, under = (torch.searchsorted(x, mass, right=True).clamp_(1, most).sub_(1) for x in (of.over, of.under))
+    cell = torch.where(is_over, under, over)
     c, f, left, right = (x.gather(1, cell) for x in (of.switch, of.f, of.edges[:, :-1], of.edges[:, 1:]))
-    low, high = (c, right) if side else (left, c)
-    rest = mass - cumulated.gather(1, cell) if side else cumulated[:, 1:].gather(1, cell) - mass
-    rest = rest.clamp(min=0) + c**k - f * c
-    bend = (k * (k - 1) * c ** (k - 2)).clamp(min=TINY)
-    step = (2 * (rest - c**k + f * c).clamp(min=0) / bend).sqrt()
-    t = (c + step if side else c - step).clamp(low, high)
+    low, high = torch.where(is_over, c, left), torch.where(is_over, right, c)
+    rest = torch.where(is_over, mass - of.under.gather(1, cell), of.over[:, 1:].gather(1, cell) - mass).clamp_(min=0)
+    least = c * (c ** (k - 1) - f)
+    step = (2 * rest / (k * (k - 1) * c ** (k - 2)).clamp_(min=TINY)).sqrt()
+    t = (c + torch.where(is_over, step, -step)).clamp(low, high)
+    rest += least
     for _ in range(NEWTON_STEPS):
-        slope = k * t ** (k - 1) - f
-        slope = torch.where(slope.abs() < TINY, TINY, slope)
-        t = (t - (t**k - f * t - rest) / slope).clamp(low, high)
+        power = t ** (k - 1)
+        t = (t - (t * (power - f) - rest) / (k * power - f + TINY)).clamp(low, high)
     return t

@@ -1,0 +1,293 @@
+"""The law that `optimal` selects by is the best one for its draws, its scores realise it, and so the output has p."""
+
+import inspect
+import itertools
+import math
+from types import ModuleType
+
+import pytest
+import torch
+from enumeration import CASES, law, random_law
+from scipy.stats import chisquare, kstest, norm
+from torch import Tensor
+
+from treespec.errors import InputError
+from treespec.trees.tree import Draws
+from treespec.verify import SCHEMES, coupling, optimal
+from treespec.verify.coupling import Coupling
+from treespec.verify.laws import independent
+from treespec.verify.optimal import Optimal, selected_law
+from treespec.verify.rates import on_draws, optimal_iid
+
+KS = (1, 2, 3, 4, 5)
+ERROR = 1e-4  # probability that a test of this file fails by chance, each
+OPTIONS = [(threshold, extra, exact) for threshold in (0.35, 1) for extra in (0, 1) for exact in (0, 1)]
+
+
+def laws(number: int = 10, vocabulary: int = 6) -> tuple[Tensor, Tensor]:
+    """[B, V] p and q: all the cases, filled up with tokens of no mass, and random laws."""
+    generator = torch.Generator().manual_seed(1)
+    pairs = [[law([*values, *[0] * (vocabulary - 4)]) for values in case] for case in CASES.values()]
+    pairs += [[random_law(vocabulary, generator) for _ in "pq"] for _ in range(number)]
+    p, q = (torch.stack(rows) for rows in zip(*pairs, strict=True))
+    return p, q
+
+
+def realistic(rows: int, vocabulary: int, spread: float, power: float = 1.3) -> tuple[Tensor, Tensor]:
+    """[B, V] p and q: Zipf's law, both with noise of their own."""
+    generator = torch.Generator().manual_seed(2)
+    zipf = -power * torch.arange(1.0, vocabulary + 1, dtype=torch.float64).log()
+    noise = torch.randn(3, rows, vocabulary, generator=generator, dtype=torch.float64)
+    p, q = (zipf + noise[0] + spread * own for own in noise[1:])
+    return p.softmax(-1), q.softmax(-1)
+
+
+def couple(p: Tensor, q: Tensor, k: int, exact: int = 1) -> tuple[Tensor, Tensor, Coupling]:
+    """x [B, V], the cells of the tokens [B, V] and the coupling."""
+    cell, coupled = Optimal(exact=exact).couple(p, q, torch.full_like(q[:, :1], k, dtype=torch.int64))
+    return selected_law(q, cell, coupled), cell, coupled
+
+
+def overlap(p: Tensor, x: Tensor) -> Tensor:
+    return p.minimum(x).sum(-1)
+
+
+@pytest.mark.parametrize("share", [1, 0.6])
+@pytest.mark.parametrize("exact", [0, 1])
+@pytest.mark.parametrize("k", KS)
+def test_the_selected_law_is_one_that_draws_can_reach(k: int, exact: int, share: float) -> None:
+    """Any selection has x(H) >= q(H)^K, as all draws may lie in H; for every H."""
+    p, q = laws()
+    x, _, _ = couple(share * p, q, k, exact)
+    assert (x >= 0).all()
+    torch.testing.assert_close(x.sum(-1), torch.ones(len(p), dtype=x.dtype), rtol=0, atol=1e-12)
+    sets = torch.tensor(list(itertools.product([0.0, 1.0], repeat=p.shape[1])), dtype=p.dtype)
+    assert (x @ sets.mT >= (q @ sets.mT) ** k - 1e-12).all()
+
+
+@pytest.mark.parametrize("share", [1, 0.6])
+@pytest.mark.parametrize("k", KS)
+def test_the_selected_law_reaches_the_optimal_rate(k: int, share: float) -> None:
+    p, q = laws(50)
+    x, _, _ = couple(share * p, q, k)
+    torch.testing.assert_close(overlap(share * p, x), optimal_iid(share * p, q, k), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("share", [1, 0.6])
+@pytest.mark.parametrize("spread", [0.1, 0.5, 2])
+@pytest.mark.parametrize("k", [2, 4, 8])
+def test_the_selected_law_reaches_the_optimal_rate_for_laws_like_a_models(k: int, spread: float, share: float) -> None:
+    """To 1e-9 where tokens are sorted, to 0.1 points where they are put into cells."""
+    p, q = realistic(10, 2000, spread)
+    best = optimal_iid(share * p, q, k)
+    for exact, error in ((1, 1e-9), (0, 1e-3)):
+        x, _, _ = couple(share * p, q, k, exact)
+        found = overlap(share * p, x)
+        assert (found <= best + 1e-9).all()
+        assert (found >= best - error).all()
+
+
+@pytest.mark.parametrize("mass", [0.5, 1e-3, 1e-6])
+def test_cells_are_as_fine_where_little_of_the_draft_is_left(mass: float) -> None:
+    """The rest of q after a sure token of 1 - mass, where p is spread otherwise; to 0.1 points."""
+    p, q = realistic(10, 2000, 1, power=0.5)
+    row = q[:, :1] * 0
+    p, q = torch.cat([row + 0.3, 0.7 * p], dim=1), torch.cat([row + 1 - mass, mass * q], dim=1)
+    rates = [Optimal(threshold=0.45, extra=0, exact=exact).acceptance_rate(p, q, 3) for exact in (0, 1)]
+    torch.testing.assert_close(*rates, rtol=0, atol=1e-3)
+    best = 0.3 + optimal_iid(p[:, 1:], q[:, 1:], 2)
+    torch.testing.assert_close(rates[1], best, rtol=0, atol=1e-9)
+
+
+def score(of: ModuleType, p: Tensor, q: Tensor, k: int, exact: int, draws: int) -> tuple[Tensor, Tensor]:
+    """Tokens and scores [draws, K] of independent draws. p, q: [V]."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = independent(q[None], draws * k, generator).tokens
+    place, coin = torch.rand(2, 1, draws * k, generator=generator, dtype=q.dtype)
+    _, cell, coupled = couple(p[None], q[None], k, exact)
+    return tokens.view(-1, k), of.scores(coupled, cell.gather(1, tokens), place, coin).view(-1, k)
+
+
+def p_values(of: ModuleType, p: Tensor, q: Tensor, k: int, exact: int, draws: int) -> tuple[float, float]:
+    """Of scores being uniform (Kolmogorov and Smirnov) and of the selected token having the law x (χ²)."""
+    tokens, scores = score(of, p, q, k, exact, draws)
+    selected = tokens.gather(1, scores.argmax(-1, keepdim=True)).flatten()
+    x = couple(p[None], q[None], k, exact)[0][0]
+    counts = selected.bincount(minlength=len(x))
+    assert (counts[x == 0] == 0).all()
+    seen = x * draws > 5
+    observed, expected = counts[seen].double(), x[seen] * draws
+    rare = draws - expected.sum()
+    if rare > 5:
+        observed = torch.cat([observed, (draws - observed.sum())[None]])
+        expected = torch.cat([expected, rare[None]])
+    frequencies = chisquare(observed, expected, sum_check=False).pvalue if len(observed) > 1 else 1.0
+    return kstest(scores.flatten().numpy(), "uniform").pvalue, frequencies
+
+
+@pytest.mark.parametrize("exact", [0, 1])
+@pytest.mark.parametrize("k", KS)
+def test_scores_are_uniform_and_the_selected_token_has_its_law(k: int, exact: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(3):
+        p, q = random_law(6, generator), random_law(6, generator)
+        assert min(p_values(coupling, p, q, k, exact, draws=100_000)) > ERROR / 6
+
+
+def bias(scheme: Optimal, p: Tensor, q: Tensor, k: int, draws: int) -> tuple[Tensor, Tensor]:
+    """Mean plan less p [B, V] and measured less stated rate [B], in standard errors. p, q: [B, V]."""
+    generator = torch.Generator().manual_seed(5)
+    law_errors, rate_errors = [], []
+    for target, draft in zip(p, q, strict=True):
+        rows = target.expand(draws, -1), draft.expand(draws, -1)
+        drawn = scheme.draw(rows[1], k, generator)
+        plan = scheme.plan(*rows, drawn)
+        assert (plan >= 0).all()
+        assert (plan.sum(-1) - 1).abs().max() < 1e-12
+        stated = scheme.acceptance_rate(target[None], draft[None], k)
+        rates = on_draws(scheme, *rows, drawn)
+        law_errors.append((plan.mean(0) - target) / (plan.std(0) / math.sqrt(draws) + 1e-11))
+        rate_errors.append((rates.mean() - stated[0]) / (rates.std() / math.sqrt(draws) + 1e-11))
+    return torch.stack(law_errors), torch.stack(rate_errors)
+
+
+def limit(tests: int) -> float:
+    """Standard errors that this many z-tests stay below, but for ERROR."""
+    return norm.isf(ERROR / (2 * tests))
+
+
+@pytest.mark.parametrize(("threshold", "extra", "exact"), OPTIONS)
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_mean_plan_is_p_and_its_rate_the_stated_one(k: int, threshold: float, extra: int, exact: int) -> None:
+    p, q = laws(10)
+    common = ((q == 0) | (q > 0.03)).all(-1)  # every token is drawn in few draws; cells cost much here
+    p, q = (p, q) if exact else (p[common][-6:], q[common][-6:])
+    in_law, in_rate = bias(Optimal(threshold, extra, exact), p, q, k, draws=2000 if exact else 300)
+    assert in_law.abs().max() < limit(in_law.numel())
+    assert in_rate.min() > (-limit(len(p)) if exact else -4)
+    assert not exact or in_rate.max() < limit(len(p))
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_the_mean_plan_over_realistic_laws_accepts_at_least_as_stated(extra: int) -> None:
+    p, q = realistic(3, 2000, 0.7)
+    _, in_rate = bias(Optimal(extra=extra), p, q, 4, draws=300)
+    assert in_rate.min() > -4
+
+
+@pytest.mark.parametrize(("threshold", "extra", "exact"), OPTIONS)
+def test_one_draw_is_the_single_draft_plan(threshold: float, extra: int, exact: int) -> None:
+    p, q = laws()
+    scheme = Optimal(threshold, extra, exact)
+    draws = scheme.draw(q, 1, torch.Generator().manual_seed(6))
+    assert (draws.tokens[:, 1:] == -1).all()
+    single = SCHEMES["single"].plan(p, q, Draws(draws.tokens[:, :1]))
+    torch.testing.assert_close(scheme.plan(p, q, draws), single, rtol=0, atol=1e-12)
+
+
+def test_where_all_draws_but_one_are_sure_the_plan_is_that_of_greedy() -> None:
+    q = law([0.5, 0.25, 0.08, 0.07, 0.06, 0.04]).expand(100, -1)  # two tokens are more than .35 of what is left
+    generator = torch.Generator().manual_seed(7)
+    p = torch.stack([random_law(6, generator) for _ in range(100)])
+    draws = Optimal().draw(q, 3, generator)
+    assert (draws.tokens[:, :2] == torch.tensor([0, 1])).all()
+    greedy = SCHEMES["greedy"].plan(p, q, Draws(draws.tokens[:, :3]))
+    torch.testing.assert_close(Optimal(exact=1).plan(p, q, draws), greedy, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("threshold", "extra", "exact"), OPTIONS)
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_a_draft_that_is_the_target_is_always_accepted(k: int, threshold: float, extra: int, exact: int) -> None:
+    p, _ = laws()
+    rate = Optimal(threshold, extra, exact).acceptance_rate(p, p, k)
+    torch.testing.assert_close(rate, torch.ones_like(rate), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_the_first_draws_are_distinct_or_absent_and_about_as_many_as_asked_for(k: int) -> None:
+    _, q = realistic(500, 2000, 0.7)
+    drawn = Optimal().draw(q, k, torch.Generator().manual_seed(8))
+    first = drawn.tokens[:, :k]
+    same = (first[:, :, None] == first[:, None]) & (first >= 0)[:, None]
+    assert (same.sum(-1) <= 1).all()
+    numbers = [len({*row} - {-1}) for row in drawn.tokens.tolist()]
+    assert abs(sum(numbers) / len(numbers) - k) < 0.6
+    without_extra = Optimal(extra=0).draw(q, k, torch.Generator().manual_seed(8)).tokens
+    assert ((without_extra >= 0).sum(-1) == k).all()
+
+
+def test_independent_draws_follow_their_law() -> None:
+    """Without sure tokens each of two draws has the law q; a pair and its reverse are the same."""
+    q, pairs = law([0.5, 0.3, 0.2]), 50_000
+    tokens = Optimal(threshold=1, extra=0).draw(q.expand(pairs, -1), 2, torch.Generator().manual_seed(9)).tokens
+    one, two = tokens.sort(-1, descending=True).values[:, :2].unbind(-1)
+    seen = (3 * one + two).bincount(minlength=9)
+    wanted = {(a, b): q[a] * q[b] * (2 - (a == b)) for a in range(3) for b in range(a + 1)}
+    assert seen.sum() == sum(seen[3 * a + b] for a, b in wanted)
+    counts, masses = [seen[3 * a + b] for a, b in wanted], [mass * pairs for mass in wanted.values()]
+    assert chisquare(counts, masses).pvalue > ERROR
+
+
+def test_float32_plans_at_vocabulary_size_are_laws() -> None:
+    p, q = (rows.float() for rows in realistic(4, 32_000, 1))
+    q[3], p[2] = torch.zeros(32_000).index_fill_(0, torch.tensor(5), 1), q[2]
+    for scheme in (Optimal(), Optimal(threshold=1), Optimal(exact=1)):
+        plan = scheme.plan(p, q, scheme.draw(q, torch.tensor([4, 1, 3, 2]), torch.Generator().manual_seed(10)))
+        assert plan.dtype == torch.float32
+        assert (plan >= 0).all()
+        torch.testing.assert_close(plan.sum(-1), torch.ones(4), rtol=0, atol=1e-5)
+
+
+def test_many_equal_masses_in_float32_keep_the_cells_exact() -> None:
+    """Sums in float32 would put the masses of the cells off by 3e-4."""
+    q = torch.full((1, 150_000), 1 / 150_000)
+    p = torch.where(torch.arange(150_000) < 40_000, 2.0, 1.0)[None] / 190_000
+    _, _, coupled = couple(p, q, 2, exact=0)
+    [least] = coupled.edges.unique()[[1]].tolist()
+    assert least == pytest.approx(11 / 15, rel=0, abs=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"threshold": 0}, {"threshold": 1.1}, {"extra": 2}, {"exact": -1}])
+def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="must"):
+        Optimal(**options)
+
+
+def mutant(module: ModuleType, old: str, new: str) -> ModuleType:
+    source = inspect.getsource(module)
+    assert source.count(old) == 1
+    changed = ModuleType(module.__name__)
+    exec(source.replace(old, new), changed.__dict__)
+    return changed
+
+
+@pytest.mark.parametrize("off", ["add(1).clamp(max=p.shape[-1])", "sub(1).clamp(min=0)"])
+def test_a_boundary_one_cell_off_loses_the_optimum_or_the_law(off: str) -> None:
+    old = "argmin(-1, keepdim=True)"
+    other = mutant(coupling, old, f"{old}.{off}")
+    p, q = laws(50)
+    order = (p / q).nan_to_num(nan=torch.inf).argsort(-1)
+    p, q = p.gather(1, order), q.gather(1, order)
+    failed = 0
+    for k in (2, 3):
+        number = torch.full_like(q[:, :1], k, dtype=torch.int64)
+        x = q * other.couple(p.minimum(k * q), q, number).density
+        reached = (x.cumsum(-1) >= q.cumsum(-1) ** k - 1e-9).all(-1) & ((x.sum(-1) - 1).abs() < 1e-9)
+        failed += (~reached | (overlap(p, x) < optimal_iid(p, q, k) - 1e-6)).sum()
+    assert failed > len(p) / 2
+
+
+@pytest.mark.parametrize("old", ["coin < chance", "is_over, under, over)"])
+def test_scores_that_are_exchanged_otherwise_have_another_law(old: str) -> None:
+    new = {"coin < chance": "coin < 1", "is_over, under, over)": "is_over, over, under)"}[old]
+    other = mutant(coupling, old, new)
+    p, q = law([0.1, 0.4, 0.3, 0.2]), law([0.4, 0.2, 0.25, 0.15])
+    assert min(p_values(coupling, p, q, 3, 1, draws=20_000)) > ERROR
+    assert min(p_values(other, p, q, 3, 1, draws=20_000)) < 1e-9
+
+
+def test_a_residual_against_q_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q = law([0.1, 0.4, 0.3, 0.2])[None], law([0.4, 0.2, 0.25, 0.15])[None]
+    assert bias(Optimal(1, 0, 1), p, q, 3, 2000)[0].abs().max() < limit(4)
+    monkeypatch.setattr(optimal, "selected_law", lambda q, cell, coupling: q)
+    assert bias(Optimal(1, 0, 1), p, q, 3, 2000)[0].abs().max() > 10

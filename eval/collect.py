@@ -66,7 +66,7 @@ def collected(config: AcceptanceConfig, report: Callable[[Step], None]) -> tuple
     spec = load(
         config.target or "", config.head, template=config.template, device_map=config.device_map, dtype=config.dtype
     )
-    texts = _given(config, spec) if config.text else list(_own(config, spec, questions, report))
+    texts = texts_of(config, spec, questions, report)
     logits = logits_of(spec, texts, config.step, config.positions, report)
     environment = describe(spec.target)
     _write(file, logits, {"identity": json.dumps(identity), "environment": json.dumps(environment)})
@@ -105,6 +105,13 @@ def logits_of(
             group.append(torch.full((len(rows),), text.group))
         report(Step(count, len(texts), "logits"))
     return Logits(torch.cat(p), torch.cat(q), torch.cat(group))
+
+
+def texts_of(
+    config: AcceptanceConfig, spec: Spec, questions: Sequence[Question], report: Callable[[Step], None]
+) -> list[Text]:
+    """The text that was given, or the target's own answers."""
+    return _given(config, spec) if config.text else list(_own(config, spec, questions, report))
 
 
 def _given(config: AcceptanceConfig, spec: Spec) -> list[Text]:

@@ -60,6 +60,7 @@ def config(model_folder, data_file, tmp_path):
         draft_steps=3,
         checkpoint_every=2,
         validate_every=0,
+        calibrate=False,
     )
 
 

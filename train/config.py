@@ -32,6 +32,7 @@ class TrainConfig:
     held_out: float = option("share of the conversations kept for validation", 0.02)
     validate_on: int = option("held-out conversations looked at in a validation", 64)
     draft_steps: int = option("draft steps that a validation rolls out", 5)
+    calibrate: bool = option("at the end, calibrate the head for --tree sampled on held-out conversations", True)
     validate_every: int = option("steps between validations; 0: only at the end", 1000)
     checkpoint_every: int = option("steps between checkpoints", 500)
     seed: int = option("of the weights, the order and the noise", 0)

@@ -15,6 +15,8 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
 
+from treespec.draft.calibrate import calibrate
+from treespec.draft.calibration import save_calibration
 from treespec.draft.eagle import new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
@@ -61,7 +63,10 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     head = accelerator.unwrap_model(model)
     result = validation(config, target, data, head)
     if accelerator.is_main_process:
-        save_head(copy.deepcopy(head).to(target.dtype), out)
+        served = copy.deepcopy(head).to(target.dtype)
+        save_head(served, out)
+        if config.calibrate:
+            calibrated(config, target, data, served, out)
         write_json(out / "training" / "result.json", asdict(result))
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -162,13 +167,22 @@ def forward(
 def validation(config: TrainConfig, target: Target, data: Data, head: EagleHead) -> Validation:
     """On held-out conversations, with the head as it will be served."""
     served = copy.deepcopy(head).to(target.dtype)
+    return validate(served, target, held_out_rows(config, target, data), config.draft_steps)
 
-    def rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for example in data.held_out[: config.validate_on]:
-            tokens = example.input_ids.to(target.output_device)
-            yield tokens, example.loss_mask.to(tokens.device), target.features(tokens[None])[0]
 
-    return validate(served, target, rows(), config.draft_steps)
+def held_out_rows(config: TrainConfig, target: Target, data: Data) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens [T], which of them are the assistant's [T], and features [T, H] of held-out conversations."""
+    for example in data.held_out[: config.validate_on]:
+        tokens = example.input_ids.to(target.output_device)
+        yield tokens, example.loss_mask.to(tokens.device), target.features(tokens[None])[0]
+
+
+def calibrated(config: TrainConfig, target: Target, data: Data, head: EagleHead, out: Path) -> None:
+    """Save the head's calibration, or say why there is none."""
+    try:
+        save_calibration(calibrate(head, target, list(held_out_rows(config, target, data)), seed=config.seed), out)
+    except InputError as error:
+        print(f"no calibration, --tree sampled will need treespec calibrate: {error}")
 
 
 def batches_from(micro: int, lengths: list[int], batch_size: int, seed: int) -> Iterator[tuple[int, list[int]]]:

@@ -9,6 +9,7 @@ import sys
 import typer
 
 from treespec.cli.acceptance import acceptance
+from treespec.cli.calibrate import calibrate
 from treespec.cli.chat import chat
 from treespec.cli.evaluate import evaluate
 from treespec.cli.generate import generate
@@ -27,6 +28,7 @@ app.command()(chat)
 app.command("eval")(evaluate)
 app.command()(acceptance)
 app.command()(generate)
+app.command()(calibrate)
 app.command()(quickstart)
 
 

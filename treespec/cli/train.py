@@ -1,5 +1,7 @@
 """`treespec train`: a draft head for a target, from conversations."""
 
+import typer
+
 from treespec.cli.options import takes
 from treespec.train.config import TrainConfig
 
@@ -12,4 +14,8 @@ def train(config: TrainConfig) -> None:
     """
     from treespec.train.run import train
 
-    train(config)
+    try:
+        train(config)
+    except KeyboardInterrupt:
+        print(f"\nStopped. The same command goes on from the last checkpoint in {config.out}.")
+        raise typer.Exit(130) from None

@@ -6,6 +6,7 @@ depth; and Pr(the i-th draw is accepted | those before it were not) from the sha
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -70,7 +71,10 @@ def features(q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def save_calibration(calibration: Calibration, folder: str | Path) -> None:
-    (Path(folder) / FILE).write_text(json.dumps(asdict(calibration), indent=2) + "\n")
+    """Under a temporary name first, so that a kill leaves the old file or the new one."""
+    temporary = Path(folder) / f".{FILE}-{os.getpid()}"
+    temporary.write_text(json.dumps(asdict(calibration), indent=2) + "\n")
+    os.replace(temporary, Path(folder) / FILE)
 
 
 def load_calibration(folder: str | Path) -> Calibration | None:

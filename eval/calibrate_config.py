@@ -1,0 +1,21 @@
+"""What the calibration of a head is told."""
+
+from dataclasses import dataclass
+
+from treespec.options import option
+
+
+@dataclass(frozen=True)
+class CalibrateConfig:
+    target: str = option("target model: a directory or a hub id")
+    head: str = option("draft head: a directory; calibration.json is written there")
+    text: str | None = option("given text: conversations (.jsonl, .json), or plain text by any other name", None)
+    questions: str = option("without --text, the target's own answers: builtin, mt-bench or a JSONL file", "builtin")
+    limit: int | None = option("only the first so many questions or conversations", None)
+    max_new_tokens: int = option("end an answer after so many tokens", 150)
+    depth: int = option("draft steps to calibrate, at least as many as trees will have levels", 6)
+    positions: int = option("so many positions, at each draft step and temperature", 1500)
+    seed: int = option("of answers and draws", 0)
+    template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
+    device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
+    dtype: str = option("auto, float32, bfloat16 or float16", "auto")

@@ -19,16 +19,19 @@ from treespec.verify.laws import (
     independent,
     keep_first,
     likeliest,
+    normalise,
     overlap,
+    rejections,
     scale,
     single_draft,
     without,
 )
+from treespec.verify.partial import partial_draft
 
 # Cells of p/q in a bucketed build: 128 an octave from 2^-8 to 2^6, each at most 0.8 % wide.
 SHIFT, LOWEST, CELLS = 16, (127 - 8) << 7, 14 << 7
 EXTRA = 4  # times as many independent draws as are asked for, at most
-LIKELY = 64  # tokens of q that the expected number of distinct draws is reckoned from
+LIKELY = 64  # tokens that the expected number of distinct draws is reckoned from; the others are small
 
 
 @final
@@ -39,7 +42,8 @@ class Optimal:
     threshold: the likeliest token is drawn for sure while it has more than this share of what is left of q and another
     draw is to come; at 1 all draws are independent. extra: draw until as many distinct tokens as asked for are
     expected, as a repeat takes no node. exact: sort all tokens by p/q; else they are put into cells of nearly equal
-    p/q, which is as lossless.
+    p/q, which is as lossless. first: verify the first of the draws by itself, then the others against what it leaves;
+    that accepts less in all and more on the first, below which a tree may be deeper.
     Draws.scores: [B, K, 2] uniforms, -1 for the tokens drawn for sure. Of all K draws the first k are distinct or
     absent; the others, repeats and more than were expected, are verified like them.
     """
@@ -52,18 +56,23 @@ class Optimal:
     threshold: float = 0.35
     extra: int = 1
     exact: int = 0
+    first: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
             raise InputError(f"optimal: threshold is {self.threshold}, must lie in (0, 1]; 1 is no token for sure")
-        if not {self.extra, self.exact} <= {0, 1}:
-            raise InputError(f"optimal: extra is {self.extra}, exact {self.exact}; both must be 0 or 1")
+        if not {self.extra, self.exact, self.first} <= {0, 1}:
+            raise InputError(
+                f"optimal: extra is {self.extra}, exact {self.exact}, first {self.first}; each must be 0 or 1"
+            )
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
+        if isinstance(k, Tensor) and k.dim() == 2:
+            return self._arranged(q, k, generator)
         width, number = counts(q, k)
         check(self, q, width)
-        tops, repeated = self.allot(q, number, width)
-        drawn = independent(without(q, tops), self.most(width), generator).tokens
+        tops, repeated, rest = self.allot(q, number, width)
+        drawn = independent(rest, self.most(width), generator).tokens
         tokens = torch.cat([tops, keep_first(drawn, repeated)], dim=1)
         uniform = torch.rand((*tokens.shape, 2), generator=generator, dtype=torch.float64, device=q.device)
         uniform[:, : tops.shape[1]] = -1
@@ -71,51 +80,93 @@ class Optimal:
         order = (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)  # distinct, absent, repeats
         return Draws(tokens.gather(1, order), uniform.gather(1, order[..., None].expand_as(uniform)))
 
+    def _arranged(self, q: Tensor, k: Tensor, generator: torch.Generator) -> Draws:
+        """As a tree asks for them, k: [B, 2]: so many distinct draws are expected, and behind them the tops."""
+        number, sure = k.split(1, dim=1)
+        tops = keep_first(likeliest(q, int(sure.max())), sure)
+        independent_only = Optimal(threshold=1, extra=self.extra)
+        drawn = independent_only.draw(without(q, tops), number.squeeze(1), generator)
+        assert drawn.scores is not None
+        width = int(number.max())
+        tokens = torch.cat([drawn.tokens[:, :width], tops, drawn.tokens[:, width:]], dim=1)
+        own = drawn.scores.new_full((*tops.shape, 2), -1)
+        uniform = torch.cat([drawn.scores[:, :width], own, drawn.scores[:, width:]], dim=1)
+        place = torch.arange(tokens.shape[1], device=q.device)
+        beyond = (place >= number) & ((place < width) | (place >= width + tops.shape[1]))  # more than have a node
+        order = (2 * beyond).masked_fill((tokens < 0) & ~beyond, 1).argsort(dim=-1, stable=True)
+        return Draws(tokens.gather(1, order), uniform.gather(1, order[..., None].expand_as(uniform)))
+
     def most(self, k: int) -> int:
         """Independent draws at a node of k draws, at most; settled on the host."""
         return EXTRA * k if self.extra else k
 
-    def allot(self, q: Tensor, number: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def allot(self, q: Tensor, number: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """What is settled before drawing. number: [B, 1] distinct tokens to be expected, at most `width`.
 
-        Returns the tokens drawn for sure, [B, width] with -1 beyond, and [B, 1] independent draws.
+        Returns the tokens drawn for sure, [B, width] with -1 beyond, [B, 1] independent draws, and the rest of q that
+        those come from, [B, V], not normalised.
         """
-        best = likeliest(q, width)
-        share = q.gather(1, best.clamp(min=0)) * (best >= 0)
-        left = share.sum(-1, keepdim=True) - share.cumsum(-1) + share + without(q, best).sum(-1, keepdim=True)
-        sure = (share > self.threshold * left).cumprod(-1).bool() & (self.threshold < 1)
-        sure &= torch.arange(width, device=q.device) < number - 1  # a draw accepts more than one more sure token
-        tops = best.masked_fill(~sure, -1)
+        best = likeliest(q, width + LIKELY)
+        share = q.gather(1, best.clamp(min=0)).double() * (best >= 0)
+        left = (q.sum(-1, keepdim=True, dtype=torch.float64) - share.cumsum(-1) + share).clamp_(min=0)
+        another = torch.arange(best.shape[1], device=q.device) < number - 1  # a draw accepts more than a sure token
+        sure = ((share > self.threshold * left) & another & (self.threshold < 1)).cumprod(-1).bool()
+        tops = best.masked_fill(~sure, -1)[:, :width]
         rest = without(q, tops)
-        number = (number - sure.sum(-1, keepdim=True)) * (rest.sum(-1, keepdim=True) > 0)
+        mass = rest.sum(-1, keepdim=True, dtype=torch.float64)
+        number = (number - sure.sum(-1, keepdim=True)) * (mass > 0)
         if not self.extra:
-            return tops, number
-        rest = rest * scale(rest, number > 0)
-        likely = rest.topk(min(LIKELY, q.shape[-1])).values[..., None]
+            return tops, number, rest
+        likely = (share.masked_fill(sure, 0) * scale(mass, number > 0))[..., None]
         times = torch.arange(1, self.most(width) + 1, device=q.device)
         distinct = (1 - (1 - likely) ** times).sum(1) + (1 - likely.sum(1)) * times  # [B, most]
-        return tops, torch.maximum(number, (distinct < number).sum(-1, keepdim=True)) * (number > 0)
+        return tops, torch.maximum(number, (distinct < number).sum(-1, keepdim=True)) * (number > 0), rest
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
+        q, drawn = self._sampled(q, draws)
+        if not self.first:
+            return single_draft(p, *self._selected(p, q, draws, drawn))
+        lead = drawn & (drawn.cumsum(-1) == 1)
+        token = draws.tokens.masked_fill(~lead, -1).amax(-1, keepdim=True)
+        accepted, left = rejections(p, [q], token)
+        left = normalise(left, p)
+        rest = single_draft(left, *self._selected(left, q, draws, drawn & ~lead))
+        return (rest * (1 - accepted)).scatter_add_(1, token.clamp(min=0), accepted)
+
+    def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """For layer verification (`LayerScheme`), of which `first` is no part."""
+        q, drawn = self._sampled(q, draws)
+        law, tokens, chosen = self._selected(p, q, draws, drawn)
+        return partial_draft(p, law, tokens, chosen > 0, (tokens >= 0) & ~drawn)
+
+    def _sampled(self, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """[B, V] the law of the independent draws, and which of the draws they are, [B, K] bool."""
         check(self, q, draws.tokens.shape[1])
         assert draws.scores is not None
-        place, coin = draws.scores.unbind(-1)
-        drawn = (draws.tokens >= 0) & (place >= 0)
+        drawn = (draws.tokens >= 0) & (draws.scores[..., 0] >= 0)
+        rest = without(q, draws.tokens.masked_fill(drawn, -1))
+        return rest.mul_(scale(rest, drawn.any(-1, keepdim=True))), drawn
+
+    def _selected(self, p: Tensor, q: Tensor, draws: Draws, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The law [B, V] of the selected one of the draws from q [B, V], all tokens, and [B, K] 1 for that one."""
+        assert draws.scores is not None
         number = drawn.sum(-1, keepdim=True)
-        q = without(q, draws.tokens.masked_fill(drawn, -1))
-        q = q.mul_(scale(q, number > 0))
         cell, coupling = self.couple(p, q, number)
-        score = scores(coupling, cell.gather(1, draws.tokens.clamp(min=0)), place, coin)
+        score = scores(coupling, cell.gather(1, draws.tokens.clamp(min=0)), *draws.scores.unbind(-1))
         best = score.masked_fill(~drawn, -1).argmax(-1, keepdim=True)
-        chosen = torch.zeros_like(place, dtype=p.dtype).scatter_(1, best, 1.0) * drawn
-        return single_draft(p, selected_law(q, cell, coupling), draws.tokens, chosen)
+        chosen = torch.zeros_like(score, dtype=p.dtype).scatter_(1, best, 1.0) * drawn
+        return selected_law(q, cell, coupling) * (number > 0), draws.tokens, chosen
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         check(self, q, k)
-        tops, number = self.allot(q, torch.full_like(q[:, :1], k, dtype=torch.int64), k)
-        rest = without(q, tops)
+        tops, number, rest = self.allot(q, torch.full_like(q[:, :1], k, dtype=torch.int64), k)
         rest = rest.mul_(scale(rest, number > 0))
-        return (p - without(p, tops)).sum(-1) + overlap(p, selected_law(rest, *self.couple(p, rest, number)))
+        chance = torch.zeros_like(p[:, 0])
+        if self.first:
+            chance = overlap(p, rest)
+            p, number = normalise((p - rest).clamp_(min=0), p), (number - 1).clamp(min=0)
+        law = selected_law(rest, *self.couple(p, rest, number)) * (number > 0)
+        return chance + (1 - chance) * ((p - without(p, tops)).sum(-1) + overlap(p, law))
 
     def couple(self, p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Coupling]:
         """[B, V] the cell of each token, and the coupling for `number` [B, 1] draws from q."""
@@ -128,9 +179,8 @@ class Optimal:
             bits = (p / q).float().view(torch.int32)
             cell = bits.bitwise_right_shift_(SHIFT).sub_(LOWEST).clamp_(0, CELLS - 1).long()
             cells = CELLS
-        empty = torch.zeros(len(p), cells, dtype=torch.float64, device=p.device)
-        # In float64: a float32 sum of many equal masses drifts by up to 3e-4, and the scores would not follow x.
-        mass_p, mass_q = (empty.scatter_add(1, cell, law.double()) for law in (p, q))
+        # q in float64: a float32 sum of many equal masses drifts by up to 3e-4, and the scores would not follow x.
+        mass_p, mass_q = (law.new_zeros(len(p), cells).scatter_add_(1, cell, law).double() for law in (p, q.double()))
         mass_q = mass_q * scale(mass_q, torch.ones_like(number))
         number = number.clamp(min=1)
         return cell, couple(mass_p.minimum(number * mass_q), mass_q, number)  # no x is more than K q

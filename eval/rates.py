@@ -10,6 +10,7 @@ from treespec.errors import InputError
 from treespec.eval.acceptance_config import Case
 from treespec.eval.collect import Logits
 from treespec.sampling import SamplingParams, probs, sample
+from treespec.verify.laws import without
 from treespec.verify.optimal import Optimal
 from treespec.verify.rates import measured, optimal_iid, optimal_tops, optimal_without_replacement
 from treespec.verify.scheme import Scheme
@@ -20,6 +21,7 @@ OPTIMA: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {  # α* of k draws
     "with replacement": optimal_iid,
     "without replacement": optimal_without_replacement,
     "greedy": lambda p, q, k: optimal_tops(p, q, k, k - 1),
+    "tops and tail": lambda p, q, k: tops_and_tail(p, q, k),
 }
 DRAWN = {
     "with replacement": ("single", "rrs", "kseq", "otm-lp", "is-lp"),
@@ -89,8 +91,17 @@ def trials(scheme: Scheme, p: Tensor, q: Tensor, k: int, samples: int, generator
 def drawn(scheme: Scheme) -> str | None:
     """How the scheme draws, where α* of that is known and is not the scheme's own rate."""
     if isinstance(scheme, Optimal):
-        return "with replacement" if scheme.threshold == 1 and not scheme.extra else None
+        independent = scheme.threshold == 1 and not scheme.extra
+        usual = (scheme.threshold, scheme.extra) == (Optimal.threshold, Optimal.extra)
+        return "with replacement" if independent else "tops and tail" if usual else None
     return next((kind for kind, names in DRAWN.items() if scheme.name in names), None)
+
+
+def tops_and_tail(p: Tensor, q: Tensor, k: int) -> Tensor:
+    """[B] α* of what `optimal` draws: some tokens for sure, then independent draws, as many as give k distinct ones."""
+    tops, number, rest = Optimal().allot(q, torch.full_like(q[:, :1], k, dtype=torch.int64), k)
+    tail = without(p, tops)
+    return (p - tail).sum(-1) + optimal_iid(tail, rest, number.squeeze(1))
 
 
 def _rated(name: str, scheme: Scheme, p: Tensor, q: Tensor, k: int, samples: int, generator: torch.Generator) -> Column:

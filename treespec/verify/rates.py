@@ -37,14 +37,15 @@ def smallest_cut(p: Tensor, inside: Tensor) -> Tensor:
     return pad(p.cumsum(-1) - inside, (1, 0)).amin(-1) + 1
 
 
-def optimal_iid(p: Tensor, q: Tensor, k: int) -> Tensor:
-    """[B] α* of k independent draws from q: Q(H) = q(H)^k. p: [B, V], may sum to less than 1; q: [B, V].
+def optimal_iid(p: Tensor, q: Tensor, k: int | Tensor) -> Tensor:
+    """[B] α* of k independent draws from q: Q(H) = q(H)^k. p: [B, V], may sum to less than 1; q: [B, V]; k: [B].
 
     Rates of float64 work in p's dtype; 0 where there are no draws or q is empty.
     """
     masses, law = prefixes(p, q)
-    best = smallest_cut(masses, law.cumsum(-1) ** k)
-    return (best * (law.sum(-1) > 0)).to(p.dtype) if k else torch.zeros_like(p[:, 0])
+    number = torch.as_tensor(k, device=q.device).expand(len(q))
+    best = smallest_cut(masses, law.cumsum(-1) ** number[:, None])
+    return (best * (law.sum(-1) > 0) * (number > 0)).to(p.dtype)
 
 
 def optimal_tops(p: Tensor, q: Tensor, k: int, tops: int) -> Tensor:

@@ -36,9 +36,9 @@ def laws(number: int = 10, vocabulary: int = 6) -> tuple[Tensor, Tensor]:
 
 
 def common_laws() -> tuple[Tensor, Tensor]:
-    """Those whose tokens all show up in a few hundred draws, some of the cases and some at random."""
+    """Some whose tokens all show up in a few hundred draws."""
     p, q = laws()
-    rows = ((q == 0) | (q > 0.03)).all(-1).nonzero().squeeze(1)[-7:]
+    rows = ((q == 0) | (q > 0.03)).all(-1).nonzero().squeeze(1)[-5:]
     return p[rows], q[rows]
 
 
@@ -164,7 +164,7 @@ def limit(tests: int) -> float:
 @pytest.mark.parametrize("scheme", OPTIONS)
 def test_the_mean_plan_is_p_and_its_rate_the_stated_one(scheme: Optimal) -> None:
     p, q = laws() if scheme.exact else common_laws()  # cells cost too much for many draws
-    in_law, in_rate = bias(scheme, p, q, 3, draws=2000 if scheme.exact else 300)
+    in_law, in_rate = bias(scheme, p, q, 3, draws=1000 if scheme.exact else 200)
     assert in_law.abs().max() < limit(in_law.numel())
     assert in_rate.min() > (-limit(len(p)) if scheme.exact else -4)
     assert not scheme.exact or in_rate.max() < limit(len(p))
@@ -174,8 +174,8 @@ def test_the_mean_plan_is_p_and_its_rate_the_stated_one(scheme: Optimal) -> None
 @pytest.mark.parametrize(("number", "sure"), [(2, 1), (1, 0), (0, 2), (3, 2)])
 def test_the_mean_plan_is_p_where_a_tree_asks_for_draws_and_tops(number: int, sure: int, scheme: Optimal) -> None:
     p, q = common_laws()
-    rows_p, rows_q = (law.repeat_interleave(500, 0) for law in (p, q))
-    asked = torch.tensor([number, sure]).repeat(len(rows_p), 1)
+    rows_p, rows_q = (rows.repeat_interleave(500, 0) for rows in (p, q))
+    asked = torch.tensor([[number, sure]] * len(rows_p))
     asked[0] = torch.tensor([4, 3])  # another node is wider
     draws = scheme.draw(rows_q, asked, torch.Generator().manual_seed(11))
     plan = scheme.plan(rows_p, rows_q, draws).view(len(p), 500, -1)
@@ -238,8 +238,7 @@ def test_independent_draws_follow_their_law() -> None:
     seen = (3 * one + two).bincount(minlength=9)
     wanted = {(a, b): q[a] * q[b] * (2 - (a == b)) for a in range(3) for b in range(a + 1)}
     assert seen.sum() == sum(seen[3 * a + b] for a, b in wanted)
-    counts, masses = [seen[3 * a + b] for a, b in wanted], [mass * pairs for mass in wanted.values()]
-    assert chisquare(counts, masses).pvalue > ERROR
+    assert chisquare([seen[3 * a + b] for a, b in wanted], [mass * pairs for mass in wanted.values()]).pvalue > ERROR
 
 
 def test_float32_plans_at_vocabulary_size_are_laws() -> None:

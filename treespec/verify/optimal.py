@@ -155,7 +155,7 @@ class Optimal:
         score = scores(coupling, cell.gather(1, draws.tokens.clamp(min=0)), *draws.scores.unbind(-1))
         best = score.masked_fill(~drawn, -1).argmax(-1, keepdim=True)
         chosen = torch.zeros_like(score, dtype=p.dtype).scatter_(1, best, 1.0) * drawn
-        return selected_law(q, cell, coupling) * (number > 0), draws.tokens, chosen
+        return selected_law(q, number, cell, coupling), draws.tokens, chosen
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         check(self, q, k)
@@ -165,7 +165,7 @@ class Optimal:
         if self.first:
             chance = overlap(p, rest)
             p, number = normalise((p - rest).clamp_(min=0), p), (number - 1).clamp(min=0)
-        law = selected_law(rest, *self.couple(p, rest, number)) * (number > 0)
+        law = selected_law(rest, number, *self.couple(p, rest, number))
         return chance + (1 - chance) * ((p - without(p, tops)).sum(-1) + overlap(p, law))
 
     def couple(self, p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Coupling]:
@@ -186,6 +186,6 @@ class Optimal:
         return cell, couple(mass_p.minimum(number * mass_q), mass_q, number)  # no x is more than K q
 
 
-def selected_law(q: Tensor, cell: Tensor, coupling: Coupling) -> Tensor:
+def selected_law(q: Tensor, number: Tensor, cell: Tensor, coupling: Coupling) -> Tensor:
     """[B, V] the law x of the selected draw, 0 where there is none."""
-    return q * coupling.density.to(q.dtype).gather(1, cell)
+    return q * (coupling.density * (number > 0)).to(q.dtype).gather(1, cell)

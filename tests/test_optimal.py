@@ -1,6 +1,5 @@
 """The law that `optimal` selects by is the best one for its draws, its scores realise it, and so the output has p."""
 
-import inspect
 import itertools
 import math
 from types import ModuleType
@@ -8,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from enumeration import CASES, law, random_law
+from mutants import mutant
 from scipy.stats import chisquare, kstest, norm
 from torch import Tensor
 
@@ -260,18 +260,10 @@ def test_many_equal_masses_in_float32_keep_the_cells_exact() -> None:
     assert least == pytest.approx(11 / 15, rel=0, abs=1e-9)
 
 
-def mutant(module: ModuleType, old: str, new: str) -> ModuleType:
-    source = inspect.getsource(module)
-    assert source.count(old) == 1
-    changed = ModuleType(module.__name__)
-    exec(source.replace(old, new), changed.__dict__)
-    return changed
-
-
 @pytest.mark.parametrize("off", ["add(1).clamp(max=p.shape[-1])", "sub(1).clamp(min=0)"])
 def test_a_boundary_one_cell_off_loses_the_optimum_or_the_law(off: str) -> None:
     old = "argmin(-1, keepdim=True)"
-    other = mutant(coupling, old, f"{old}.{off}")
+    other = mutant(coupling, (old, f"{old}.{off}"))
     p, q = laws(50)
     order = (p / q).nan_to_num(nan=torch.inf).argsort(-1)
     p, q = p.gather(1, order), q.gather(1, order)
@@ -287,7 +279,7 @@ def test_a_boundary_one_cell_off_loses_the_optimum_or_the_law(off: str) -> None:
 @pytest.mark.parametrize("old", ["coin < chance", "is_over, under, over)"])
 def test_scores_that_are_exchanged_otherwise_have_another_law(old: str) -> None:
     new = {"coin < chance": "coin < 1", "is_over, under, over)": "is_over, over, under)"}[old]
-    other = mutant(coupling, old, new)
+    other = mutant(coupling, (old, new))
     p, q = law([0.1, 0.4, 0.3, 0.2]), law([0.4, 0.2, 0.25, 0.15])
     assert min(p_values(coupling, p, q, 3, 1, draws=20_000)) > ERROR
     assert min(p_values(other, p, q, 3, 1, draws=20_000)) < 1e-9

@@ -1,0 +1,24 @@
+"""Copies of modules with a line changed: a test that passes for them shows nothing."""
+
+import inspect
+from types import ModuleType
+
+
+def mutant(module: ModuleType, *changes: tuple[str, str], part: ModuleType | None = None) -> ModuleType:
+    """A copy of the module with each (old, new) made in its source, where the old occurs once.
+
+    part: make them in a copy of this module instead, from which the copy of `module` then has what it imports.
+    """
+    source = inspect.getsource(module)
+    copy = ModuleType(module.__name__)
+    if part and part is not module:
+        exec(source, vars(copy))
+        changed = vars(mutant(part, *changes))
+        imported = [name for name, value in vars(part).items() if vars(copy).get(name) is value]
+        vars(copy).update({name: changed[name] for name in imported})
+        return copy
+    for old, new in changes:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    exec(source, vars(copy))
+    return copy

@@ -1,0 +1,157 @@
+"""A conversation through a real terminal, and through a pipe."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from chatting import ANSWERED, CONTEXT, PROMPT, Terminal, answer, chat_config, save_models
+
+from treespec.cli.chat import CONTROL, stripped
+from treespec.cli.commands import COMMANDS, Conversation, run
+from treespec.cli.config import load_spec
+
+COMMAND = [sys.executable, "-c", "from treespec.cli import main; main()", "chat"]
+FIGURES = re.compile(r"(\d+) tokens · τ (\d\.\d\d) · [\d.]+ tokens/s · (\d+) of (\d+) prompt tokens reused(.*)")
+GREEN = "\x1b[32m"
+CODES = re.compile(r"\x1b(?:\[[0-9;?]*[a-zA-Z]|[()][0-9A-B]|[=>])")
+WARM, SURE = "/temperature 100", "/temperature 0"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    return chat_config(folder)
+
+
+@pytest.fixture
+def conversation(config):
+    return Conversation(load_spec(config), config)
+
+
+def arguments(config):
+    named = {name: value for name, value in vars(config).items() if value is not None and value is not False}
+    return [part for name, value in named.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def environment(folder):
+    settings = {"XDG_STATE_HOME": str(folder / "state"), "TERM": "xterm-256color", "HF_HUB_OFFLINE": "1"}
+    settings |= {"PROMPT_TOOLKIT_NO_CPR": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "", "COLUMNS": "250"}
+    return os.environ | settings
+
+
+def plain(text):
+    return CODES.sub("", text)
+
+
+def test_a_conversation_in_a_terminal(folder, config, conversation):
+    terminal = Terminal(COMMAND + arguments(config), environment(folder))
+    assert "verifier topk" in plain(terminal.until(re.escape(PROMPT)))
+
+    # Two turns, as the public API gives them; accepted drafts are green, and only they.
+    green = 0
+    for turn, text in enumerate(["Hello there", "And then?"]):
+        shown = terminal.say(text)
+        expected, pieces = answer(conversation, text)
+        assert expected in plain(shown)
+        tokens, _, reused, prompt, rest = FIGURES.search(plain(shown)).groups()
+        assert int(tokens) == sum(len(piece.token_ids) for piece in pieces)
+        assert int(prompt) > 0
+        assert (int(reused) > 0) == (turn > 0)
+        assert not rest.strip()
+        coloured = [s.translate(CONTROL) for s, drafted in stripped(pieces) if drafted and s]
+        assert re.findall(re.escape(GREEN) + "(.*?)\x1b\\[0m", shown, re.DOTALL) == coloured
+        green += len(coloured)
+    assert green
+
+    # Nothing is said to an empty line, to a cleared line and to a wrong command.
+    assert not plain(terminal.say("")).strip(" >\n")
+    terminal.write("never sent\x03")
+    terminal.until(re.escape(PROMPT))
+    assert "unknown command /nonsense" in plain(terminal.say("/nonsense"))
+    assert "must be 0 (greedy) or a positive number" in plain(terminal.say("/temperature -1"))
+    assert "2 answers" in plain(terminal.say("/stats"))
+
+    # Ctrl-C in the middle of an answer that would not end by itself, then a turn that works.
+    assert "temperature 0" in plain(terminal.say(SURE))
+    terminal.write("Tell me everything\r")
+    terminal.until(re.escape(ANSWERED) + ".{60}")
+    terminal.write("typed ahead\x03")
+    shown = plain(terminal.until(re.escape(PROMPT)))
+    assert "typed" not in shown
+    tokens, *_, rest = FIGURES.search(shown).groups()
+    assert 0 < int(tokens) < config.max_new_tokens
+    assert "interrupted" in rest
+    terminal.say(WARM)
+    terminal.write("first line\x1b\rsecond ")  # Alt-Enter
+    *_, reused, prompt, rest = FIGURES.search(plain(terminal.say("line"))).groups()
+    assert 0 < int(reused) < int(prompt)
+    assert not rest.strip()
+
+    # Another tree and verifier go on with the same conversation; a bad pair changes nothing.
+    assert "take /tree eagle" in plain(terminal.say("/verifier rrs-wo"))
+    assert "verifier topk, tree dynamic:" in plain(terminal.say("/tree"))
+    assert "verifier topk, tree 2x2" in plain(terminal.say("/tree 2x2"))
+    assert "verifier rrs-wo, tree 2x2" in plain(terminal.say("/verifier rrs-wo"))
+    assert FIGURES.search(plain(terminal.say("More")))
+    terminal.write("/verif\t")  # completed to /verifier, which shows what there is
+    assert "verifier rrs-wo, tree 2x2; there are single" in plain(terminal.say(""))
+    assert "5 answers" in plain(terminal.say("/stats"))
+    assert "5 answers" in plain(terminal.say("\x1b[A"))  # the line before
+
+    saved = folder / "saved.jsonl"
+    assert f"saved to {saved}" in plain(terminal.say(f"/save {saved}"))
+    messages = json.loads(saved.read_text())["messages"]
+    users = ["Hello there", "And then?", "Tell me everything", "first line\nsecond line", "More"]
+    assert [m["content"] for m in messages[::2]] == users
+    assert [m.get("interrupted", False) for m in messages[1::2]] == [False, False, True, False, False]
+
+    # A new conversation with the same seed is the same again; without a colour of their own, no token is green.
+    assert "all others" in plain(terminal.say("/colour"))
+    terminal.say("/verifier topk")
+    terminal.say(f"/tree {config.tree}")
+    assert "new conversation" in plain(terminal.say("/reset"))
+    assert "nothing has been answered" in plain(terminal.say("/stats"))
+    run(conversation, "/reset")
+    shown = terminal.say("Hello there")
+    assert answer(conversation, "Hello there")[0] in plain(shown)
+    assert GREEN not in shown
+    assert all(name in plain(terminal.say("/help")) for name in COMMANDS)
+
+    terminal.write("\x04")
+    assert terminal.exit_code() == 0
+    history = (folder / "state" / "treespec" / "history").read_text()
+    assert "+first line\n+second line\n" in history
+
+
+def test_a_conversation_through_a_pipe(folder, config, conversation):
+    lines = ["Hello there", "", "/nonsense", "/verifier single", "word " * CONTEXT, "And then?", "/stats"]
+    lines += [f"/save {folder / 'piped.jsonl'}", "/quit", "Never answered"]
+    done = subprocess.run(
+        COMMAND + arguments(config),
+        env=environment(folder) | {"FORCE_COLOR": "1"},
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0
+    expected = [answer(conversation, text)[0] for text in ("Hello there", "And then?")]
+    assert done.stdout == "".join(f"{text}\n" for text in expected)
+    assert "\x1b" not in done.stderr
+    assert len(FIGURES.findall(done.stderr)) == 2
+    errors = re.findall(r"^treespec: (.*)$", done.stderr, re.MULTILINE)
+    reasons = ["unknown command /nonsense", "dynamic tree cannot go with verifier single", "shorten the prompt"]
+    assert len(errors) == len(reasons)
+    assert all(reason in error for reason, error in zip(reasons, errors, strict=True))
+    assert "2 answers" in done.stderr
+    messages = json.loads((folder / "piped.jsonl").read_text())["messages"]
+    assert [m["content"] for m in messages[::2]] == ["Hello there", "And then?"]

@@ -8,7 +8,7 @@ from treespec.draft.calibration import FILE, save_calibration
 from treespec.errors import InputError
 from treespec.eval.acceptance_config import AcceptanceConfig
 from treespec.eval.calibrate_config import CalibrateConfig
-from treespec.eval.collect import texts_of
+from treespec.eval.collect import content_of, texts_of
 from treespec.eval.questions import load_questions
 from treespec.eval.run import Step
 from treespec.spec import load
@@ -20,6 +20,8 @@ def calibrate_head(config: CalibrateConfig, report: Callable[[Step], None] = lam
         raise InputError(f"--head {config.head} is no directory: its calibration is written there")
     if config.depth < 1 or config.positions < 1:
         raise InputError(f"--depth is {config.depth}, --positions {config.positions}; both must be at least 1")
+    if config.text:
+        content_of(config.text)
     report(Step(0, 1, f"loading {config.target} and {config.head}"))
     spec = load(config.target, config.head, template=config.template, device_map=config.device_map, dtype=config.dtype)
     questions = [] if config.text else load_questions(config.questions)[0][: config.limit]

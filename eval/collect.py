@@ -156,14 +156,19 @@ def _digest(config: AcceptanceConfig, questions: Sequence[Question]) -> str:
     """Of the text file or the questions. Raises InputError for a file that cannot be read."""
     if config.text is None:
         return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()
+    return hashlib.sha256(content_of(config.text)).hexdigest()
+
+
+def content_of(text: str) -> bytes:
+    """Of a file that --text names. Raises InputError if it cannot be read."""
     try:
-        content = Path(config.text).read_bytes()
+        content = Path(text).read_bytes()
         content.decode()
     except OSError as error:
-        raise InputError(f"cannot read --text {config.text}: {error.strerror}") from error
+        raise InputError(f"cannot read --text {text}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"--text {config.text} is not text in UTF-8") from error
-    return hashlib.sha256(content).hexdigest()
+        raise InputError(f"--text {text} is not text in UTF-8") from error
+    return content
 
 
 def _read(file: Path, identity: dict[str, Any]) -> tuple[Logits, dict[str, Any]]:

@@ -26,13 +26,13 @@ class EvalConfig:
     out: str = option("folder for answers and summary; the same command goes on where it stopped")
     questions: str = option("builtin, mt-bench or a JSONL file in FastChat's format", "builtin")
     verifier: str = option(
-        "one or several, by commas: single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, otm-lp, topk, typical (lossy); "
-        "rrs-wo@2x4 names its tree",
+        "one or several, by commas: single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, otm-lp, optimal, topk, "
+        "typical (lossy), block, traversal, layer:greedy; rrs-wo@2x4 names its tree",
         "topk",
     )
     tree: str | None = option(
-        "one or several, by semicolons: eagle, chain:5, 2x4, dynamic:nodes=60, or a JSON file of paths; "
-        "default: each verifier's own",
+        "one or several, by semicolons: eagle, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, or a JSON file of "
+        "paths; default: each verifier's own",
         None,
     )
     allow_lossy: bool = option("let verifiers change the law of the text", False)

@@ -1,15 +1,19 @@
 """The command line: one line for what cannot be done, exit code 2, and no traceback."""
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from models import save_model
 
 from treespec import load
 from treespec.cli import main
+from treespec.draft.calibration import load_calibration
 from treespec.draft.eagle import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.target import Target
+from treespec.verify.verifiers import NAMES
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +49,62 @@ def test_a_lossy_verifier_runs_where_it_is_allowed(folders, monkeypatch):
     assert run(monkeypatch, "generate", *options, "--temperature", "1", "--verifier", "typical", "--allow-lossy") == 0
 
 
+def test_a_calibrated_head_drafts_sampled_trees(folders, tmp_path, monkeypatch, capsys):
+    target, head = folders
+    own = shutil.copytree(head, tmp_path / "head")
+    text = tmp_path / "text.txt"
+    text.write_text("the user asks and the assistant answers the question " * 12)
+    models = ["--target", target, "--head", str(own)]
+    options = ["--text", str(text), "--depth", "3", "--positions", "40"]
+    assert run(monkeypatch, "calibrate", *models, *options) == 0
+    assert str(own / "calibration.json") in capsys.readouterr().out.replace("\n", "")
+    assert {"0.3", "0.6", "1"} == load_calibration(own).sizes.keys()
+    drafting = ["--tree", "sampled:nodes=12,depth=3", "--verifier", "traversal", "--temperature", "1"]
+    said = ["--prompt", "the question", "--max-new-tokens", "8"]
+    assert run(monkeypatch, "generate", *models, *drafting, *said) == 0
+
+
+def test_the_targets_own_answers_calibrate_a_head(folders, tmp_path, monkeypatch):
+    target, head = folders
+    own = shutil.copytree(head, tmp_path / "head")
+    options = ["--limit", "1", "--max-new-tokens", "30", "--depth", "2", "--positions", "40"]
+    assert run(monkeypatch, "calibrate", "--target", target, "--head", str(own), *options) == 0
+    assert load_calibration(own)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (["--head", "nowhere"], "--head nowhere is no directory"),
+        (["--depth", "0"], "--depth is 0"),
+        (["--text", "short.txt"], "the text is too short"),
+        (["--text", "nowhere.txt"], "cannot read --text nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_calibrated_on_is_one_line(folders, tmp_path, monkeypatch, capsys, changes, complaint):
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("no")
+    target, head = folders
+    options = {"--target": target, "--head": head} | dict(zip(changes[::2], changes[1::2], strict=True))
+    assert run(monkeypatch, "calibrate", *(word for pair in options.items() for word in pair)) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("treespec: ")]
+    assert len(lines) == 1
+    assert complaint in lines[0]
+    assert not (Path(head) / "calibration.json").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         (["--target", "nowhere"], "cannot load the target 'nowhere'"),
         (["--head", "./nowhere"], "no head directory at ./nowhere"),
-        (["--verifier", "judge"], "unknown verifier 'judge'"),
+        (["--verifier", "judge"], f"unknown verifier 'judge': choose one of {', '.join(NAMES)}"),
+        (["--verifier", "layer:nonsense"], "unknown verifier 'nonsense'"),
+        (["--verifier", "layer:rrs"], "layer verification over rrs is not known"),
+        (["--verifier", "traversal:s=3"], "traversal has no options"),
+        (["--tree", "sampled:nodes=.5"], "tree 'sampled:nodes=.5' is not understood"),
+        (["--tree", "sampled", "--verifier", "block"], "the sampled tree cannot go with verifier single"),
+        (["--tree", "sampled", "--verifier", "rrs-wo"], "make it with treespec calibrate"),
         (["--verifier", "typical"], "allow that with --allow-lossy"),
         (["--tree", "bush"], "unknown tree 'bush'"),
         (["--tree", "nowhere.json"], "cannot read tree file nowhere.json"),

@@ -8,6 +8,7 @@ import torch
 from enumeration import STOCHASTIC
 from models import CONFIGS, random_head, random_model, target
 
+from treespec.draft.calibration import Calibration
 from treespec.draft.grow import check_pair
 from treespec.errors import InputError
 from treespec.spec import Spec, default_tree
@@ -15,6 +16,7 @@ from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import policy
 from treespec.verify import SCHEMES, scheme_by_name
+from treespec.verify.verifiers import NAMES
 
 
 def prompt(length=7, seed=3):
@@ -42,11 +44,20 @@ def test_greedy_equals_generate_token_for_token(name):
     assert spec.baseline().generate(prompt(), max_new_tokens=24).token_ids == wanted
 
 
-@pytest.mark.parametrize("verifier", SCHEMES)
+@pytest.mark.parametrize("verifier", NAMES)
 def test_greedy_is_the_same_under_every_verifier(llama, verifier):
     wanted = plain_generate(llama.target, prompt(), 24)
     spec = llama.configured(verifier=verifier, allow_lossy=True)
     assert spec.generate(prompt(), max_new_tokens=24).token_ids == wanted
+
+
+@pytest.mark.parametrize("verifier", ["rrs-wo", "traversal", "optimal"])
+def test_greedy_is_the_same_with_a_sampled_tree(llama, verifier):
+    calibration = Calibration((0.0,) * 4, (0.0,) * 7, {"1": [(0.1, 4.0), (0.01, 30.0)]})
+    spec = Spec(llama.target, llama.head, "sampled:nodes=12,depth=3", verifier, calibration=calibration)
+    out = spec.generate(prompt(), max_new_tokens=24)
+    assert out.token_ids == plain_generate(llama.target, prompt(), 24)
+    assert out.stats.drafted[0] > 0
 
 
 def test_a_head_that_knows_the_target_is_accepted_whole():

@@ -300,6 +300,22 @@ def test_sampled_answers_repeat_with_the_seed_and_differ_by_turn_and_configurati
     assert again.token_ids == answered(tmp_path / "a")["target-baseline-t1"][0].extra["token_ids"][0]
 
 
+def test_verifiers_beyond_the_node_have_trees_of_their_own(home, tmp_path):
+    """At temperature 0 all answer alike; at 1 they run over draws that each of them knows how to answer."""
+    names = ["rrs-wo", "traversal", "block", "layer:greedy"]
+    config = config_in(
+        home, tmp_path, verifier=",".join(names), temperature="0,1", limit=2, turns=1, max_new_tokens=8, warm_up=0
+    )
+    rows = evaluate(config)["configurations"]
+    assert [(row["verifier"], row["lossless"]) for row in rows] == [("baseline", True), *((n, True) for n in names)] * 2
+    assert [row["same_as_baseline"] for row in rows[1:5]] == [{"same": 2, "answers": 2}] * 4
+    answers_at_1 = [lines for name, lines in answered(tmp_path).items() if name.endswith("-t1")]
+    assert all(line.new_tokens == [8] or line.extra["ended"] == ["model"] for lines in answers_at_1 for line in lines)
+    drafted = {name: lines[0].extra["drafted"] for name, lines in answered(tmp_path).items() if name.endswith("-t1")}
+    assert set(drafted["target-block-t1"]) == {drafted["target-block-t1"][0]}  # a chain
+    assert drafted["target-traversal-t1"][1] == 2 * drafted["target-traversal-t1"][0]  # EAGLE-1's tree
+
+
 def test_answers_that_the_context_ends_are_counted(home, tmp_path):
     config = config_in(home, tmp_path, max_new_tokens=1000, verifier="topk", limit=1, warm_up=0)
     summary = evaluate(config)

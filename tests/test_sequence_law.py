@@ -10,6 +10,7 @@ from enumeration import STOCHASTIC
 from models import TableConfig, TableModel, random_head
 from scipy.stats import chi2
 
+from treespec.draft.calibration import Calibration
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
 from treespec.target import Target
@@ -39,6 +40,7 @@ class TestSequenceLaw:
 
     @pytest.fixture(scope="class")
     def table(self):
+        torch.manual_seed(0)  # of the embedding
         model = Target(TableModel(TableConfig(self.VOCAB, seed=1)))
         return Spec(model, random_head(model, seed=2))
 
@@ -52,9 +54,9 @@ class TestSequenceLaw:
         assert sum(laws.values()) == pytest.approx(1)
         return laws
 
-    def check(self, spec, params):
+    def check(self, spec, params, texts=TEXTS):
         contexts = {pair: Counter() for pair in itertools.product(range(self.VOCAB), repeat=2)}
-        for seed in range(self.TEXTS):
+        for seed in range(texts):
             out = spec.generate(
                 [1, 2],
                 temperature=params.temperature,
@@ -87,6 +89,20 @@ class TestSequenceLaw:
     def test_every_verifier_gives_the_targets_law(self, table, verifier, tree):
         spec = table.baseline() if verifier == "baseline" else table.configured(tree, verifier)
         self.check(spec, SamplingParams(temperature=0.8))
+
+    @pytest.mark.parametrize(
+        ("verifier", "tree"),
+        [("block", "chain:3"), ("traversal", "3x2"), ("layer:greedy", "3x2")],
+    )
+    def test_verifiers_beyond_the_node_give_it_too(self, table, verifier, tree):
+        self.check(table.configured(tree, verifier), SamplingParams(temperature=0.8), texts=2)
+
+    @pytest.mark.parametrize("verifier", ["rrs-wo", "traversal", "optimal"])
+    def test_trees_of_sampled_and_of_sure_tokens_give_it_too(self, table, verifier):
+        """A calibration by which most nodes get some of both, and not all of them the same number."""
+        calibration = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {})
+        spec = Spec(table.target, table.head, "sampled:price=.1,depth=2", verifier, calibration=calibration)
+        self.check(spec, SamplingParams(temperature=0.8), texts=2)
 
     @pytest.mark.parametrize("verifier", ["rrs-wo", "greedy", "topk"])
     def test_truncated_laws_too(self, table, verifier):

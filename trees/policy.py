@@ -36,7 +36,8 @@ def policy(spec: str) -> Policy:
 
 def _options(spec: str, rest: str, kind: type) -> dict[str, Any]:
     known = {field.name: field.type for field in fields(kind)}
-    pairs = dict(re.findall(r"(\w+)=(\d+|0?\.\d+)(?:,|$)", rest))
-    if rest != ",".join(f"{name}={value}" for name, value in pairs.items()) or not known.keys() >= pairs.keys():
+    pairs = dict(re.findall(r"(\w+)=(\d+|\d*\.\d+)(?:,|$)", rest))
+    bad = [name for name, value in pairs.items() if name not in known or (known[name] is int and "." in value)]
+    if bad or rest != ",".join(f"{name}={value}" for name, value in pairs.items()):
         raise TreeError(f"tree {spec!r} is not understood: choose {FORMS}")
     return {name: int(value) if known[name] is int else float(value) for name, value in pairs.items()}

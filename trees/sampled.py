@@ -5,8 +5,10 @@ likeliest tokens and m sampled draws are worth r A(j, m) - price (j + m), and th
 depend on q, on the path and on earlier levels, never on what is drawn; and as no limit is shared between branches,
 verifiers that visit leaves first may have such a tree too.
 
-    root   r = 1      A: .5 by a top, .2 and .1 by two draws   price .08: all three
-    a  b  c           r = .2, .1, .5                           c: again; a: one draw; b: a leaf
+    at every node A is .6 by the top and .2 by a draw, price .15
+
+    root 1 ─┬─ a .2                     a draw; .2 · .6 < .15: a leaf
+            └─ b .6 ── c .36 ── d .22   tops; .6 · .2 < .15: no draws; .22 · .6 < .15: a leaf
 """
 
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ class SampledTree:
             raise TreeError(f"sampled tree: depth is {self.depth}, must be at least 1")
         if self.nodes < 2:
             raise TreeError(f"sampled tree: nodes is {self.nodes}, must be at least 2 (the root counts)")
+        if self.price is not None and self.price <= 0:
+            raise TreeError(f"sampled tree: price is {self.price:g}, must be above 0, such as 0.05")
 
     @property
     def max_depth(self) -> int:

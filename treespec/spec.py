@@ -178,7 +178,7 @@ def load(
     """Load a target (directory or hub id) and a head for it, placed by accelerate.
 
     tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default. verifier: a name of
-    `treespec.verify.SCHEMES`; a lossy one needs allow_lossy. Raises InputError, or HeadError and TreeError,
+    `treespec.verify.verifiers.NAMES`; a lossy one needs allow_lossy. Raises InputError, or HeadError and TreeError,
     for what cannot be used.
     """
     model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)

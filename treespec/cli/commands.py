@@ -16,7 +16,7 @@ from treespec.sampling import SamplingParams
 from treespec.spec import Output, Spec, Stream
 from treespec.stats import Stats
 from treespec.trees.policy import FORMS
-from treespec.verify import SCHEMES
+from treespec.verify.verifiers import NAMES
 
 
 @final
@@ -109,7 +109,7 @@ def temperature(conversation: Conversation, value: str) -> str:
 def verifier(conversation: Conversation, value: str) -> str:
     if value:
         return conversation.configure(conversation.config.tree, value)
-    return f"{conversation.drafting()}; there are {', '.join(SCHEMES)}"
+    return f"{conversation.drafting()}; there are {', '.join(NAMES)}"
 
 
 def tree(conversation: Conversation, value: str) -> str:
@@ -181,8 +181,8 @@ def leave(_: Conversation, __: str) -> str:
 COMMANDS = {
     "/reset": Command(reset, "forget what was said"),
     "/temperature": Command(temperature, "0 is greedy", "X"),
-    "/verifier": Command(verifier, "how drafted tokens are verified", "NAME", tuple(SCHEMES)),
-    "/tree": Command(tree, "what is drafted", "SPEC", ("default", "dynamic", "eagle", "chain:5", "2x4")),
+    "/verifier": Command(verifier, "how drafted tokens are verified", "NAME", NAMES),
+    "/tree": Command(tree, "what is drafted", "SPEC", ("default", "dynamic", "sampled", "eagle", "chain:5", "2x4")),
     "/stats": Command(stats, "acceptance and time of the conversation"),
     "/save": Command(save, "append the conversation as a line of JSON", "FILE"),
     "/colour": Command(colour, "drafted tokens in a colour of their own, or not"),

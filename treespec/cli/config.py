@@ -13,8 +13,15 @@ if TYPE_CHECKING:
 class ModelConfig:
     target: str = option("target model: a directory or a hub id")
     head: str | None = option("draft head: a directory or a hub id; none decodes one token at a time", None)
-    tree: str | None = option("eagle, chain:5, 2x4, dynamic:nodes=60, or a JSON file of paths", None)
-    verifier: str = option("single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, otm-lp, topk or typical (lossy)", "topk")
+    tree: str | None = option(
+        "eagle, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, or a JSON file of paths; default: the verifier's own",
+        None,
+    )
+    verifier: str = option(
+        "single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, otm-lp, optimal, topk, typical (lossy), "
+        "block, traversal or layer:greedy",
+        "topk",
+    )
     allow_lossy: bool = option("let the verifier change the law of the text", False)
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from treespec.draft.calibration import DRAWS, TOPS, Calibration, features
 from treespec.draft.eagle import EagleProposer
@@ -39,7 +40,7 @@ def calibrate(
     """
     generator = torch.Generator(device=target.output_device).manual_seed(seed)
     found = [seen for t in temperatures for seen in outcomes(head, target, rows, depth, positions, t, generator)]
-    if not found:
+    if not sum(len(seen[0]) for seen in found):
         raise InputError("the text is too short to calibrate a head on: give longer conversations")
     top, top_hit, draw, draw_hit, room, weight = (torch.cat(parts) for parts in zip(*found, strict=True))
     tops = logistic(top.flatten(0, 1), top_hit.flatten(), weight[:, None].expand_as(top_hit).flatten())
@@ -98,15 +99,25 @@ def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple
 
 
 def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
-    """[f] weights of a logistic regression, by Newton's method. x: [n, f]; y: [n] shares; weight: [n]."""
+    """[f] weights of a logistic regression, by Newton's method. x: [n, f]; y: [n] shares; weight: [n].
+
+    A step that overshoots is halved until it does not, as on few rows a full one may diverge.
+    """
     x, y, weight = x.double(), y.double(), weight.double() / weight.sum()
     ridge = 1e-6 * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     found = x.new_zeros(x.shape[1])
+
+    def loss(at: Tensor) -> Tensor:
+        return weight @ (softplus(x @ at) - y * (x @ at)) + at @ ridge @ at / 2
+
     for _ in range(steps):
         chance = torch.sigmoid(x @ found)
         slope = x.T @ (weight * (chance - y)) + ridge @ found
         bend = (x.T * (weight * chance * (1 - chance))) @ x + ridge
-        found = found - torch.linalg.solve(bend, slope)
+        step = torch.linalg.solve(bend, slope)
+        while loss(found - step) > loss(found):
+            step = step / 2
+        found = found - step
     return found
 
 
@@ -121,7 +132,7 @@ def tree_sizes(
 ) -> list[tuple[float, float]]:
     """Mean nodes of the trees at each price, grown from positions of the text."""
     params, sizes = SamplingParams(temperature), []
-    roots = [(row, at) for row in rows[:ROOTS] for at in (row[1].nonzero().squeeze(1)[1::40].tolist()[:3])]
+    roots = [(row, at) for row in rows for at in (row[1][1:].nonzero().squeeze(1)[::40] + 1).tolist()[:3]]
     for price in PRICES:
         nodes = []
         for (tokens, _, known), at in roots[:ROOTS]:

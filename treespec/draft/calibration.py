@@ -18,6 +18,7 @@ from treespec.errors import InputError
 
 FILE = "calibration.json"
 TOPS, DRAWS = 5, 6  # at most, at one node
+TOP_FEATURES, DRAW_FEATURES = 4, 7
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,16 @@ class Calibration:
     sizes: dict[str, list[tuple[float, float]]]
 
     def price(self, nodes: int, temperature: float) -> float:
-        """The price of a node at which trees have so many nodes on average; log-log interpolation."""
+        """The price of a node at which trees have so many nodes on average; log-log interpolation.
+
+        Of prices that give equally many the lowest counts.
+        """
         nearest = min(self.sizes, key=lambda t: abs(math.log(float(t) / temperature)))
-        points = sorted((math.log(size), math.log(price)) for price, size in self.sizes[nearest])
+        cheapest = {size: price for price, size in sorted(self.sizes[nearest], reverse=True)}
+        points = sorted((math.log(size), math.log(price)) for size, price in cheapest.items())
         wanted = math.log(nodes)
         right = next((i for i, (size, _) in enumerate(points) if size >= wanted), len(points) - 1)
-        (x0, y0), (x1, y1) = points[max(right, 1) - 1], points[max(right, 1)]
+        (x0, y0), (x1, y1) = points[max(right, 1) - 1], points[min(max(right, 1), len(points) - 1)]
         return math.exp(y0 + (y1 - y0) * (wanted - x0) / max(x1 - x0, 1e-9))
 
     def chances(self, q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -85,6 +90,9 @@ def load_calibration(folder: str | Path) -> Calibration | None:
     try:
         given = json.loads(file.read_text())
         sizes = {t: [(float(a), float(b)) for a, b in pairs] for t, pairs in given["sizes"].items()}
-        return Calibration(tuple(map(float, given["tops"])), tuple(map(float, given["draws"])), sizes)
+        tops, draws = (tuple(map(float, given[name])) for name in ("tops", "draws"))
+        if (len(tops), len(draws)) != (TOP_FEATURES, DRAW_FEATURES) or not sizes or not all(sizes.values()):
+            raise ValueError("weights or sizes are missing")
+        return Calibration(tops, draws, sizes)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is not understood: make it again with treespec calibrate") from error

@@ -1,6 +1,6 @@
 """Multi-draft verification schemes and the walks over them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -42,14 +42,15 @@ VALUES: dict[Any, tuple[Callable[[str], Any], str]] = {
 }
 
 
-def scheme_by_name(spec: str, allow_lossy: bool = False) -> Scheme:
+def scheme_by_name(spec: str, allow_lossy: bool = False, beside: Iterable[str] = ()) -> Scheme:
     """The scheme that a `--verifier` value names: `rrs-wo`, or with options, `is-lp:s=8,alphabet=50`.
 
+    beside: what else to offer where the name is unknown.
     Raises InputError for an unknown name, option or value, and for a lossy scheme that is not allowed.
     """
     name, _, rest = spec.partition(":")
     if name not in SCHEMES:
-        raise InputError(f"unknown verifier {name!r}: choose one of {', '.join(SCHEMES)}")
+        raise InputError(f"unknown verifier {name!r}: choose one of {', '.join([*SCHEMES, *beside])}")
     known: Any = SCHEMES[name]
     if not (known.lossless or allow_lossy):
         raise InputError(

@@ -1,0 +1,375 @@
+"""Sampled trees: how many draws a node gets is the best for its price and settled before any is made."""
+
+import dataclasses
+import json
+import math
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from enumeration import CASES, law, random_law, sequential
+from models import TableConfig, TableModel, random_head
+from scipy.stats import chisquare
+from torch import Tensor
+
+from treespec.draft.calibrate import calibrate, logistic
+from treespec.draft.calibration import DRAWS, FILE, TOPS, Calibration, load_calibration, save_calibration
+from treespec.draft.eagle import EagleProposer
+from treespec.draft.grow import TreeDrafter, check_pair
+from treespec.errors import InputError
+from treespec.heads.eagle import EagleHead
+from treespec.sampling import SamplingParams
+from treespec.target import Target
+from treespec.trees.policy import policy
+from treespec.trees.sampled import SampledTree, allot
+from treespec.trees.static import TreeError
+from treespec.trees.tree import Draws, TokenTree
+from treespec.verify.rrs_wo import RRSWithoutReplacement
+from treespec.verify.verifiers import NAMES, verifier_by_name
+
+ERROR = 1e-4  # probability that a χ² fails by chance
+COUNTS = [(draws, tops) for draws in range(3) for tops in range(3)]
+
+# At every node .6 by the top, and .4 of what it leaves by the first draw: .2 (.5 without the top); no others.
+DRAWN = Calibration((math.log(0.6 / 0.4), 0, -50, 0), (0, 0, 0, 0, -50, 0, 0), {})
+SIZES = {"0.5": [(0.1, 3.5), (0.05, 7.0), (0.006, 40.0)], "1": [(0.1, 2.5), (0.05, 6.0), (0.006, 90.0)]}
+USUAL = Calibration((0, 0.9, -0.3, 0), (0.3, 0.2, -0.1, 0, -0.4, 0, 0), SIZES)
+MIXED = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {})  # tops and draws at a node
+
+
+def table_of(vocabulary: int) -> tuple[Target, EagleHead]:
+    torch.manual_seed(0)  # of the embedding
+    model = Target(TableModel(TableConfig(vocabulary, seed=1)))
+    return model, random_head(model, seed=2)
+
+
+@pytest.fixture(scope="module")
+def table() -> tuple[Target, EagleHead]:
+    return table_of(4)
+
+
+def grow(
+    table: tuple[Target, EagleHead],
+    tree: str,
+    calibration: Calibration | None,
+    seed: int = 0,
+    temperature: float = 1.0,
+    verifier: str = "rrs-wo",
+) -> TokenTree:
+    model, head = table
+    proposer = EagleProposer(head, model)
+    text = torch.tensor([1, 2, 0, 3, 1])
+    proposer.observe(model.features(text[None])[0], text)
+    drafter = TreeDrafter(proposer, policy(tree), verifier_by_name(verifier).scheme, calibration)
+    return drafter.draft(text[-1:], SamplingParams(temperature), torch.Generator().manual_seed(seed))
+
+
+def random_chances(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """tops [F, J] and draws [F, J + 1, M] of no more than 1 in all, J = 3, M = 4."""
+    tops = torch.rand(rows, 4, generator=generator, dtype=torch.float64)
+    tops = tops[:, :3] / tops.sum(-1, keepdim=True)
+    draws = torch.rand(rows, 4, 5, generator=generator, dtype=torch.float64)
+    left = 1 - torch.nn.functional.pad(tops.cumsum(-1), (1, 0))
+    return tops, left[..., None] * draws[..., :4] / draws.sum(-1, keepdim=True)
+
+
+def test_the_allotted_draws_are_the_best_of_all_pairs() -> None:
+    generator = torch.Generator().manual_seed(1)
+    tops, draws = random_chances(60, generator)
+    reach = torch.rand(60, generator=generator, dtype=torch.float64)
+    for price in (0.02, 0.1, 0.4):
+        k, children = allot(reach, tops, draws, price)
+        for row in range(60):
+            worth = {}
+            for j in range(4):
+                for m in range(5):
+                    accepted = [*draws[row, j, :m].tolist(), *tops[row, :j].tolist()]
+                    worth[m, j] = float(reach[row]) * sum(accepted) - price * (j + m), accepted
+            best = max(worth, key=lambda pair: worth[pair][0])
+            wanted = [float(reach[row]) * chance for chance in worth[best][1]]
+            assert tuple(k[row].tolist()) == best
+            assert children[row].tolist() == pytest.approx(wanted + [0] * (7 - len(wanted)), abs=1e-12)
+
+
+def test_the_drawn_five_node_tree_is_allotted(table: tuple[Target, EagleHead]) -> None:
+    tops = torch.tensor([[0.6]])
+    draws = torch.tensor([[[0.5, 0.0], [0.2, 0.0]]])  # without the top, with it
+    reached = []
+    for reach in (1.0, 0.2, 0.6, 0.36, 0.216):  # root, a, b, c, d
+        k, children = allot(torch.tensor([reach]), tops, draws, price=0.15)
+        reached.append((k.tolist()[0], children[children > 0].tolist()))
+    ks = [[1, 1], [0, 0], [0, 1], [0, 1], [0, 0]]
+    below = [[0.2, 0.6], [], [0.36], [0.216], []]
+    for (k, children), wanted_k, wanted in zip(reached, ks, below, strict=True):
+        assert k == wanted_k
+        assert children == pytest.approx(wanted)
+
+    tree = grow(table, "sampled:price=.15", DRAWN)
+    assert tree.parents.tolist() == [-1, 0, 0, 2, 3]
+    assert tree.depth.tolist() == [0, 1, 1, 2, 3]
+    assert tree.drafts
+    assert tree.drafts.nodes.tolist() == [0, 2, 3]
+    assert (tree.drafts.draws.tokens >= 0).sum(-1).tolist() == [2, 1, 1]
+    assert tree.tokens[2:].tolist() == tree.drafts.q.argmax(-1).tolist()
+
+
+def test_the_number_of_draws_does_not_depend_on_what_is_drawn() -> None:
+    """At the root by nothing; below it by the child's own token and place, not by its siblings."""
+    table = table_of(6)
+    at_root, drawn = set(), set()
+    below: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for seed in range(60):
+        tree = grow(table, "sampled:price=.05,depth=2", MIXED, seed)
+        children = (tree.parents == 0).nonzero().flatten().tolist()
+        assert tree.drafts
+        assert tree.drafts.draws.scores is not None
+        tokens, scores = tree.drafts.draws.tokens[0], tree.drafts.draws.scores[0]
+        at_root.add((int(((tokens >= 0) & (scores == 0)).sum()), int(((tokens >= 0) & (scores < 0)).sum())))
+        assert len(children) == (tokens >= 0).sum()
+        drawn.add(tuple(tree.tokens[children].tolist()))
+        for place, child in enumerate(children):
+            below[place, int(tree.tokens[child])].add(int((tree.parents == child).sum()))
+    assert at_root == {(3, 1)}
+    assert len(drawn) > 10
+    assert all(len(numbers) == 1 for numbers in below.values())
+    assert len({*map(tuple, below.values())}) > 1
+
+
+@pytest.mark.parametrize("price", [0.001, 0.03, 0.2])
+def test_children_are_reached_no_more_often_than_their_parent(price: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    q = torch.stack([random_law(20, generator) for _ in range(200)])
+    for _ in range(5):
+        weights = torch.randn(11, generator=generator).tolist()
+        calibration = Calibration(tuple(weights[:4]), tuple(weights[4:]), {})
+        tops, draws = calibration.chances(q, depth=2)
+        assert tops.shape == (200, TOPS)
+        assert draws.shape == (200, TOPS + 1, DRAWS)
+        reach = torch.rand(200, generator=generator, dtype=q.dtype)
+        k, children = allot(reach, tops, draws, price)
+        assert (children >= 0).all()
+        assert (children.sum(-1) <= reach + 1e-12).all()
+        assert ((children > 0).sum(-1) <= k.sum(-1)).all()
+
+
+def with_tops(q: Tensor, draws: int, tops: int) -> tuple[Draws, Tensor]:
+    """All draws of positive probability, the tops after them, and their probabilities. q: [V]."""
+    masses = q.tolist()
+    sure = [x for x in sorted(range(len(masses)), key=lambda x: -masses[x])[:tops] if masses[x] > 0]
+    rest = [0.0 if x in sure else mass for x, mass in enumerate(masses)]
+    tokens, scores, chances = [], [], []
+    for sampled, chance in sequential(rest, draws):
+        if chance > 0:
+            there = [x for x in sampled if x >= 0]
+            absent = draws + tops - len(there) - len(sure)
+            tokens.append([*there, *sure, *[-1] * absent])
+            scores.append([0.0] * len(there) + [-1.0] * (len(sure) + absent))
+            chances.append(chance)
+    return Draws(torch.tensor(tokens, dtype=torch.int64), law(scores)), law(chances)
+
+
+def pairs() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    random = [(random_law(5, generator), random_law(5, generator)) for _ in range(25)]
+    return [(law(p), law(q)) for p, q in CASES.values()] + random
+
+
+@pytest.mark.parametrize(("draws", "tops"), [count for count in COUNTS if any(count)])
+def test_draws_and_tokens_for_sure_give_p_by_enumeration(draws: int, tops: int) -> None:
+    for p, q in pairs():
+        drawn, chances = with_tops(q, draws, tops)
+        rows = len(chances)
+        plan = RRSWithoutReplacement().plan(p.expand(rows, -1), q.expand(rows, -1), drawn)
+        assert (plan >= 0).all()
+        torch.testing.assert_close(plan.sum(-1), torch.ones_like(chances), rtol=0, atol=1e-12)
+        torch.testing.assert_close(chances @ plan, p, rtol=0, atol=1e-12)
+
+
+def test_tokens_for_sure_that_are_taken_for_draws_bias_the_law() -> None:
+    p, q = law([0.1, 0.2, 0.3, 0.4]), law([0.35, 0.3, 0.25, 0.1])
+    drawn, chances = with_tops(q, 1, 1)
+    plan = RRSWithoutReplacement().plan(p.expand(3, -1), q.expand(3, -1), Draws(drawn.tokens))
+    assert (chances @ plan - p).abs().max() > 0.01
+
+
+def test_tokens_for_sure_are_the_likeliest_and_come_after_the_draws() -> None:
+    generator = torch.Generator().manual_seed(4)
+    k = torch.tensor(COUNTS)
+    for _, q in pairs():
+        drawn = RRSWithoutReplacement().draw(q.expand(len(k), -1), k, generator)
+        for (number, tops), tokens, scores in zip(COUNTS, drawn.tokens, drawn.scores, strict=True):
+            support = int((q > 0).sum())
+            sure = min(tops, support)
+            sampled = min(number, support - sure)
+            assert (tokens >= 0).tolist() == [True] * (sampled + sure) + [False] * (len(tokens) - sampled - sure)
+            assert scores[: sampled + sure].tolist() == [0] * sampled + [-1] * sure
+            there = tokens[: sampled + sure].tolist()
+            assert len({*there}) == len(there)
+            assert q[there[sampled:]].tolist() == q.topk(sure).values.tolist()
+
+
+def test_draws_beside_tokens_for_sure_follow_the_rest_of_q() -> None:
+    q, runs = law([0.35, 0.3, 0.2, 0.1, 0.05]), 20_000
+    generator = torch.Generator().manual_seed(5)
+    tokens = RRSWithoutReplacement().draw(q.expand(runs, -1), torch.tensor([[2, 1]]).expand(runs, -1), generator).tokens
+    drawn, chances = with_tops(q, 2, 1)
+    seen = Counter(map(tuple, tokens.tolist()))
+    counts = [seen[tuple(row)] for row in drawn.tokens.tolist()]
+    assert chisquare(counts, (chances * runs).numpy()).pvalue > ERROR
+
+
+def test_a_calibration_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    weights = torch.randn(11, generator=torch.Generator().manual_seed(6), dtype=torch.float64).tolist()
+    calibration = Calibration(tuple(weights[:4]), tuple(weights[4:]), SIZES)
+    assert load_calibration(tmp_path) is None
+    save_calibration(calibration, tmp_path)
+    assert load_calibration(tmp_path) == calibration
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"\xff\xfe", b"[]", "tops", "draws", "sizes", {"tops": [1.0]}, {"draws": "x"}, {"sizes": {}}]
+)
+def test_a_damaged_calibration_is_refused_with_a_remedy(
+    tmp_path: Path, damage: bytes | str | dict[str, object]
+) -> None:
+    whole = dataclasses.asdict(USUAL)
+    if isinstance(damage, bytes):
+        content = damage
+    elif isinstance(damage, str):
+        content = json.dumps({name: value for name, value in whole.items() if name != damage}).encode()
+    else:
+        content = json.dumps(whole | damage).encode()
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(InputError, match="treespec calibrate") as error:
+        load_calibration(tmp_path)
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        SIZES["1"],
+        [(0.1, 1.0), (0.05, 1.0), (0.02, 4.0), (0.006, 40.0)],  # nothing is worth the two highest prices
+        [(0.1, 2.0), (0.05, 9.0), (0.02, 9.0)],
+        [(0.1, 5.0), (0.05, 5.0)],
+    ],
+)
+def test_more_nodes_have_a_lower_price(pairs: list[tuple[float, float]]) -> None:
+    calibration = Calibration(USUAL.tops, USUAL.draws, {"1": pairs})
+    prices = [calibration.price(nodes, 1.0) for nodes in range(2, 300)]
+    assert all(0 < after <= before for before, after in pairwise(prices))
+    cheapest = {size: price for price, size in sorted(pairs, reverse=True)}
+    for size, price in cheapest.items():
+        if size >= 2:
+            assert calibration.price(int(size), 1.0) >= price * (1 - 1e-9)
+    assert calibration.price(300, 1.0) <= min(cheapest.values()) * (1 + 1e-9)
+
+
+def test_the_price_is_that_of_the_nearest_temperature() -> None:
+    assert USUAL.price(6, 1.2) == pytest.approx(0.05)
+    assert USUAL.price(7, 0.2) == pytest.approx(0.05)
+
+
+def test_a_logistic_regression_recovers_its_weights() -> None:
+    """Of exact shares to 1e-4; of coins to 4 standard errors."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(8000, 3, generator=generator, dtype=torch.float64)
+    x[:, 0] = 1
+    wanted = law([-1.0, 2.0, 0.5])
+    weight = torch.rand(8000, generator=generator)
+    shares = torch.sigmoid(x @ wanted)
+    torch.testing.assert_close(logistic(x, shares, weight), wanted, rtol=0, atol=1e-4)
+    coins = torch.rand(8000, generator=generator) < shares
+    information = (x.T * (shares * (1 - shares))) @ x
+    error = information.inverse().diagonal().sqrt()
+    assert ((logistic(x, coins, torch.ones(8000)) - wanted).abs() < 4 * error).all()
+
+
+def test_a_logistic_regression_of_few_rows_does_not_diverge() -> None:
+    """Of features far apart in scale; on some of these full Newton steps do, seed 18 for one."""
+    for seed in range(10, 30):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(50, 7, generator=generator) * torch.tensor([1.0, 8, 8, 8, 1, 8, 3])
+        x[:, 0] = 1
+        chance = torch.sigmoid(x @ (3 * torch.randn(7, generator=generator)))
+        y = (chance > torch.rand(50, generator=generator)).double()
+        fitted = x.double() @ logistic(x, y, torch.ones(50))
+        assert torch.nn.functional.binary_cross_entropy_with_logits(fitted, y) < 0.3
+
+
+Row = tuple[Tensor, Tensor, Tensor]
+
+
+def rows_of(model: Target, lengths: list[int], counted: bool = True) -> list[Row]:
+    generator = torch.Generator().manual_seed(8)
+    texts = [torch.randint(4, (length,), generator=generator) for length in lengths]
+    return [(text, torch.full_like(text, counted, dtype=torch.bool), model.features(text[None])[0]) for text in texts]
+
+
+def test_calibrating_gives_finite_weights_and_larger_trees_at_lower_prices(table: tuple[Target, EagleHead]) -> None:
+    model, head = table
+    found = calibrate(head, model, rows_of(model, [60, 4, 40]), depth=3, positions=60, temperatures=(0.6, 1.0))
+    assert len(found.tops) == len(USUAL.tops)
+    assert len(found.draws) == len(USUAL.draws)
+    assert all(map(math.isfinite, found.tops + found.draws))
+    assert [*found.sizes] == ["0.6", "1"]
+    for points in found.sizes.values():
+        prices, sizes = zip(*points, strict=True)
+        assert sorted(prices, reverse=True) == [*prices]
+        assert sizes[0] < sizes[-1]
+        assert min(sizes) >= 1
+    tree = grow(table, f"sampled:nodes={round(found.sizes['1'][1][1])},depth=3", found)
+    assert tree.drafts
+
+
+@pytest.mark.parametrize(("lengths", "counted"), [([], True), ([5, 3], True), ([40], False)])
+def test_too_little_text_to_calibrate_is_refused(
+    table: tuple[Target, EagleHead], lengths: list[int], counted: bool
+) -> None:
+    model, head = table
+    with pytest.raises(InputError, match="too short"):
+        calibrate(head, model, rows_of(model, lengths, counted), depth=3)
+
+
+def test_at_temperature_0_the_sampled_tree_is_the_dynamic_tree(table: tuple[Target, EagleHead]) -> None:
+    sampled = grow(table, "sampled:nodes=12,depth=3", USUAL, temperature=0)
+    dynamic = grow(table, "dynamic:nodes=12,depth=3", None, temperature=0, verifier="topk")
+    assert sampled.drafts is None
+    for name in ("tokens", "parents", "depth", "ancestors"):
+        assert torch.equal(getattr(sampled, name), getattr(dynamic, name))
+
+
+def test_a_sampled_tree_without_a_calibration_is_refused_with_a_remedy(table: tuple[Target, EagleHead]) -> None:
+    with pytest.raises(InputError, match="treespec calibrate"):
+        grow(table, "sampled", None)
+
+
+TAKES_SURE_TOKENS = ("rrs-wo", "optimal", "traversal")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_sampled_tree_goes_with_verifiers_that_take_tokens_for_sure(name: str) -> None:
+    scheme = verifier_by_name(name, allow_lossy=True).scheme
+    if name in TAKES_SURE_TOKENS:
+        check_pair(SampledTree(), scheme)
+    else:
+        with pytest.raises(InputError, match=f"the sampled tree cannot go with verifier {scheme.name}"):
+            check_pair(SampledTree(), scheme)
+
+
+def test_a_sampled_tree_is_named_with_its_options() -> None:
+    assert policy("sampled") == SampledTree()
+    assert policy("sampled:nodes=12,depth=3") == SampledTree(nodes=12, depth=3)
+    assert policy("sampled:price=.05") == SampledTree(price=0.05)
+    assert policy("sampled:depth=2,price=0.05") == SampledTree(depth=2, price=0.05)
+
+
+@pytest.mark.parametrize(
+    "options", ["nodes", "nodes=1", "nodes=12.5", "nodes=.5", "depth=0", "width=3", "price=0", "price=-1", "price=x"]
+)
+def test_a_bad_sampled_tree_is_refused(options: str) -> None:
+    with pytest.raises(TreeError, match="sampled"):
+        policy(f"sampled:{options}")

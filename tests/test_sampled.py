@@ -1,11 +1,7 @@
 """Sampled trees: how many draws a node gets is the best for its price and settled before any is made."""
 
-import dataclasses
-import json
 import math
 from collections import Counter, defaultdict
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +10,7 @@ from models import TableConfig, TableModel, random_head
 from scipy.stats import chisquare
 from torch import Tensor
 
-from treespec.draft.calibrate import calibrate, logistic
-from treespec.draft.calibration import DRAWS, FILE, TOPS, Calibration, load_calibration, save_calibration
+from treespec.draft.calibration import DRAWS, TOPS, Calibration
 from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow import TreeDrafter, check_pair
 from treespec.errors import InputError
@@ -34,8 +29,7 @@ COUNTS = [(draws, tops) for draws in range(3) for tops in range(3)]
 
 # At every node .6 by the top, and .4 of what it leaves by the first draw: .2 (.5 without the top); no others.
 DRAWN = Calibration((math.log(0.6 / 0.4), 0, -50, 0), (0, 0, 0, 0, -50, 0, 0), {})
-SIZES = {"0.5": [(0.1, 3.5), (0.05, 7.0), (0.006, 40.0)], "1": [(0.1, 2.5), (0.05, 6.0), (0.006, 90.0)]}
-USUAL = Calibration((0, 0.9, -0.3, 0), (0.3, 0.2, -0.1, 0, -0.4, 0, 0), SIZES)
+USUAL = Calibration((0, 0.9, -0.3, 0), (0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 2.5), (0.006, 90.0)]})
 MIXED = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {})  # tops and draws at a node
 
 
@@ -218,120 +212,6 @@ def test_draws_beside_tokens_for_sure_follow_the_rest_of_q() -> None:
     seen = Counter(map(tuple, tokens.tolist()))
     counts = [seen[tuple(row)] for row in drawn.tokens.tolist()]
     assert chisquare(counts, (chances * runs).numpy()).pvalue > ERROR
-
-
-def test_a_calibration_is_read_as_it_was_saved(tmp_path: Path) -> None:
-    weights = torch.randn(11, generator=torch.Generator().manual_seed(6), dtype=torch.float64).tolist()
-    calibration = Calibration(tuple(weights[:4]), tuple(weights[4:]), SIZES)
-    assert load_calibration(tmp_path) is None
-    save_calibration(calibration, tmp_path)
-    assert load_calibration(tmp_path) == calibration
-    assert [file.name for file in tmp_path.iterdir()] == [FILE]
-
-
-@pytest.mark.parametrize(
-    "damage", [b"", b"{", b"\xff\xfe", b"[]", "tops", "draws", "sizes", {"tops": [1.0]}, {"draws": "x"}, {"sizes": {}}]
-)
-def test_a_damaged_calibration_is_refused_with_a_remedy(
-    tmp_path: Path, damage: bytes | str | dict[str, object]
-) -> None:
-    whole = dataclasses.asdict(USUAL)
-    if isinstance(damage, bytes):
-        content = damage
-    elif isinstance(damage, str):
-        content = json.dumps({name: value for name, value in whole.items() if name != damage}).encode()
-    else:
-        content = json.dumps(whole | damage).encode()
-    (tmp_path / FILE).write_bytes(content)
-    with pytest.raises(InputError, match="treespec calibrate") as error:
-        load_calibration(tmp_path)
-    assert error.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        SIZES["1"],
-        [(0.1, 1.0), (0.05, 1.0), (0.02, 4.0), (0.006, 40.0)],  # nothing is worth the two highest prices
-        [(0.1, 2.0), (0.05, 9.0), (0.02, 9.0)],
-        [(0.1, 5.0), (0.05, 5.0)],
-    ],
-)
-def test_more_nodes_have_a_lower_price(pairs: list[tuple[float, float]]) -> None:
-    calibration = Calibration(USUAL.tops, USUAL.draws, {"1": pairs})
-    prices = [calibration.price(nodes, 1.0) for nodes in range(2, 300)]
-    assert all(0 < after <= before for before, after in pairwise(prices))
-    cheapest = {size: price for price, size in sorted(pairs, reverse=True)}
-    for size, price in cheapest.items():
-        if size >= 2:
-            assert calibration.price(int(size), 1.0) >= price * (1 - 1e-9)
-    assert calibration.price(300, 1.0) <= min(cheapest.values()) * (1 + 1e-9)
-
-
-def test_the_price_is_that_of_the_nearest_temperature() -> None:
-    assert USUAL.price(6, 1.2) == pytest.approx(0.05)
-    assert USUAL.price(7, 0.2) == pytest.approx(0.05)
-
-
-def test_a_logistic_regression_recovers_its_weights() -> None:
-    """Of exact shares to 1e-4; of coins to 4 standard errors."""
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(8000, 3, generator=generator, dtype=torch.float64)
-    x[:, 0] = 1
-    wanted = law([-1.0, 2.0, 0.5])
-    weight = torch.rand(8000, generator=generator)
-    shares = torch.sigmoid(x @ wanted)
-    torch.testing.assert_close(logistic(x, shares, weight), wanted, rtol=0, atol=1e-4)
-    coins = torch.rand(8000, generator=generator) < shares
-    information = (x.T * (shares * (1 - shares))) @ x
-    error = information.inverse().diagonal().sqrt()
-    assert ((logistic(x, coins, torch.ones(8000)) - wanted).abs() < 4 * error).all()
-
-
-def test_a_logistic_regression_of_few_rows_does_not_diverge() -> None:
-    """Of features far apart in scale; on some of these full Newton steps do, seed 18 for one."""
-    for seed in range(10, 30):
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(50, 7, generator=generator) * torch.tensor([1.0, 8, 8, 8, 1, 8, 3])
-        x[:, 0] = 1
-        chance = torch.sigmoid(x @ (3 * torch.randn(7, generator=generator)))
-        y = (chance > torch.rand(50, generator=generator)).double()
-        fitted = x.double() @ logistic(x, y, torch.ones(50))
-        assert torch.nn.functional.binary_cross_entropy_with_logits(fitted, y) < 0.3
-
-
-Row = tuple[Tensor, Tensor, Tensor]
-
-
-def rows_of(model: Target, lengths: list[int], counted: bool = True) -> list[Row]:
-    generator = torch.Generator().manual_seed(8)
-    texts = [torch.randint(4, (length,), generator=generator) for length in lengths]
-    return [(text, torch.full_like(text, counted, dtype=torch.bool), model.features(text[None])[0]) for text in texts]
-
-
-def test_calibrating_gives_finite_weights_and_larger_trees_at_lower_prices(table: tuple[Target, EagleHead]) -> None:
-    model, head = table
-    found = calibrate(head, model, rows_of(model, [60, 4, 40]), depth=3, positions=60, temperatures=(0.6, 1.0))
-    assert len(found.tops) == len(USUAL.tops)
-    assert len(found.draws) == len(USUAL.draws)
-    assert all(map(math.isfinite, found.tops + found.draws))
-    assert [*found.sizes] == ["0.6", "1"]
-    for points in found.sizes.values():
-        prices, sizes = zip(*points, strict=True)
-        assert sorted(prices, reverse=True) == [*prices]
-        assert sizes[0] < sizes[-1]
-        assert min(sizes) >= 1
-    tree = grow(table, f"sampled:nodes={round(found.sizes['1'][1][1])},depth=3", found)
-    assert tree.drafts
-
-
-@pytest.mark.parametrize(("lengths", "counted"), [([], True), ([5, 3], True), ([40], False)])
-def test_too_little_text_to_calibrate_is_refused(
-    table: tuple[Target, EagleHead], lengths: list[int], counted: bool
-) -> None:
-    model, head = table
-    with pytest.raises(InputError, match="too short"):
-        calibrate(head, model, rows_of(model, lengths, counted), depth=3)
 
 
 def test_at_temperature_0_the_sampled_tree_is_the_dynamic_tree(table: tuple[Target, EagleHead]) -> None:

@@ -81,7 +81,7 @@ def test_the_command_line_loads_nothing_heavy():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-@pytest.mark.parametrize("command", ["train", "chat", "eval", "acceptance", "calibrate", "generate", "quickstart"])
+@pytest.mark.parametrize("command", ["train", "chat", "eval", "acceptance", "calibrate", "certify", "generate", "quickstart"])
 def test_every_command_explains_its_options(command):
     code = f"import sys; sys.argv = ['treespec', '{command}', '--help']; from treespec.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -10,6 +10,7 @@ import typer
 
 from treespec.cli.acceptance import acceptance
 from treespec.cli.calibrate import calibrate
+from treespec.cli.certify import certify
 from treespec.cli.chat import chat
 from treespec.cli.evaluate import evaluate
 from treespec.cli.generate import generate
@@ -29,6 +30,7 @@ app.command("eval")(evaluate)
 app.command()(acceptance)
 app.command()(generate)
 app.command()(calibrate)
+app.command()(certify)
 app.command()(quickstart)
 
 

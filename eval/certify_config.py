@@ -1,0 +1,41 @@
+"""What a certificate is asked for."""
+
+from dataclasses import dataclass
+
+from treespec.errors import InputError
+from treespec.options import option
+
+
+@dataclass(frozen=True)
+class CertifyConfig:
+    """Raises InputError for a value out of range."""
+
+    target: str = option("target model: a directory or a hub id")
+    head: str = option("draft head: a directory or a hub id")
+    out: str = option("JSON file for the report", "certificate.json")
+    verifier: str = option("as in eval; see treespec eval --help", "topk")
+    tree: str | None = option("as in eval; default: the verifier's own", None)
+    temperature: float = option("of the tests of the law; above 0", 1.0)
+    questions: str = option("prompts: builtin, mt-bench or a JSONL file", "builtin")
+    limit: int = option("only the first so many questions", 8)
+    greedy_tokens: int = option("length of each greedy answer", 64)
+    tokens: int = option("so many sampled tokens a side", 2000)
+    length: int = option("tokens of a sampled continuation", 8)
+    error: float = option("chance of failing a verifier that is exact, all tests together", 1e-3)
+    seed: int = option("of all samples", 0)
+    template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
+    device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
+    dtype: str = option(
+        "float32 for token-exact answers; in auto, bfloat16 or float16 margins are looked at", "float32"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "greedy_tokens", "tokens", "length"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}, must be at least 1")
+        if self.temperature <= 0:
+            raise InputError(
+                f"--temperature is {self.temperature:g}: greedy answers are tested anyway, give one above 0"
+            )
+        if not 0 < self.error < 1:
+            raise InputError(f"--error is {self.error:g}, must lie in (0, 1), such as 0.001")

@@ -1,0 +1,38 @@
+"""`treespec certify`: is the output really the target's own? Exit code 0 or 1."""
+
+import typer
+
+from treespec.cli.options import takes
+from treespec.eval.certify_config import CertifyConfig
+
+
+@takes(CertifyConfig)
+def certify(config: CertifyConfig) -> None:
+    """Test a target, head, verifier and tree for exactness, with each test's error and power. Exit code 0 or 1."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from treespec.cli.progress import with_progress
+    from treespec.eval.certify import certify as run
+
+    found = with_progress(Console(), lambda report: run(config, report))
+    greedy, *laws = found["tests"]
+    print(f"{said(greedy)}  {greedy['test']}: {len(greedy['different'])} of {greedy['answers']} differ")
+    for answer in greedy["different"]:
+        apart = f"logits {answer['margin']:.3g} apart, noise {answer['noise']:.3g}"
+        print(f"        at token {answer['different_at']}: {apart}")
+    for test in laws:
+        print(f"{said(test)}  {test['test']}: p-value {test['p_value']:.3g} of {test['samples']} tokens")
+        print(
+            f"        fails an exact verifier with probability {test['error']:.2g}, finds a shift of "
+            f"{test['finds']:.3f} of the probability with {test['power']:.0%}"
+        )
+    verdict = "Certified" if found["passed"] else "NOT certified"
+    print(f"{verdict}: {found['verifier']}. Report: {Path(config.out).resolve()}")
+    if not found["passed"]:
+        raise typer.Exit(1)
+
+
+def said(test: dict) -> str:
+    return "passed" if test["passed"] else "FAILED"

@@ -10,7 +10,6 @@ import pytest
 import torch
 from enumeration import law
 from models import TableConfig, TableModel, random_head
-from torch import Tensor
 
 from treespec.draft.calibrate import Row, calibrate, logistic
 from treespec.draft.calibration import FILE, Calibration, load_calibration, save_calibration

@@ -4,64 +4,26 @@ import json
 import re
 import shutil
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import transformers as hf
 import typer
-from models import GROUPED, random_head, random_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from evaluating import FILES, QUESTIONS, TURNS, answered, config_in, save_models, tokens_of
 from typer.testing import CliRunner
 
 from treespec.cli.evaluate import evaluate as command
 from treespec.errors import InputError
-from treespec.eval import answers
-from treespec.eval.config import EvalConfig, configurations
-from treespec.eval.run import evaluate, seed_of
+from treespec.eval.run import evaluate
 from treespec.eval.summary import summarise
-from treespec.heads.checkpoint import save_head
 from treespec.spec import Spec
 from treespec.target import Target
-
-QUESTIONS = [
-    {"question_id": 1, "category": "writing", "turns": ["Sing of the sea.", "Shorter."]},
-    {"question_id": "b", "category": "math", "turns": ["What is 6 times 7?", "And 7 times 6?"]},
-    {"question_id": 3, "category": "math", "turns": ["Count."]},
-]
-TURNS = sum(len(question["turns"]) for question in QUESTIONS)
-SPECIAL = ["<pad>", "<s>", "</s>"]
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A target with a byte-level tokenizer and a chat template, a head for it, and questions."""
     folder = tmp_path_factory.mktemp("eval")
-    symbols = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    bpe = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    tokenizer = hf.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
-    )
-    size = {"vocab_size": len(symbols), "max_position_embeddings": 256}
-    model = random_model(hf.LlamaConfig(**GROUPED | size))
-    model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
-    save_head(random_head(Target(model)), folder / "head")
-    lines = [json.dumps(question) for question in QUESTIONS]
-    (folder / "questions.jsonl").write_text("\n".join([*lines, "not a question"]) + "\n")
+    save_models(folder)
     return folder
-
-
-def config_in(home, out, **changes):
-    paths = {name: str(home / file) for name, file in FILES.items()}
-    options = {"verifier": "topk,rrs-wo", "max_new_tokens": 12, "warm_up": 1, "dtype": "float32"}
-    return EvalConfig(out=str(out), **paths | options | {"resamples": 50} | changes)
-
-
-FILES = {"target": "target", "head": "head", "questions": "questions.jsonl"}
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +32,6 @@ def finished(home, tmp_path_factory):
     out, steps = tmp_path_factory.mktemp("finished"), []
     summary = evaluate(config_in(home, out), steps.append)
     return out, summary, steps
-
-
-def answered(out):
-    return {file.stem: answers.read(file) for file in sorted((out / "answers").glob("*.jsonl"))}
-
-
-def tokens_of(out):
-    return {
-        (name, answer.question_id): answer.extra["token_ids"]
-        for name, lines in answered(out).items()
-        for answer in lines
-    }
 
 
 def test_every_greedy_answer_is_the_baselines(finished):
@@ -250,90 +200,6 @@ def test_changed_questions_and_machines_are_refused(home, finished, tmp_path):
         assert not (out / "summary.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"verifier": "topk,rrs-wo", "tree": "eagle;dynamic:depth=3,topk=2,nodes=8"}, "bias"),
-        ({"verifier": "topk,nonsense"}, "nonsense"),
-        ({"verifier": "topk,typical"}, "--allow-lossy"),
-        ({"verifier": "topk,,greedy"}, "empty part"),
-        ({"tree": "nonsense"}, "nonsense"),
-        ({"temperature": "0,-1"}, "temperature is -1"),
-        ({"temperature": "hot"}, "'hot' is not a number"),
-        ({"tree": "a/x.json;b/x.json"}, "would both be called"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path, change, reason):
-    config = EvalConfig(target="/no/such/target", head="/no/such/head", out=str(tmp_path / "out"))
-    with pytest.raises(ValueError, match=reason) as caught:
-        evaluate(replace(config, **change))
-    assert getattr(caught.value, "exit_code", None) == 2
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_verifier_may_name_its_own_tree():
-    """One with options and commas included; the others go with every tree."""
-    config = EvalConfig(
-        "t", "h", "o", "q", "topk@dynamic:depth=3,topk=2,nodes=8,rrs,rrs-wo", "eagle;2x2", baseline=False
-    )
-    pairs = [(c.verifier, c.tree) for c in configurations(config)]
-    both = [(verifier, tree) for verifier in ("rrs", "rrs-wo") for tree in ("eagle", "2x2")]
-    assert pairs == [("topk", "dynamic:depth=3,topk=2,nodes=8"), *both]
-
-
-def test_sampled_answers_repeat_with_the_seed_and_differ_by_turn_and_configuration(home, tmp_path):
-    config = config_in(home, tmp_path / "a", temperature="1", max_new_tokens=6, verifier="rrs-wo,rrs", warm_up=0)
-    for out in ("a", "b"):
-        evaluate(replace(config, out=str(tmp_path / out)))
-    assert tokens_of(tmp_path / "a") == tokens_of(tmp_path / "b")
-    seeds = [seed for lines in answered(tmp_path / "a").values() for line in lines for seed in line.extra["seeds"]]
-    assert len(set(seeds)) == 3 * TURNS
-    line = answered(tmp_path / "a")["target-rrs-wo-t1"][0]
-    assert line.extra["seeds"] == [seed_of(0, 1, turn, "target-rrs-wo-t1") for turn in (0, 1)]
-    spec = Spec(Target.load(str(home / "target")), None)
-    again = spec.generate(
-        [{"role": "user", "content": QUESTIONS[0]["turns"][0]}],
-        temperature=1.0,
-        max_new_tokens=6,
-        seed=seed_of(0, 1, 0, "target-baseline-t1"),
-    )
-    assert again.token_ids == answered(tmp_path / "a")["target-baseline-t1"][0].extra["token_ids"][0]
-
-
-def test_verifiers_beyond_the_node_have_trees_of_their_own(home, tmp_path):
-    """At temperature 0 all answer alike; at 1 they run over draws that each of them knows how to answer."""
-    names = ["rrs-wo", "traversal", "block", "layer:greedy"]
-    config = config_in(
-        home, tmp_path, verifier=",".join(names), temperature="0,1", limit=2, turns=1, max_new_tokens=8, warm_up=0
-    )
-    rows = evaluate(config)["configurations"]
-    assert [(row["verifier"], row["lossless"]) for row in rows] == [("baseline", True), *((n, True) for n in names)] * 2
-    assert [row["same_as_baseline"] for row in rows[1:5]] == [{"same": 2, "answers": 2}] * 4
-    answers_at_1 = [lines for name, lines in answered(tmp_path).items() if name.endswith("-t1")]
-    assert all(line.new_tokens == [8] or line.extra["ended"] == ["model"] for lines in answers_at_1 for line in lines)
-    drafted = {name: lines[0].extra["drafted"] for name, lines in answered(tmp_path).items() if name.endswith("-t1")}
-    assert set(drafted["target-block-t1"]) == {drafted["target-block-t1"][0]}  # a chain
-    assert drafted["target-traversal-t1"][1] == 2 * drafted["target-traversal-t1"][0]  # EAGLE-1's tree
-
-
-def test_answers_that_the_context_ends_are_counted(home, tmp_path):
-    config = config_in(home, tmp_path, max_new_tokens=1000, verifier="topk", limit=1, warm_up=0)
-    summary = evaluate(config)
-    eos = 2
-    for row, lines in zip(summary["configurations"], answered(tmp_path).values(), strict=True):
-        (line,) = lines
-        for ids, prompt, end in zip(
-            line.extra["token_ids"], line.extra["prompt_tokens"], line.extra["ended"], strict=True
-        ):
-            full = len(ids) == 256 - prompt or prompt >= 256
-            assert end == ("model" if ids and ids[-1] == eos else "context")
-            assert full or end == "model"
-        assert row["ended"]["context"] == line.extra["ended"].count("context")
-        assert sum(row["ended"].values()) == 2
-    assert summary["configurations"][0]["ended"]["context"] > 0
-    assert "ended by the target's context" in (tmp_path / "summary.md").read_text()
-
-
 def test_one_row_of_steps_for_a_person_to_watch(finished):
     _, _, steps = finished
     texts = [step.text for step in steps]
@@ -341,38 +207,6 @@ def test_one_row_of_steps_for_a_person_to_watch(finished):
     assert {step.total for step in steps} == {9}
     assert sum(text.startswith("warm-up") for text in texts) == 3
     assert all("tokens/s" in text for text in texts[-9:])
-
-
-def test_lossy_verifiers_are_marked(home, tmp_path):
-    config = config_in(
-        home, tmp_path, verifier="topk,typical:delta=0.2", allow_lossy=True, temperature="1", limit=1, warm_up=0
-    )
-    rows = evaluate(config)["configurations"]
-    assert {row["verifier"]: row["lossless"] for row in rows} == {
-        "baseline": True,
-        "topk": True,
-        "typical:delta=0.2": False,
-    }
-    table = (tmp_path / "summary.md").read_text()
-    assert re.findall(r"^\| (\S+ \(lossy\)|\S+) +\| 1 ", table, re.MULTILINE)[:3] == [
-        "baseline",
-        "topk",
-        "typical:delta=0.2 (lossy)",
-    ]
-
-
-def test_options_with_commas_stay_whole():
-    config = EvalConfig(
-        "org/T-7B", "h", "o", verifier="is-lp:s=8,alphabet=50, topk", tree="chain:3;dynamic:depth=3,topk=2,nodes=8"
-    )
-    names = [c.model_id for c in configurations(config)]
-    assert names == [
-        "T-7B-baseline-t0",
-        "T-7B-is-lp-s=8-alphabet=50-chain-3-t0",
-        "T-7B-is-lp-s=8-alphabet=50-dynamic-depth=3-topk=2-nodes=8-t0",
-        "T-7B-topk-chain-3-t0",
-        "T-7B-topk-dynamic-depth=3-topk=2-nodes=8-t0",
-    ]
 
 
 def test_the_command_prints_lines_and_the_table_where_there_is_no_terminal(home, finished, tmp_path):

@@ -81,7 +81,9 @@ def test_the_command_line_loads_nothing_heavy():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-@pytest.mark.parametrize("command", ["train", "chat", "eval", "acceptance", "calibrate", "certify", "generate", "quickstart"])
+@pytest.mark.parametrize(
+    "command", ["train", "chat", "eval", "acceptance", "calibrate", "certify", "generate", "quickstart"]
+)
 def test_every_command_explains_its_options(command):
     code = f"import sys; sys.argv = ['treespec', '{command}', '--help']; from treespec.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -90,5 +92,6 @@ def test_every_command_explains_its_options(command):
 
 
 def test_no_source_file_is_over_300_lines():
-    long = {file.name: n for _, _, file in sources() if (n := len(file.read_text().splitlines())) > 300}
+    files = [*(file for _, _, file in sources()), *(ROOT / "tests").rglob("*.py")]
+    long = {file.name: n for file in files if (n := len(file.read_text().splitlines())) > 300}
     assert not long

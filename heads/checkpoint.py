@@ -43,6 +43,8 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = 
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
             raise HeadError(f"{folder}: {name} is {list(tensors[name].shape)}, config.json says {list(shape)}")
+    if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
+        raise HeadError(f"{folder}: {_names(broken)} hold values that are not finite; fetch or train the head again")
     head = EagleHead(config)
     head.load_state_dict(tensors, assign=True)
     head.embed_tokens.requires_grad_(False)

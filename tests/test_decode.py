@@ -201,3 +201,14 @@ def test_stats_account_for_the_time(llama):
     assert 0.5 * stats.seconds["total"] < stages <= stats.seconds["total"]
     assert stats.seconds["head"] <= stats.seconds["draft"]
     assert stats.acceptance_length == pytest.approx(1 + sum(stats.accepted) / stats.cycles)
+
+
+@pytest.mark.parametrize("verifier", [*NAMES, "baseline"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_are_an_error(verifier, temperature):
+    model = Target(random_model(CONFIGS["llama"]()))
+    spec = Spec(model, random_head(model))
+    spec = spec.baseline() if verifier == "baseline" else spec.configured("chain:3", verifier, allow_lossy=True)
+    model.model.lm_head.weight = torch.nn.Parameter(model.model.lm_head.weight * math.nan)
+    with pytest.raises(InputError, match="not numbers"):
+        spec.generate(prompt(), temperature=temperature, max_new_tokens=4, seed=1)

@@ -203,3 +203,11 @@ def test_rewinding_equals_never_having_seen_the_rest(length):
             proposer.observe(features[:length], text[:length])
         proposer.observe(features[:3], text[:3])
     assert torch.allclose(used.begin(), fresh.begin(), atol=1e-5)
+
+
+def test_a_head_with_values_that_are_not_finite_is_refused_by_name(tmp_path):
+    head = random_head(target("llama"))
+    head.fc.weight = torch.nn.Parameter(head.fc.weight * torch.nan)
+    save_head(head, tmp_path)
+    with pytest.raises(HeadError, match=r"fc\.weight"):
+        load_head(tmp_path)

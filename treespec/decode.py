@@ -68,6 +68,11 @@ class Decoder:
                 with stats.timed("verify"):
                     p = target_law(out.logits, params)
                     verdict = follow(tree, p) if params.greedy else self.verifier(tree, p, generator)
+                if max(verdict.tokens) >= self.target.vocab_size:
+                    raise InputError(
+                        "the target's logits are not numbers (NaN): its weights are damaged, or its dtype is too "
+                        "narrow for it; try --dtype float32"
+                    )
                 with stats.timed("commit"):
                     nodes = [0, *verdict.path]
                     self.cache.commit(nodes)

@@ -65,15 +65,18 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
 def target_law(logits: Tensor, params: SamplingParams) -> Tensor:
     """What verifiers take as p: `probs`, but at temperature 0 only the sure token of each one-hot law.
 
-    logits: [N, V]. Returns [N, V] probabilities, or [N] int64 tokens at temperature 0.
+    logits: [N, V]. Returns [N, V] probabilities, or [N] int64 tokens at temperature 0: V, which is none, for NaN.
     """
-    return logits.argmax(-1) if params.greedy else probs(logits, params)
+    if not params.greedy:
+        return probs(logits, params)
+    best = logits.max(-1)
+    return best.indices.masked_fill(best.values.isnan(), logits.shape[-1])
 
 
 def sample(law: Tensor, generator: torch.Generator) -> Tensor:
     """One token a row by inverting the cumulated law in float64: one uniform a row, no token of mass 0.
 
-    law: [..., V] non-negative, need not sum to 1. Returns [...] int64; V for a row of zeros.
+    law: [..., V] non-negative, need not sum to 1. Returns [...] int64; V for a row of zeros, or with NaN.
     """
     cumulated = law.cumsum(-1, dtype=torch.float64)
     uniform = torch.rand((*law.shape[:-1], 1), generator=generator, dtype=torch.float64, device=law.device)

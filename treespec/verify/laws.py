@@ -57,6 +57,7 @@ def independent(q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws
         cumulated = q.cumsum(-1, dtype=torch.float64)
         uniform = torch.rand((len(q), width), generator=generator, dtype=torch.float64, device=q.device)
         tokens = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)
+    tokens = tokens.masked_fill_(tokens >= q.shape[-1], -1)  # nothing is drawn from a law that is not numbers
     return Draws(keep_first(tokens, number))
 
 

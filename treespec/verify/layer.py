@@ -48,6 +48,7 @@ class Layer:
         coins = torch.rand(n + 1, generator=generator, dtype=keep.dtype, device=keep.device)
         layer = ((coins < keep) * torch.arange(n + 1, device=keep.device)).amax()
         end = sample(leaving * (depth == layer), generator)[None]
+        end = end.masked_fill(end >= len(leaving), 0)  # of what is not numbers the root tells
         row = end.clamp(max=n - 1)
         after = sample(normalise(rest[row], p[row]), generator)
         draw = (end - n).clamp(min=0)  # where it has no node

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.sampling import sample
 from treespec.trees.tree import Draws
 from treespec.verify.greedy import rate
 from treespec.verify.laws import (
@@ -40,7 +39,7 @@ class SpecHub:
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         width, number = counts(q, k)
         check(self, q, width)
-        first = sample(q, generator)[:, None]
+        first = sample_if_any(q, generator)
         top = q.argmax(-1, keepdim=True)
         second = torch.where(first == top, sample_if_any(without(q, top), generator), top)
         return Draws(keep_first(torch.cat([first, second], dim=1), number)[:, :width])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from treespec.trees.tree import Draws
 from treespec.verify import SCHEMES, scheme_by_name
+from treespec.verify.rates import optimal_iid
 
 
 def tied(q: list[float], number: int) -> bool:
@@ -105,6 +106,18 @@ def test_rates_that_have_no_closed_form_are_not_stated() -> None:
     p, q = (law(values)[None] for values in CASES["plain"])
     assert SCHEMES["rrs-wo"].acceptance_rate(p, q, 2) is None
     assert SCHEMES["is-lp"].acceptance_rate(p, q, 3) is None
+
+
+@pytest.mark.parametrize("s", [1, 2, 3, 6])
+def test_a_program_of_few_tokens_is_within_its_bound_of_the_optimum(s: int) -> None:
+    """Khisti et al. 2025: short of α* by at most the sum of (p - q^2)+ over the tokens that it does not see."""
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(40):
+        p, q = random_law(6, generator), random_law(6, generator)
+        unseen = (p - q * q).sort(descending=True).values[s:].clamp(min=0).sum()
+        best = optimal_iid(p[None], q[None], 2).item()
+        rate = stated(f"is-lp:s={s}", p, q, 2)
+        assert best - unseen - 1e-9 <= rate <= best + 1e-9
 
 
 # Khisti et al. 2025, figure 2: target (t1, t2, 1 - t1 - t2), the optimum and two other schemes for two draws.

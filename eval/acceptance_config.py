@@ -6,7 +6,7 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.eval.config import listed, number
-from treespec.options import option
+from treespec.options import at_least, option
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,7 @@ class AcceptanceConfig:
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
 
     def __post_init__(self) -> None:
-        least = {"max_new_tokens": 1, "limit": 1, "max_length": 3, "positions": 0, "step": 1, "samples": 2}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                raise InputError(f"--{name.replace('_', '-')} is {value}, must be at least {bound}")
+        at_least(self, max_new_tokens=1, limit=1, max_length=3, positions=0, step=1, samples=2)
         if self.preset is not None and self.preset not in PRESETS:
             raise InputError(f"--preset {self.preset}: there are {', '.join(PRESETS)}")
         if not self.given_laws and not (self.target and self.head):

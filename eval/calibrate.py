@@ -18,8 +18,6 @@ def calibrate_head(config: CalibrateConfig, report: Callable[[Step], None] = lam
     """Returns the file written. Raises InputError for bad input."""
     if not Path(config.head).is_dir():
         raise InputError(f"--head {config.head} is no directory: its calibration is written there")
-    if config.depth < 1 or config.positions < 1:
-        raise InputError(f"--depth is {config.depth}, --positions {config.positions}; both must be at least 1")
     if config.text:
         content_of(config.text)
     report(Step(0, 1, f"loading {config.target} and {config.head}"))

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
-from treespec.options import option
+from treespec.options import at_least, option
 
 
 @dataclass(frozen=True)
 class CalibrateConfig:
+    """Raises InputError for a count that is too small."""
+
     target: str = option("target model: a directory or a hub id")
     head: str = option("draft head: a directory; calibration.json is written there")
     text: str | None = option("given text: conversations (.jsonl, .json), or plain text by any other name", None)
@@ -19,3 +21,6 @@ class CalibrateConfig:
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
+
+    def __post_init__(self) -> None:
+        at_least(self, limit=1, max_new_tokens=1, depth=1, positions=1, seed=0)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from treespec.errors import InputError
-from treespec.options import option
+from treespec.options import at_least, option
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class CertifyConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("limit", "greedy_tokens", "tokens", "length"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}, must be at least 1")
+        at_least(self, limit=1, greedy_tokens=1, tokens=1, length=1, seed=0)
         if self.temperature <= 0:
             raise InputError(
                 f"--temperature is {self.temperature:g}: greedy answers are tested anyway, give one above 0"

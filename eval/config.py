@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from treespec.errors import InputError
-from treespec.options import option
+from treespec.options import at_least, option
 
 if TYPE_CHECKING:
     from treespec.eval.questions import Question
@@ -51,11 +51,7 @@ class EvalConfig:
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
 
     def __post_init__(self) -> None:
-        least = {"max_new_tokens": 1, "limit": 1, "turns": 1, "resamples": 1, "warm_up": 0, "seed": 0}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                raise InputError(f"--{name.replace('_', '-')} is {value}, must be at least {bound}")
+        at_least(self, max_new_tokens=1, limit=1, turns=1, resamples=1, warm_up=0, seed=0)
 
 
 @dataclass(frozen=True)

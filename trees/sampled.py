@@ -21,9 +21,9 @@ from treespec.trees.static import TreeError
 
 @dataclass(frozen=True)
 class SampledTree:
-    """nodes: N on average, root too. depth: levels of drafted tokens. price: of a node, in tokens; None is the one that
+    """nodes: N on average, root too. depth: levels of drafted tokens. price: of a node, in expected tokens.
 
-    gives so many nodes by the head's calibration.
+    price None is the one that gives so many nodes by the head's calibration.
     """
 
     nodes: int = 26

@@ -43,11 +43,12 @@ class SampledTree:
         return self.depth
 
 
-def allot(reach: Tensor, tops: Tensor, draws: Tensor, price: float) -> tuple[Tensor, Tensor]:
+def allot(reach: Tensor, tops: Tensor, draws: Tensor, price: float, even: bool = False) -> tuple[Tensor, Tensor]:
     """What each of F nodes gets, and how likely its children are reached.
 
     reach: [F] Pr(the node is reached). tops: [F, J] Pr(the i-th likeliest token is output). draws: [F, J + 1, M]
-    Pr(the i-th draw is accepted) where j tokens are taken for sure. price: of a node, in tokens.
+    Pr(the i-th draw is accepted) where j tokens are taken for sure. price: of a node, in tokens. even: any draw is
+    accepted as readily as another, as by `optimal`.
     Returns k [F, 2] int64, sampled draws and tokens for sure, and [F, J + M] the reach of the children, the sampled
     ones first, 0 beyond k.
     """
@@ -60,7 +61,10 @@ def allot(reach: Tensor, tops: Tensor, draws: Tensor, price: float) -> tuple[Ten
     number, taken = best % (m + 1), best // (m + 1)
     rows = torch.arange(f, device=reach.device)
     place = torch.arange(j + m, device=reach.device).expand(f, -1)
-    sampled = torch.nn.functional.pad(draws[rows, taken], (0, j))
+    own = draws[rows, taken]
+    if even:
+        own = (accepted[rows, taken, number] / number.clamp(min=1))[:, None].expand_as(own)
+    sampled = torch.nn.functional.pad(own, (0, j))
     after = (place - number[:, None]).clamp(0, j - 1)
     children = torch.where(place < number[:, None], sampled, tops.gather(1, after))
     children = reach[:, None] * children * (place < (number + taken)[:, None])

@@ -127,9 +127,10 @@ class TreeDrafter:
         tokens, parents, depths = [root], [zero - 1], [zero]
         laws, draws, inner = [], [], []
         frontier, reach, count = zero, torch.ones(1, device=device), 1  # node numbers, Pr(reached), nodes so far
+        even = isinstance(self.scheme, Optimal) and not self.scheme.first
         for level in range(1, depth + 1):
             q = probs(logits, params)
-            k, child_reach = allot(reach, *self.calibration.chances(q, level - 1), price)
+            k, child_reach = allot(reach, *self.calibration.chances(q, level - 1), price, even)
             some = k.sum(-1).nonzero().squeeze(1)
             if not len(some):
                 break

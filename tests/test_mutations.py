@@ -4,7 +4,6 @@ The mutants of `optimal`, and of block, traversal and layer verification, are in
 """
 
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -178,22 +177,12 @@ def test_the_law_told_must_be_the_one_after_top_p(name: str) -> None:
     assert deviation(output(SCHEMES[name], p, q, found), p) > WRONG
 
 
-@pytest.mark.parametrize(
-    ("module", "uniform", "draw"),
-    [
-        (sampling, "rand((*law.shape[:-1], 1), generator=generator,", lambda of, q, own: of.sample(q, own)),
-        (laws, "rand((len(q), width), generator=generator,", lambda of, q, own: of.independent(q, 1, own).tokens),
-    ],
-    ids=["sample", "independent"],
-)
-def test_a_uniform_of_0_draws_no_token_of_no_mass(
-    module: ModuleType, uniform: str, draw: Callable[[ModuleType, Tensor, torch.Generator], Tensor]
-) -> None:
+def test_a_uniform_of_0_draws_no_token_of_no_mass() -> None:
     """A token is drawn where u < the law cumulated up to it; u <= would draw token 0 at u = 0."""
-    zero = uniform.replace("rand", "zeros").replace("generator=generator,", "")
-    q, generator = law([[0, 0, 0.5, 0.5]]), torch.Generator()
-    assert draw(mutant(module, (uniform, zero)), q, generator).item() == 2
-    assert draw(mutant(module, (uniform, zero), ("right=True", "right=False")), q, generator).item() == 0
+    q, zero = law([[0, 0, 0.5, 0.5]]), torch.zeros(1, 1, dtype=torch.float64)
+    inside = "share[..., None] * inside[..., -1:], right="
+    assert sampling.invert(q, zero).item() == 2
+    assert mutant(sampling, (inside + "True", inside + "False")).invert(q, zero).item() == 0
 
 
 PRUNED = law([0.2, 0.3, 0.5]), law([0.5, 0.3, 0.2])

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 from scipy.stats import chi2
 
-from treespec.sampling import SamplingParams, probs, sample, target_law
+from treespec.sampling import SamplingParams, invert, probs, sample, target_law
 
 ERROR = 1e-4  # probability that a χ² test of this file fails by chance
 
@@ -49,3 +49,21 @@ def test_sample_follows_the_law_and_never_draws_mass_0():
     assert drawn[law == 0].sum() == 0
     expected = 20000 * law[law > 0]
     assert float(((drawn[law > 0] - expected) ** 2 / expected).sum()) < chi2.isf(ERROR, 2)
+
+
+@pytest.mark.parametrize("v", [5, 128, 300])
+def test_places_of_the_cumulated_law_are_those_of_a_plain_search(v):
+    """Over several blocks, tokens of no mass among them, at the ends too; rows of zeros or NaN have no token."""
+    generator = torch.Generator().manual_seed(0)
+    law = torch.rand(20, v, generator=generator, dtype=torch.float64)
+    law[:, torch.rand(v, generator=generator) < 0.4] = 0
+    law[:, 0], law[:, v // 2] = 0, 1
+    uniform = torch.rand(20, 50, generator=generator, dtype=torch.float64)
+    uniform[:, 0], uniform[:, 1] = 0, 1 - 2**-53
+    cumulated = law.cumsum(-1)
+    wanted = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)
+    found = invert(law, uniform)
+    assert (found == wanted).float().mean() > 0.999  # sums of blocks round otherwise
+    assert (law.gather(1, found) > 0).all()
+    assert (invert(torch.zeros(1, v), uniform[:1]) == v).all()
+    assert (invert(torch.full((1, v), torch.nan), uniform[:1]) == v).all()

@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from models import random_head, save_model, target
 from safetensors.torch import load_file
 
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
+from treespec.spec import load
 from treespec.target import Target
 from treespec.train.batches import epoch_batches
 from treespec.train.config import TrainConfig
@@ -206,6 +208,22 @@ def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_pa
     ours = load_file(two / "model.safetensors")
     for name, value in weights(one).items():
         assert torch.allclose(value, ours[name], atol=1e-5), name
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """A process holds one precision; the tests after this one take theirs anew."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_training_in_mixed_precision_leaves_a_head_that_is_calibrated_and_drafts(config):
+    train(replace(config, max_steps=2, calibrate=True, mixed_precision="bf16", dtype="bfloat16"))
+    spec = load(config.target, config.out, "sampled:nodes=8,depth=3", "traversal", dtype="bfloat16")
+    out = spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1)
+    assert out.stats.drafted[0] > 0
 
 
 def test_batches_cover_an_epoch_once_in_a_settled_order():

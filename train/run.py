@@ -60,7 +60,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     model, optimizer = accelerator.prepare(head, optimizer)
     fit(config, accelerator, target, data, model, optimizer, after_step)
 
-    head = accelerator.unwrap_model(model)
+    head = accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # as it will be served, in the target's dtype
     result = validation(config, target, data, head)
     if accelerator.is_main_process:
         served = copy.deepcopy(head).to(target.dtype)

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from treespec.errors import InputError
+
+BLOCK = 128  # tokens
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,27 @@ def target_law(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def sample(law: Tensor, generator: torch.Generator) -> Tensor:
-    """One token a row by inverting the cumulated law in float64: one uniform a row, no token of mass 0.
+    """One token a row by inverting the cumulated law: one uniform a row, no token of mass 0.
 
     law: [..., V] non-negative, need not sum to 1. Returns [...] int64; V for a row of zeros, or with NaN.
     """
-    cumulated = law.cumsum(-1, dtype=torch.float64)
     uniform = torch.rand((*law.shape[:-1], 1), generator=generator, dtype=torch.float64, device=law.device)
-    return torch.searchsorted(cumulated, uniform * cumulated[..., -1:], right=True).squeeze(-1)
+    return invert(law, uniform).squeeze(-1)
+
+
+def invert(law: Tensor, uniform: Tensor) -> Tensor:
+    """The tokens that stand at places of the cumulated law: first the block, then the token in it, in float64.
+
+    law: [..., V]; uniform: [..., K] float64, shares of a row's mass. Returns [..., K] int64, V as in `sample`.
+    Blocks spare the cumulated row, whose memory costs more than the sums.
+    """
+    v = law.shape[-1]
+    blocks = (pad(law, (0, -v % BLOCK)) if v % BLOCK else law).unflatten(-1, (-1, BLOCK))
+    ends = blocks.sum(-1).double().cumsum(-1)  # [..., V / BLOCK]
+    place = uniform * ends[..., -1:]
+    block = torch.searchsorted(ends, place, right=True).clamp_(max=ends.shape[-1] - 1)  # [..., K]
+    before = pad(ends, (1, 0)).gather(-1, block)
+    inside = blocks.gather(-2, block[..., None].expand(*block.shape, BLOCK)).double().cumsum(-1)  # [..., K, BLOCK]
+    share = ((place - before) / (ends.gather(-1, block) - before)).clamp_(max=1 - 2**-53)
+    token = torch.searchsorted(inside, share[..., None] * inside[..., -1:], right=True).squeeze(-1)
+    return (block * BLOCK + token).clamp_(max=v)

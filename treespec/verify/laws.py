@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.errors import InputError
-from treespec.sampling import sample
+from treespec.sampling import invert, sample
 from treespec.trees.tree import Draws
 from treespec.verify.scheme import Scheme
 
@@ -54,9 +54,7 @@ def independent(q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws
     if q.dim() == 3:
         tokens = sample(first_laws(q, width), generator)
     else:
-        cumulated = q.cumsum(-1, dtype=torch.float64)
-        uniform = torch.rand((len(q), width), generator=generator, dtype=torch.float64, device=q.device)
-        tokens = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)
+        tokens = invert(q, torch.rand((len(q), width), generator=generator, dtype=torch.float64, device=q.device))
     tokens = tokens.masked_fill_(tokens >= q.shape[-1], -1)  # nothing is drawn from a law that is not numbers
     return Draws(keep_first(tokens, number))
 

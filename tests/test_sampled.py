@@ -85,6 +85,12 @@ def test_the_allotted_draws_are_the_best_of_all_pairs() -> None:
             wanted = [float(reach[row]) * chance for chance in worth[best][1]]
             assert tuple(k[row].tolist()) == best
             assert children[row].tolist() == pytest.approx(wanted + [0] * (7 - len(wanted)), abs=1e-12)
+        same_k, alike = allot(reach, tops, draws, price, even=True)
+        assert torch.equal(same_k, k)
+        assert torch.allclose(alike.sum(-1), children.sum(-1))
+        for row, (m, _) in enumerate(k.tolist()):
+            assert len(set(alike[row, :m].tolist())) <= 1
+            assert torch.equal(alike[row, m:], children[row, m:])
 
 
 def test_the_drawn_five_node_tree_is_allotted(table: tuple[Target, EagleHead]) -> None:

@@ -150,6 +150,7 @@ class TableModel(hf.PreTrainedModel):
         super().__init__(config)
         self.model = TableDecoder(config)
         self.embed = nn.Embedding(config.vocab_size, config.vocab_size)
+        nn.init.normal_(self.embed.weight, generator=torch.Generator().manual_seed(config.seed))
         self.lm_head = nn.Linear(config.vocab_size, config.vocab_size, bias=False)
         nn.init.eye_(self.lm_head.weight)
 

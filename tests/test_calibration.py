@@ -23,7 +23,6 @@ USUAL = Calibration((0, 0.9, -0.3, 0), (0.3, 0.2, -0.1, 0, -0.4, 0, 0), SIZES)
 
 @pytest.fixture(scope="module")
 def table() -> tuple[Target, EagleHead]:
-    torch.manual_seed(0)  # of the embedding
     model = Target(TableModel(TableConfig(4, seed=1)))
     return model, random_head(model, seed=2)
 

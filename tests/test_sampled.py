@@ -34,7 +34,6 @@ MIXED = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {})  # 
 
 
 def table_of(vocabulary: int) -> tuple[Target, EagleHead]:
-    torch.manual_seed(0)  # of the embedding
     model = Target(TableModel(TableConfig(vocabulary, seed=1)))
     return model, random_head(model, seed=2)
 

@@ -18,7 +18,8 @@ def certify(config: CertifyConfig) -> None:
 
     found = with_progress(Console(), lambda report: run(config, report))
     greedy, *laws = found["tests"]
-    print(f"{said(greedy)}  {greedy['test']}: {len(greedy['different'])} of {greedy['answers']} differ")
+    rounding = ", by rounding alone" if greedy["different"] and greedy["passed"] else ""
+    print(f"{said(greedy)}  {greedy['test']}: {len(greedy['different'])} of {greedy['answers']} differ{rounding}")
     for answer in greedy["different"]:
         apart = f"logits {answer['margin']:.3g} apart, noise {answer['noise']:.3g}"
         print(f"        at token {answer['different_at']}: {apart}")

@@ -19,9 +19,11 @@ import torch
 from scipy.stats import ks_2samp, kstest
 from torch import Tensor
 
+from treespec.errors import InputError
 from treespec.eval.certify_config import CertifyConfig
 from treespec.eval.questions import load_questions
 from treespec.eval.run import Step, describe
+from treespec.prefix import common_prefix
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec, load
 
@@ -31,6 +33,11 @@ POWER = 0.99
 
 def certify(config: CertifyConfig, report: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
     """Runs all tests and writes the report; `passed` in it is the verdict. Raises InputError for bad input."""
+    temporary = Path(f"{config.out}.writing")
+    try:
+        temporary.touch()
+    except OSError as error:
+        raise InputError(f"--out {config.out} cannot be written: {error.strerror}; choose another file") from error
     report(Step(0, 1, f"loading {config.target} and {config.head}"))
     spec = load(
         config.target,
@@ -44,17 +51,23 @@ def certify(config: CertifyConfig, report: Callable[[Step], None] = lambda step:
     questions = load_questions(config.questions)[0][: config.limit]
     prompts = [spec.encode([{"role": "user", "content": question.turns[0]}]) for question in questions]
     found = examine(spec, prompts, config, report)
-    found = {"config": asdict(config), "environment": describe(spec.target), **found}
-    temporary = Path(f"{config.out}.writing")
+    found = {"config": asdict(config), "environment": describe(spec.target), "promised": promised(config), **found}
     temporary.write_text(json.dumps(found, indent=2) + "\n")
     os.replace(temporary, config.out)
     return found
 
 
+def promised(config: CertifyConfig) -> dict[str, float]:
+    """What the tests of the law can tell, said before any token is drawn: texts that end early leave a little less."""
+    error = config.error / TESTS
+    against_law, against_plain = (detectable(config.tokens, error, samples) for samples in (1, 2))
+    return {"error": error, "power": POWER, "finds": against_law, "finds_against_plain_sampling": against_plain}
+
+
 def examine(
     spec: Spec, prompts: Sequence[list[int]], config: CertifyConfig, report: Callable[[Step], None] = lambda step: None
 ) -> dict[str, Any]:
-    """The tests of one configured `spec`, with what they can find said first."""
+    """The tests of one configured `spec`."""
     steps, answers = 3 * len(prompts), []
     for number, prompt in enumerate(prompts, 1):
         answers.append(greedy_answer(spec, prompt, config.greedy_tokens))
@@ -85,7 +98,7 @@ def judge(
 ) -> dict[str, Any]:
     """The verdict of each test on greedy answers and on the numbers of both sides' tokens (`laws_along`)."""
     mine, theirs = (torch.cat(rows).double().numpy() for rows in (ours, plain))  # [n, 3]
-    threshold = config.error / TESTS
+    threshold, tokens = config.error / TESTS, min(len(mine), len(theirs))
     values = {
         "tokens follow the target's probabilities, by p/q": kstest(mine[:, 0], "uniform").pvalue,
         "tokens follow the target's probabilities, by p": kstest(mine[:, 1], "uniform").pvalue,
@@ -96,7 +109,7 @@ def judge(
             "test": name,
             "samples": len(mine),
             "error": threshold,
-            "finds": detectable(len(mine), threshold, 1 if i < 2 else 2),
+            "finds": detectable(len(mine), threshold, 1) if i < 2 else detectable(tokens, threshold, 2),
             "power": POWER,
             "p_value": float(value),
             "passed": bool(value >= threshold),
@@ -143,11 +156,9 @@ def greedy_answer(spec: Spec, prompt: list[int], tokens: int) -> dict[str, Any]:
         pad_token_id=0,
         eos_token_id=sorted(spec.target.eos) or None,
     )[0, len(prompt) :].tolist()
-    at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
-    if at is None and len(ours) != len(theirs):
-        at = min(len(ours), len(theirs))
-    if at is None:
+    if ours == theirs:
         return {"different_at": None, "explained": True}
+    at = common_prefix(ours, theirs)
     margin = noise = math.inf
     if at < min(len(ours), len(theirs)) and spec.target.dtype != torch.float32:
         prefix = torch.tensor([prompt + theirs[:at]], device=spec.target.device)

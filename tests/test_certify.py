@@ -10,7 +10,8 @@ import transformers as hf
 from models import GROUPED, random_head, random_model, save_model
 from scipy.stats import kstest
 
-from treespec.eval.certify import detectable, examine, greedy_answer, judge, laws_along, placed, sampled
+from treespec.errors import InputError
+from treespec.eval.certify import certify, detectable, examine, greedy_answer, judge, laws_along, placed, sampled
 from treespec.eval.certify_config import CertifyConfig
 from treespec.spec import Spec
 from treespec.target import Target
@@ -162,6 +163,11 @@ def test_the_command_gives_a_report_and_exit_code_0(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["passed"]
     assert [test["passed"] for test in report["tests"]] == [True] * 4
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):
+    with pytest.raises(InputError, match="--out"):
+        certify(CertifyConfig("no-model", "no-head", out=str(tmp_path / "missing" / "report.json")))
 
 
 def test_examine_asks_all_questions(spec):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import final
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from treespec.draft.grow import TreeDrafter, root_only
 from treespec.ending import Ending
 from treespec.errors import InputError
+from treespec.prefix import common_prefix
 from treespec.sampling import SamplingParams, target_law
 from treespec.stats import Stats
 from treespec.target import Target
@@ -104,8 +104,7 @@ class Decoder:
                 f"{self.target.context_length}: shorten the prompt"
             )
         proposer = self.drafter.proposer if self.drafter else None
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt[:-1], self.cached, strict=False))
-        common = sum(1 for _ in same)
+        common = common_prefix(prompt[:-1], self.cached)
         keep = max(0, min(common, proposer.length if proposer else common) - 1)
         self.cached = self.cached[:keep]
         self.cache.rewind(keep)

@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from treespec.errors import InputError
+from treespec.prefix import common_prefix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -148,7 +149,7 @@ def _answer(
     upto = render(tokenizer, messages, template, add_generation_prompt=False)
     start = len(prompt)
     if not whole.startswith(prompt):  # the prompt opens a <think> that finished answers are shown without
-        start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
+        start = common_prefix(prompt, whole)
         if not whole[start:].lstrip().startswith(answer):
             return None
     # What ends the answer: the first special token after it. What follows, a line break say, is not answered.

@@ -103,7 +103,7 @@ class TreeDrafter:
         tokens = [root]
         laws, draws, nodes = [], [], []
         fixed = layout(tree, device)
-        for above, level in zip((None, *fixed.levels), fixed.levels, strict=False):
+        for above, level in zip((None, *fixed.levels[:-1]), fixed.levels, strict=True):
             if above:
                 frontier = tokens[-1][level.nodes - above.first].clamp_min(0)
                 logits = self.proposer.extend(frontier, level.parent_rows)

@@ -42,20 +42,27 @@ class Coupling:
 def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
     """p, q: [B, M] masses of the cells, q sums to 1, p to at most 1. draws: [B, 1] independent draws, at least 1."""
     draws = draws.to(q.dtype)
-    f = p / q.clamp(min=TINY)
-    edges = pad(q.cumsum(-1), (1, 0))
+    safe = q.clamp(min=TINY)
+    f = p / safe
+    edges, below = _cumulated(torch.stack([q, p]))
     power = edges**draws
     start, end, low, high = edges[:, :-1], edges[:, 1:], power[:, :-1], power[:, 1:]
-    boundary = (pad(p.cumsum(-1), (1, 0)) - power).argmin(-1, keepdim=True)
-    crossing = (f / draws) ** (1 / (draws - 1))  # f = g; for one draw g is 1 everywhere, and this 0, 1 or infinite
+    boundary = (below - power).argmin(-1, keepdim=True)
+    share = f / draws
+    crossing = share ** (1 / (draws - 1))  # f = g; for one draw g is 1 everywhere, and this 0, 1 or infinite
     switch = crossing.clamp(start, end)
-    at_switch = (crossing * f / draws).clamp(low, high)  # switch^K
-    over = pad((f * (switch - start) - (at_switch - low)).clamp_(min=0).cumsum(-1), (1, 0))
-    under = pad((high - at_switch - f * (end - switch)).clamp_(min=0).cumsum(-1), (1, 0))
-    over, under = over - over.gather(1, boundary), under - under.gather(1, boundary)
+    at_switch = (crossing * share).clamp(low, high)  # switch^K
+    above, short = low.addcmul(f, switch - start) - at_switch, high.addcmul(f, switch - end) - at_switch
+    masses = _cumulated(torch.stack([above, short]).clamp_(min=0))
+    over, under = masses - masses.gather(-1, boundary.expand(2, -1, -1))
     added = under.minimum(over[:, :1]).diff(dim=-1)
     lost = over.maximum(under[:, -1:]).diff(dim=-1)
-    return Coupling(draws, edges, f, switch, over, under, (p + added - lost).clamp_(min=0) / q.clamp(min=TINY))
+    return Coupling(draws, edges, f, switch, over, under, (p + added).sub_(lost).clamp_(min=0).div_(safe))
+
+
+def _cumulated(masses: Tensor) -> Tensor:
+    """[..., M + 1] of the first 0 to M of [..., M]."""
+    return pad(masses.cumsum(-1), (1, 0))
 
 
 def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:

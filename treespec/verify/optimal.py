@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treespec.errors import InputError
 from treespec.trees.tree import Draws
-from treespec.verify.coupling import Coupling, couple, scores
+from treespec.verify.coupling import TINY, Coupling, couple, scores
 from treespec.verify.laws import (
     check,
     counts,
@@ -28,8 +28,8 @@ from treespec.verify.laws import (
 )
 from treespec.verify.partial import partial_draft
 
-# Cells of p/q in a bucketed build: 128 an octave from 2^-8 to 2^6, each at most 0.8 % wide.
-SHIFT, LOWEST, CELLS = 16, (127 - 8) << 7, 14 << 7
+# Cells of p/q in a bucketed build: 64 an octave from 2^-8 to 2^6, each at most 1.6 % wide.
+SHIFT, LOWEST, CELLS = 17, (127 - 8) << 6, 14 << 6
 EXTRA = 4  # times as many independent draws as are asked for, at most
 LIKELY = 64  # tokens that the expected number of distinct draws is reckoned from; the others are small
 
@@ -181,7 +181,7 @@ class Optimal:
             cells = CELLS
         # q in float64: a float32 sum of many equal masses drifts by up to 3e-4, and the scores would not follow x.
         mass_p, mass_q = (law.new_zeros(len(p), cells).scatter_add_(1, cell, law).double() for law in (p, q.double()))
-        mass_q = mass_q * scale(mass_q, torch.ones_like(number))
+        mass_q = mass_q / mass_q.sum(-1, keepdim=True).clamp(min=TINY)
         number = number.clamp(min=1)
         return cell, couple(mass_p.minimum(number * mass_q), mass_q, number)  # no x is more than K q
 

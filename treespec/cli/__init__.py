@@ -1,4 +1,4 @@
-"""The command line: `treespec train | chat | eval | acceptance | generate | quickstart`.
+"""The command line: `treespec train | chat | eval | bench | acceptance | generate | quickstart`.
 
 Only names and options are imported here; torch and transformers load inside the command that runs.
 """
@@ -9,6 +9,7 @@ import sys
 import typer
 
 from treespec.cli.acceptance import acceptance
+from treespec.cli.bench import bench
 from treespec.cli.calibrate import calibrate
 from treespec.cli.certify import certify
 from treespec.cli.chat import chat
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(chat)
 app.command("eval")(evaluate)
+app.command()(bench)
 app.command()(acceptance)
 app.command()(generate)
 app.command()(calibrate)

@@ -1,0 +1,231 @@
+"""The benchmark: padding that changes nothing, figures that are what they say, peers that say what we say."""
+
+import copy
+import json
+import sys
+
+import pytest
+import torch
+import transformers as hf
+from evaluating import save_models
+from models import CONFIGS, GROUPED, random_model
+
+from treespec.cli import main
+from treespec.errors import InputError
+from treespec.eval.bench import bench
+from treespec.eval.bench_config import BenchConfig
+from treespec.eval.bench_figures import Timed, bound, of_cycles, of_speed
+from treespec.eval.bench_peers import generated
+from treespec.eval.bench_split import split
+from treespec.padding import pad
+from treespec.sampling import SamplingParams
+from treespec.spec import Spec, load
+from treespec.stats import Stats
+from treespec.target import Target
+
+PADDED = " (padded, +2 layers)"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    save_models(folder)
+    return folder
+
+
+def options_in(home, out, **changes):
+    paths = {"target": home / "target", "head": home / "head", "questions": home / "questions.jsonl", "out": out}
+    given = {name: str(path) for name, path in paths.items()} | {"contexts": "20", "rounds": 2, "dtype": "float32"}
+    return given | {"max_new_tokens": 6, "limit": 2, "temperature": "0"} | changes
+
+
+@pytest.fixture(scope="module")
+def measured(home, tmp_path_factory):
+    """A run over two sizes of target with every peer; the target assists itself."""
+    out = tmp_path_factory.mktemp("measured")
+    changes = {"pad_layers": "2,0", "temperature": "0,1", "assistant": str(home / "target"), "verifier": "topk,rrs@2x2"}
+    return out, bench(BenchConfig(**options_in(home, out, **changes)))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt-oss"])
+def test_padding_leaves_logits_and_features_as_they_were_to_the_bit(name):
+    model = random_model(CONFIGS[name]())
+    before, tokens = Target(model), torch.arange(40)[None] % 64
+    features, logits = before.features(tokens), model(tokens).logits
+    assert pad(model, 2) == 0.0
+    after = Target(model)  # a tree through the cache gives what the plain model does, or this raises
+    assert after.layers == before.layers + 2
+    assert torch.equal(after.features(tokens), features)
+    assert torch.equal(model(tokens).logits, logits)
+    cache = after.new_cache()
+    after.prefill(cache, tokens)
+    assert [layer.keys is not None for layer in cache.tree_layers] == [True] * after.layers
+
+
+def test_padded_layers_compute():
+    """Copies with everything of the last layer but what they write; a copy that wrote would be noticed."""
+    model = random_model(CONFIGS["llama"]())
+    pad(model, 1)
+    last, copy = model.model.layers[-2:]
+    for name, weight in last.named_parameters():
+        silent = name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+        assert torch.equal(copy.get_parameter(name), torch.zeros_like(weight) if silent else weight), name
+    assert copy.self_attn.layer_idx == 3
+    copy.mlp.down_proj.weight.data.copy_(last.mlp.down_proj.weight)
+    tokens = torch.arange(9)[None]
+    assert not torch.equal(model(tokens).logits, random_model(CONFIGS["llama"]())(tokens).logits)
+
+
+def test_what_padding_does_not_understand_is_refused_by_name_and_left_alone():
+    """Experts whose weights are no linear modules still write into the residual stream."""
+    model = random_model(CONFIGS["gpt-oss"]())
+    tokens = torch.arange(9)[None]
+    logits, kinds = model(tokens).logits, list(model.config.layer_types)
+    with pytest.raises(InputError, match="GptOssForCausalLM cannot be padded"):
+        pad(model, 2)
+    assert (model.config.num_hidden_layers, model.config.layer_types) == (3, kinds)
+    assert torch.equal(model(tokens).logits, logits)
+
+
+def test_a_model_that_would_not_run_added_layers_is_refused():
+    model = random_model(CONFIGS["llama"]())
+    model.model.config = copy.deepcopy(model.config)
+    with pytest.raises(InputError, match="does not run layers that are appended"):
+        pad(model, 1)
+    assert len(model.model.layers) == 3
+
+
+def test_the_bound_is_what_the_forwards_alone_would_give():
+    assert bound(4.49, 5.9, 8.6, 4.6) == pytest.approx(2.007, abs=1e-3)
+    assert bound(1.0, 5.0, 5.0, 0.0) == 1.0
+
+
+def timed(tokens, cycles, seconds, **stages):
+    stats = Stats(new_tokens=tokens, accepted=[0] * cycles)
+    stats.seconds.update(stages | {"total": seconds})
+    return Timed([0] * tokens, seconds, stats, stats)
+
+
+def test_figures_of_given_times():
+    """Two questions alike: 12 tokens in 4 cycles of 10 ms after a prefill, against 12 cycles of 5 ms."""
+    mine = timed(12, 4, 0.060, prefill=0.020, draft=0.012, head=0.008, target=0.024, verify=0.002, commit=0.001)
+    plain = timed(12, 12, 0.080, prefill=0.020, target=0.048)
+    found = {name: figure["value"] for name, figure in of_cycles([mine] * 2, [plain] * 2, 0).items()}
+    wanted = {"acceptance_length": 3, "cycle": 10, "head": 2, "rest_of_drafting": 1, "target": 6, "verify": 0.5}
+    wanted |= {"commit": 0.25, "rest": 0.25, "overhead": 0.2, "tokens_per_second": 300, "speedup": 1.5}
+    assert found == pytest.approx(wanted | {"bound": 3 * 4 / (6 + 2), "speedup_by_bound": 1.0})
+    speed = of_speed([mine] * 2, [plain] * 2, [mine] * 2, 0)
+    assert [speed[name]["value"] for name in speed] == pytest.approx([200, 80 / 60, 1])
+
+
+def test_ratios_are_medians_of_the_questions_own():
+    """A question that stalled moves neither the median nor, in another row, its ratio."""
+    mine, others = [timed(10, 5, s) for s in (1, 2, 40)], [timed(10, 10, s) for s in (2, 4, 50)]
+    ratio = of_speed(mine, others, others, 0)["over_generate"]
+    assert ratio["value"] == 2
+    assert (ratio["low"], ratio["high"]) == (1.25, 2)
+
+
+def test_peers_say_in_float32_what_we_say_greedily(measured):
+    _, found = measured
+    for part in found["paddings"]:
+        greedy = [row for row in part["rows"] if row["temperature"] == 0]
+        assert len(greedy) == 7
+        assert [row["failed"] for row in greedy] == [None] * 7
+        assert [row["same_as_one_token"] for row in greedy] == [2] * 7
+
+
+def test_peers_sample_from_the_whole_law_whatever_the_models_own_settings(home):
+    """At a high temperature the tail comes up, which transformers' top_k of 50 would cut off."""
+    spec = load(str(home / "target"), dtype="float32")
+    spec.target.model.generation_config = own = hf.GenerationConfig(top_k=1, repetition_penalty=9.0)
+    eos, spec.target.eos = spec.target.eos, frozenset()
+    answer = generated(spec.target, 1e6, {}, [3, 4, 5], 200, 0)
+    assert len(set(answer.tokens)) > 100  # 139 are expected of 259
+    spec.target.eos = eos
+    assert spec.target.model.generation_config is own
+    greedy = spec.generate([3, 4, 5], max_new_tokens=20).token_ids
+    assert generated(spec.target, 0.0, {}, [3, 4, 5], 20, 0).tokens == greedy
+
+
+def run(monkeypatch, options):
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["treespec", "bench", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_a_peer_that_raises_says_why_in_its_row(home, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("treespec.eval.bench_peers.LOOKUPS", (0,))
+    assert run(monkeypatch, options_in(home, tmp_path)) == 0
+    found = json.loads((tmp_path / "bench.json").read_text())
+    (row,) = [row for row in found["paddings"][0]["rows"] if row["name"].startswith("prompt lookup")]
+    assert row["failed"]
+    assert row["speed"] is None
+    said = (tmp_path / "bench.md").read_text()
+    assert f"failed: {row['failed']}" in said
+    assert said in capsys.readouterr().out
+
+
+def test_the_files_say_what_was_measured_and_mark_padded_rows(measured):
+    out, found = measured
+    assert json.loads((out / "bench.json").read_text()) == found
+    assert [(part["added"], part["layers"], part["logit_difference"]) for part in found["paddings"]] == [
+        (0, 3, 0.0),
+        (2, 5, 0.0),
+    ]
+    lines = [line.split("|")[1:-1] for line in (out / "bench.md").read_text().splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    for part in found["paddings"]:
+        mark = PADDED if part["added"] else ""
+        for row in part["rows"]:
+            (line,) = [
+                line for line in cells if len(line) == 6 and line[:2] == [row["name"] + mark, f"{row['temperature']:g}"]
+            ]
+            assert line[2].startswith(f"{row['speed']['tokens_per_second']['value']:.1f}")
+            if row["cycle"]:
+                limits = [line for line in cells if len(line) == 7 and line[:2] == [row["name"] + mark, line[1]]]
+                assert f"{row['cycle']['bound']['value']:.2f}" in " ".join(line[5] for line in limits)
+        for what, nodes, column in (("target", 1, 2), ("target", 128, 9), ("begin", 3, 2), ("extend", 10, 5)):
+            (ms,) = [f["ms"] for f in part["forwards"] if (f["what"], f["nodes"]) == (what, nodes)]
+            name = ("target" if what == "target" else "head") + mark
+            (line,) = [line for line in cells if line[:2] == [name, "20"]]
+            assert line[column].startswith(f"{ms['value']:.2f}")
+
+
+def test_waiting_for_the_device_changes_times_alone(home):
+    spec = load(str(home / "target"), str(home / "head"), tree="2x2", verifier="rrs", dtype="float32")
+    for sampling in (0.0, 1.0):
+        for one in (spec, spec.baseline()):
+            fresh = Spec(spec.target, one.head, spec.policy, spec.verifier)
+            plain = one.generate([3, 4, 5], temperature=sampling, max_new_tokens=12, seed=7).stats
+            waited = split(fresh, [3, 4, 5], SamplingParams(sampling), 12, 7)
+            assert (waited.accepted, waited.new_tokens) == (plain.accepted, plain.new_tokens)
+            assert waited.seconds["head"] > 0 or one.head is None
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"verifier": "judge"}, "unknown verifier 'judge'"),
+        ({"verifier": "rrs@dynamic"}, "biases sampled draws"),
+        ({"temperature": "hot"}, "'hot' is not a number"),
+        ({"contexts": "20,129"}, "--contexts 129: the target's context holds 256 tokens"),
+        ({"contexts": "many"}, "--contexts 'many' must be a whole number"),
+        ({"pad_layers": "0,-1"}, "--pad-layers '-1' must be a whole number"),
+        ({"rounds": 1}, "--rounds is 1, must be at least 2"),
+        ({"assistant": "./nowhere"}, "--assistant: cannot load './nowhere'"),
+        ({"assistant": "other"}, "--assistant has a vocabulary of 64, the target's is 259"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(home, tmp_path, monkeypatch, capsys, change, complaint):
+    monkeypatch.chdir(tmp_path)
+    if change.get("assistant") == "other":
+        random_model(hf.LlamaConfig(**GROUPED)).save_pretrained("other")
+        hf.AutoTokenizer.from_pretrained(home / "target").save_pretrained("other")
+    assert run(monkeypatch, options_in(home, tmp_path / "out", **change)) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("treespec: ")]
+    assert len(lines) == 1
+    assert complaint in lines[0]
+    assert not list(tmp_path.glob("out/*"))

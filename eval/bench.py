@@ -13,7 +13,7 @@ from treespec.eval.bench_figures import Timed, of_cycles, of_speed, same
 from treespec.eval.bench_forwards import WARM_UP, forwards
 from treespec.eval.bench_peers import GENERATE, fit_assistant, load_assistant, peer_rows
 from treespec.eval.bench_plot import plot
-from treespec.eval.bench_rows import ONE_TOKEN, Row, drafts, own_rows, temperatures
+from treespec.eval.bench_rows import ONE_TOKEN, Row, drafts, label, own_rows, temperatures
 from treespec.eval.bench_table import markdown
 from treespec.eval.questions import Question, load_questions
 from treespec.eval.run import Step, describe, in_order, save, seed_of
@@ -29,8 +29,8 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
     """Measures, and after each number of padded layers writes what there is. Raises InputError for bad input.
 
     Writes and returns OUT/bench.json: {config, environment, questions, left_out, plots, paddings: [{added, layers,
-    logit_difference, forwards, rows}]}. forwards: as `bench_forwards.forwards`. A row is {name, temperature, peer,
-    failed, same_as_one_token, speed, cycle, answers}; speed: `of_speed`; cycle: `of_cycles`, None for peers;
+    logit_difference, forwards, rows}]}. forwards: as `bench_forwards.forwards`. A row is {name, label, temperature,
+    peer, failed, same_as_one_token, speed, cycle, answers}; speed: `of_speed`; cycle: `of_cycles`, None for peers;
     failed: why a peer raised, who then has no figures. Also writes OUT/bench.md and plots.
     """
     found, heats = drafts(config), temperatures(config)
@@ -79,7 +79,7 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
             "layers": target.layers,
             "logit_difference": difference,
             "forwards": timed,
-            "rows": _measured(spec, rows, questions, config, say),
+            "rows": _measured(spec, rows, questions, config, added, say),
         }
         result["paddings"].append(measured)
         result["plots"] = plot(result, out)
@@ -103,7 +103,7 @@ def asked(spec: Spec, questions: list[Question]) -> tuple[list[Question], list[s
 
 
 def _measured(
-    spec: Spec, rows: list[Row], questions: list[Question], config: BenchConfig, say: Callable[[str], None]
+    spec: Spec, rows: list[Row], questions: list[Question], config: BenchConfig, added: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Every question to every row, the rows in an order of its own for each, after a warm-up."""
     answers: dict[Row, list[Timed]] = defaultdict(list)
@@ -126,8 +126,12 @@ def _measured(
         for row in order:
             if answer := ask(row, question, config):
                 answers[row].append(answer)
-            say(f"question {question.question_id}, {row.name} at temperature {row.temperature:g}")
-    return [_figures(row, rows, answers, failed, config.seed) for row in rows]
+            say(f"question {question.question_id}, {label(row.name, added)} at temperature {row.temperature:g}")
+    return [
+        {"name": row.name, "label": label(row.name, added), "temperature": row.temperature, "peer": row.peer}
+        | _figures(row, rows, answers, failed, config.seed)
+        for row in rows
+    ]
 
 
 def _ask(row: Row, spec: Spec, question: Question, config: BenchConfig) -> Timed:
@@ -160,8 +164,8 @@ def _sum(stats: list[Stats | None]) -> Stats | None:
 def _figures(
     row: Row, rows: list[Row], answers: dict[Row, list[Timed]], failed: dict[Row, str], seed: int
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": row.name, "temperature": row.temperature, "peer": row.peer}
-    found |= {"failed": failed.get(row), "same_as_one_token": None, "speed": None, "cycle": None, "answers": []}
+    found: dict[str, Any] = {"failed": failed.get(row), "same_as_one_token": None, "speed": None, "cycle": None}
+    found["answers"] = []
     if row in failed:
         return found
     beside = {r.name: answers[r] for r in rows if r.temperature == row.temperature and r not in failed}

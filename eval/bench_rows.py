@@ -31,6 +31,11 @@ class Row:
     peer: bool = False
 
 
+def label(name: str, added: int) -> str:
+    """Marked where the target has layers that change nothing."""
+    return name + (f" (padded, +{added} layers)" if added else "")
+
+
 def temperatures(config: BenchConfig) -> list[float]:
     """Raises InputError for what is none."""
     found = [number("temperature", part) for part in listed("temperature", config.temperature)]

@@ -10,6 +10,7 @@ from rich.table import Table
 from treespec.eval.bench_config import NODES
 from treespec.eval.bench_figures import Figure
 from treespec.eval.bench_forwards import FRONTIERS, WAITING
+from treespec.eval.bench_rows import label
 from treespec.eval.table import STAGES, as_markdown
 
 Measured = dict[str, Any]  # of one number of padded layers
@@ -48,11 +49,6 @@ def show(result: dict[str, Any], console: Console, style: box.Box = box.SIMPLE_H
         console.print(f"- {note}", markup=False, highlight=False)
 
 
-def label(name: str, measured: Measured) -> str:
-    """Marked where the target has layers that change nothing."""
-    return name + (f" (padded, +{measured['added']} layers)" if measured["added"] else "")
-
-
 def forwards(paddings: list[Measured], what: str) -> tuple[list[str], list[list[str]]]:
     """(columns, lines) of the forwards: a line a context."""
     names = {("target", n): str(n) for n in NODES}
@@ -63,14 +59,15 @@ def forwards(paddings: list[Measured], what: str) -> tuple[list[str], list[list[
         ms = {(f["context"], f["what"], f["nodes"]): f["ms"] for f in measured["forwards"]}
         for context in dict.fromkeys(at[0] for at in ms):
             cells = [figure(ms[context, *at]) for at in names]
-            lines.append([label(what.replace("extend", "head"), measured), str(context), *cells])
+            name = label("target" if what == "target" else "head", measured["added"])
+            lines.append([name, str(context), *cells])
     return list(names.values()), lines
 
 
 def rows(paddings: list[Measured], part: str, cells: Callable[[Measured], list[str]]) -> list[list[str]]:
     """A line a row that has such a part, or has failed to have it."""
     return [
-        [label(row["name"], measured), f"{row['temperature']:g}", *cells(row)]
+        [row["label"], f"{row['temperature']:g}", *cells(row)]
         for measured in paddings
         for row in measured["rows"]
         if row[part] or (part == "speed" and row["failed"])
@@ -118,7 +115,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         "the head's forwards of a cycle. Speedup: tokens/s over one-token decoding's, without the target's prefill; "
         "the head's falls in its first cycle. Overhead: share of a cycle outside these forwards.",
         "By model.generate, by one token: tokens/s over theirs on the same question, from prompt to last token. "
-        "= one token: greedy answers with the very tokens of one-token decoding.",
+        "= one token: greedy answers with the very tokens of one-token decoding; in a lower precision than float32 "
+        "rounding alone may change them. Assisted generation has transformers' default settings.",
     ]
     for measured in result["paddings"]:
         if measured["added"]:

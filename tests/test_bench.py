@@ -168,6 +168,17 @@ def test_a_peer_that_raises_says_why_in_its_row(home, tmp_path, monkeypatch, cap
     assert said in capsys.readouterr().out
 
 
+def test_a_run_cut_short_leaves_whole_files_of_what_was_finished(home, tmp_path):
+    def cut(step):
+        if step.done > 0.7 * step.total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench(BenchConfig(**options_in(home, tmp_path, pad_layers="0,1", limit=1)), cut)
+    assert [part["added"] for part in json.loads((tmp_path / "bench.json").read_text())["paddings"]] == [0]
+    assert {file.suffix for file in tmp_path.iterdir()} <= {".json", ".md", ".png"}
+
+
 def test_the_files_say_what_was_measured_and_mark_padded_rows(measured):
     out, found = measured
     assert json.loads((out / "bench.json").read_text()) == found
@@ -180,6 +191,7 @@ def test_the_files_say_what_was_measured_and_mark_padded_rows(measured):
     for part in found["paddings"]:
         mark = PADDED if part["added"] else ""
         for row in part["rows"]:
+            assert row["label"] == row["name"] + mark
             (line,) = [
                 line for line in cells if len(line) == 6 and line[:2] == [row["name"] + mark, f"{row['temperature']:g}"]
             ]

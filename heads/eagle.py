@@ -46,6 +46,11 @@ class EagleHead(nn.Module):
         return self.fc.out_features
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the features that it takes and gives; the embedding may have the target's."""
+        return next(self.layers.parameters()).dtype
+
+    @property
     def vocab_size(self) -> int:
         return self.embed_tokens.num_embeddings
 

@@ -12,7 +12,7 @@ from enumeration import law
 from models import TableConfig, TableModel, random_head
 
 from treespec.draft.calibrate import Row, calibrate, logistic
-from treespec.draft.calibration import FILE, Calibration, load_calibration, save_calibration
+from treespec.draft.calibration import FILE, Calibration, features, load_calibration, save_calibration
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
 from treespec.target import Target
@@ -134,3 +134,21 @@ def test_too_little_text_to_calibrate_is_refused(
     model, head = table
     with pytest.raises(InputError, match="too short"):
         calibrate(head, model, rows_of(model, lengths, counted), depth=3)
+
+
+def test_chances_are_the_fitted_models_of_the_features() -> None:
+    """Pr(token r) = σ(u · features), scaled to 1 at most; Pr(draw i) = what the tops leave, times refused, times σ."""
+    generator = torch.Generator().manual_seed(0)
+    q = (3 * torch.randn(6, 40, generator=generator)).softmax(-1)
+    calibration = Calibration((-0.2, 0.9, -0.1, 0.05), (0.3, 0.2, -0.3, 0.1, -0.2, 0.05, -0.1), {})
+    of_tops, of_draws = features(q, 2)
+    tops = torch.sigmoid(of_tops @ torch.tensor(calibration.tops))
+    tops = tops / tops.sum(-1, keepdim=True).clamp(min=1)
+    accept = torch.sigmoid(of_draws @ torch.tensor(calibration.draws))
+    found_tops, found_draws = calibration.chances(q, 2)
+    assert torch.allclose(found_tops, tops, atol=1e-6)
+    for j in range(accept.shape[1]):
+        reach = (1 - tops[:, :j].sum(-1)).clamp(min=0)
+        for i in range(accept.shape[2]):
+            assert torch.allclose(found_draws[:, j, i], reach * accept[:, j, i], atol=1e-6)
+            reach = reach * (1 - accept[:, j, i])

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 from scipy.stats import chi2
 
-from treespec.sampling import SamplingParams, invert, probs, sample, target_law
+from treespec.sampling import SamplingParams, invert, largest, probs, sample, target_law
 
 ERROR = 1e-4  # probability that a χ² test of this file fails by chance
 
@@ -67,3 +67,24 @@ def test_places_of_the_cumulated_law_are_those_of_a_plain_search(v):
     assert (law.gather(1, found) > 0).all()
     assert (invert(torch.zeros(1, v), uniform[:1]) == v).all()
     assert (invert(torch.full((1, v), torch.nan), uniform[:1]) == v).all()
+
+
+@pytest.mark.parametrize("v", [5, 64, 300, 4096, 5000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_largest_by_blocks_are_the_largest(v, dtype):
+    """In bfloat16 with ties, and minus infinity; each place is given once."""
+    scores = torch.randn(2, 20, v, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    scores[0, 0, 3:] = -torch.inf
+    for k in (1, 5):
+        values, places = largest(scores, k)
+        assert torch.equal(values, scores.topk(k).values.to(values.dtype))
+        assert torch.equal(scores.gather(-1, places).to(values.dtype), values)
+        assert (places.sort(-1).values.diff(dim=-1) > 0).all()
+
+
+def test_a_greedy_law_of_logits_that_are_not_numbers_has_no_token():
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
+    logits[1, 4321] = torch.nan
+    expected = logits.argmax(-1)
+    expected[1] = 5000
+    assert torch.equal(target_law(logits, SamplingParams()), expected)

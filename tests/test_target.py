@@ -1,10 +1,14 @@
 """One forward over a tree is the forward over each of its paths, for every architecture that can branch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers as hf
 from models import CANNOT_BRANCH, CONFIGS, VOCAB, random_model, target
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from treespec.attention import NAME, tree_attention
 from treespec.errors import InputError
 from treespec.target import Target, layer_windows
 from treespec.trees.static import StaticTree, layout
@@ -163,3 +167,16 @@ def test_a_missing_or_corrupt_target_is_one_line(tmp_path, content):
     with pytest.raises(InputError, match="cannot load the target") as caught:
         Target.load(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_stacked_query_heads_attend_as_repeated_keys_and_values():
+    """Three heads a group under random masks, against transformers' function on the same tensors."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, n, 8, generator=generator) for heads, n in ((6, 5), (2, 9), (2, 9)))
+    mask = torch.zeros(2, 1, 5, 9).masked_fill_(torch.rand(2, 1, 5, 9, generator=generator) < 0.5, -1e9)
+    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    ours, theirs = (
+        f(module, query, key, value, mask, scaling=0.3)[0] for f in (tree_attention, sdpa_attention_forward)
+    )
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    assert target("llama").config._attn_implementation == NAME

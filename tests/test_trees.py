@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from treespec.trees.dynamic import DynamicTree, best_first, connect, expand
+from treespec.draft.grow_dynamic import expand
+from treespec.trees.dynamic import DynamicTree, best_first, connect
 from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask
 from treespec.trees.policy import policy
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, layout

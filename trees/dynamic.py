@@ -32,17 +32,6 @@ class DynamicTree:
         return self.depth
 
 
-def expand(scores: Tensor, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """The likeliest children of each frontier node.
-
-    scores: [F] log-probability of the path to each node. logits: [F, V] draft logits.
-    Returns tokens [F, K] int64 and the log-probabilities [F, K] of the paths to them, K = min(topk, V).
-    """
-    best = logits.float().topk(min(topk, logits.shape[-1]))
-    normaliser = logits.float().logsumexp(-1, keepdim=True)
-    return best.indices, scores[:, None] + best.values - normaliser
-
-
 def best_first(scores: Tensor, count: int) -> Tensor:
     """[min(count, M)] numbers of the best candidates, best first; ties go to the earlier, shallower one."""
     return scores.sort(descending=True, stable=True).indices[:count]

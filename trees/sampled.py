@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from treespec.trees.static import TreeError
 
@@ -52,20 +53,17 @@ def allot(reach: Tensor, tops: Tensor, draws: Tensor, price: float, even: bool =
     Returns k [F, 2] int64, sampled draws and tokens for sure, and [F, J + M] the reach of the children, the sampled
     ones first, 0 beyond k.
     """
-    f, j, m = len(reach), tops.shape[1], draws.shape[2]
-    sure = torch.nn.functional.pad(tops.cumsum(-1), (1, 0))  # [F, J + 1]
-    accepted = torch.nn.functional.pad(draws.cumsum(-1), (1, 0))  # [F, J + 1, M + 1]
-    count = torch.arange(j + 1, device=reach.device)[:, None] + torch.arange(m + 1, device=reach.device)
-    worth = reach[:, None, None] * (sure[..., None] + accepted) - price * count
-    best = worth.flatten(1).argmax(-1)
-    number, taken = best % (m + 1), best // (m + 1)
-    rows = torch.arange(f, device=reach.device)
-    place = torch.arange(j + m, device=reach.device).expand(f, -1)
-    own = draws[rows, taken]
+    j, m = tops.shape[1], draws.shape[2]
+    sure = pad(tops.cumsum(-1), (1, 0))  # [F, J + 1]
+    accepted = pad(draws.cumsum(-1), (1, 0))  # [F, J + 1, M + 1]
+    taken, number = torch.arange(j + 1, device=reach.device), torch.arange(m + 1, device=reach.device)
+    worth = (sure[..., None] + accepted).mul_(reach[:, None, None]).sub_((taken[:, None] + number) * price)
+    best = worth.flatten(1).argmax(-1, keepdim=True)
+    taken, number = best // (m + 1), best % (m + 1)
+    own = draws.take_along_dim(taken[..., None], dim=1).squeeze(1)  # [F, M]
     if even:
-        own = (accepted[rows, taken, number] / number.clamp(min=1))[:, None].expand_as(own)
-    sampled = torch.nn.functional.pad(own, (0, j))
-    after = (place - number[:, None]).clamp(0, j - 1)
-    children = torch.where(place < number[:, None], sampled, tops.gather(1, after))
-    children = reach[:, None] * children * (place < (number + taken)[:, None])
-    return torch.stack([number, taken], dim=1), children
+        own = (own.cumsum(-1).take_along_dim((number - 1).clamp_(min=0), dim=1) / number.clamp(min=1)).expand_as(own)
+    place = torch.arange(j + m, device=reach.device)
+    after = (place - number).clamp_(0, j - 1)
+    children = torch.where(place < number, pad(own, (0, j)), tops.gather(1, after))
+    return torch.cat([number, taken], dim=1), children * (reach[:, None] * (place < number + taken))

@@ -58,17 +58,6 @@ class TreeLayer(CacheLayerMixin):
         self.keys[:, :, : self.length] = old_keys[:, :, : self.length]
         self.values[:, :, : self.length] = old_values[:, :, : self.length]
 
-    @torch.no_grad()
-    def commit(self, nodes: Tensor, length: int) -> None:
-        """Keep the written nodes, [A] int64 ascending numbers, right behind `length` positions."""
-        if not self.is_initialized:
-            return
-        rows = (length + nodes).to(self.device)
-        assert self.keys is not None
-        assert self.values is not None
-        for states in (self.keys, self.values):
-            states[:, :, length : length + len(nodes)] = states.index_select(2, rows)
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
 
@@ -88,12 +77,24 @@ class TreeCache(Cache):
         self.length = 0
         super().__init__(layers=list(self.tree_layers))
 
+    @torch.no_grad()
     def commit(self, nodes: list[int]) -> None:
-        """Keep nodes of the last forward, ascending numbers; nothing moves where they lead the rest."""
-        if nodes != list(range(len(nodes))):
-            moved = torch.tensor(nodes)
+        """Keep nodes of the last forward, ascending numbers. Those that lead the rest stay where they are."""
+        lead = next((i for i, node in enumerate(nodes) if node != i), len(nodes))
+        if moved := nodes[lead:]:
+            first, rows = self.length + lead, {}
+            kept: list[Tensor] = []
+            into: list[Tensor] = []
             for layer in self.tree_layers:
-                layer.commit(moved, self.length)
+                if not layer.is_initialized:
+                    continue
+                if layer.device not in rows:
+                    rows[layer.device] = torch.tensor(moved, device=layer.device) + self.length
+                for states in (layer.keys, layer.values):
+                    assert states is not None
+                    kept.append(states.index_select(2, rows[layer.device]))
+                    into.append(states.narrow(2, first, len(moved)))
+            torch._foreach_copy_(into, kept)
         self.rewind(self.length + len(nodes))
 
     def rewind(self, length: int) -> None:

@@ -16,6 +16,7 @@ from treespec.ending import Ending
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
 from treespec.heads.eagle import EagleHead
+from treespec.packed import pack
 from treespec.sampling import SamplingParams
 from treespec.stats import Stats
 from treespec.target import Target
@@ -175,7 +176,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
 ) -> Spec:
-    """Load a target (directory or hub id) and a head for it, placed by accelerate.
+    """Load a target (directory or hub id) and a head for it, placed by accelerate, to decode and not to train.
 
     tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default. verifier: a name of
     `treespec.verify.verifiers.NAMES`; a lossy one needs allow_lossy. Raises InputError, or HeadError and TreeError,
@@ -186,6 +187,8 @@ def load(
     trained = load_head(folder, model.dtype, model.output_device) if folder else None
     if trained:
         fit(trained, model, head)
+        pack(trained)
+    pack(model.model)
     return Spec(model, trained, tree, verifier, template, allow_lossy, load_calibration(folder) if folder else None)
 
 

@@ -14,9 +14,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from treespec.allocator import keep_freed_memory
+from treespec.attention import stack_query_heads
 from treespec.cache import TreeCache
 from treespec.errors import InputError
 from treespec.trees.mask import attention_mask, chunk_mask
@@ -37,11 +39,13 @@ class TreeOutput:
 class Target:
     """A decoder and its tokenizer. It holds no text: caches, masks and positions are arguments.
 
-    Raises InputError if the model cannot hold a tree.
+    vocab_size: V. feature_width: H of the hidden states that enter the output embedding.
+    The model's sdpa attention is set to `tree_attention`. Raises InputError if the model cannot hold a tree.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
         refuse_what_cannot_branch(model)
+        stack_query_heads(model)
         self.model = model.eval().requires_grad_(False)
         self.decoder = decoder_of(model)
         self.tokenizer = tokenizer
@@ -49,7 +53,7 @@ class Target:
         self.dtype = model.dtype
         self.eos = end_tokens(model)
         self.layers: int = self.config.num_hidden_layers
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size, self.feature_width = model.get_output_embeddings().weight.shape
         self.context_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         hook = getattr(model, "_hf_hook", None)
         self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
@@ -89,11 +93,6 @@ class Target:
 
     def new_cache(self, capacity: int = 512) -> TreeCache:
         return TreeCache(self.layers, capacity)
-
-    @property
-    def feature_width(self) -> int:
-        """H of the hidden states that enter the output embedding."""
-        return self.model.get_output_embeddings().weight.shape[1]
 
     @property
     def embed_scale(self) -> float:
@@ -160,12 +159,16 @@ class Target:
         """Additive [1, 1, N, past + N] masks by layer type; one tensor where all layers are alike."""
         masks = {}
         for kind, window in self.windows.items():
-            visible = attention_mask(ancestors, depth, past, window if kind == "sliding_attention" else None)
-            if kind == "chunked_attention" and window:
-                visible &= chunk_mask(depth, past, window)
-            additive = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
-            additive.masked_fill_(~visible, torch.finfo(self.dtype).min)
-            masks[kind] = additive[None, None].to(self.device)
+            if window is None:
+                unseen = pad(~ancestors, (past, 0))
+            else:
+                unseen = ~attention_mask(ancestors, depth, past, window if kind == "sliding_attention" else None)
+                if kind == "chunked_attention":
+                    unseen |= ~chunk_mask(depth, past, window)
+            unseen = unseen.to(self.device)
+            additive = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
+            additive.masked_fill_(unseen, torch.finfo(self.dtype).min)
+            masks[kind] = additive[None, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     def _decoder_layers(self) -> nn.ModuleList:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.errors import InputError
+from treespec.sampling import largest
 
 FILE = "calibration.json"
 TOPS, DRAWS = 5, 6  # at most, at one node
@@ -50,28 +51,42 @@ class Calibration:
 
         q: [F, V] probabilities. The second is for 0 to J tokens taken for sure.
         """
-        top, draw = features(q, depth)
-        tops = torch.sigmoid(top @ top.new_tensor(self.tops))
-        tops = tops * (1 / tops.sum(-1, keepdim=True).clamp(min=1))
-        left = 1 - pad(tops.cumsum(-1), (1, 0))
-        refused = torch.sigmoid(-(draw @ draw.new_tensor(self.draws))).cumprod(-1)  # [F, J + 1, M]
-        return tops, left[..., None].clamp(min=0) * -pad(refused, (1, 0), value=1).diff(dim=-1)
+        top, largest_left, square, left = seen(q)
+        one, odds, rank, deep = self.tops
+        place = torch.arange(1, TOPS + 1, device=q.device, dtype=q.dtype).log_()
+        tops = torch.sigmoid(top * odds + place.mul_(rank).add_(one + deep * depth))
+        tops = tops / tops.sum(-1, keepdim=True).clamp_(min=1)
+        one, odds, even, room, turn, turn_even, deep = self.draws
+        place = torch.arange(1, DRAWS + 1, device=q.device, dtype=q.dtype).log_()
+        first = (largest_left * odds).add_(square, alpha=even).add_(left, alpha=room).add_(one + deep * depth)
+        score = torch.addcmul(first[..., None], (square * turn_even).add_(turn)[..., None], place)
+        refused = torch.sigmoid(-score).cumprod(-1)  # [F, J + 1, M]
+        untaken = (1 - pad(tops.cumsum(-1), (1, 0))).clamp_(min=0)
+        return tops, untaken[..., None] * -pad(refused, (1, 0), value=1).diff(dim=-1)
+
+
+def seen(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of F nodes: [F, J] log-odds of the tops, and, [F, J + 1] where 0 to J tops are taken, of what is left of q the
+
+    log-odds of the largest, the log of the sum of squares, and the log of its mass. q: [F, V] probabilities.
+    """
+    count = min(TOPS + 1, q.shape[-1])
+    top = pad(largest(q, count)[0], (0, TOPS + 1 - count)).clamp(1e-9, 1 - 1e-6)  # [F, J + 1]
+    taken = pad(top[:, :-1], (1, 0))
+    left = (1 - taken.cumsum(-1)).clamp_(min=1e-6)
+    square = (q.square().sum(-1, keepdim=True) - taken.square().cumsum(-1)) / left.square()
+    return top[:, :-1].logit(), (top / left).logit(1e-6), square.clamp_(1e-6, 1).log_(), left.log()
 
 
 def features(q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """What the models see of F nodes: [F, J, 4] of each top, [F, J + 1, M, 7] of each draw. q: [F, V]."""
-    count = min(TOPS + 1, q.shape[-1])
-    top = pad(q.topk(count).values, (0, TOPS + 1 - count)).clamp(1e-9, 1 - 1e-6)  # [F, J + 1]
+    top, largest_left, square, left = seen(q)
     rank = torch.arange(1, TOPS + 1, device=q.device, dtype=q.dtype).log().expand(len(q), -1)
-    of_tops = [torch.ones_like(rank), top[:, :-1].logit(), rank, torch.full_like(rank, depth)]
-
-    left = (1 - pad(top[:, :-1].cumsum(-1), (1, 0))).clamp(min=1e-6)
-    square = q.square().sum(-1, keepdim=True) - pad(top[:, :-1].square().cumsum(-1), (1, 0))
-    square = (square / left.square()).clamp(1e-6, 1).log()[..., None]  # of what is left, normalised
-    largest = (top / left).clamp(1e-6, 1 - 1e-6).logit()[..., None]
+    of_tops = [torch.ones_like(rank), top, rank, torch.full_like(rank, depth)]
     turn = torch.arange(1, DRAWS + 1, device=q.device, dtype=q.dtype).log().expand(len(q), TOPS + 1, -1)
     one = torch.ones_like(turn)
-    of_draws = [one, largest * one, square * one, left.log()[..., None] * one, turn, square * turn, depth * one]
+    largest_left, square, left = (x[..., None] * one for x in (largest_left, square, left))
+    of_draws = [one, largest_left, square, left, turn, square * turn, depth * one]
     return torch.stack(of_tops, dim=-1), torch.stack(of_draws, dim=-1)
 
 

@@ -101,5 +101,6 @@ class EagleProposer:
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
         """No features [0, H] and no tokens [0]."""
-        weight = self.head.fc.weight
-        return weight.new_empty(0, self.head.hidden_size), weight.new_empty(0, dtype=torch.int64)
+        device = self.target.output_device
+        features = torch.empty(0, self.head.hidden_size, dtype=self.head.dtype, device=device)
+        return features, torch.empty(0, dtype=torch.int64, device=device)

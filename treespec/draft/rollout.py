@@ -26,7 +26,7 @@ def rollout(head: EagleHead, tokens: Tensor, features: Tensor, steps: int) -> It
     if rollouts <= 0:
         return
     cache = TreeLayer(capacity=rollouts * steps)
-    hidden = features[:rollouts].to(head.fc.weight.dtype)
+    hidden = features[:rollouts].to(head.dtype)
     seen = torch.ones(rollouts, rollouts, dtype=torch.bool, device=hidden.device).tril()
     own = torch.eye(rollouts, dtype=torch.bool, device=hidden.device)
     for step in range(steps):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.errors import InputError
-from treespec.sampling import invert, sample
+from treespec.sampling import invert, largest, sample
 from treespec.trees.tree import Draws
 from treespec.verify.scheme import Scheme
 
@@ -79,8 +79,14 @@ def sample_if_any(law: Tensor, generator: torch.Generator) -> Tensor:
 
 def likeliest(scores: Tensor, k: int) -> Tensor:
     """[B, k] the k best tokens, best first, -1 where V is less."""
-    best = scores.topk(min(k, scores.shape[-1])).indices
+    best = largest(scores, min(k, scores.shape[-1]))[1]
     return pad(best, (0, k - best.shape[-1]), value=-1)
+
+
+def distinct(tokens: Tensor) -> Tensor:
+    """[B, K] draws in their order without the repeats, -1 behind them."""
+    repeat = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1) | (tokens < 0)
+    return tokens.masked_fill(repeat, -1).gather(1, repeat.int().argsort(dim=-1, stable=True))
 
 
 def without(law: Tensor, tokens: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from treespec.trees.tree import Draws
 from treespec.verify.laws import (
     check,
     counts,
+    distinct,
+    independent,
     keep_first,
     likeliest,
     overlap,
@@ -21,6 +23,8 @@ from treespec.verify.laws import (
     sample_if_any,
     without,
 )
+
+SPARE = 4  # independent draws for one that is wanted
 
 
 def laws_of(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
@@ -34,6 +38,8 @@ def laws_of(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
 @dataclass(frozen=True)
 class RRSWithoutReplacement:
     """Draws one after another, each from q without the earlier ones and verified against that law.
+
+    Independent draws without their repeats are such draws; only where those run short q is searched again.
 
     A tree may also ask for the likeliest tokens for sure, k: [B, 2]. They come after the sampled draws, which are
     then from q without them, and hold score -1. Recursive rejection by their one-hot laws is to sample what the
@@ -50,11 +56,13 @@ class RRSWithoutReplacement:
             return self._with_tops(q, k[:, 0], k[:, 1], generator)
         width, number = counts(q, k)
         check(self, q, width)
-        tokens = []
-        for _ in range(width):
-            tokens.append(sample_if_any(q, generator))
-            q = without(q, tokens[-1])
-        return Draws(keep_first(torch.cat(tokens, dim=1), number))
+        tokens = keep_first(distinct(independent(q, SPARE * width, generator).tokens)[:, :width], number)
+        wanted = torch.arange(width, device=q.device) < number
+        for turn, short in enumerate(((tokens < 0) & wanted).any(0).tolist()):
+            if short:
+                more = sample_if_any(without(q, tokens[:, :turn]), generator)
+                tokens[:, turn : turn + 1] = torch.where(tokens < 0, more, tokens)[:, turn : turn + 1]
+        return Draws(keep_first(tokens, number))
 
     def _with_tops(self, q: Tensor, number: Tensor, tops: Tensor, generator: torch.Generator) -> Draws:
         """number: [B] sampled draws. tops: [B] tokens for sure. The draws of a node stand at the left."""

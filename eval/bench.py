@@ -20,7 +20,6 @@ from treespec.eval.run import Step, describe, in_order, save, seed_of
 from treespec.padding import pad
 from treespec.spec import Spec, load
 from treespec.stats import Stats
-from treespec.target import Target
 
 WARM_UP_TOKENS = 16
 
@@ -45,11 +44,12 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
     report(Step(0, 1, f"loading {config.target} and {config.head}"))
     loaded = load_assistant(config.assistant, config.dtype) if config.assistant else None
     spec = load(config.target, config.head, device_map=config.device_map, dtype=config.dtype)
-    assistant = fit_assistant(*loaded, spec.target) if loaded else None
-    lengths = contexts(config, spec.target.context_length)
+    target = spec.target
+    assistant = fit_assistant(*loaded, target) if loaded else None
+    lengths = contexts(config, target.context_length)
     questions, too_long = asked(spec, [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]])
 
-    peers = peer_rows(spec.target, assistant, 0.0)
+    peers = peer_rows(target, assistant, 0.0)
     steps = WARM_UP + config.rounds + len(questions) * len(heats) * (1 + len(found) + len(peers))
     done, total = 0, steps * len(paddings)
 
@@ -60,7 +60,7 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
 
     result: dict[str, Any] = {
         "config": asdict(config),
-        "environment": describe(spec.target),
+        "environment": describe(target),
         "questions": len(questions),
         "left_out": left_out + too_long,
         "plots": None,
@@ -68,10 +68,8 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
     }
     added, difference = 0, 0.0
     for layers in paddings:
-        difference += pad(spec.target.model, layers - added)
+        difference += pad(target, layers - added)
         added = layers
-        target = Target(spec.target.model, spec.target.tokenizer)
-        spec = Spec(target, spec.head, calibration=spec.calibration)
         timed = forwards(spec, lengths, config.rounds, config.seed, say)
         rows = [row for heat in heats for row in (*own_rows(spec, found, heat), *peer_rows(target, assistant, heat))]
         measured = {

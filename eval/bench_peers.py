@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from treespec.errors import InputError
 from treespec.eval.bench_figures import Timed
 from treespec.eval.bench_rows import Row
+from treespec.packed import pack
 from treespec.target import Target
 
 GENERATE = "model.generate"
@@ -64,7 +65,7 @@ def load_assistant(path: str, dtype: str) -> tuple[PreTrainedModel, Any]:
 
 
 def fit_assistant(model: PreTrainedModel, tokenizer: Any, target: Target) -> PreTrainedModel:
-    """The assistant in the target's dtype and place. Raises InputError for one with another vocabulary."""
+    """The assistant as the target is placed and packed. Raises InputError for one with another vocabulary."""
     size = model.get_output_embeddings().weight.shape[0]
     if size != target.vocab_size:
         raise InputError(
@@ -72,4 +73,6 @@ def fit_assistant(model: PreTrainedModel, tokenizer: Any, target: Target) -> Pre
         )
     if target.tokenizer is not None and tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise InputError("--assistant has other tokens than the target: take a model with the target's tokenizer")
-    return model.to(device=target.device, dtype=target.dtype)  # type: ignore[call-arg]
+    model.to(device=target.device, dtype=target.dtype)  # type: ignore[call-arg]
+    pack(model)
+    return model

@@ -116,7 +116,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         "the head's falls in its first cycle. Overhead: share of a cycle outside these forwards.",
         "By model.generate, by one token: tokens/s over theirs on the same question, from prompt to last token. "
         "= one token: greedy answers with the very tokens of one-token decoding; in a lower precision than float32 "
-        "rounding alone may change them. Assisted generation has transformers' default settings.",
+        "rounding alone may change them. Peers run on the very model in memory, with the order of weights and the "
+        "attention that treespec gives it; assisted generation has transformers' default settings.",
     ]
     for measured in result["paddings"]:
         if measured["added"]:

@@ -49,50 +49,63 @@ def measured(home, tmp_path_factory):
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt-oss"])
 def test_padding_leaves_logits_and_features_as_they_were_to_the_bit(name):
-    model = random_model(CONFIGS[name]())
-    before, tokens = Target(model), torch.arange(40)[None] % 64
-    features, logits = before.features(tokens), model(tokens).logits
-    assert pad(model, 2) == 0.0
-    after = Target(model)  # a tree through the cache gives what the plain model does, or this raises
-    assert after.layers == before.layers + 2
-    assert torch.equal(after.features(tokens), features)
-    assert torch.equal(model(tokens).logits, logits)
-    cache = after.new_cache()
-    after.prefill(cache, tokens)
-    assert [layer.keys is not None for layer in cache.tree_layers] == [True] * after.layers
+    target, tokens = Target(random_model(CONFIGS[name]())), torch.arange(40)[None] % 64
+    before, features, logits = target.layers, target.features(tokens), target.model(tokens).logits
+    assert pad(target, 2) == 0.0
+    assert target.layers == target.config.num_hidden_layers == before + 2
+    assert torch.equal(target.features(tokens), features)
+    assert torch.equal(target.model(tokens).logits, logits)
+    cache = target.new_cache()
+    target.prefill(cache, tokens)
+    assert [layer.keys is not None for layer in cache.tree_layers] == [True] * target.layers
+    Target(target.model)  # a tree gives what the plain model does, or this raises
 
 
 def test_padded_layers_compute():
     """Copies with everything of the last layer but what they write; a copy that wrote would be noticed."""
-    model = random_model(CONFIGS["llama"]())
-    pad(model, 1)
-    last, copy = model.model.layers[-2:]
+    target = Target(random_model(CONFIGS["llama"]()))
+    model, tokens = target.model, torch.arange(9)[None]
+    logits = model(tokens).logits
+    pad(target, 1)
+    last, copied = model.model.layers[-2:]
     for name, weight in last.named_parameters():
         silent = name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-        assert torch.equal(copy.get_parameter(name), torch.zeros_like(weight) if silent else weight), name
-    assert copy.self_attn.layer_idx == 3
-    copy.mlp.down_proj.weight.data.copy_(last.mlp.down_proj.weight)
-    tokens = torch.arange(9)[None]
-    assert not torch.equal(model(tokens).logits, random_model(CONFIGS["llama"]())(tokens).logits)
+        assert torch.equal(copied.get_parameter(name), torch.zeros_like(weight) if silent else weight), name
+    assert copied.self_attn.layer_idx == 3
+    copied.mlp.down_proj.weight.data.copy_(last.mlp.down_proj.weight)
+    assert not torch.equal(model(tokens).logits, logits)
+
+
+def test_a_target_loaded_to_decode_in_bfloat16_can_be_padded(home):
+    """Weights in an order of this CPU's are copied too, but for zeros where the copies write."""
+    target = load(str(home / "target"), dtype="bfloat16").target
+    tokens, x = torch.arange(40)[None], torch.randn(3, 32, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        features = target.features(tokens)
+        assert pad(target, 2) == pad(target, 1) == 0.0
+        assert torch.equal(target.features(tokens), features)
+        last, copied = target.model.model.layers[2], target.model.model.layers[5]
+        assert torch.equal(last.self_attn.q_proj(x), copied.self_attn.q_proj(x))
+        assert not copied.self_attn.o_proj(x).any()
+        assert last.self_attn.o_proj(x).any()
 
 
 def test_what_padding_does_not_understand_is_refused_by_name_and_left_alone():
     """Experts whose weights are no linear modules still write into the residual stream."""
-    model = random_model(CONFIGS["gpt-oss"]())
-    tokens = torch.arange(9)[None]
-    logits, kinds = model(tokens).logits, list(model.config.layer_types)
+    target, tokens = Target(random_model(CONFIGS["gpt-oss"]())), torch.arange(9)[None]
+    logits, kinds = target.model(tokens).logits, list(target.config.layer_types)
     with pytest.raises(InputError, match="GptOssForCausalLM cannot be padded"):
-        pad(model, 2)
-    assert (model.config.num_hidden_layers, model.config.layer_types) == (3, kinds)
-    assert torch.equal(model(tokens).logits, logits)
+        pad(target, 2)
+    assert (target.layers, target.config.num_hidden_layers, target.config.layer_types) == (3, 3, kinds)
+    assert torch.equal(target.model(tokens).logits, logits)
 
 
 def test_a_model_that_would_not_run_added_layers_is_refused():
-    model = random_model(CONFIGS["llama"]())
-    model.model.config = copy.deepcopy(model.config)
+    target = Target(random_model(CONFIGS["llama"]()))
+    target.decoder.config = copy.deepcopy(target.config)
     with pytest.raises(InputError, match="does not run layers that are appended"):
-        pad(model, 1)
-    assert len(model.model.layers) == 3
+        pad(target, 1)
+    assert len(target.decoder.layers) == target.layers == 3
 
 
 def test_the_bound_is_what_the_forwards_alone_would_give():

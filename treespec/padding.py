@@ -6,7 +6,7 @@ One trained pair of target and head then shows how the speedup grows as the targ
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +14,28 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from treespec.errors import InputError
-from treespec.target import decoder_of
+from treespec.packed import PackedLinear
+from treespec.target import Target
 
-LINEAR = (nn.Linear, Conv1D)
+LINEAR = (nn.Linear, Conv1D, PackedLinear)
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @torch.no_grad()
-def pad(model: PreTrainedModel, layers: int) -> float:
-    """Append so many copies of the last decoder layer, with nothing but zeros written into the residual stream.
+def pad(target: Target, layers: int) -> float:
+    """Append so many copies of a target's last layer, with nothing but zeros written into the residual stream.
 
     The projections that write there are found by running the layer: the last linear one of each of its parts
     (attention, MLP). Returns the largest difference of a logit from before, 0.0 where they are the same to the bit.
-    Raises InputError, and leaves the model as it was, where the logits differ by more than rounding or a copy is
-    not run.
+    Raises InputError, and leaves the target as it was, where the logits differ by more than rounding or a copy is
+    not run. Caches made before are of no use after.
     """
     if not layers:
         return 0.0
+    model, config, before = target.model, target.config, target.layers
     if any(weight.is_meta for weight in model.parameters()):
         raise InputError("--pad-layers: the target's weights are offloaded; give it room on its devices")
-    config = model.config.get_text_config()
-    stack, before = stack_of(model), config.num_hidden_layers
+    stack = stack_of(target)
     kinds = list(getattr(config, "layer_types", None) or [])
     with recorded(stack[-1]) as calls:
         plain = _logits(model)
@@ -58,14 +60,14 @@ def pad(model: PreTrainedModel, layers: int) -> float:
             f"--pad-layers: {type(model).__name__} cannot be padded "
             f"({', '.join(written) or 'nothing'} of its layers silenced): {_first_line(error)}"
         ) from error
+    target.layers = before + layers
     return difference
 
 
-def stack_of(model: PreTrainedModel) -> nn.ModuleList:
+def stack_of(target: Target) -> nn.ModuleList:
     """The decoder's list of layers."""
-    layers = model.config.get_text_config().num_hidden_layers
-    stacks = (module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList))
-    return next(stack for stack in stacks if len(stack) == layers)
+    stacks = (module for module in target.decoder.modules() if isinstance(module, nn.ModuleList))
+    return next(stack for stack in stacks if len(stack) == target.layers)
 
 
 @contextmanager
@@ -92,14 +94,27 @@ def outputs(calls: list[str]) -> list[str]:
 
 def _silent(layer: nn.Module, written: list[str], number: int) -> nn.Module:
     """A copy of a layer, as number so-and-so, with projections of zero."""
-    silent = copy.deepcopy(layer)
+    packed = [module.packed for module in layer.modules() if isinstance(module, PackedLinear)]
+    silent = copy.deepcopy(layer, {id(weight): weight.clone() for weight in packed})  # deepcopy takes none of these
     for module in silent.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             module.layer_idx = number  # type: ignore[assignment]
     for name in written:
-        for parameter in silent.get_submodule(name).parameters():
-            parameter.zero_()
+        linear = silent.get_submodule(name)
+        if isinstance(linear, PackedLinear):
+            bias = linear.bias is not None
+            linear = nn.Linear(linear.in_features, linear.out_features, bias, dtype=torch.bfloat16)
+            silent.set_submodule(name, PackedLinear(_zero(linear)))
+        else:
+            _zero(linear)
     return silent
+
+
+def _zero(linear: Module) -> Module:
+    """With a weight and bias of zero."""
+    for parameter in linear.parameters():
+        parameter.zero_()
+    return linear
 
 
 def _say(config: Any, layers: int, kinds: list[str]) -> None:

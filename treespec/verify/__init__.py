@@ -17,6 +17,7 @@ from treespec.verify.single import Single
 from treespec.verify.spechub import SpecHub
 from treespec.verify.topk import TopK
 from treespec.verify.typical import Typical
+from treespec.verify.valued import Valued
 
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
@@ -30,6 +31,7 @@ SCHEMES: dict[str, Scheme] = {
         IsLp(),
         OtmLp(),
         Optimal(),
+        Valued(),
         TopK(),
         Typical(),
     )

@@ -4,15 +4,16 @@ import re
 from dataclasses import fields
 from typing import Any
 
+from treespec.trees.auto import AutoTree
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.sampled import SampledTree
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, from_file
 
-Policy = StaticTree | DynamicTree | SampledTree
+Policy = StaticTree | DynamicTree | SampledTree | AutoTree
 
 FORMS = (
-    "eagle, chain:5, balanced:2x4, dynamic, dynamic:depth=6,topk=10,nodes=60, sampled, sampled:nodes=26,depth=6, "
-    "or a JSON file of paths"
+    "auto, eagle, chain:5, balanced:2x4, dynamic, dynamic:depth=6,topk=10,nodes=60, sampled, "
+    "sampled:nodes=26,depth=6, or a JSON file of paths"
 )
 
 
@@ -29,6 +30,8 @@ def policy(spec: str) -> Policy:
         return DynamicTree(**_options(spec, rest, DynamicTree))
     if name == "sampled":
         return SampledTree(**_options(spec, rest, SampledTree))
+    if name == "auto":
+        return AutoTree(**_options(spec, rest, AutoTree))
     if spec.endswith(".json"):
         return from_file(spec)
     raise TreeError(f"unknown tree {spec!r}: choose {FORMS}")

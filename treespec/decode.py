@@ -79,7 +79,7 @@ class Decoder:
                     self.cached += [root, *verdict.tokens[:-1]]
                     if drafter:
                         following = torch.tensor(verdict.tokens, device=device)
-                        drafter.proposer.observe(out.features[nodes], following)
+                        drafter.observe(out.features[nodes], following)
                 root = verdict.tokens[-1]
                 kept, text = ending.take(verdict.tokens[:-1])
                 last, last_text = ending.take(verdict.tokens[-1:])
@@ -108,8 +108,8 @@ class Decoder:
         keep = max(0, min(common, proposer.length if proposer else common) - 1)
         self.cached = self.cached[:keep]
         self.cache.rewind(keep)
-        if proposer:
-            proposer.rewind(keep)
+        if self.drafter:
+            self.drafter.rewind(keep)
         stats.prompt_tokens, stats.cached_tokens = len(prompt), keep
         fresh = torch.tensor([prompt[keep:-1]])
         if not fresh.numel():

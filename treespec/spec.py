@@ -12,6 +12,7 @@ from treespec.decode import Decoder, Piece
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow import TreeDrafter
+from treespec.draft.times import Times, times_for
 from treespec.ending import Ending
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
@@ -20,6 +21,7 @@ from treespec.packed import pack
 from treespec.sampling import SamplingParams
 from treespec.stats import Stats
 from treespec.target import Target
+from treespec.trees.auto import AutoTree
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import Policy, policy
 from treespec.trees.static import balanced, chain, eagle
@@ -72,6 +74,7 @@ class Spec:
         template: str | None = None,
         allow_lossy: bool = False,
         calibration: Calibration | None = None,
+        times: Times | None = None,
     ) -> None:
         self.target, self.head, self.template, self.calibration = target, head, template, calibration
         self.verifier = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
@@ -79,16 +82,21 @@ class Spec:
         if tree is None:
             tree = default_tree(scheme)
         self.policy = policy(tree) if isinstance(tree, str) else tree
+        self.times = times
         drafter = None
         if head:
-            drafter = TreeDrafter(EagleProposer(head, target), self.policy, scheme, calibration)
+            if isinstance(self.policy, AutoTree) and not times:
+                self.times = times_for(target, head)
+            drafter = TreeDrafter(EagleProposer(head, target), self.policy, scheme, calibration, self.times)
         self.decoder = Decoder(target, drafter, self.verifier)
 
     def configured(
         self, tree: str | Policy | None = None, verifier: str | Verifier = "topk", allow_lossy: bool = False
     ) -> "Spec":
         """The same target and head with another tree and verifier; no weights are copied."""
-        return Spec(self.target, self.head, tree, verifier, self.template, allow_lossy, self.calibration)
+        spec = Spec(self.target, self.head, tree, verifier, self.template, allow_lossy, self.calibration, self.times)
+        self.times = spec.times
+        return spec
 
     def baseline(self) -> "Spec":
         """One token at a time through the same target and cache: what every speedup is measured against."""

@@ -1,18 +1,19 @@
 """Fitting a head's calibration on text: what its laws promise against what the target then accepts."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from treespec.draft.calibration import DRAWS, TOPS, Calibration, features
+from treespec.draft.calibration import DRAWS, TOP_FEATURES, TOPS, Calibration, features
 from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow import TreeDrafter
 from treespec.draft.rollout import rollout
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
-from treespec.sampling import SamplingParams, probs
+from treespec.sampling import SamplingParams, largest, probs
 from treespec.target import Target
 from treespec.trees.sampled import SampledTree
 from treespec.verify.laws import rejections, without
@@ -45,9 +46,12 @@ def calibrate(
     top, top_hit, draw, draw_hit, room, weight = (torch.cat(parts) for parts in zip(*found, strict=True))
     tops = logistic(top.flatten(0, 1), top_hit.flatten(), weight[:, None].expand_as(top_hit).flatten())
     draws = logistic(draw.flatten(0, 2), (draw_hit / room).flatten(), (weight[:, None, None] * room).flatten())
-    fitted = Calibration(tuple(tops.tolist()), tuple(draws.tolist()), {})
+    choice = [choices(head, target, row, depth, positions // len(rows) + 1) for row in rows]
+    seen, taken, share = (torch.cat(parts) for parts in zip(*choice, strict=True))
+    greedy = logistic(seen, taken, share)
+    fitted = Calibration(tuple(tops.tolist()), tuple(draws.tolist()), {}, tuple(greedy.tolist()))
     sizes = {f"{t:g}": tree_sizes(head, target, rows, fitted, depth, t, generator) for t in temperatures}
-    return Calibration(fitted.tops, fitted.draws, sizes)
+    return replace(fitted, sizes=sizes)
 
 
 @torch.no_grad()
@@ -80,6 +84,30 @@ def outcomes(
             weight = weight * ratio.squeeze(1).clamp(max=1)
         positions -= len(chosen)
     return found
+
+
+@torch.no_grad()
+def choices(head: EagleHead, target: Target, row: Row, depth: int, positions: int) -> tuple[Tensor, Tensor, Tensor]:
+    """At temperature 0: features of tops [n, 4], whether the target takes each [n], and a weight [n].
+
+    q is of temperature 1, as a tree's ranking is. The weight is about how often a tree reaches the text's token.
+    """
+    tokens, counts, known = row
+    found, weight = [], torch.ones(max(len(tokens) - depth - 1, 0), device=known.device)
+    law = probs(target.output_logits(known), SamplingParams(1.0))
+    for step, hidden in enumerate(rollout(head, tokens, known, depth)):
+        q = probs(target.output_logits(hidden), SamplingParams(1.0))
+        p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
+        chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:positions]
+        best = largest(q[chosen], min(TOPS, q.shape[-1]))[1]
+        hit = (best == p[chosen].argmax(-1, keepdim=True)).double()
+        top = features(q[chosen], step)[0][:, : best.shape[1]]
+        found.append((top.flatten(0, 1), hit.flatten(), weight[chosen, None].expand_as(hit).flatten()))
+        weight = weight * (q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)).squeeze(1).clamp(max=1)
+    if not found:
+        return known.new_zeros(0, TOP_FEATURES), known.new_zeros(0), known.new_zeros(0)
+    one, two, three = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return one, two, three
 
 
 def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple[Tensor, ...]:

@@ -26,25 +26,45 @@ TOP_FEATURES, DRAW_FEATURES = 4, 7
 class Calibration:
     """tops, draws: weights of the two models. sizes: by temperature, pairs (price of a node, mean nodes of a tree).
 
+    greedy: weights of the first model where the target takes its likeliest token; none in a file of an older version.
     Saved as calibration.json beside the head.
     """
 
     tops: tuple[float, ...]
     draws: tuple[float, ...]
     sizes: dict[str, list[tuple[float, float]]]
+    greedy: tuple[float, ...] = ()
 
     def price(self, nodes: int, temperature: float) -> float:
-        """The price of a node at which trees have so many nodes on average; log-log interpolation.
+        """The price of a node at which trees have so many nodes on average."""
+        return float(self.prices(nodes, temperature)[-1])
+
+    def prices(self, most: int, temperature: float) -> Tensor:
+        """[most - 1] the prices at which trees have 2, 3, … nodes on average; log-log interpolation.
 
         Of prices that give equally many the lowest counts.
         """
         nearest = min(self.sizes, key=lambda t: abs(math.log(float(t) / temperature)))
         cheapest = {size: price for price, size in sorted(self.sizes[nearest], reverse=True)}
-        points = sorted((math.log(size), math.log(price)) for size, price in cheapest.items())
-        wanted = math.log(nodes)
-        right = next((i for i, (size, _) in enumerate(points) if size >= wanted), len(points) - 1)
-        (x0, y0), (x1, y1) = points[max(right, 1) - 1], points[min(max(right, 1), len(points) - 1)]
-        return math.exp(y0 + (y1 - y0) * (wanted - x0) / max(x1 - x0, 1e-9))
+        size, price = torch.tensor(sorted(cheapest.items()), dtype=torch.float64).log().T.contiguous()
+        wanted = torch.arange(2, most + 1, dtype=torch.float64).log()
+        if len(size) == 1:
+            return price.expand_as(wanted).exp()
+        right = torch.searchsorted(size, wanted).clamp_(1, len(size) - 1)
+        slope = price.diff() / size.diff().clamp_(min=1e-9)
+        return (price[right - 1] + slope[right - 1] * (wanted - size[right - 1])).exp()
+
+    def sure(self, law: Tensor, depth: int) -> Tensor:
+        """[F, K] Pr(the r-th likeliest token is the target's choice at temperature 0), of nodes at a depth.
+
+        law: [F, K] of the likeliest tokens at temperature 1, descending; it is the answer where nothing was fitted.
+        """
+        if not self.greedy:
+            return law
+        one, odds, rank, deep = self.greedy
+        place = torch.arange(1, law.shape[1] + 1, device=law.device, dtype=law.dtype).log_()
+        chance = torch.sigmoid(law.logit(1e-6) * odds + place.mul_(rank).add_(one + deep * depth))
+        return chance / chance.sum(-1, keepdim=True).clamp_(min=1)
 
     def chances(self, q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Of F nodes at a depth: [F, J] Pr(the r-th likeliest is output), [F, J + 1, M] Pr(the i-th draw is accepted).
@@ -106,8 +126,10 @@ def load_calibration(folder: str | Path) -> Calibration | None:
         given = json.loads(file.read_text())
         sizes = {t: [(float(a), float(b)) for a, b in pairs] for t, pairs in given["sizes"].items()}
         tops, draws = (tuple(map(float, given[name])) for name in ("tops", "draws"))
-        if (len(tops), len(draws)) != (TOP_FEATURES, DRAW_FEATURES) or not sizes or not all(sizes.values()):
+        greedy = tuple(map(float, given.get("greedy", ())))
+        lengths = len(tops), len(draws), len(greedy) or TOP_FEATURES
+        if lengths != (TOP_FEATURES, DRAW_FEATURES, TOP_FEATURES) or not sizes or not all(sizes.values()):
             raise ValueError("weights or sizes are missing")
-        return Calibration(tops, draws, sizes)
+        return Calibration(tops, draws, sizes, greedy)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is not understood: make it again with treespec calibrate") from error

@@ -1,0 +1,46 @@
+"""A tree as large as it pays on a machine: nodes and levels are taken while they bring more than they cost.
+
+With R tokens a second so far, a tree that takes C seconds and is expected to bring E tokens is best where E - R C is
+largest (Dinkelbach 1967: the ratio of sums is then largest too). So a node is worth its place while it is reached with
+more than R (T(n + 1) - T(n)), and a level while it brings more than R times the head's step.
+
+    reach of nodes, best first    1  .7  .5  .3  .2  .1
+    R T(n), n = 1 .. 6            1  1.1 1.2 1.5 2.0 2.5     E - R T   0  .6  1.0  1.0  .7  .3     three nodes
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treespec.trees.static import TreeError
+
+
+@dataclass(frozen=True)
+class AutoTree:
+    """nodes, depth: at most, root too. topk: nodes expanded a level, children of each, at temperature 0."""
+
+    nodes: int = 64
+    depth: int = 8
+    topk: int = 10
+
+    def __post_init__(self) -> None:
+        for name, least in (("nodes", 2), ("depth", 1), ("topk", 1)):
+            if getattr(self, name) < least:
+                raise TreeError(f"auto tree: {name} is {getattr(self, name)}, must be at least {least}")
+
+    @property
+    def max_depth(self) -> int:
+        return self.depth
+
+
+def best_size(reach: Tensor, forward: Tensor, rate: float) -> tuple[int, float]:
+    """How many nodes pay best, the root included, and what they are worth, E - R T, in tokens.
+
+    reach: [M] Pr(a node is on the accepted path), without the root, descending. forward: [M + 1] or more, seconds of
+    the target's forward over 1, 2, … nodes. rate: R, tokens a second.
+    """
+    expected = torch.nn.functional.pad(reach.cumsum(0), (1, 0)) + 1
+    worth = expected[: len(forward)] - rate * forward[: len(expected)]
+    best = worth.max(0)
+    return int(best.indices) + 1, float(best.values)

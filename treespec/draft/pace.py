@@ -1,0 +1,55 @@
+"""How fast a text advances, by the measured times and what was accepted of it so far: what an auto tree is chosen by.
+
+Modelled seconds, not a clock, so that the same seed gives the same text.
+"""
+
+from typing import final
+
+from treespec.draft.times import Times
+
+CYCLES = 6  # that the first guess counts for
+TYPICAL = (2.5, 16, 4)  # the guess: tokens a cycle, nodes, levels
+PERSISTENCE = 0.65  # and the chance that one more level is accepted
+
+
+@final
+class Pace:
+    """Of one text."""
+
+    def __init__(self, times: Times) -> None:
+        tokens, nodes, levels = TYPICAL
+        self.times = times
+        self.forward = times.forward(times.nodes[-1])
+        self.tokens, self.seconds = CYCLES * tokens, CYCLES * self.cost(nodes, levels)
+        self.expected = self.accepted = CYCLES * (tokens - 1)
+        self.tried, self.right = CYCLES / (1 - PERSISTENCE), CYCLES * PERSISTENCE / (1 - PERSISTENCE)
+
+    def cost(self, nodes: int, levels: int) -> float:
+        """Seconds of a cycle."""
+        drafting = self.times.begin + self.times.step * max(levels - 1, 0)
+        return float(self.forward[min(nodes, len(self.forward)) - 1]) + drafting
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def trust(self) -> float:
+        """Accepted nodes for one that was expected."""
+        return self.accepted / self.expected
+
+    @property
+    def persistence(self) -> float:
+        """Pr(one more level is accepted)."""
+        return self.right / self.tried
+
+    def settle(self, accepted: int, expected: float, nodes: int, levels: int) -> None:
+        """A cycle has ended. expected: accepted nodes by the drafter's own chances, 0 if not known."""
+        self.tokens += accepted + 1
+        self.seconds += self.cost(nodes, levels)
+        if expected:
+            self.accepted += accepted
+            self.expected += expected
+        self.right += accepted
+        self.tried += min(accepted + 1, levels)

@@ -1,0 +1,118 @@
+"""What a forward over a tree and a step of the head cost, measured once a device and model and kept in a file."""
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treespec.draft.eagle import EagleProposer
+from treespec.draft.grow_dynamic import grow_dynamic
+from treespec.heads.eagle import EagleHead
+from treespec.target import Target
+from treespec.trees.dynamic import DynamicTree
+from treespec.trees.mask import ancestor_mask
+from treespec.trees.tree import TokenTree
+
+NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+CONTEXT, WAITING = 192, 3  # tokens before the tree, and those that a cycle has committed
+DEEP = 5  # levels
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds. target: of the forward over as many nodes as `nodes` says. begin: of the first level of drafts.
+
+    step: of every further level.
+    """
+
+    nodes: tuple[int, ...]
+    target: tuple[float, ...]
+    begin: float
+    step: float
+
+    def forward(self, most: int) -> Tensor:
+        """[most] seconds of the target's forward over 1, 2, … nodes: no less for more, straight lines between."""
+        known = torch.tensor(self.target, dtype=torch.float64).cummax(0).values
+        at = torch.tensor(self.nodes, dtype=torch.float64)
+        n = torch.arange(1, most + 1, dtype=torch.float64)
+        right = torch.searchsorted(at, n).clamp(1, len(at) - 1)
+        slope = (known[right] - known[right - 1]) / (at[right] - at[right - 1])
+        return (known[right - 1] + slope * (n - at[right - 1])).float()
+
+
+def times_for(target: Target, head: EagleHead, folder: Path | None = None) -> Times:
+    """Kept times, or new ones (a few seconds). folder: None is treespec's in the user's cache."""
+    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
+    file = folder / f"times-{key(target, head)}.json"
+    try:
+        kept = json.loads(file.read_text())
+        return Times(tuple(kept["nodes"]), tuple(kept["target"]), float(kept["begin"]), float(kept["step"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        times = measure(target, head)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}-{os.getpid()}")
+        temporary.write_text(json.dumps(asdict(times)))
+        os.replace(temporary, file)
+    except OSError:
+        pass  # a cache that cannot be written is measured again
+    return times
+
+
+def key(target: Target, head: EagleHead) -> str:
+    """What the times depend on, in short."""
+    device = target.output_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {os.cpu_count()}"
+    model = target.config.to_json_string()
+    parts = [name, torch.get_num_threads(), str(target.dtype), torch.__version__, target.layers, model, head.config]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
+
+
+@torch.inference_mode()
+def measure(target: Target, head: EagleHead) -> Times:
+    """Medians of interleaved rounds."""
+    context = min(CONTEXT, target.context_length - NODES[-1])
+    tokens = torch.arange(context, device=target.output_device) % target.vocab_size
+    cache = target.new_cache()
+    features = target.prefill(cache, tokens[None])[0]
+    proposer = EagleProposer(head, target)
+    proposer.observe(features[:-1], tokens[1:])
+
+    def drafts(depth: int) -> None:
+        proposer.rewind(context - 1 - WAITING)
+        proposer.observe(features[-1 - WAITING : -1], tokens[-WAITING:])
+        logits = proposer.begin()
+        assert logits is not None
+        grow_dynamic(proposer, tokens[-1:], logits, DynamicTree(depth))
+
+    steps = [partial(target.forward_tree, cache, path(n, tokens)) for n in NODES]
+    *forwards, begin, deep = medians([*steps, partial(drafts, 1), partial(drafts, DEEP)], target.output_device)
+    return Times(NODES, tuple(forwards), begin, max(deep - begin, 0) / (DEEP - 1))
+
+
+def path(nodes: int, tokens: Tensor) -> TokenTree:
+    """A tree of one branch; its shape does not matter to the time."""
+    number = torch.arange(nodes, device=tokens.device)
+    return TokenTree(tokens[:nodes], number - 1, number, ancestor_mask(number - 1, nodes))
+
+
+def medians(steps: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Seconds of each step, interleaved over rounds, the first for warming up."""
+    seen: list[list[float]] = [[] for _ in steps]
+    for _ in range(ROUNDS + 1):
+        for step, own in zip(steps, seen, strict=True):
+            started = time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            own.append(time.perf_counter() - started)
+    return [statistics.median(own[1:]) for own in seen]

@@ -1,11 +1,12 @@
-"""From timed answers to figures. Each question has figures of its own; reported are their medians over questions.
+"""From timed answers to figures, in two ways: medians over questions of their own, and overall, totals over totals.
 
-Only τ is a ratio of totals, as everywhere: tokens over cycles of all questions.
+Sampled answers differ in length, and one that ends after two tokens counts in a median as much as any other; overall
+it counts by its tokens. A median forgets a question in which the machine was busy with something else.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.stats import bootstrap
@@ -15,6 +16,7 @@ from treespec.stats import Stats
 
 RESAMPLES = 1000
 Figure = dict[str, float | None]
+Number = TypeVar("Number", float, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def median(values: Sequence[float], seed: int) -> Figure:
     return {"value": value, "low": float(drawn.low), "high": float(drawn.high)}
 
 
-def bound(tau: float, one: float, tree: float, draft: float) -> float:
+def bound(tau: Number, one: Number, tree: Number, draft: Number) -> Number:
     """The speedup if a cycle were its forwards alone: τ · T(1) / (T(N) + T_draft).
 
     tau: tokens a cycle. one, tree, draft: seconds of the target's forward over one token and over the tree, and of
@@ -78,32 +80,54 @@ def of_cycles(mine: Sequence[Timed], plain: Sequence[Timed], seed: int) -> dict[
         assert b.stages
         ms, base = cycle_ms(a.stages), cycle_ms(b.stages)
         speed = decoding_speed(a.stats)
-        speedup = speed / decoding_speed(b.stats)
-        most = bound(a.stats.acceptance_length, base["target"], ms["target"], ms["head"])
+        gain = speed / decoding_speed(b.stats)
+        limit = bound(a.stats.acceptance_length, base["target"], ms["target"], ms["head"])
         figures = {
             "cycle": sum(ms.values()),
             "overhead": a.stages.overhead,
             "tokens_per_second": speed,
-            "speedup": speedup,
-            "bound": most,
-            "speedup_by_bound": speedup / most,
+            "speedup": gain,
+            "bound": limit,
+            "speedup_by_bound": gain / limit,
         }
         rows.append(ms | figures)
-    tokens, cycles = np.array([(a.stats.new_tokens, a.stats.cycles) for a in mine if a.stats], dtype=float).T
+    found: dict[str, Any] = {name: median([row[name] for row in rows], seed) for name in rows[0]}
     draws = resample(len(mine), RESAMPLES, seed)
-    tau = interval((draws @ tokens) / (draws @ cycles))
-    return {"acceptance_length": tau} | {name: median([row[name] for row in rows], seed) for name in rows[0]}
+    own, one = _totals(draws, mine), _totals(draws, plain)
+    tau = own["tokens"] / own["cycles"]
+    speedup = (own["tokens"] / own["decoding"]) / (one["tokens"] / one["decoding"])
+    most = bound(tau, one["target"] / one["cycles"], own["target"] / own["cycles"], own["head"] / own["cycles"])
+    overall = {"speedup": speedup, "bound": most, "speedup_by_bound": speedup / most}
+    found["overall"] = {name: interval(values) for name, values in overall.items()}
+    return found | {"acceptance_length": interval(tau)}
+
+
+def _totals(draws: np.ndarray, answers: Sequence[Timed]) -> dict[str, np.ndarray]:
+    """[1 + R] totals of every resample: tokens, cycles, and seconds of decoding and of the forwards."""
+    rows = []
+    for answer in answers:
+        stats, stages = answer.stats, answer.stages
+        assert stats
+        assert stages
+        decoding = stats.seconds["total"] - stats.seconds["prefill"]
+        forwards = (stages.seconds["target"], stages.seconds["head"])
+        rows.append((stats.new_tokens, stats.cycles, decoding, *forwards))
+    names = ("tokens", "cycles", "decoding", "target", "head")
+    return dict(zip(names, (draws @ np.array(rows, dtype=float)).T, strict=True))
 
 
 def of_speed(
     mine: Sequence[Timed], generate: Sequence[Timed] | None, one_token: Sequence[Timed], seed: int
 ) -> dict[str, Any]:
     """Tokens/s from prompt to last token, and over those of `model.generate` and of one token at a time."""
-    own = _speeds(mine)
+    draws = resample(len(mine), RESAMPLES, seed)
+    own, total = _speeds(mine), _overall(draws, mine)
     found: dict[str, Any] = {"tokens_per_second": median(list(own), seed)}
+    overall: dict[str, Any] = {"tokens_per_second": interval(total)}
     for name, others in (("over_generate", generate), ("over_one_token", one_token)):
         found[name] = median(list(own / _speeds(others)), seed) if others else None
-    return found
+        overall[name] = interval(total / _overall(draws, others)) if others else None
+    return found | {"overall": overall}
 
 
 def same(mine: Sequence[Timed], other: Sequence[Timed]) -> int:
@@ -113,3 +137,9 @@ def same(mine: Sequence[Timed], other: Sequence[Timed]) -> int:
 
 def _speeds(answers: Sequence[Timed]) -> np.ndarray:
     return np.array([len(answer.tokens) / answer.seconds for answer in answers])
+
+
+def _overall(draws: np.ndarray, answers: Sequence[Timed]) -> np.ndarray:
+    """[1 + R] tokens/s of every resample."""
+    tokens, seconds = np.array([(len(answer.tokens), answer.seconds) for answer in answers], dtype=float).T
+    return (draws @ tokens) / (draws @ seconds)

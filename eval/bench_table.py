@@ -40,9 +40,10 @@ def show(result: dict[str, Any], console: Console, style: box.Box = box.SIMPLE_H
         table(title, ["", "context", *names], lines, labels=2)
     cycles = ["cycle", *STAGES.values(), "overhead"]
     table("A cycle in ms", ["", "T", *cycles], rows(paddings, "cycle", cycle), labels=2)
-    limits = ["τ", "tokens/s", "speedup", "bound", "speedup/bound"]
+    limits = ["τ", "tokens/s", "speedup", "bound", "speedup/bound", "overall: speedup", "bound", "speedup/bound"]
     table("Speedup and its bound", ["", "T", *limits], rows(paddings, "cycle", limit), labels=2)
-    beside = ["tokens/s", "by model.generate", "by one token", "= one token"]
+    ratios = ["by model.generate", "by one token"]
+    beside = ["tokens", "tokens/s", *ratios, "overall: tokens/s", *ratios, "= one token"]
     table("Beside transformers, prefill included", ["", "T", *beside], rows(paddings, "speed", speed), labels=2)
     console.print()
     for note in notes(result):
@@ -81,16 +82,18 @@ def cycle(row: Measured) -> list[str]:
 
 def limit(row: Measured) -> list[str]:
     found = row["cycle"]
-    own = ("speedup", "bound", "speedup_by_bound")
-    return [figure(found["acceptance_length"]), figure(found["tokens_per_second"], 1), *(figure(found[n]) for n in own)]
+    both = [figure(part[n]) for part in (found, found["overall"]) for n in ("speedup", "bound", "speedup_by_bound")]
+    return [figure(found["acceptance_length"]), figure(found["tokens_per_second"], 1), *both]
 
 
 def speed(row: Measured) -> list[str]:
     if row["failed"]:
-        return [f"failed: {row['failed']}", "", "", ""]
-    found, same = row["speed"], row["same_as_one_token"]
-    ratios = [figure(found[name]) for name in ("over_generate", "over_one_token")]
-    return [figure(found["tokens_per_second"], 1), *ratios, "" if same is None else f"{same} of {len(row['answers'])}"]
+        return [f"failed: {row['failed']}", *[""] * 7]
+    found, same, answers = row["speed"], row["same_as_one_token"], row["answers"]
+    cells = [str(sum(answer["tokens"] for answer in answers))]
+    for part in (found, found["overall"]):
+        cells += [figure(part["tokens_per_second"], 1), figure(part["over_generate"]), figure(part["over_one_token"])]
+    return [*cells, "" if same is None else f"{same} of {len(answers)}"]
 
 
 def figure(found: Figure | None, digits: int = 2) -> str:
@@ -110,7 +113,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         "Measured on {device}, {dtype}, CPU threads: {threads}, torch {torch}, transformers {transformers}, "
         "treespec {treespec}; all rows took turns.".format(**result["environment"]),
         f"Medians, of forwards over {config['rounds']} rounds, else over questions, with 95 % bootstrap intervals in "
-        "brackets. τ: tokens over cycles of all questions.",
+        "brackets; overall, and τ: totals over totals of all questions. Sampled answers may end after a few tokens, "
+        "which a median over questions counts like long ones.",
         "Bound: τ · T(1) / (T(N) + T_draft): the target's forward in one-token decoding, over that on the tree and all "
         "the head's forwards of a cycle. Speedup: tokens/s over one-token decoding's, without the target's prefill; "
         "the head's falls in its first cycle. Overhead: share of a cycle outside these forwards.",

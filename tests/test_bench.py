@@ -123,20 +123,35 @@ def test_figures_of_given_times():
     """Two questions alike: 12 tokens in 4 cycles of 10 ms after a prefill, against 12 cycles of 5 ms."""
     mine = timed(12, 4, 0.060, prefill=0.020, draft=0.012, head=0.008, target=0.024, verify=0.002, commit=0.001)
     plain = timed(12, 12, 0.080, prefill=0.020, target=0.048)
-    found = {name: figure["value"] for name, figure in of_cycles([mine] * 2, [plain] * 2, 0).items()}
+    cycles = of_cycles([mine] * 2, [plain] * 2, 0)
+    overall = {name: figure["value"] for name, figure in cycles.pop("overall").items()}
+    found = {name: figure["value"] for name, figure in cycles.items()}
     wanted = {"acceptance_length": 3, "cycle": 10, "head": 2, "rest_of_drafting": 1, "target": 6, "verify": 0.5}
     wanted |= {"commit": 0.25, "rest": 0.25, "overhead": 0.2, "tokens_per_second": 300, "speedup": 1.5}
-    assert found == pytest.approx(wanted | {"bound": 3 * 4 / (6 + 2), "speedup_by_bound": 1.0})
+    limits = {"bound": 3 * 4 / (6 + 2), "speedup_by_bound": 1.0}
+    assert found == pytest.approx(wanted | limits)
+    assert overall == pytest.approx({"speedup": 1.5} | limits)
     speed = of_speed([mine] * 2, [plain] * 2, [mine] * 2, 0)
-    assert [speed[name]["value"] for name in speed] == pytest.approx([200, 80 / 60, 1])
+    for part in (speed.pop("overall"), speed):
+        assert [part[name]["value"] for name in part] == pytest.approx([200, 80 / 60, 1])
 
 
 def test_ratios_are_medians_of_the_questions_own():
-    """A question that stalled moves neither the median nor, in another row, its ratio."""
+    """A question that stalled does not move the median; the totals it does."""
     mine, others = [timed(10, 5, s) for s in (1, 2, 40)], [timed(10, 10, s) for s in (2, 4, 50)]
-    ratio = of_speed(mine, others, others, 0)["over_generate"]
-    assert ratio["value"] == 2
-    assert (ratio["low"], ratio["high"]) == (1.25, 2)
+    found = of_speed(mine, others, others, 0)
+    assert found["over_generate"] == {"value": 2, "low": 1.25, "high": 2}
+    assert found["overall"]["over_generate"]["value"] == pytest.approx(56 / 43)
+
+
+def test_short_answers_count_by_their_tokens_overall():
+    """Of three answers two end after two tokens: the median is theirs, the totals are the long one's."""
+    mine = [timed(2, 1, 0.02, target=0.02)] * 2 + [timed(96, 24, 0.48, target=0.48)]
+    plain = [timed(2, 2, 0.02, target=0.02)] * 2 + [timed(96, 96, 0.96, target=0.96)]
+    found = of_cycles(mine, plain, 0)
+    assert found["speedup"]["value"] == pytest.approx(1)
+    assert found["overall"]["speedup"]["value"] == pytest.approx(100 / 52)
+    assert found["acceptance_length"]["value"] == pytest.approx(100 / 26)
 
 
 def test_peers_say_in_float32_what_we_say_greedily(measured):
@@ -192,31 +207,42 @@ def test_a_run_cut_short_leaves_whole_files_of_what_was_finished(home, tmp_path)
     assert {file.suffix for file in tmp_path.iterdir()} <= {".json", ".md", ".png"}
 
 
+def tables(text):
+    """Title -> (label, second cell) -> the cells after them."""
+    found = {}
+    for part in text.split("## ")[1:]:
+        lines = [line.split("|")[1:-1] for line in part.splitlines() if line.startswith("|")]
+        cells = [[cell.strip() for cell in line] for line in lines]
+        found[part.splitlines()[0]] = {(label, second): rest for label, second, *rest in cells}
+    return found
+
+
 def test_the_files_say_what_was_measured_and_mark_padded_rows(measured):
     out, found = measured
     assert json.loads((out / "bench.json").read_text()) == found
-    assert [(part["added"], part["layers"], part["logit_difference"]) for part in found["paddings"]] == [
-        (0, 3, 0.0),
-        (2, 5, 0.0),
-    ]
-    lines = [line.split("|")[1:-1] for line in (out / "bench.md").read_text().splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line] for line in lines]
+    sizes = [(part["added"], part["layers"], part["logit_difference"]) for part in found["paddings"]]
+    assert sizes == [(0, 3, 0.0), (2, 5, 0.0)]
+    forwards, steps, cycles, limits, beside = tables((out / "bench.md").read_text()).values()
     for part in found["paddings"]:
         mark = PADDED if part["added"] else ""
         for row in part["rows"]:
             assert row["label"] == row["name"] + mark
-            (line,) = [
-                line for line in cells if len(line) == 6 and line[:2] == [row["name"] + mark, f"{row['temperature']:g}"]
-            ]
-            assert line[2].startswith(f"{row['speed']['tokens_per_second']['value']:.1f}")
-            if row["cycle"]:
-                limits = [line for line in cells if len(line) == 7 and line[:2] == [row["name"] + mark, line[1]]]
-                assert f"{row['cycle']['bound']['value']:.2f}" in " ".join(line[5] for line in limits)
-        for what, nodes, column in (("target", 1, 2), ("target", 128, 9), ("begin", 3, 2), ("extend", 10, 5)):
+            at, speed, cycle = (row["label"], f"{row['temperature']:g}"), row["speed"], row["cycle"]
+            assert beside[at][0] == str(sum(answer["tokens"] for answer in row["answers"]))
+            for column, said in ((1, speed), (4, speed["overall"])):
+                assert beside[at][column].startswith(f"{said['tokens_per_second']['value']:.1f}")
+            assert (at in limits) == (at in cycles) == (cycle is not None) == (not row["peer"])
+            if cycle:
+                assert cycles[at][0].startswith(f"{cycle['cycle']['value']:.2f}")
+                said = (cycle["speedup"], cycle["bound"], cycle["overall"]["speedup"], cycle["overall"]["bound"])
+                for column, figure in zip((2, 3, 5, 6), said, strict=True):
+                    assert limits[at][column].startswith(f"{figure['value']:.2f}")
+        places = {("target", 1): (forwards, 0), ("target", 128): (forwards, 7)}
+        places |= {("begin", 3): (steps, 0), ("extend", 10): (steps, 3)}
+        for (what, nodes), (table, column) in places.items():
             (ms,) = [f["ms"] for f in part["forwards"] if (f["what"], f["nodes"]) == (what, nodes)]
             name = ("target" if what == "target" else "head") + mark
-            (line,) = [line for line in cells if line[:2] == [name, "20"]]
-            assert line[column].startswith(f"{ms['value']:.2f}")
+            assert table[name, "20"][column].startswith(f"{ms['value']:.2f}")
 
 
 def test_waiting_for_the_device_changes_times_alone(home):

@@ -10,6 +10,7 @@ from models import CONFIGS, random_head, random_model, target
 
 from treespec.draft.calibration import Calibration
 from treespec.draft.grow import check_pair
+from treespec.draft.times import Times
 from treespec.errors import InputError
 from treespec.spec import Spec, default_tree
 from treespec.target import Target
@@ -51,10 +52,12 @@ def test_greedy_is_the_same_under_every_verifier(llama, verifier):
     assert spec.generate(prompt(), max_new_tokens=24).token_ids == wanted
 
 
+@pytest.mark.parametrize("tree", ["sampled:nodes=12,depth=3", "auto:topk=4"])
 @pytest.mark.parametrize("verifier", ["rrs-wo", "traversal", "optimal"])
-def test_greedy_is_the_same_with_a_sampled_tree(llama, verifier):
+def test_greedy_is_the_same_with_a_sampled_tree_and_one_chosen_by_its_cost(llama, verifier, tree):
     calibration = Calibration((0.0,) * 4, (0.0,) * 7, {"1": [(0.1, 4.0), (0.01, 30.0)]})
-    spec = Spec(llama.target, llama.head, "sampled:nodes=12,depth=3", verifier, calibration=calibration)
+    times = Times((1, 4, 16), (1.0, 1.1, 1.4), 0.01, 0.02)
+    spec = Spec(llama.target, llama.head, tree, verifier, calibration=calibration, times=times)
     out = spec.generate(prompt(), max_new_tokens=24)
     assert out.token_ids == plain_generate(llama.target, prompt(), 24)
     assert out.stats.drafted[0] > 0

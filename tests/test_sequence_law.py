@@ -11,6 +11,7 @@ from models import TableConfig, TableModel, random_head
 from scipy.stats import chi2
 
 from treespec.draft.calibration import Calibration
+from treespec.draft.times import Times
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
 from treespec.target import Target
@@ -101,6 +102,14 @@ class TestSequenceLaw:
         """A calibration by which most nodes get some of both, and not all of them the same number."""
         calibration = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {})
         spec = Spec(table.target, table.head, "sampled:price=.1,depth=2", verifier, calibration=calibration)
+        self.check(spec, SamplingParams(temperature=0.8), texts=2)
+
+    @pytest.mark.parametrize("verifier", ["topk", "rrs-wo", "traversal", "optimal"])
+    def test_trees_chosen_by_their_cost_give_it_too(self, table, verifier):
+        """Times by which sizes and depths change from cycle to cycle."""
+        calibration = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.2, 3.0), (0.02, 9.0)]})
+        times = Times((1, 4, 16), (1.0, 1.5, 4.0), 0.1, 0.25)
+        spec = Spec(table.target, table.head, "auto:depth=3,topk=3", verifier, calibration=calibration, times=times)
         self.check(spec, SamplingParams(temperature=0.8), texts=2)
 
     @pytest.mark.parametrize("verifier", ["rrs-wo", "greedy", "topk"])

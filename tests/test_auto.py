@@ -1,0 +1,141 @@
+"""Auto trees: sizes that maximise the ratio, times that are kept, and the same text whatever is chosen."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from models import TableConfig, TableModel, random_head, target
+
+from treespec.draft.calibration import Calibration
+from treespec.draft.grow import check_pair
+from treespec.draft.grow_auto import sampled_by
+from treespec.draft.pace import Pace
+from treespec.draft.times import NODES, Times, key, times_for
+from treespec.errors import InputError
+from treespec.spec import Spec
+from treespec.target import Target
+from treespec.trees.auto import AutoTree, best_size
+from treespec.trees.policy import policy
+from treespec.trees.static import TreeError
+from treespec.verify import SCHEMES
+from treespec.verify.verifiers import verifier_by_name
+
+CALIBRATION = Calibration(
+    (0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0), (0.01, 30.0)]}, (0.1, 0.8, -1, 0)
+)
+
+
+def times(node: float = 0.001, step: float = 0.002) -> Times:
+    """A forward of 10 ms and what each further node and each level of drafts add, in seconds."""
+    return Times(NODES, tuple(0.01 + node * (n - 1) for n in NODES), step, step)
+
+
+def test_the_drawing():
+    reach, forward = torch.tensor([0.7, 0.5, 0.3, 0.2, 0.1]), torch.tensor([1, 1.1, 1.2, 1.5, 2.0, 2.5])
+    worth = [best_size(reach[:n], forward[: n + 1], 1.0)[1] for n in range(6)]
+    assert worth == pytest.approx([0, 0.6, 1.0, 1.0, 1.0, 1.0])
+    size, value = best_size(reach, forward + torch.tensor([0, 0, 0, 1e-3, 0, 0]), 1.0)
+    assert (size, value) == (3, pytest.approx(1.0))
+
+
+def test_the_best_size_at_its_own_rate_maximises_tokens_a_second():
+    """Dinkelbach's iteration against every size, for 50 random reaches and costs."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        reach = torch.rand(30, generator=generator).sort(descending=True).values
+        forward = 0.01 + 0.01 * torch.rand(31, generator=generator).cumsum(0)
+        ratios = torch.cat([torch.ones(1), 1 + reach.cumsum(0)]) / forward
+        rate = float(ratios[0])
+        for _ in range(20):
+            size, _ = best_size(reach, forward, rate)
+            rate = float(ratios[size - 1])
+        assert rate == pytest.approx(float(ratios.max()))
+
+
+def test_forward_times_go_through_the_measured_ones_and_never_fall():
+    measured = Times((1, 4, 8), (0.010, 0.016, 0.012), 0.0, 0.0)
+    found = measured.forward(8)
+    assert found.tolist() == pytest.approx([0.010, 0.012, 0.014, 0.016, 0.016, 0.016, 0.016, 0.016])
+
+
+def test_times_are_measured_once_and_kept_in_a_file(tmp_path):
+    model = target("llama")
+    head = random_head(model)
+    first = times_for(model, head, tmp_path / "new")
+    (file,) = (tmp_path / "new").iterdir()
+    assert key(model, head) in file.name
+    assert first.nodes == NODES
+    assert min(*first.target, first.begin) > 0
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"begin": 12.5}))
+    assert times_for(model, head, tmp_path / "new").begin == 12.5
+    file.write_text("{")
+    assert times_for(model, head, tmp_path / "new").begin < 12.5
+    assert json.loads(file.read_text())["begin"] < 12.5
+
+
+def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = target("llama")
+    assert times_for(model, random_head(model), tmp_path / "file" / "below").begin > 0
+
+
+def test_the_pace_learns_how_far_the_chances_are_right():
+    pace = Pace(times())
+    assert pace.trust == 1
+    for _ in range(100):
+        pace.settle(accepted=1, expected=2.0, nodes=8, levels=4)
+    assert 0.5 < pace.trust < 0.6
+    assert pace.persistence == pytest.approx(0.5, abs=0.06)
+    assert pace.rate == pytest.approx(2 / pace.cost(8, 4), rel=0.1)
+
+
+def grown(node: float, step: float, temperature: float = 0.0) -> tuple[float, float]:
+    """Mean nodes and levels of the trees of one text."""
+    model = Target(TableModel(TableConfig(8, seed=1)))
+    spec = Spec(
+        model, random_head(model, seed=2), "auto", "traversal", calibration=CALIBRATION, times=times(node, step)
+    )
+    stats = spec.generate([1, 2], temperature=temperature, max_new_tokens=200, seed=0).stats
+    return sum(stats.drafted) / stats.cycles, len(stats.drafted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_dearer_nodes_give_smaller_trees_and_dearer_steps_shallower_ones(temperature):
+    cheap, dear = grown(1e-5, 1e-5, temperature), grown(3e-3, 1e-5, temperature)
+    assert dear[0] < cheap[0] / 2
+    assert grown(1e-5, 1e-2, temperature)[1] < cheap[1]
+    assert grown(1e-5, 1.0, temperature)[1] <= 1
+
+
+def test_a_sampled_tree_is_settled_by_the_pace_alone():
+    pace, tree = Pace(times(1e-4, 1e-4)), AutoTree()
+    depth, price = sampled_by(pace, tree, CALIBRATION, 1.0)
+    assert 1 < depth <= tree.depth
+    assert CALIBRATION.price(tree.nodes, 1.0) <= price <= CALIBRATION.price(2, 1.0)
+
+
+@pytest.mark.parametrize("verifier", ["topk", "rrs-wo", "traversal", "optimal"])
+def test_the_same_seed_gives_the_same_text_whatever_was_said_before(verifier):
+    model = Target(TableModel(TableConfig(8, seed=1)))
+    spec = Spec(model, random_head(model, seed=2), "auto", verifier, calibration=CALIBRATION, times=times())
+    one, _, again = (spec.generate([1, 2], temperature=1, max_new_tokens=60, seed=seed) for seed in (0, 1, 0))
+    assert one.token_ids == again.token_ids
+    assert one.stats.accepted == again.stats.accepted
+
+
+def test_an_auto_tree_goes_with_what_a_sampled_or_a_dynamic_one_goes_with():
+    for name, scheme in SCHEMES.items():
+        if scheme.deterministic or name in ("rrs-wo", "optimal"):
+            check_pair(AutoTree(), scheme)
+        else:
+            with pytest.raises(InputError, match=f"the auto tree cannot go with verifier {name}"):
+                check_pair(AutoTree(), verifier_by_name(name, allow_lossy=True).scheme)
+
+
+def test_an_auto_tree_is_named_with_its_options():
+    assert policy("auto") == AutoTree()
+    assert policy("auto:nodes=20,depth=4,topk=3") == AutoTree(20, 4, 3)
+    for wrong in itertools.product(("nodes=1", "depth=0", "topk=0", "price=2")):
+        with pytest.raises(TreeError):
+            policy(f"auto:{wrong[0]}")

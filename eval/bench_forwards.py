@@ -71,9 +71,8 @@ class Place:
         self.proposer.observe(self.features[again.to(self.features.device)], self.tokens[again])
         spent = seconds(self.proposer.begin, self.target.output_device)
         if case.what == "extend":
-            tokens = torch.arange(case.nodes, device=self.target.output_device) % self.target.vocab_size
-            rows = torch.zeros_like(tokens)
-            spent = seconds(lambda: self.proposer.extend(tokens, rows), self.target.output_device)
+            zeros = torch.zeros(case.nodes, dtype=torch.int64, device=self.target.output_device)
+            spent = seconds(lambda: self.proposer.extend(zeros, zeros), self.target.output_device)
         self.proposer.rewind(self.context)
         return spent
 

@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass
 
+from treespec.errors import InputError
 from treespec.options import at_least, option
 
 
 @dataclass(frozen=True)
 class CalibrateConfig:
-    """Raises InputError for a count that is too small."""
+    """Raises InputError for a count that is too small, and for a draft vocabulary without a text to count in."""
 
     target: str = option("target model: a directory or a hub id")
     head: str = option("draft head: a directory; calibration.json is written there")
+    draft_vocab: int | None = option("draft only so many tokens, the most frequent of all --text (FR-Spec)", None)
     text: str | None = option("given text: conversations (.jsonl, .json), or plain text by any other name", None)
     questions: str = option("without --text, the target's own answers: builtin, mt-bench or a JSONL file", "builtin")
     limit: int | None = option("only the first so many questions or conversations", None)
@@ -23,4 +25,8 @@ class CalibrateConfig:
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
 
     def __post_init__(self) -> None:
-        at_least(self, limit=1, max_new_tokens=1, depth=1, positions=1, seed=0)
+        at_least(self, limit=1, max_new_tokens=1, depth=1, positions=1, seed=0, draft_vocab=1)
+        if self.draft_vocab and not self.text:
+            raise InputError(
+                "--draft-vocab needs --text: the target's few answers do not tell which tokens are frequent"
+            )

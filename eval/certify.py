@@ -19,6 +19,7 @@ import torch
 from scipy.stats import ks_2samp, kstest
 from torch import Tensor
 
+from treespec.draft.vocabulary import draft_logits
 from treespec.errors import InputError
 from treespec.eval.certify_config import CertifyConfig
 from treespec.eval.questions import load_questions
@@ -193,7 +194,7 @@ def laws_along(spec: Spec, prompt: list[int], outputs: Sequence[list[int]], temp
         positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)
         drafted = head(tokens[:, 1:], features[:, :-1], positions)
         # Row t drafts token t + 2; the first token has the prompt's last but one row.
-        q = probs(target.output_logits(drafted[:, first - 1 : -1].to(features.dtype)), params)
+        q = probs(draft_logits(head, target, drafted[:, first - 1 : -1].to(features.dtype)), params)
         chosen = tokens[:, first + 1 :, None]
         coin = torch.rand(chosen.shape, generator=generator, dtype=torch.float64).to(p.device)
         of_ratio = placed(p, p / q.clamp(min=torch.finfo(q.dtype).tiny), chosen, coin)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from treespec.conversations import encode_conversations, read_conversations
 from treespec.draft.rollout import rollout
+from treespec.draft.vocabulary import draft_logits
 from treespec.errors import InputError
 from treespec.eval.acceptance_config import AcceptanceConfig
 from treespec.eval.questions import Question, load_questions
@@ -101,7 +102,7 @@ def logits_of(
             tokens = text.tokens.to(features.device)
             *_, hidden = rollout(head, tokens, features, step)
             p.append(target.output_logits(features[rows + step]).cpu())
-            q.append(target.output_logits(hidden[rows]).cpu())
+            q.append(draft_logits(head, target, hidden[rows]).cpu())
             group.append(torch.full((len(rows),), text.group))
         report(Step(count, len(texts), "logits"))
     return Logits(torch.cat(p), torch.cat(q), torch.cat(group))

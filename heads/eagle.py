@@ -26,6 +26,8 @@ class EagleHead(nn.Module):
 
     config: the content of config.json, Llama's fields plus `bias` (of fc, true if absent), `qkv_bias`
     (false if absent) and `embed_scale` (1 if absent; for targets that scale their embeddings).
+    vocabulary: [N] int64 ascending, the target's tokens that it drafts; None is all. output: the rows of the target's
+    output embedding for them. Both belong to a loaded target and not to the weights.
     """
 
     taps: tuple[int, ...] = ()
@@ -40,6 +42,8 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * width, width, bias=config.get("bias", True))
         self.layers = nn.ModuleList([DecoderLayer(llama, config.get("qkv_bias", False))])
         self.rotary = Rotary(llama)
+        self.vocabulary: Tensor | None = None
+        self.output: nn.Module | None = None
 
     @property
     def hidden_size(self) -> int:

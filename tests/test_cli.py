@@ -64,6 +64,20 @@ def test_a_calibrated_head_drafts_sampled_trees(folders, tmp_path, monkeypatch, 
     assert run(monkeypatch, "generate", *models, *drafting, *said) == 0
 
 
+def test_a_head_from_elsewhere_gets_a_draft_vocabulary(folders, tmp_path, monkeypatch, capsys):
+    target, head = folders
+    own = shutil.copytree(head, tmp_path / "head")
+    (own / "draft_vocab.json").write_text("damaged")
+    text = tmp_path / "text.txt"
+    text.write_text("the user asks and the assistant answers the question " * 12)
+    options = ["calibrate", "--target", target, "--head", str(own), "--depth", "2", "--positions", "40"]
+    assert run(monkeypatch, *options, "--draft-vocab", "20") == 2
+    assert "--draft-vocab needs --text" in capsys.readouterr().err
+    assert run(monkeypatch, *options, "--draft-vocab", "20", "--text", str(text)) == 0
+    assert "The head drafts 20 tokens, which are 100.0% of the text" in capsys.readouterr().out
+    assert len(load(target, str(own)).head.vocabulary) == 20
+
+
 def test_the_targets_own_answers_calibrate_a_head(folders, tmp_path, monkeypatch):
     target, head = folders
     own = shutil.copytree(head, tmp_path / "head")

@@ -12,6 +12,7 @@ from scipy.stats import chi2
 
 from treespec.draft.calibration import Calibration
 from treespec.draft.times import Times
+from treespec.draft.vocabulary import restrict
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
 from treespec.target import Target
@@ -115,6 +116,22 @@ class TestSequenceLaw:
     @pytest.mark.parametrize("verifier", ["rrs-wo", "greedy", "topk"])
     def test_truncated_laws_too(self, table, verifier):
         self.check(table.configured(verifier=verifier), SamplingParams(temperature=1.3, top_k=3, top_p=0.9))
+
+    @pytest.mark.parametrize(
+        ("verifier", "tree"),
+        [
+            ("topk", "dynamic:depth=2,topk=3,nodes=6"),
+            ("rrs-wo", "eagle"),
+            ("traversal", "sampled:price=.1,depth=2"),
+            ("is-lp", "2x2"),
+        ],
+    )
+    def test_a_head_that_drafts_half_the_tokens_gives_it_too(self, table, verifier, tree):
+        head = random_head(table.target, seed=2)
+        restrict(head, table.target, torch.tensor([1, 3]))
+        calibration = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {})
+        spec = Spec(table.target, head, tree, verifier, calibration=calibration)
+        self.check(spec, SamplingParams(temperature=1.0), texts=2)
 
     def test_texts_that_end_by_themselves_have_their_law_too(self):
         """All texts of at most 3 tokens with token 3 as the end, each from a fresh prompt in a used cache."""

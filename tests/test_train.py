@@ -226,6 +226,22 @@ def test_training_in_mixed_precision_leaves_a_head_that_is_calibrated_and_drafts
     assert out.stats.drafted[0] > 0
 
 
+def test_a_draft_vocabulary_changes_no_weight_and_is_all_that_the_head_drafts(config, tmp_path, capsys):
+    train(replace(config, out=str(tmp_path / "whole")))
+    small = replace(config, draft_vocab=20, calibrate=True)
+    train(small)
+    assert same_weights(weights(small), weights(replace(config, out=str(tmp_path / "whole"))))
+    said = json.loads((tmp_path / "head" / "draft_vocab.json").read_text())
+    assert f"20 tokens, {said['coverage']:.1%} of the answers" in capsys.readouterr().out
+    spec = load(config.target, config.out, "sampled:nodes=8,depth=3", "traversal", dtype="float32")
+    assert spec.head.vocabulary.tolist() == said["tokens"]
+    assert len(said["tokens"]) == 20
+    assert spec.target.eos <= set(said["tokens"])
+    assert spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1).stats.drafted[0] > 0
+    with pytest.raises(InputError, match="--draft-vocab is 9999"):
+        train(replace(config, out=str(tmp_path / "large"), draft_vocab=9999))
+
+
 def test_batches_cover_an_epoch_once_in_a_settled_order():
     lengths = [3 + i % 7 for i in range(103)]
     batches = epoch_batches(lengths, 4, seed=1, epoch=2)

@@ -35,6 +35,7 @@ class TrainConfig:
     calibrate: bool = option("at the end, calibrate the head for --tree sampled on held-out conversations", True)
     validate_every: int = option("steps between validations; 0: only at the end", 1000)
     checkpoint_every: int = option("steps between checkpoints", 500)
+    draft_vocab: int | None = option("draft only so many tokens, the most frequent of the data (FR-Spec)", None)
     seed: int = option("of the weights, the order and the noise", 0)
     mixed_precision: str = option("no, bf16 or fp16", "no")
     dtype: str = option("of the target: auto, float32, bfloat16 or float16", "auto")

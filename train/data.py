@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from treespec.conversations import Example, encode_conversations, read_conversations, split
+from treespec.draft.vocabulary import most_frequent, save_vocabulary
 from treespec.errors import InputError
 from treespec.target import Target
 from treespec.train import features
@@ -46,6 +47,19 @@ def prepare(config: TrainConfig, target: Target, accelerator: Accelerator) -> Da
         return Data(train, held_out, features.LiveFeatures(target, rows).batch)
     store(config, target, rows, accelerator)
     return Data(train, held_out, features.StoredFeatures(Path(config.features), accelerator.device).batch)
+
+
+def draft_vocabulary(config: TrainConfig, target: Target, data: Data, accelerator: Accelerator) -> Tensor | None:
+    """Save the tokens that the head is to draft, and say how much of the data they are. The loss is on all tokens."""
+    if config.draft_vocab is None:
+        return None
+    texts = [example.input_ids[example.loss_mask] for example in data.train]
+    tokens, coverage = most_frequent(texts, config.draft_vocab, target)
+    target.output_rows(tokens[:1])  # raises what `restrict` would in the end
+    accelerator.print(f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}")
+    if accelerator.is_main_process:
+        save_vocabulary(tokens, coverage, config.out)
+    return tokens
 
 
 def store(config: TrainConfig, target: Target, rows: list[Tensor], accelerator: Accelerator) -> None:

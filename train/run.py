@@ -18,6 +18,7 @@ from torch import Tensor
 from treespec.draft.calibrate import calibrate
 from treespec.draft.calibration import save_calibration
 from treespec.draft.eagle import new_head
+from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.heads.eagle import EagleHead
@@ -25,7 +26,7 @@ from treespec.target import Target
 from treespec.train import checkpoint
 from treespec.train.batches import epoch_batches, padded
 from treespec.train.config import TrainConfig
-from treespec.train.data import Data, prepare
+from treespec.train.data import Data, draft_vocabulary, prepare
 from treespec.train.loss import Loss, counted, eagle_loss
 from treespec.train.progress import Report
 from treespec.train.validate import Validation, validate
@@ -50,6 +51,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     if accelerator.is_main_process:
         (out / "training").mkdir(parents=True, exist_ok=True)
         write_json(out / "training" / "config.json", asdict(config))
+    vocabulary = draft_vocabulary(config, target, data, accelerator)
     head = new_head(target).to(target.output_device)
     optimizer = torch.optim.AdamW(
         [p for p in head.parameters() if p.requires_grad],
@@ -65,6 +67,8 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     if accelerator.is_main_process:
         served = copy.deepcopy(head).to(target.dtype)
         save_head(served, out)
+        if vocabulary is not None:
+            restrict(served, target, vocabulary)
         if config.calibrate:
             calibrated(config, target, data, served, out)
         write_json(out / "training" / "result.json", asdict(result))

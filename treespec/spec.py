@@ -13,6 +13,7 @@ from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow import TreeDrafter
 from treespec.draft.times import Times, times_for
+from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.ending import Ending
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
@@ -193,8 +194,10 @@ def load(
     model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
     folder = head_folder(head) if head else None
     trained = load_head(folder, model.dtype, model.output_device) if folder else None
-    if trained:
+    if folder and trained:
         fit(trained, model, head)
+        if (tokens := load_vocabulary(folder, model.vocab_size)) is not None:
+            restrict(trained, model, tokens)
         pack(trained)
     pack(model.model)
     return Spec(model, trained, tree, verifier, template, allow_lossy, load_calibration(folder) if folder else None)

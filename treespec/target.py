@@ -100,9 +100,30 @@ class Target:
         own = getattr(self.model.get_input_embeddings(), "embed_scale", 1.0)
         return float(own) * getattr(self.config, "embedding_multiplier", 1.0)
 
-    def output_logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] hidden states after the final norm -> [..., V] logits, by the model's own output path."""
-        logits = self.model.get_output_embeddings()(hidden).to(hidden.device)  # a tied output may lie elsewhere
+    def output_rows(self, tokens: Tensor) -> nn.Linear:
+        """A copy of the output embedding for the tokens [N] alone, H -> N, on the device of the features.
+
+        Raises InputError for an output embedding that is offloaded, or no plain linear layer (any more).
+        """
+        whole = self.model.get_output_embeddings()
+        if not isinstance(whole, nn.Linear) or whole.weight.is_meta:
+            why = (
+                "is offloaded: give it room on a device" if isinstance(whole, nn.Linear) else "is no plain linear layer"
+            )
+            raise InputError(f"{type(self.model).__name__} takes no draft vocabulary: its output embedding {why}")
+        rows = nn.Linear(whole.in_features, len(tokens), bias=whole.bias is not None, device="meta")
+        for name, value in whole.named_parameters():
+            own = value.detach()[tokens.to(value.device)].to(self.output_device)
+            setattr(rows, name, nn.Parameter(own, requires_grad=False))
+        return rows
+
+    def output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
+        """[..., H] hidden states after the final norm -> [..., V] logits, by the model's own output path.
+
+        output: `output_rows`, for the logits of those tokens alone.
+        """
+        logits = (output or self.model.get_output_embeddings())(hidden)
+        logits = logits.to(hidden.device)  # a tied output may lie elsewhere
         if scale := getattr(self.config, "logit_scale", None):
             logits = logits * scale
         if scale := getattr(self.config, "logits_scaling", None):

@@ -12,5 +12,7 @@ def calibrate(config: CalibrateConfig) -> None:
     from treespec.cli.progress import with_progress
     from treespec.eval.calibrate import calibrate_head
 
-    file = with_progress(Console(), lambda report: calibrate_head(config, report))
+    file, coverage = with_progress(Console(), lambda report: calibrate_head(config, report))
+    if coverage is not None:
+        print(f"The head drafts {config.draft_vocab} tokens, which are {coverage:.1%} of the text")
     print(f"Calibration is in {file.resolve()}")

@@ -11,6 +11,7 @@ from treespec.draft.calibration import DRAWS, TOP_FEATURES, TOPS, Calibration, f
 from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow import TreeDrafter
 from treespec.draft.rollout import rollout
+from treespec.draft.vocabulary import draft_logits
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
 from treespec.sampling import SamplingParams, largest, probs
@@ -76,7 +77,7 @@ def outcomes(
         law = probs(target.output_logits(known), params)  # [T, V], row t: of token t + 1
         weight = torch.ones(len(tokens) - depth - 1, device=law.device)
         for step, hidden in enumerate(rollout(head, tokens, known, depth)):
-            q = probs(target.output_logits(hidden), params)
+            q = probs(draft_logits(head, target, hidden), params)
             p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
             chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:: depth + 1]
             found.append((*tried(p[chosen], q[chosen], step, generator), weight[chosen]))
@@ -96,7 +97,7 @@ def choices(head: EagleHead, target: Target, row: Row, depth: int, positions: in
     found, weight = [], torch.ones(max(len(tokens) - depth - 1, 0), device=known.device)
     law = probs(target.output_logits(known), SamplingParams(1.0))
     for step, hidden in enumerate(rollout(head, tokens, known, depth)):
-        q = probs(target.output_logits(hidden), SamplingParams(1.0))
+        q = probs(draft_logits(head, target, hidden), SamplingParams(1.0))
         p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
         chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:positions]
         best = largest(q[chosen], min(TOPS, q.shape[-1]))[1]

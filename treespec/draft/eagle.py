@@ -45,6 +45,14 @@ class EagleProposer:
         self.seen = torch.empty(0)  # [F, T] bool: which of the T drafted pairs each frontier node sees
 
     @property
+    def vocab_size(self) -> int:
+        return self.target.vocab_size
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        return self.head.vocabulary
+
+    @property
     def length(self) -> int:
         return self.done + len(self.waiting_tokens)
 
@@ -77,7 +85,7 @@ class EagleProposer:
         self.level = 0
         self.frontier = hidden[-1:]
         self.seen = torch.ones(1, 0, dtype=torch.bool, device=hidden.device)
-        logits = self.target.output_logits(self.frontier)
+        logits = self.target.output_logits(self.frontier, self.head.output)
         self.forward_seconds += time.perf_counter() - started
         return logits
 
@@ -89,8 +97,10 @@ class EagleProposer:
         mask = torch.cat([self.seen.new_ones(len(tokens), self.done), self.seen], dim=1)
         positions = torch.full((1,), self.done + self.level, device=tokens.device)
         self.level += 1
+        if self.vocabulary is not None:
+            tokens = self.vocabulary[tokens]
         self.frontier = self._forward(tokens, self.frontier[parent_rows], positions, mask)
-        logits = self.target.output_logits(self.frontier)
+        logits = self.target.output_logits(self.frontier, self.head.output)
         self.forward_seconds += time.perf_counter() - started
         return logits
 

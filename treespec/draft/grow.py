@@ -13,6 +13,7 @@ from treespec.draft.grow_static import grow_static
 from treespec.draft.pace import Pace
 from treespec.draft.proposer import Proposer
 from treespec.draft.times import Times
+from treespec.draft.vocabulary import in_target
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
 from treespec.trees.auto import AutoTree
@@ -91,6 +92,11 @@ class TreeDrafter:
     @torch.no_grad()
     def draft(self, root: Tensor, params: SamplingParams, generator: torch.Generator) -> TokenTree:
         """The tree below the last committed token. root: [1] int64."""
+        tree, vocabulary = self._grown(root, params, generator), self.proposer.vocabulary
+        return tree if vocabulary is None else in_target(tree, vocabulary, self.proposer.vocab_size)
+
+    def _grown(self, root: Tensor, params: SamplingParams, generator: torch.Generator) -> TokenTree:
+        """In draft tokens, but for the root."""
         logits = self.proposer.begin()
         if logits is None:
             return root_only(root)

@@ -19,20 +19,33 @@ class Proposer(Protocol):
         ...
 
     @property
+    def vocab_size(self) -> int:
+        """V of the target."""
+        ...
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[N] int64 ascending: the target's token for each of its draft tokens; None where they are the same."""
+        ...
+
+    @property
     def forward_seconds(self) -> float:
         """Seconds spent in the draft model's own forwards so far."""
         ...
 
     def begin(self) -> Tensor | None:
-        """[1, V] draft logits for the children of the root, or None if it knows nothing yet."""
+        """[1, N] draft logits for the children of the root, or None if it knows nothing yet."""
         ...
 
     def extend(self, tokens: Tensor, parent_rows: Tensor) -> Tensor:
-        """[F, V] draft logits for the children of F nodes. tokens: [F]; parent_rows: [F] in the last frontier."""
+        """[F, N] draft logits for the children of F nodes.
+
+        tokens: [F] draft tokens, numbered as the logits; parent_rows: [F] in the last frontier.
+        """
         ...
 
     def observe(self, features: Tensor, following: Tensor) -> None:
-        """Text was committed: features [n, H] of its next n positions, and the token [n] after each."""
+        """Text was committed: features [n, H] of its next n positions, and the target's token [n] after each."""
         ...
 
     def rewind(self, length: int) -> None:

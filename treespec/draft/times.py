@@ -73,7 +73,9 @@ def key(target: Target, head: EagleHead) -> str:
     device = target.output_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {os.cpu_count()}"
     model = target.config.to_json_string()
-    parts = [name, torch.get_num_threads(), str(target.dtype), torch.__version__, target.layers, model, head.config]
+    drafted = head.vocab_size if head.vocabulary is None else len(head.vocabulary)
+    parts = [name, torch.get_num_threads(), str(target.dtype), torch.__version__]
+    parts += [target.layers, model, head.config, drafted]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
 
 

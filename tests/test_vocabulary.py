@@ -1,0 +1,193 @@
+"""A head that drafts a part of the vocabulary: the text stays the target's, and laws are those drawn from."""
+
+import json
+
+import pytest
+import torch
+from models import COMMON, CONFIGS, random_head, random_model, save_model, target
+from torch import nn
+from transformers import PhiConfig
+
+from treespec.draft.calibrate import outcomes
+from treespec.draft.calibration import Calibration
+from treespec.draft.eagle import EagleProposer, new_head
+from treespec.draft.grow import TreeDrafter
+from treespec.draft.times import Times
+from treespec.draft.vocabulary import FILE, draft_logits, load_vocabulary, most_frequent, restrict, save_vocabulary
+from treespec.errors import InputError
+from treespec.heads.checkpoint import save_head
+from treespec.packed import PackedLinear
+from treespec.sampling import SamplingParams, probs
+from treespec.spec import Spec, load
+from treespec.target import Target
+from treespec.trees.policy import policy
+from treespec.verify.verifiers import verifier_by_name
+
+CALIBRATION = Calibration((0.2, 0.1, -0.5, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0), (0.01, 30.0)]})
+SAMPLED = ("traversal", "sampled:price=.02,depth=3")
+TIMES = Times((1, 8, 64), (1.0, 1.0, 1.2), 0.01, 0.01)
+PROMPT = [5, 9, 33, 12, 7]
+
+
+@pytest.fixture(scope="module")
+def half():
+    """A target of 64 tokens and a head that drafts 32 of them."""
+    model = target("llama")
+    head = random_head(model)
+    restrict(head, model, torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values)
+    return model, head
+
+
+@pytest.mark.parametrize(
+    ("verifier", "tree"),
+    [("topk", "dynamic:depth=3,topk=40,nodes=60"), ("topk", "40x1"), ("rrs-wo", "eagle"), SAMPLED, ("topk", "auto")],
+)
+def test_greedy_text_is_the_targets_token_for_token(half, verifier, tree):
+    """Two of the trees ask for more children than there are tokens to draft."""
+    model, head = half
+    spec = Spec(model, head, tree, verifier, calibration=CALIBRATION, times=TIMES)
+    out = spec.generate(PROMPT, max_new_tokens=24)
+    assert out.token_ids == spec.baseline().generate(PROMPT, max_new_tokens=24).token_ids
+    assert sum(out.stats.drafted) > 24
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("verifier", "tree", "temperatures"),
+    [
+        ("rrs-wo", "eagle", (1.0,)),
+        ("rrs-wo", "40x1", (1.0,)),
+        ("optimal", "3x2", (1.0,)),
+        (*SAMPLED, (1.0,)),
+        ("rrs:draft-temperatures=0.5/2", "2x2", (0.5, 2.0)),
+    ],
+)
+def test_the_laws_of_a_tree_are_those_its_draws_came_from(half, verifier, tree, temperatures):
+    """The head's laws over its own tokens, after top-k: they sum to 1 there, to 1e-5, and are 0 elsewhere."""
+    model, head = half
+    text, features = torch.tensor(PROMPT), torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
+    proposer = EagleProposer(head, model)
+    proposer.observe(features, text)
+    drafter = TreeDrafter(proposer, policy(tree), verifier_by_name(verifier).scheme, CALIBRATION)
+    grown = drafter.draft(text[-1:], SamplingParams(1.0, top_k=20), torch.Generator().manual_seed(3))
+    own = {-1, *head.vocabulary.tolist()}
+    assert grown.tokens[0] == text[-1]
+    assert {*grown.tokens[1:].tolist(), *grown.drafts.draws.tokens.flatten().tolist()} <= own
+    for row, node in enumerate(grown.drafts.nodes.tolist()):
+        path = grown.tokens[grown.ancestors[node]][1:]
+        if (path < 0).any():
+            continue
+        tokens, known = torch.cat([text, path]), features
+        for end in range(len(text), len(tokens) + 1):
+            hidden = head(tokens[None, :end], known[None], torch.arange(end))[0, -1:]
+            known = torch.cat([known, hidden])
+        logits = model.output_logits(hidden[0])[head.vocabulary]
+        for draw, temperature in enumerate(temperatures):
+            law = torch.zeros(64)
+            law[head.vocabulary] = probs(logits, SamplingParams(temperature, top_k=20))
+            found = grown.drafts.q[row] if len(temperatures) == 1 else grown.drafts.q[row, draw]
+            torch.testing.assert_close(found, law, rtol=0, atol=1e-5)
+
+
+def test_the_law_over_all_tokens_is_that_of_the_draft_tokens(half):
+    model, head = half
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(4))
+    for params in (SamplingParams(1.0), SamplingParams(0.7, top_k=40), SamplingParams(1.3, top_p=0.8)):
+        law = probs(draft_logits(head, model, hidden), params)
+        alone = probs(model.output_logits(hidden)[:, head.vocabulary], params)
+        torch.testing.assert_close(law[:, head.vocabulary], alone)
+        torch.testing.assert_close(law.sum(-1), torch.ones(3))
+
+
+def test_a_calibration_counts_only_tokens_that_are_drafted(half):
+    """The 5 tops of 5 draft tokens are output with the target's mass of these."""
+    model, _ = half
+    head = random_head(model)
+    restrict(head, model, torch.arange(10, 15))
+    text = torch.randint(64, (40,), generator=torch.Generator().manual_seed(5))
+    known = model.features(text[None])[0]
+    row = (text, torch.ones(40, dtype=torch.bool), known)
+    found = outcomes(head, model, [row], 1, 40, 1.0, torch.Generator().manual_seed(6))
+    mass = model.output_logits(known).softmax(-1)[1:39:2, 10:15].sum(-1)
+    torch.testing.assert_close(found[0][1].sum(-1), mass)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*CONFIGS, "phi-with-a-bias"])
+def test_rows_of_the_output_embedding_give_the_logits_of_their_tokens(name):
+    """With the model's own scales, softcap and bias: to 1e-5."""
+    model = Target(random_model(PhiConfig(**COMMON))) if "bias" in name else target(name)
+    if "bias" in name:
+        nn.init.normal_(model.model.lm_head.bias)
+    hidden = torch.randn(2, 3, model.feature_width, generator=torch.Generator().manual_seed(7))
+    tokens = torch.tensor([0, 3, 17, 63])
+    own = model.output_logits(hidden, model.output_rows(tokens))
+    torch.testing.assert_close(own, model.output_logits(hidden)[..., tokens], rtol=0, atol=1e-5)
+
+
+def test_an_output_embedding_that_is_not_there_is_refused():
+    model = Target(random_model(CONFIGS["llama"]()))
+    model.model.lm_head.weight = nn.Parameter(model.model.lm_head.weight.to("meta"))
+    with pytest.raises(InputError, match="offloaded"):
+        restrict(random_head(target("llama")), model, torch.arange(4))
+    model.model.lm_head = nn.Identity()
+    with pytest.raises(InputError, match="no plain linear layer"):
+        restrict(random_head(target("llama")), model, torch.arange(4))
+
+
+def test_the_most_frequent_tokens_and_the_ends_are_kept():
+    model = target("llama")
+    texts = [torch.tensor([9, 9, 9, 40, 40]), torch.tensor([9, 30, 31, 32])]
+    tokens, coverage = most_frequent(texts, 4, model)
+    assert tokens.tolist() == [2, 9, 30, 40]  # 2 ends a text; of 30, 31 and 32 the lowest
+    assert coverage == pytest.approx(7 / 9)
+    for number in (0, 64):
+        with pytest.raises(InputError, match=f"--draft-vocab is {number}"):
+            most_frequent(texts, number, model)
+
+
+def test_a_vocabulary_is_read_as_it_was_saved(tmp_path):
+    assert load_vocabulary(tmp_path, 64) is None
+    save_vocabulary(torch.tensor([2, 9, 63]), 0.75, tmp_path)
+    assert load_vocabulary(tmp_path, 64).tolist() == [2, 9, 63]
+    assert json.loads((tmp_path / FILE).read_text())["coverage"] == 0.75
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ('{"tokens": []}', "holds no token"),
+        ('{"tokens": [3, 64]}', "token 64, outside the target's vocabulary of 64"),
+        ('{"tokens": [-1, 3]}', "token -1, outside"),
+        ('{"tokens": [4, 3]}', "ascending"),
+        ('{"tokens": [3, 3]}', "twice"),
+        ('{"tokens": [3, 4.0]}', "not understood"),
+        ('{"tokens": 3}', "not understood"),
+        ("[3, 4]", "not understood"),
+        ("{", "not understood"),
+        (b"\xff\xfe", "not understood"),
+    ],
+)
+def test_a_file_that_is_no_vocabulary_is_refused_in_one_line(tmp_path, content, complaint):
+    (tmp_path / FILE).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=complaint) as error:
+        load_vocabulary(tmp_path, 64)
+    assert FILE in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_is_loaded_with_its_vocabulary_and_packed_with_it(tmp_path, dtype):
+    model = str(save_model(tmp_path / "model"))
+    save_head(new_head(Target.load(model)), tmp_path / "head")
+    save_vocabulary(torch.arange(100, 150), 0.5, tmp_path / "head")
+    spec = load(model, str(tmp_path / "head"), "eagle", "rrs-wo", dtype=dtype)
+    packs = dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert type(spec.head.output) is (PackedLinear if packs else nn.Linear)
+    assert spec.head.output.out_features == 50
+    drafter = spec.decoder.drafter
+    drafter.proposer.observe(torch.randn(4, 32).to(spec.target.dtype), torch.tensor([5, 6, 7, 8]))
+    tree = drafter.draft(torch.tensor([8]), SamplingParams(1.0), torch.Generator().manual_seed(0))
+    assert set(tree.tokens[1:].tolist()) <= set(range(100, 150))
+    assert len(spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).token_ids) == 8

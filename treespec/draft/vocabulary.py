@@ -1,0 +1,102 @@
+"""A smaller draft vocabulary (FR-Spec, Zhao et al. 2025, 2502.14856): a head drafts the most frequent tokens alone.
+
+A draft step is then a product with N rows of the output embedding, not V. The target's law p stays whole, and q is the
+law over the N tokens that is drawn from, 0 elsewhere, so that the text keeps the target's law.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treespec.errors import InputError
+from treespec.heads.eagle import EagleHead
+from treespec.target import Target
+from treespec.trees.tree import Drafts, TokenTree
+
+FILE = "draft_vocab.json"
+
+
+def restrict(head: EagleHead, target: Target, tokens: Tensor) -> None:
+    """Let a head draft these tokens of its target alone, [N] int64 ascending; before either is packed.
+
+    Raises InputError where the target's output embedding cannot be taken apart.
+    """
+    head.vocabulary = tokens.to(target.output_device)
+    head.output = target.output_rows(head.vocabulary)
+
+
+def draft_logits(head: EagleHead, target: Target, hidden: Tensor) -> Tensor:
+    """[..., H] features of a head -> [..., V] the logits that it drafts by, -inf outside its vocabulary."""
+    logits = target.output_logits(hidden, head.output)
+    return logits if head.vocabulary is None else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
+
+
+def spread(rows: Tensor, vocabulary: Tensor, size: int, fill: float = 0.0) -> Tensor:
+    """[..., N] over a draft vocabulary [N] -> [..., V] over the target's V = `size` tokens, `fill` elsewhere."""
+    return rows.new_full((*rows.shape[:-1], size), fill).index_copy_(-1, vocabulary, rows)
+
+
+def in_target(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
+    """A tree grown in a draft vocabulary [N], in the target's V = `size` tokens. Its root is the target's already."""
+
+    def named(tokens: Tensor) -> Tensor:
+        return torch.where(tokens < 0, tokens, vocabulary[tokens.clamp_min(0)])
+
+    tokens, drafts = torch.cat([tree.tokens[:1], named(tree.tokens[1:])]), tree.drafts
+    if drafts:
+        draws = replace(drafts.draws, tokens=named(drafts.draws.tokens))
+        drafts = Drafts(drafts.nodes, spread(drafts.q, vocabulary, size), draws)
+    return replace(tree, tokens=tokens, drafts=drafts)
+
+
+def most_frequent(texts: Sequence[Tensor], number: int, target: Target) -> tuple[Tensor, float]:
+    """The tokens of a draft vocabulary, [number] int64 ascending, and its coverage: their share of the texts.
+
+    texts: int64 tokens, [T] each. The target's end tokens are among them, as every text draws one; of equally
+    frequent ones the lower. Raises InputError for a number that is not below the target's vocabulary.
+    """
+    if not 0 < number < target.vocab_size:
+        raise InputError(
+            f"--draft-vocab is {number}, must be at least 1 and below the target's {target.vocab_size} tokens; "
+            "leave it out to draft them all"
+        )
+    counts = torch.cat(list(texts)).bincount(minlength=target.vocab_size)
+    rank = counts.index_fill(0, torch.tensor(sorted(target.eos), dtype=torch.int64), len(counts) + int(counts.sum()))
+    tokens = rank.sort(descending=True, stable=True).indices[:number].sort().values
+    return tokens, float(counts[tokens].sum() / counts.sum().clamp(min=1))
+
+
+def save_vocabulary(tokens: Tensor, coverage: float, folder: str | Path) -> None:
+    """Under a temporary name first, so that a kill leaves the old file or the new one."""
+    temporary = Path(folder) / f".{FILE}-{os.getpid()}"
+    temporary.write_text(json.dumps({"coverage": round(coverage, 6), "tokens": tokens.tolist()}) + "\n")
+    os.replace(temporary, Path(folder) / FILE)
+
+
+def load_vocabulary(folder: str | Path, vocab_size: int) -> Tensor | None:
+    """[N] int64 tokens; None where there is no file. Raises InputError for anything but ascending tokens below V."""
+    file = Path(folder) / FILE
+    if not file.exists():
+        return None
+    try:
+        tokens = json.loads(file.read_text())["tokens"]
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise ValueError("tokens is no list of numbers")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _refused(file, "is not understood") from error
+    if not tokens:
+        raise _refused(file, "holds no token")
+    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise _refused(file, f"holds token {outside[0]}, outside the target's vocabulary of {vocab_size}")
+    if sorted(set(tokens)) != tokens:
+        raise _refused(file, "holds tokens twice, or not in ascending order")
+    return torch.tensor(tokens)
+
+
+def _refused(file: Path, why: str) -> InputError:
+    return InputError(f"{file} {why}: make it again with treespec calibrate --draft-vocab, or delete it to draft all")

@@ -2,15 +2,18 @@
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from enumeration import STOCHASTIC
 from models import TableConfig, TableModel, random_head
+from scipy.stats import chi2_contingency
 
 from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow import TreeDrafter
-from treespec.sampling import SamplingParams, probs
+from treespec.sampling import SamplingParams, TargetLaws, probs
 from treespec.target import Target
 from treespec.trees.policy import policy
 from treespec.trees.static import StaticTree
@@ -109,6 +112,33 @@ def test_draws_at_temperatures_of_their_own_are_accepted_at_the_stated_rate(tabl
     rate = float(scheme.acceptance_rate(p[:1], trees[0].drafts.q, draws))
     assert 0.1 < rate < 0.95
     assert abs(accepted / runs - rate) < 4 * math.sqrt(rate * (1 - rate) / runs)
+
+
+@pytest.mark.parametrize("verifier", [*STOCHASTIC, "rrs:draft-temperatures=0.5/1/2"])
+def test_a_node_has_the_same_plan_by_itself_as_among_all(table, verifier):
+    scheme = scheme_by_name(verifier)
+    shape = LEVELS.narrowed(scheme.max_draws) if scheme.max_draws else LEVELS
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(5):
+        tree = drafter(table, shape, verifier).draft(TEXT[-1:], SamplingParams(temperature=0.8), generator)
+        logits = torch.randn(len(tree.tokens), 4, generator=generator, dtype=torch.float64)
+        laws, walk = TargetLaws(logits, SamplingParams(temperature=0.8)), Walk(scheme)
+        row_of = {node: row for row, node in enumerate(tree.drafts.nodes.tolist())}
+        alone = [walk.plan_at(tree, laws, node, row_of.get(node)) for node in range(len(logits))]
+        assert torch.allclose(torch.cat(alone), walk.plans(tree, laws), rtol=0, atol=1e-6)
+
+
+def test_all_nodes_at_once_and_one_after_another_output_the_same_law(table):
+    """Frequencies of 3000 verdicts each way on one tree, by χ² of the two samples, with an error of 1e-4."""
+    generator, params = torch.Generator().manual_seed(8), SamplingParams(temperature=0.8)
+    tree = drafter(table, LEVELS, "rrs-wo").draft(TEXT[-1:], params, generator)
+    p, walk = probs(torch.randn(len(tree.tokens), 4, generator=generator), params), Walk(scheme_by_name("rrs-wo"))
+    seen = [
+        Counter(tuple(way(tree, p, generator).tokens) for _ in range(3000)) for way in (walk.at_once, walk.step_by_step)
+    ]
+    table_of = [[counts[text] for text in seen[0] | seen[1]] for counts in seen]
+    assert len(table_of[0]) > 8
+    assert chi2_contingency(table_of).pvalue > 1e-4
 
 
 def test_at_temperature_0_the_children_are_the_likeliest_under_any_verifier(table):

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 from scipy.stats import chi2
 
-from treespec.sampling import SamplingParams, invert, largest, probs, sample, target_law
+from treespec.sampling import SamplingParams, greedy_choice, invert, largest, probs, sample
 
 ERROR = 1e-4  # probability that a χ² test of this file fails by chance
 
@@ -38,7 +38,7 @@ def test_probs_equal_transformers_warpers(params):
 def test_temperature_0_is_one_hot():
     logits = torch.randn(9, 30, generator=torch.Generator().manual_seed(0))
     law = probs(logits, SamplingParams())
-    assert torch.equal(law.argmax(-1), target_law(logits, SamplingParams()))
+    assert torch.equal(law.argmax(-1), greedy_choice(logits))
     assert torch.equal(law.sum(-1), torch.ones(9))
     assert torch.equal(law.max(-1).values, torch.ones(9))
 
@@ -87,4 +87,4 @@ def test_a_greedy_law_of_logits_that_are_not_numbers_has_no_token():
     logits[1, 4321] = torch.nan
     expected = logits.argmax(-1)
     expected[1] = 5000
-    assert torch.equal(target_law(logits, SamplingParams()), expected)
+    assert torch.equal(greedy_choice(logits), expected)

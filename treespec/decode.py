@@ -10,7 +10,7 @@ from treespec.draft.grow import TreeDrafter, root_only
 from treespec.ending import Ending
 from treespec.errors import InputError
 from treespec.prefix import common_prefix
-from treespec.sampling import SamplingParams, target_law
+from treespec.sampling import SamplingParams, TargetLaws, greedy_choice
 from treespec.stats import Stats
 from treespec.target import Target
 from treespec.verify.walk import Verifier, follow
@@ -66,8 +66,10 @@ class Decoder:
                 with stats.timed("target"):
                     out = self.target.forward_tree(self.cache, tree, taps)
                 with stats.timed("verify"):
-                    p = target_law(out.logits, params)
-                    verdict = follow(tree, p) if params.greedy else self.verifier(tree, p, generator)
+                    if params.greedy:
+                        verdict = follow(tree, greedy_choice(out.logits))
+                    else:
+                        verdict = self.verifier(tree, TargetLaws(out.logits, params), generator)
                 if max(verdict.tokens) >= self.target.vocab_size:
                     raise InputError(
                         "the target's logits are not numbers (NaN): its weights are damaged, or its dtype is too "

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
@@ -66,13 +67,26 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
     return law
 
 
-def target_law(logits: Tensor, params: SamplingParams) -> Tensor:
-    """What verifiers take as p: `probs`, but at temperature 0 only the sure token of each one-hot law.
+@final
+class TargetLaws:
+    """What verifiers take as p, [N, V] probabilities: `probs` of the rows that are asked for, as few are."""
 
-    logits: [N, V]. Returns [N, V] probabilities, or [N] int64 tokens at temperature 0: V, which is none, for NaN.
-    """
-    if not params.greedy:
-        return probs(logits, params)
+    def __init__(self, logits: Tensor, params: SamplingParams) -> None:
+        self.logits, self.params = logits, params
+
+    def __getitem__(self, rows: int | slice | Tensor) -> Tensor:
+        return probs(self.logits[rows], self.params)
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+
+def greedy_choice(logits: Tensor) -> Tensor:
+    """[N] int64 the sure token of each one-hot law at temperature 0; V, which is none, for NaN. logits: [N, V]."""
     values, indices = largest(logits, 1)
     return indices.masked_fill_(values.isnan(), logits.shape[-1]).squeeze(-1)
 

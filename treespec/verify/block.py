@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.sampling import sample
+from treespec.sampling import TargetLaws, sample
 from treespec.trees.tree import TokenTree
 from treespec.verify.laws import check, normalise
 from treespec.verify.scheme import Scheme
@@ -28,10 +28,11 @@ class Block:
     name: ClassVar[str] = "block"
     scheme: ClassVar[Scheme] = Single()
 
-    def __call__(self, tree: TokenTree, p: Tensor, generator: torch.Generator) -> Verdict:
+    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
-            return follow(tree, sample(p, generator))
+            return follow(tree, sample(p[:], generator))
+        p = p[:]
         nodes, tokens = tree.drafts.nodes, tree.drafts.draws.tokens
         check(self.scheme, tree.drafts.q, tokens.shape[1])
         draw = torch.full_like(tree.tokens, -1).index_copy(0, nodes, tokens[:, 0])  # [N] below each node

@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.sampling import sample
+from treespec.sampling import TargetLaws, sample
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.laws import normalise
 from treespec.verify.partial import LayerScheme
@@ -30,10 +30,11 @@ class Layer:
     def name(self) -> str:
         return f"layer:{self.scheme.name}"
 
-    def __call__(self, tree: TokenTree, p: Tensor, generator: torch.Generator) -> Verdict:
+    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
-            return follow(tree, sample(p, generator))
+            return follow(tree, sample(p[:], generator))
+        p = p[:]
         nodes, tokens = tree.drafts.nodes, tree.drafts.draws.tokens
         n, k = len(p), tokens.shape[1]
         same = (tree.parents == nodes[:, None, None]) & (tree.tokens == tokens[..., None])  # [I, K, N]

@@ -6,7 +6,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from treespec.sampling import sample
+from treespec.sampling import TargetLaws, sample
 from treespec.trees.tree import TokenTree
 from treespec.verify.laws import check, normalise
 from treespec.verify.rrs_wo import RRSWithoutReplacement, without_tops
@@ -28,15 +28,16 @@ class Traversal:
     name: ClassVar[str] = "traversal"
     scheme: ClassVar[Scheme] = RRSWithoutReplacement()
 
-    def __call__(self, tree: TokenTree, p: Tensor, generator: torch.Generator) -> Verdict:
+    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
-            return follow(tree, sample(p, generator))
+            return follow(tree, sample(p[:], generator))
         laws, tokens, nodes = tree.drafts.q, tree.drafts.draws.tokens, tree.drafts.nodes
         check(self.scheme, laws, tokens.shape[1])
         laws, drawn = without_tops(laws, tree.drafts.draws)
         at, sure = tokens.clamp(min=0), drawn < 0  # of a token for sure the law is one-hot
-        odds = (p[nodes].gather(1, at).double() / laws.gather(1, at).masked_fill(sure, 1)).tolist()
+        inner = p[nodes]
+        odds = (inner.gather(1, at).double() / laws.gather(1, at).masked_fill(sure, 1)).tolist()
         draws, is_sure, totals = tokens.tolist(), sure.tolist(), laws.sum(-1).tolist()
         row_of = {node: row for row, node in enumerate(nodes.tolist())}
         child_of: dict[tuple[int, int], int] = {}
@@ -49,8 +50,10 @@ class Traversal:
             """What is kept of the draw that has this node, or none, and of those below it; None: nothing."""
             if node is None:
                 return Verdict([], []) if next(coins) < weight else None
-            law, scale = p[node], weight  # law * scale is w p
-            if (row := row_of.get(node)) is not None:
+            row, scale = row_of.get(node), weight
+            own = p[node] if row is None else inner[row]
+            law = own  # law * scale is w p
+            if row is not None:
                 q, total, chances = laws[row], totals[row], odds[row]
                 for k, token in enumerate(draws[row]):
                     if token < 0:
@@ -71,7 +74,7 @@ class Traversal:
                     scale = 1 / max(left + (1 - weight), 1e-300)
                     weight = left * scale
             if node == 0 or next(coins) < weight:
-                return Verdict([], sample(normalise(law[None].clone(), p[node : node + 1]), generator).tolist())
+                return Verdict([], sample(normalise(law[None].clone(), own[None]), generator).tolist())
             return None
 
         verdict = keep(0, 1.0)

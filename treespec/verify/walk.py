@@ -6,7 +6,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from treespec.sampling import sample
+from treespec.sampling import TargetLaws, sample
 from treespec.trees.tree import Draws, TokenTree
 from treespec.verify.scheme import Scheme
 
@@ -27,7 +27,7 @@ class Verifier(Protocol):
     @property
     def scheme(self) -> Scheme: ...
 
-    def __call__(self, tree: TokenTree, p: Tensor, generator: torch.Generator) -> Verdict:
+    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
         ...
 
@@ -39,7 +39,8 @@ class Walk:
 
     Lossless for every lossless scheme: each output token has the target's law given the text before it.
     Where a scheme's draws are a function of the text, a node's draws are its children.
-    The plan is sampled at all nodes at once and only the path's samples are used; the host waits once.
+    On a CPU it goes from node to node and makes laws and plans of the path alone. Elsewhere the plan is sampled at all
+    nodes at once and only the path's samples are used, so that the host waits once.
     """
 
     scheme: Scheme
@@ -48,14 +49,56 @@ class Walk:
     def name(self) -> str:
         return self.scheme.name
 
-    def __call__(self, tree: TokenTree, p: Tensor, generator: torch.Generator) -> Verdict:
+    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+        return (self.step_by_step if p.device.type == "cpu" else self.at_once)(tree, p, generator)
+
+    def at_once(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+        return follow(tree, sample(self.plans(tree, p), generator))
+
+    def step_by_step(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+        child: dict[tuple[int, int], int] = {}
+        for node, (parent, token) in enumerate(torch.stack([tree.parents, tree.tokens]).mT.tolist()):
+            child.setdefault((parent, token), node)
+        row_of = {node: row for row, node in enumerate(tree.drafts.nodes.tolist())} if tree.drafts else {}
+        path, tokens = [0], []
+        while True:
+            at = path[-1]
+            tokens.append(int(sample(self.plan_at(tree, p, at, row_of.get(at)), generator)))
+            following = child.get((at, tokens[-1]))
+            if following is None:
+                return Verdict(path[1:], tokens)
+            path.append(following)
+
+    def plans(self, tree: TokenTree, p: Tensor | TargetLaws) -> Tensor:
+        """[N, V] the law of the output at every node."""
         if tree.drafts:
             nodes = tree.drafts.nodes
-            p = p.index_copy(0, nodes, self.scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws))
-        elif not self.scheme.lossless:  # the lossless plan is p
-            children = tree.tokens.where(tree.parents == torch.arange(len(p), device=p.device)[:, None], -1)
-            p = self.scheme.plan(p, p, Draws(children))
-        return follow(tree, sample(p, generator))
+            return p[:].index_copy(0, nodes, self.scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws))
+        if self.scheme.lossless:
+            return p[:]  # the plan is p
+        return self.scheme.plan(p[:], p[:], Draws(children_of(tree)))
+
+    def plan_at(self, tree: TokenTree, p: Tensor | TargetLaws, node: int, row: int | None) -> Tensor:
+        """[1, V] that at one node. row: its place in the tree's drafts, if it has any."""
+        law = p[node : node + 1]
+        if tree.drafts and row is not None:
+            return self.scheme.plan(law, tree.drafts.q[row : row + 1], drawn_at(row, tree.drafts.draws))
+        if self.scheme.lossless:
+            return law
+        return self.scheme.plan(law, law, Draws(children_of(tree)[node : node + 1]))
+
+
+def drawn_at(row: int, draws: Draws) -> Draws:
+    """Of one node, without the columns that only other nodes fill."""
+    tokens = draws.tokens[row : row + 1]
+    width = 1 + max((i for i, token in enumerate(tokens[0].tolist()) if token >= 0), default=0)
+    return Draws(tokens[:, :width], None if draws.scores is None else draws.scores[row : row + 1, :width])
+
+
+def children_of(tree: TokenTree) -> Tensor:
+    """[N, N] the token of each node in the row of its parent, -1 elsewhere."""
+    rows = torch.arange(len(tree.parents), device=tree.parents.device)
+    return tree.tokens.where(tree.parents == rows[:, None], -1)
 
 
 def follow(tree: TokenTree, choice: Tensor) -> Verdict:

@@ -20,6 +20,7 @@ from treespec.eval.run import Step, describe, in_order, save, seed_of
 from treespec.padding import pad
 from treespec.spec import Spec, load
 from treespec.stats import Stats
+from treespec.target import Target
 
 WARM_UP_TOKENS = 16
 
@@ -45,11 +46,14 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
     loaded = load_assistant(config.assistant, config.dtype) if config.assistant else None
     spec = load(config.target, config.head, device_map=config.device_map, dtype=config.dtype)
     target = spec.target
-    assistant = fit_assistant(*loaded, target) if loaded else None
+    theirs = target
+    if config.stock_peers:
+        theirs = Target.load(config.target, device_map=config.device_map, dtype=config.dtype)
+    assistant = fit_assistant(*loaded, target, packed=not config.stock_peers) if loaded else None
     lengths = contexts(config, target.context_length)
     questions, too_long = asked(spec, [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]])
 
-    peers = peer_rows(target, assistant, 0.0)
+    peers = peer_rows(theirs, assistant, 0.0)
     steps = WARM_UP + config.rounds + len(questions) * len(heats) * (1 + len(found) + len(peers))
     done, total = 0, steps * len(paddings)
 
@@ -69,9 +73,11 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
     added, difference = 0, 0.0
     for layers in paddings:
         difference += pad(target, layers - added)
+        if theirs is not target:
+            pad(theirs, layers - added)
         added = layers
         timed = forwards(spec, lengths, config.rounds, config.seed, say)
-        rows = [row for heat in heats for row in (*own_rows(spec, found, heat), *peer_rows(target, assistant, heat))]
+        rows = [row for heat in heats for row in (*own_rows(spec, found, heat), *peer_rows(theirs, assistant, heat))]
         measured = {
             "added": added,
             "layers": target.layers,

@@ -30,6 +30,9 @@ class BenchConfig:
     assistant: str | None = option(
         "a smaller model with the same tokenizer, for transformers' assisted generation", None
     )
+    stock_peers: bool = option(
+        "give transformers a model of its own, as it loads it, and not treespec's packed one; twice the memory", False
+    )
     pad_layers: str = option(
         "layers to add that compute and change nothing, one or several numbers, by commas: the whole benchmark runs "
         "for each",

@@ -64,8 +64,8 @@ def load_assistant(path: str, dtype: str) -> tuple[PreTrainedModel, Any]:
         raise InputError(f"--assistant: cannot load {path!r}: {first}") from error
 
 
-def fit_assistant(model: PreTrainedModel, tokenizer: Any, target: Target) -> PreTrainedModel:
-    """The assistant as the target is placed and packed. Raises InputError for one with another vocabulary."""
+def fit_assistant(model: PreTrainedModel, tokenizer: Any, target: Target, packed: bool = True) -> PreTrainedModel:
+    """The assistant as the target is placed, and packed. Raises InputError for one with another vocabulary."""
     size = model.get_output_embeddings().weight.shape[0]
     if size != target.vocab_size:
         raise InputError(
@@ -74,5 +74,6 @@ def fit_assistant(model: PreTrainedModel, tokenizer: Any, target: Target) -> Pre
     if target.tokenizer is not None and tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise InputError("--assistant has other tokens than the target: take a model with the target's tokenizer")
     model.to(device=target.device, dtype=target.dtype)  # type: ignore[call-arg]
-    pack(model)
+    if packed:
+        pack(model)
     return model

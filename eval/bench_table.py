@@ -106,6 +106,9 @@ def figure(found: Figure | None, digits: int = 2) -> str:
 def notes(result: dict[str, Any]) -> list[str]:
     """What one must know to read the figures."""
     config = result["config"]
+    of_peers = "the very model in memory, with the order of weights and the attention that treespec gives it"
+    if config["stock_peers"]:
+        of_peers = "a model of their own, as transformers loads it"
     lines = [
         f"Target {config['target']}, head {config['head']}, assistant {config['assistant'] or 'none'}, questions "
         f"{config['questions']} ({result['questions']}), at most {config['max_new_tokens']} new tokens a turn, "
@@ -120,8 +123,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         "the head's falls in its first cycle. Overhead: share of a cycle outside these forwards.",
         "By model.generate, by one token: tokens/s over theirs on the same question, from prompt to last token. "
         "= one token: greedy answers with the very tokens of one-token decoding; in a lower precision than float32 "
-        "rounding alone may change them. Peers run on the very model in memory, with the order of weights and the "
-        "attention that treespec gives it; assisted generation has transformers' default settings.",
+        f"rounding alone may change them. Peers run on {of_peers}; assisted generation has transformers' defaults.",
     ]
     for measured in result["paddings"]:
         if measured["added"]:

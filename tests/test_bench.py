@@ -163,6 +163,13 @@ def test_peers_say_in_float32_what_we_say_greedily(measured):
         assert [row["same_as_one_token"] for row in greedy] == [2] * 7
 
 
+def test_peers_may_have_a_model_of_their_own(home, tmp_path):
+    options = options_in(home, tmp_path, temperature="0", pad_layers="1", limit=1, stock_peers=True)
+    (part,) = bench(BenchConfig(**options))["paddings"]
+    assert [row["same_as_one_token"] for row in part["rows"]] == [1] * len(part["rows"])
+    assert "as transformers loads it" in (tmp_path / "bench.md").read_text()
+
+
 def test_peers_sample_from_the_whole_law_whatever_the_models_own_settings(home):
     """At a high temperature the tail comes up, which transformers' top_k of 50 would cut off."""
     spec = load(str(home / "target"), dtype="float32")

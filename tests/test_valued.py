@@ -77,11 +77,15 @@ def test_equal_values_come_near_the_optimal_rate_and_a_single_value_near_that_of
         assert (found >= best - NEAR).all()
 
 
+@pytest.mark.parametrize("cells", [3, 6])
 @pytest.mark.parametrize("k", [2, 3])
-def test_the_output_has_the_target_law_whatever_the_prices(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_has_the_target_law_whatever_the_prices_and_the_cells(
+    k: int, cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(3)
-    cost = 60 * torch.rand(valued.CELLS, generator=generator, dtype=torch.float64)
-    monkeypatch.setattr(valued, "prices", lambda p, *_: cost.expand_as(p))
+    cost = 60 * torch.rand(6, generator=generator, dtype=torch.float64)
+    monkeypatch.setattr(valued, "CELLS", cells)
+    monkeypatch.setattr(valued, "prices", lambda p, *_: cost[: p.shape[1]].expand_as(p))
     for p, q in pairs():
         torch.testing.assert_close(output(Valued(), p, q, outcomes("valued", q, k)), p, rtol=0, atol=1e-12)
 

@@ -114,7 +114,7 @@ def arranged(tokens: Tensor) -> Draws:
 def select(p: Tensor, q: Tensor, value: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[B, V] the cell of each token, [B, C] prices, [B, K, C] Pr(draw k is selected | its cell). q: sums to 1."""
     cell = cells(p, q)
-    mass = torch.zeros(2, len(q), CELLS, dtype=torch.float64, device=q.device)
+    mass = torch.zeros(2, len(q), min(CELLS, q.shape[1]), dtype=torch.float64, device=q.device)
     for part, law in zip(mass, (p, q), strict=True):
         part.scatter_add_(1, cell, law.double())
     mass_q = mass[1] * scale(mass[1], present.any(-1, keepdim=True))
@@ -143,7 +143,12 @@ def prices(p: Tensor, q: Tensor, value: Tensor, present: Tensor) -> Tensor:
 
 
 def cells(p: Tensor, q: Tensor) -> Tensor:
-    """[B, V] int64: tokens of nearly equal p/q together, about as much of q in each cell. q: sums to 1."""
+    """[B, V] int64: tokens of nearly equal p/q together, about as much of q in each cell. q: sums to 1.
+
+    A cell a token where that is enough.
+    """
+    if q.shape[1] <= CELLS:
+        return torch.arange(q.shape[1], device=q.device).expand_as(q)
     fine = (((p / q).log2() - LOWEST) * OCTAVE).nan_to_num(0).clamp_(0, FINE - 1).long()  # 0 / 0 is never drawn
     mass = torch.zeros(len(q), FINE, dtype=torch.float64, device=q.device).scatter_add_(1, fine, q.double())
     middle = mass.cumsum(-1) - mass / 2

@@ -41,7 +41,7 @@ def random_laws(number: int, size: int) -> Logits:
 @pytest.fixture(scope="module")
 def figure_2(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("figure")
-    [rows] = accept(AcceptanceConfig(str(out), preset="khisti-figure2", samples=2))["sweeps"]
+    [rows] = accept(AcceptanceConfig(str(out), preset="khisti-figure2", samples=16))["sweeps"]
     return rows
 
 

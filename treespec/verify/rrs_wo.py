@@ -56,6 +56,8 @@ class RRSWithoutReplacement:
             return self._with_tops(q, k[:, 0], k[:, 1], generator)
         width, number = counts(q, k)
         check(self, q, width)
+        if width == 1:
+            return independent(q, k, generator)
         tokens = keep_first(distinct(independent(q, SPARE * width, generator).tokens)[:, :width], number)
         wanted = torch.arange(width, device=q.device) < number
         for turn, short in enumerate(((tokens < 0) & wanted).any(0).tolist()):
@@ -66,6 +68,9 @@ class RRSWithoutReplacement:
 
     def _with_tops(self, q: Tensor, number: Tensor, tops: Tensor, generator: torch.Generator) -> Draws:
         """number: [B] sampled draws. tops: [B] tokens for sure. The draws of a node stand at the left."""
+        if not tops.any():
+            drawn = self.draw(q, number, generator).tokens
+            return Draws(drawn, torch.zeros_like(drawn, dtype=q.dtype))
         sure = keep_first(likeliest(q, int(tops.max())), tops[:, None])
         sure = sure.masked_fill(q.gather(1, sure.clamp(min=0)) == 0, -1)
         drawn = sure[:, :0] if not number.any() else self.draw(without(q, sure), number, generator).tokens

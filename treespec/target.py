@@ -6,7 +6,7 @@ cannot hold a tree is refused by name, and the first forward after loading is ch
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from treespec.allocator import keep_freed_memory
@@ -134,14 +134,14 @@ class Target:
 
     @torch.no_grad()
     def prefill(self, cache: TreeCache, tokens: Tensor, taps: tuple[int, ...] = (), chunk: int = 512) -> Tensor:
-        """Commit a stretch of text, in chunks. tokens: [B, P] int64. Returns features [B, P, H]."""
+        """Commit a stretch of each text, in chunks. tokens: [B, P] int64. Returns features [B, P, H]."""
         features = []
         for part in tokens.split(chunk, dim=1):
-            n = part.shape[1]
-            depth = torch.arange(n)
-            causal = torch.ones(n, n, dtype=torch.bool).tril()
+            b, n = part.shape
+            depth = torch.arange(n).expand(b, n)
+            causal = torch.ones(n, n, dtype=torch.bool).tril().expand(b, n, n)
             features.append(self._hidden(cache, part, depth, causal, taps)[1])
-            cache.rewind(cache.length + n)
+            cache.commit([range(n)] * b)
         return torch.cat(features, dim=1)
 
     @torch.no_grad()
@@ -153,22 +153,39 @@ class Target:
 
     @torch.no_grad()
     def forward_tree(self, cache: TreeCache, tree: TokenTree, taps: tuple[int, ...] = ()) -> TreeOutput:
-        """The one forward of a cycle: writes N nodes behind the committed text, for `cache.commit` to keep."""
-        tokens = tree.tokens.clamp_min(0)[None]
-        hidden, features = self._hidden(cache, tokens, tree.depth, tree.ancestors, taps)
-        return TreeOutput(self.output_logits(hidden)[0], features[0])
+        """`forward_trees` of one text."""
+        return self.forward_trees(cache, [tree], taps)[0]
+
+    @torch.no_grad()
+    def forward_trees(
+        self, cache: TreeCache, trees: Sequence[TokenTree], taps: tuple[int, ...] = ()
+    ) -> list[TreeOutput]:
+        """The one forward of a cycle: a tree for each text of the cache, written behind it for `cache.commit` to keep.
+
+        The smaller trees are filled up with nodes of token 0 below nothing, which no other node sees.
+        """
+        sizes = [len(tree.tokens) for tree in trees]
+        tokens = pad_sequence([tree.tokens for tree in trees], batch_first=True).clamp_min(0)  # [B, N]
+        depth = pad_sequence([tree.depth for tree in trees], batch_first=True)
+        ancestors = torch.eye(max(sizes), dtype=torch.bool, device=depth.device).repeat(len(sizes), 1, 1)
+        for own, tree, size in zip(ancestors, trees, sizes, strict=True):
+            own[:size, :size] = tree.ancestors
+        hidden, features = self._hidden(cache, tokens, depth, ancestors, taps)
+        logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
+        return [TreeOutput(row, known[: len(row)]) for row, known in zip(logits, features, strict=True)]
 
     def _hidden(
         self, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """One forward of the decoder over [B, N] nodes: hidden states after the final norm, and features."""
         # Learned positions end at the context length; a node beyond it is never kept.
-        positions = (cache.length + depth).clamp_max(self.context_length - 1)
+        lengths = torch.tensor(cache.lengths, device=depth.device)
+        positions = (lengths[:, None] + depth).clamp_max(self.context_length - 1)
         with captured(self._decoder_layers(), taps) as inputs:
             hidden = self.decoder(
                 input_ids=tokens.to(self.device),
-                position_ids=positions.to(self.device)[None].expand(len(tokens), -1),
-                attention_mask=self._masks(ancestors, depth, cache.length),
+                position_ids=positions.to(self.device),
+                attention_mask=self._masks(ancestors, depth, cache.lengths),
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
@@ -176,20 +193,17 @@ class Target:
             return hidden, hidden
         return hidden, torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1)
 
-    def _masks(self, ancestors: Tensor, depth: Tensor, past: int) -> Any:
-        """Additive [1, 1, N, past + N] masks by layer type; one tensor where all layers are alike."""
+    def _masks(self, ancestors: Tensor, depth: Tensor, lengths: Sequence[int]) -> Any:
+        """Additive [B, 1, N, end + N] masks by layer type; one tensor where all layers are alike."""
         masks = {}
         for kind, window in self.windows.items():
-            if window is None:
-                unseen = pad(~ancestors, (past, 0))
-            else:
-                unseen = ~attention_mask(ancestors, depth, past, window if kind == "sliding_attention" else None)
-                if kind == "chunked_attention":
-                    unseen |= ~chunk_mask(depth, past, window)
+            unseen = ~attention_mask(ancestors, depth, lengths, window if kind == "sliding_attention" else None)
+            if kind == "chunked_attention" and window is not None:
+                unseen |= ~chunk_mask(depth, lengths, window)
             unseen = unseen.to(self.device)
             additive = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
             additive.masked_fill_(unseen, torch.finfo(self.dtype).min)
-            masks[kind] = additive[None, None]
+            masks[kind] = additive[:, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     def _decoder_layers(self) -> nn.ModuleList:
@@ -219,6 +233,11 @@ class Target:
                 f"ones by {difference:.3g} on average, so its masks or output path are not understood"
             )
         return out.features.device
+
+
+def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """[B, N, ...] -> [sum of sizes, ...]: the first so many of each row, one after another."""
+    return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:

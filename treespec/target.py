@@ -168,8 +168,8 @@ class Target:
         tokens = pad_sequence([tree.tokens for tree in trees], batch_first=True).clamp_min(0)  # [B, N]
         depth = pad_sequence([tree.depth for tree in trees], batch_first=True)
         ancestors = torch.eye(max(sizes), dtype=torch.bool, device=depth.device).repeat(len(sizes), 1, 1)
-        for own, tree, size in zip(ancestors, trees, sizes, strict=True):
-            own[:size, :size] = tree.ancestors
+        for row, (tree, size) in enumerate(zip(trees, sizes, strict=True)):
+            ancestors[row, :size, :size] = tree.ancestors
         hidden, features = self._hidden(cache, tokens, depth, ancestors, taps)
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
         return [TreeOutput(row, known[: len(row)]) for row, known in zip(logits, features, strict=True)]
@@ -237,6 +237,8 @@ class Target:
 
 def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """[B, N, ...] -> [sum of sizes, ...]: the first so many of each row, one after another."""
+    if min(sizes) == rows.shape[1]:
+        return rows.flatten(0, 1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
 

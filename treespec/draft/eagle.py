@@ -129,13 +129,12 @@ class EagleProposer:
         tokens = pad_sequence([f.tokens if f else nothing for f in frontiers], batch_first=True)  # [B, F]
         above = pad_sequence([f.parent_rows if f else nothing for f in frontiers], batch_first=True)
         b, n = tokens.shape
-        text = torch.arange(b, device=tokens.device)[:, None]
         own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
-        self.seen = torch.cat([self.seen[text, above], own], dim=2)
+        self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
         self.positions = self.positions + 1
         if self.vocabulary is not None:
             tokens = self.vocabulary[tokens]
-        self.frontier = self._forward(tokens, self.frontier[text, above], self.positions, self.seen)
+        self.frontier = self._forward(tokens, rows_of(self.frontier, above), self.positions, self.seen)
         sizes = [len(f.tokens) if f else 0 for f in frontiers]
         logits = self.target.output_logits(unpadded(self.frontier, sizes), self.head.output)
         self.forward_seconds += time.perf_counter() - started
@@ -153,3 +152,11 @@ class EagleProposer:
         device = self.target.output_device
         features = torch.empty(0, self.head.hidden_size, dtype=self.head.dtype, device=device)
         return features, torch.empty(0, dtype=torch.int64, device=device)
+
+
+def rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """[B, N, ...] and [B, F] -> [B, F, ...]: of each text its own rows."""
+    b, n = x.shape[:2]
+    if b > 1:
+        rows = rows + torch.arange(0, b * n, n, device=rows.device)[:, None]
+    return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, (b, -1))

@@ -74,8 +74,8 @@ class Decoder:
             yield from self._cycle(params)
             left = [row for row, text in enumerate(self.texts) if not text.ending.finished]
             running = len(left)
-            if running < len(self.texts):
-                self._select(left or [0])
+            if len(stay := left or [0]) < len(self.texts):
+                self._select(stay)
 
     def _cycle(self, params: SamplingParams) -> Iterator[tuple[Text, Piece]]:
         """One forward over a tree of each text."""
@@ -140,8 +140,8 @@ class Decoder:
         The last common position is computed again: its feature goes with the token that follows it now.
         """
         proposer = self.proposer
-        rows = (self.cache.lengths, self.texts, *([proposer.lengths] if proposer else []))
-        if any(len(row) != 1 for row in rows):  # the first text of all, or several were interrupted
+        rows = {len(self.cache.lengths), len(self.texts), len(proposer.lengths) if proposer else 1}
+        if rows != {1}:  # the first text of all, or several were interrupted
             self.cache = self.target.new_cache()
             if self.drafter:
                 self.drafter.proposer = proposer = self.drafter.proposer.new()

@@ -102,7 +102,8 @@ class EagleProposer:
         ends: list[Tensor] = [torch.empty(0)] * len(counts)
         for start in range(0, max(counts), self.chunk):
             part = [(f[start : start + self.chunk], t[start : start + self.chunk]) for f, t in self.waiting]
-            features, tokens = (pad_sequence(rows, batch_first=True) for rows in zip(*part, strict=True))
+            features = pad_sequence([f for f, _ in part], batch_first=True)  # [B, n, H]
+            tokens = pad_sequence([t for _, t in part], batch_first=True)  # [B, n]
             b, n = tokens.shape
             causal = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril().expand(b, n, n)
             known = committed(self.cache.lengths, tokens.device).expand(b, n, -1)

@@ -139,10 +139,20 @@ def test_shares_of_the_time_add_up_to_the_clock(llama):
         assert 0 < stages <= output.stats.seconds["total"]
 
 
+def test_tokens_are_one_prompt_and_lists_of_them_several(llama):
+    wanted = llama.baseline().generate([5, 9], max_new_tokens=6).token_ids
+    for one in ((5, 9), torch.tensor([5, 9]), torch.tensor([[5, 9]])):
+        assert llama.generate(one, max_new_tokens=6).token_ids == wanted
+    for several in ([[5, 9], [7]], [(5, 9), (7,)], [torch.tensor([5, 9]), torch.tensor([7])]):
+        assert [len(output.token_ids) for output in llama.generate(several, max_new_tokens=6)] == [6, 6]
+        assert llama.generate(several, max_new_tokens=6)[0].token_ids == wanted
+
+
 @pytest.mark.parametrize(
     ("texts", "complaint"),
     [
         ([[5], []], "prompt 2 of 2: the prompt is empty"),
+        ([[], [5]], "prompt 1 of 2: the prompt is empty"),
         ([[5], [6], [64]], "prompt 3 of 3: token id 64"),
         ([[5] * 128, [5]], "prompt 1 of 2: the prompt has 128 tokens"),
         ([[5], "word"], "prompt 2 of 2: the target has no tokenizer"),

@@ -166,7 +166,8 @@ class Spec:
     def generate(self, prompt: Prompt, **options: Any) -> Output: ...
     def generate(self, prompt: Prompt | Prompts, **options: Any) -> Output | list[Output]:
         """The whole answer; options as for `request`. A list of prompts is answered together: see `generate_all`."""
-        if not isinstance(prompt, str | torch.Tensor) and len(prompt) and not isinstance(prompt[0], int | dict):
+        several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
+        if several and isinstance(prompt[0], Sequence | torch.Tensor):
             return self.generate_all(cast(Prompts, prompt), **options)
         stream = self.stream(cast(Prompt, prompt), **options)
         for _ in stream:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treespec.errors import InputError
+from treespec.eval.bench_batches import ROUNDS, batches, cases
 from treespec.eval.bench_config import BenchConfig, contexts, whole_numbers
 from treespec.eval.bench_figures import Timed, of_cycles, of_speed, same
 from treespec.eval.bench_forwards import WARM_UP, forwards
@@ -29,12 +30,13 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
     """Measures, and after each number of padded layers writes what there is. Raises InputError for bad input.
 
     Writes and returns OUT/bench.json: {config, environment, questions, left_out, plots, paddings: [{added, layers,
-    logit_difference, forwards, rows}]}. forwards: as `bench_forwards.forwards`. A row is {name, label, temperature,
-    peer, failed, same_as_one_token, speed, cycle, answers}; speed: `of_speed`; cycle: `of_cycles`, None for peers;
-    failed: why a peer raised, who then has no figures. Also writes OUT/bench.md and plots.
+    logit_difference, forwards, rows, batches}]}. forwards, batches: as by the functions of that name. A row is {name,
+    label, temperature, peer, failed, same_as_one_token, speed, cycle, answers}; speed: `of_speed`; cycle: `of_cycles`,
+    None for peers; failed: why a peer raised, who then has no figures. Also writes OUT/bench.md and plots.
     """
     found, heats = drafts(config), temperatures(config)
     paddings = whole_numbers("pad-layers", config.pad_layers, 0)
+    chosen = cases(config, found, heats)
     contexts(config, 1 << 40)
     questions, left_out = load_questions(config.questions)
     out = Path(config.out)
@@ -54,7 +56,7 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
     questions, too_long = asked(spec, [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]])
 
     peers = peer_rows(theirs, assistant, 0.0)
-    steps = WARM_UP + config.rounds + len(questions) * len(heats) * (1 + len(found) + len(peers))
+    steps = WARM_UP + config.rounds + len(questions) * len(heats) * (1 + len(found) + len(peers)) + ROUNDS * len(chosen)
     done, total = 0, steps * len(paddings)
 
     def say(text: str) -> None:
@@ -84,6 +86,7 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
             "logit_difference": difference,
             "forwards": timed,
             "rows": _measured(spec, rows, questions, config, added, say),
+            "batches": batches(spec, found, chosen, questions, config, added, say),
         }
         result["paddings"].append(measured)
         result["plots"] = plot(result, out)

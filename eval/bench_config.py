@@ -27,6 +27,9 @@ class BenchConfig:
         "context lengths of the timed forwards, by commas; default: those of 128, 1024, 4096 that fit", None
     )
     rounds: int = option("times that each forward is timed", 20)
+    batches: str | None = option(
+        "texts answered together, one or several numbers, by commas, for tokens/s by each; default: not measured", None
+    )
     assistant: str | None = option(
         "a smaller model with the same tokenizer, for transformers' assisted generation", None
     )

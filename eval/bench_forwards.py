@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 
 from treespec.draft.eagle import EagleProposer
+from treespec.draft.growth import Frontier
 from treespec.eval.bench_config import NODES
 from treespec.eval.bench_figures import median
 from treespec.eval.bench_split import seconds
@@ -59,7 +60,7 @@ class Place:
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(spec.target.vocab_size, (context + 1,), generator=generator)
         self.features = self.target.prefill(self.cache, self.tokens[None, :-1])[0]  # [P, H]
-        self.proposer.observe(self.features, self.tokens[1:])
+        self.proposer.observe([self.features], [self.tokens[1:]])
         self.proposer.begin()
 
     def time(self, case: Case) -> float:
@@ -68,12 +69,12 @@ class Place:
             tree = star(case.nodes, self.target.vocab_size, self.target.output_device)
             return seconds(lambda: self.target.forward_tree(self.cache, tree), self.target.output_device)
         again = torch.arange(WAITING) % self.context
-        self.proposer.observe(self.features[again.to(self.features.device)], self.tokens[again])
+        self.proposer.observe([self.features[again.to(self.features.device)]], [self.tokens[again]])
         spent = seconds(self.proposer.begin, self.target.output_device)
         if case.what == "extend":
             zeros = torch.zeros(case.nodes, dtype=torch.int64, device=self.target.output_device)
-            spent = seconds(lambda: self.proposer.extend(zeros, zeros), self.target.output_device)
-        self.proposer.rewind(self.context)
+            spent = seconds(lambda: self.proposer.extend([Frontier(zeros, zeros)]), self.target.output_device)
+        self.proposer.rewind([self.context])
         return spent
 
 

@@ -1,7 +1,7 @@
 """Times of work that a device does while the host goes on: wait for it at both ends of every stage."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -9,8 +9,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from treespec.decode import Decoder
+from treespec.decode import Decoder, Text
 from treespec.draft.grow import TreeDrafter
+from treespec.draft.growth import Frontier
 from treespec.draft.proposer import Proposer
 from treespec.ending import Ending
 from treespec.sampling import SamplingParams
@@ -45,7 +46,7 @@ def split(spec: Spec, prompt: list[int], params: SamplingParams, max_new_tokens:
     ending = Ending(spec.target.tokenizer, spec.target.eos, (), max_new_tokens)
     generator = torch.Generator(device=device).manual_seed(seed)
     stats = WaitingStats(device=device)
-    for _ in decoder.run(prompt, params, ending, generator, stats):
+    for _ in decoder.run([Text(prompt, ending, generator, stats)], params):
         pass
     return stats
 
@@ -71,11 +72,11 @@ class Waiting:
     def __init__(self, proposer: Proposer, device: torch.device) -> None:
         self.proposer, self.device, self.forward_seconds = proposer, device, 0.0
 
-    def begin(self) -> Tensor | None:
+    def begin(self) -> list[Tensor | None]:
         return self._timed(self.proposer.begin)
 
-    def extend(self, tokens: Tensor, parent_rows: Tensor) -> Tensor:
-        return self._timed(lambda: self.proposer.extend(tokens, parent_rows))
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        return self._timed(lambda: self.proposer.extend(frontiers))
 
     def _timed(self, forward: Callable[[], Any]) -> Any:
         found: list[Any] = []

@@ -45,6 +45,9 @@ def show(result: dict[str, Any], console: Console, style: box.Box = box.SIMPLE_H
     ratios = ["by model.generate", "by one token"]
     beside = ["tokens", "tokens/s", *ratios, "overall: tokens/s", *ratios, "= one token"]
     table("Beside transformers, prefill included", ["", "T", *beside], rows(paddings, "speed", speed), labels=2)
+    if together := [row for measured in paddings for row in measured["batches"]]:
+        over = ["tokens/s", "by one token", "by the smallest batch"]
+        table("Batches", ["", "T", "texts", "tokens", *over], map(batch, together), labels=2)
     console.print()
     for note in notes(result):
         console.print(f"- {note}", markup=False, highlight=False)
@@ -96,6 +99,12 @@ def speed(row: Measured) -> list[str]:
     return [*cells, "" if same is None else f"{same} of {len(answers)}"]
 
 
+def batch(row: Measured) -> list[str]:
+    over = (figure(row[name]) for name in ("over_one_token", "over_smallest"))
+    numbers = str(row["batch"]), str(row["tokens"]), figure(row["tokens_per_second"], 1)
+    return [row["label"], f"{row['temperature']:g}", *numbers, *over]
+
+
 def figure(found: Figure | None, digits: int = 2) -> str:
     if found is None or found["value"] is None:
         return ""
@@ -119,12 +128,17 @@ def notes(result: dict[str, Any]) -> list[str]:
         "brackets; overall, and τ: totals over totals of all questions. Sampled answers may end after a few tokens, "
         "which a median over questions counts like long ones.",
         "Bound: τ · T(1) / (T(N) + T_draft): the target's forward in one-token decoding, over that on the tree and all "
-        "the head's forwards of a cycle. Speedup: tokens/s over one-token decoding's, without the target's prefill; "
-        "the head's falls in its first cycle. Overhead: share of a cycle outside these forwards.",
+        "the head's forwards of a cycle. Speedup: tokens/s over one-token decoding's, without prefill. "
+        "Overhead: share of a cycle outside these forwards.",
         "By model.generate, by one token: tokens/s over theirs on the same question, from prompt to last token. "
         "= one token: greedy answers with the very tokens of one-token decoding; in a lower precision than float32 "
         f"rounding alone may change them. Peers run on {of_peers}; assisted generation has transformers' defaults.",
     ]
+    if config["batches"]:
+        lines.append(
+            "Batches: so many texts in every forward, the place of one that has ended taken by the next; tokens of all "
+            "texts by the clock, prefill included; by one token: over one-token decoding of as many texts."
+        )
     for measured in result["paddings"]:
         if measured["added"]:
             same = "to the bit" if not measured["logit_difference"] else f"within {measured['logit_difference']:.2g}"

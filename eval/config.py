@@ -42,6 +42,7 @@ class EvalConfig:
     max_new_tokens: int = option("end an answer after so many tokens", 1024)
     limit: int | None = option("only the first so many questions", None)
     turns: int | None = option("only the first so many turns of a question", None)
+    batch: int = option("answer so many questions together, in one target forward for all", 1)
     baseline: bool = option("also decode one token at a time, for the speedups", True)
     warm_up: int = option("short generations before anything is timed, each configuration", 2)
     resamples: int = option("of the bootstrap behind the 95 % intervals", 1000)
@@ -51,7 +52,7 @@ class EvalConfig:
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
 
     def __post_init__(self) -> None:
-        at_least(self, max_new_tokens=1, limit=1, turns=1, resamples=1, warm_up=0, seed=0)
+        at_least(self, max_new_tokens=1, limit=1, turns=1, batch=1, resamples=1, warm_up=0, seed=0)
 
 
 @dataclass(frozen=True)

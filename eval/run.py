@@ -63,15 +63,17 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
 
     files = {configuration: out / "answers" / f"{configuration.model_id}.jsonl" for configuration in drafts}
     done = {(c, answer.question_id) for c, file in files.items() for answer in answers.read(file)}
+    groups = [questions[first : first + config.batch] for first in range(0, len(questions), config.batch)]
     plan = [
-        (question, configuration)
-        for number, question in enumerate(questions)
+        ([question for question in group if (configuration, question.question_id) not in done], configuration)
+        for number, group in enumerate(groups)
         for configuration in in_order(list(drafts), number)
-        if (configuration, question.question_id) not in done
     ]
+    plan = [(group, configuration) for group, configuration in plan if group]
     total = len(questions) * len(drafts)
+    there = total - sum(len(group) for group, _ in plan)
     if plan:
-        report(Step(total - len(plan), total, f"loading {config.target} and {config.head}"))
+        report(Step(there, total, f"loading {config.target} and {config.head}"))
         spec = load(
             config.target,
             config.head,
@@ -91,13 +93,14 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
 
         short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
         for configuration in drafts if config.warm_up else ():
-            report(Step(total - len(plan), total, f"warm-up of {configuration.model_id}"))
+            report(Step(there, total, f"warm-up of {configuration.model_id}"))
             for _ in range(config.warm_up):
-                _ask(_fresh(spec, drafts[configuration]), questions[0], configuration, short)
-        for number, (question, configuration) in enumerate(plan, total - len(plan) + 1):
-            answer = _ask(_fresh(spec, drafts[configuration]), question, configuration, config)
-            answers.append(files[configuration], answer)
-            report(Step(number, total, _said(answer)))
+                _ask(_fresh(spec, drafts[configuration]), groups[0], configuration, short)
+        for group, configuration in plan:
+            for answer in _ask(_fresh(spec, drafts[configuration]), group, configuration, config):
+                answers.append(files[configuration], answer)
+                there += 1
+                report(Step(there, total, _said(answer)))
     summary = summarise(out, config.resamples)
     save(out / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     save(out / "summary.md", markdown(summary))
@@ -162,20 +165,38 @@ def _fresh(spec: Spec, draft: Draft) -> Spec:
     return spec.configured(*draft) if draft else spec.baseline()
 
 
-def _ask(spec: Spec, question: Question, configuration: Configuration, config: EvalConfig) -> Answer:
-    """All turns of a question; each turn sees the configuration's own answers to those before."""
-    messages: list[dict[str, str]] = []
-    outputs, wall, seeds, ended = [], [], [], []
-    for turn, text in enumerate(question.turns):
-        messages.append({"role": "user", "content": text})
-        seeds.append(seed_of(config.seed, question.question_id, turn, configuration.model_id))
+def _ask(spec: Spec, group: list[Question], configuration: Configuration, config: EvalConfig) -> list[Answer]:
+    """All turns of some questions, answered together; each turn sees the configuration's own answers before.
+
+    What a turn takes on the clock is divided among the questions as their stats divide it.
+    """
+    messages: list[list[dict[str, str]]] = [[] for _ in group]
+    turns: list[list[tuple[Output, float, int]]] = [[] for _ in group]  # outputs, seconds, seeds
+    for turn in range(max(len(question.turns) for question in group)):
+        asked = [i for i, question in enumerate(group) if turn < len(question.turns)]
+        for i in asked:
+            messages[i].append({"role": "user", "content": group[i].turns[turn]})
+        seeds = [seed_of(config.seed, group[i].question_id, turn, configuration.model_id) for i in asked]
         started = time.perf_counter()
-        output = _generate(spec, messages, configuration.temperature, seeds[-1], config)
-        wall.append(time.perf_counter() - started)
-        ended.append(_ended_by(output, spec, config))
-        outputs.append(output)
-        # fschat's templates take an empty answer for the place of the next one
-        messages.append({"role": "assistant", "content": output.text or " "})
+        outputs = _generate(spec, [messages[i] for i in asked], configuration.temperature, seeds, config)
+        wall = time.perf_counter() - started
+        counted = sum(output.stats.seconds["total"] for output in outputs)
+        for i, output, seed in zip(asked, outputs, seeds, strict=True):
+            share = output.stats.seconds["total"] / counted if counted else 1 / len(asked)
+            turns[i].append((output, wall * share, seed))
+            # fschat's templates take an empty answer for the place of the next one
+            messages[i].append({"role": "assistant", "content": output.text or " "})
+    return [_answer(question, parts, configuration, spec, config) for question, parts in zip(group, turns, strict=True)]
+
+
+def _answer(
+    question: Question,
+    turns: list[tuple[Output, float, int]],
+    configuration: Configuration,
+    spec: Spec,
+    config: EvalConfig,
+) -> Answer:
+    outputs, wall, seeds = zip(*turns, strict=True)
     stats = [output.stats for output in outputs]
     total = Stats()
     for one in stats:
@@ -194,26 +215,31 @@ def _ask(spec: Spec, question: Question, configuration: Configuration, config: E
             "drafted": total.drafted,
             "accepted": total.accepted_by_depth,
             "prompt_tokens": [s.prompt_tokens for s in stats],
-            "ended": ended,
+            "ended": [_ended_by(output, spec, config) for output in outputs],
             "seeds": seeds,
             "token_ids": [output.token_ids for output in outputs],
         },
     )
 
 
-def _generate(spec: Spec, messages: list[dict[str, str]], temperature: float, seed: int, config: EvalConfig) -> Output:
-    """An answer, empty where the prompt fills the context: earlier turns may have been long."""
-    prompt = spec.encode(messages)
-    if len(prompt) >= spec.target.context_length:
-        return Output("", [], Stats(prompt_tokens=len(prompt)))
-    return spec.generate(
-        prompt,
+def _generate(
+    spec: Spec, messages: list[list[dict[str, str]]], temperature: float, seeds: list[int], config: EvalConfig
+) -> list[Output]:
+    """Answers, empty where the prompt fills the context: earlier turns may have been long."""
+    prompts = [spec.encode(one) for one in messages]
+    outputs = [Output("", [], Stats(prompt_tokens=len(prompt))) for prompt in prompts]
+    fits = [i for i, prompt in enumerate(prompts) if len(prompt) < spec.target.context_length]
+    answered = spec.generate_all(
+        [prompts[i] for i in fits],
         temperature=temperature,
         top_k=config.top_k,
         top_p=config.top_p,
         max_new_tokens=config.max_new_tokens,
-        seed=seed,
+        seed=[seeds[i] for i in fits],
     )
+    for i, output in zip(fits, answered, strict=True):
+        outputs[i] = output
+    return outputs
 
 
 def _ended_by(output: Output, spec: Spec, config: EvalConfig) -> str:

@@ -81,8 +81,14 @@ def notes(summary: dict[str, Any]) -> list[str]:
         "the mean of the questions' speedups. Ranges in brackets: 95 % bootstrap intervals over questions. "
         "= baseline: answers (turns) with the baseline's very tokens. Nodes: of the tree in one forward.",
         "Overhead: share of a cycle outside the forwards of target and draft model. Prefill: all prompts "
-        "through the target; through the draft model they go in its first cycle.",
+        "through the target and the draft model.",
     ]
+    if (batch := config.get("batch", 1)) > 1:
+        lines.append(
+            f"Rows are batched: {batch} questions were answered together, by the baseline too, their turns in step. "
+            "Tokens/s are the tokens of all by the clock. A cycle's time is divided evenly among its texts, a cycle "
+            "above is one text's share. Intervals take the questions for independent."
+        )
     if few := summary["few_questions"]:
         lines.append(f"Fewer than {FEW} questions, so a rough guide with intervals too narrow: {', '.join(few)}.")
     turns = sum(sum(row["ended"].values()) for row in rows)

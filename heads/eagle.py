@@ -68,7 +68,8 @@ class EagleHead(nn.Module):
     ) -> Tensor:
         """The next features. tokens: [B, T] int64, each the one after its feature. features: [B, T, H].
 
-        positions: [T] of the features. mask: [T, P + T], what each attends to, None is causal.
+        positions: [T] or [B, T] of the features. mask: [T, P + T] or [B, 1, T, P + T], what each attends to, None is
+        causal.
         Returns [B, T, H] extrapolated features.
         """
         embeddings = self.embed_tokens(tokens)

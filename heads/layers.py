@@ -27,16 +27,16 @@ class Rotary(nn.Module):
         self.inv_freq = rotary.inv_freq.float()  # not a buffer: stays float32 when the head is cast
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[T] positions -> cos, sin, each [T, D]."""
+        """[T] or [B, T] positions -> cos, sin, [1, T, D] or [B, 1, T, D] each: the same for all heads."""
         if self.inv_freq.device != positions.device:
             self.inv_freq = self.inv_freq.to(positions.device)
-        angles = positions[:, None] * self.inv_freq
+        angles = positions[..., None, :, None] * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn [B, heads, T, D] by the angles of [T, D]."""
+    """Turn [B, heads, T, D] by the angles of `Rotary`."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None) -> Tensor:
-        """x: [B, T, in]. mask: [T, P + T] bool or additive, None is causal. Returns [B, T, H]."""
+        """x: [B, T, in]. mask: [T, P + T] or [B, 1, T, P + T], bool or additive, None is causal. Returns [B, T, H]."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)

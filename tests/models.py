@@ -132,12 +132,12 @@ class TableDecoder(nn.Module):
         marks = torch.stack([input_ids, position_ids], dim=-1).float()[:, None]  # [B, 1, N, 2]
         if past_key_values is not None:
             marks, _ = past_key_values.update(marks, marks, 0)
-        tokens, positions = marks[:, 0, :, 0].long(), marks[:, 0, :, 1].long()
-        seen = torch.ones(n, n).tril() > 0 if attention_mask is None else attention_mask[0, 0] == 0
-        is_before = seen & (positions[0][None, :] == position_ids[0][:, None] - 1)
+        tokens, positions = marks[:, 0, :, 0].long(), marks[:, 0, :, 1].long()  # [B, T]
+        seen = torch.ones(1, n, n).tril() > 0 if attention_mask is None else attention_mask[:, 0] == 0
+        is_before = seen & (positions[:, None] == position_ids[..., None] - 1)  # [B, N, T]
         assert (is_before.sum(-1) <= 1).all()
-        before = (is_before * tokens[0]).sum(-1)  # token 0 stands before the first position
-        return BaseModelOutputWithPast(last_hidden_state=self.table[before, input_ids[0]][None])
+        before = (is_before * tokens[:, None]).sum(-1)  # token 0 stands before the first position
+        return BaseModelOutputWithPast(last_hidden_state=self.table[before, input_ids])
 
 
 class TableModel(hf.PreTrainedModel):

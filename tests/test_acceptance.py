@@ -13,6 +13,7 @@ from models import random_head, save_model, target, tokenizer
 from torch import Tensor
 
 from treespec.draft.eagle import EagleProposer
+from treespec.draft.growth import Frontier
 from treespec.errors import InputError
 from treespec.eval.acceptance import accept, average
 from treespec.eval.acceptance_config import PRESETS, AcceptanceConfig, Case, cases, sweeps
@@ -118,10 +119,10 @@ def test_q_is_what_the_drafter_gives_along_a_chain_of_the_text(step: int) -> Non
     for place, p, q in zip(places, found.p, found.q, strict=True):
         torch.testing.assert_close(p, plain[place - 1], atol=1e-5, rtol=1e-5)
         proposer = EagleProposer(head, model)
-        proposer.observe(features[: place - step], tokens[1 : place - step + 1])
-        logits = proposer.begin()
+        proposer.observe([features[: place - step]], [tokens[1 : place - step + 1]])
+        (logits,) = proposer.begin()
         for i in range(place - step + 1, place):
-            logits = proposer.extend(tokens[i : i + 1], torch.tensor([0]))
+            (logits,) = proposer.extend([Frontier(tokens[i : i + 1], torch.tensor([0]))])
         assert logits is not None
         torch.testing.assert_close(q, logits[0], atol=1e-4, rtol=1e-4)
 

@@ -271,6 +271,7 @@ def test_waiting_for_the_device_changes_times_alone(home):
         ({"temperature": "hot"}, "'hot' is not a number"),
         ({"contexts": "20,129"}, "--contexts 129: the target's context holds 256 tokens"),
         ({"contexts": "many"}, "--contexts 'many' must be a whole number"),
+        ({"batches": "4,0"}, "--batches '0' must be a whole number, at least 1"),
         ({"pad_layers": "0,-1"}, "--pad-layers '-1' must be a whole number"),
         ({"rounds": 1}, "--rounds is 1, must be at least 2"),
         ({"assistant": "./nowhere"}, "--assistant: cannot load './nowhere'"),

@@ -43,6 +43,20 @@ def test_generate_prints_what_the_api_says(folders, monkeypatch, capsys):
     assert f"{wanted.stats.new_tokens} tokens" in printed.err
 
 
+def test_generate_answers_several_prompts_together(folders, monkeypatch, capsys):
+    target, head = folders
+    texts = ["the question", "answers", "the user asks"]
+    options = ["--target", target, "--head", head, "--max-new-tokens", "8", "--dtype", "float32", "--batch", "2"]
+    assert run(monkeypatch, "generate", *options, *(word for text in texts for word in ("--prompt", text))) == 0
+    spec = load(target, head, dtype="float32")
+    wanted = [spec.generate([{"role": "user", "content": text}], max_new_tokens=8) for text in texts]
+    printed = capsys.readouterr()
+    assert printed.out == "\n\n".join(one.text for one in wanted) + "\n"
+    assert f"{sum(one.stats.new_tokens for one in wanted)} tokens" in printed.err
+    assert run(monkeypatch, "generate", *options, "--prompt", "a", "--prompt", "") == 2
+    assert "prompt 2 of 2: the prompt is empty" in capsys.readouterr().err
+
+
 def test_a_lossy_verifier_runs_where_it_is_allowed(folders, monkeypatch):
     target, head = folders
     options = ["--target", target, "--head", head, "--prompt", "the question", "--max-new-tokens", "4"]

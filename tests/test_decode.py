@@ -149,10 +149,14 @@ def test_an_interrupted_stream_leaves_the_object_usable(llama):
     assert spec.generate(prompt(), max_new_tokens=20).token_ids == wanted
 
 
-@pytest.mark.parametrize("stage", ["forward_tree", "commit", "observe"])
+@pytest.mark.parametrize("stage", ["forward_trees", "commit", "observe"])
 def test_an_interrupt_within_a_cycle_leaves_the_object_usable(llama, monkeypatch, stage):
     spec = llama.configured("eagle")
-    owner = {"forward_tree": Target, "commit": type(spec.decoder.cache), "observe": type(spec.decoder.drafter.proposer)}
+    owner = {
+        "forward_trees": Target,
+        "commit": type(spec.decoder.cache),
+        "observe": type(spec.decoder.drafter.proposer),
+    }
     original, calls = getattr(owner[stage], stage), []
 
     def interrupted(self, *args, **kwargs):

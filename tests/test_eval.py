@@ -135,6 +135,19 @@ def test_the_markdown_has_every_configuration_and_category(finished):
     assert re.search(rf"of {3 * TURNS} answers were ended by max_new_tokens", page)
 
 
+def test_questions_answered_together_have_the_same_answers(home, finished, tmp_path):
+    """Three questions two at a time, killed amid a group; the second turn is asked of two texts, then of one."""
+    config = config_in(home, tmp_path / "out", batch=2)
+    with pytest.raises(Killed):
+        evaluate(config, killed_after(3))
+    evaluate(config)
+    assert tokens_of(tmp_path / "out") == tokens_of(finished[0])
+    for lines in answered(tmp_path / "out").values():
+        for line in lines:
+            assert sum(line.wall_time) >= line.extra["seconds"]["total"] > 0
+    assert "2 questions were answered together" in (tmp_path / "out" / "summary.md").read_text()
+
+
 class Killed(Exception):
     pass
 

@@ -35,7 +35,7 @@ LEVELS = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 def drafter(table, tree, verifier):
     model, head = table
     proposer = EagleProposer(head, model)
-    proposer.observe(FEATURES, TEXT)
+    proposer.observe([FEATURES], [TEXT])
     return TreeDrafter(proposer, policy(tree) if isinstance(tree, str) else tree, scheme_by_name(verifier))
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from treespec.cache import TreeLayer
 from treespec.draft.eagle import EagleProposer, new_head
+from treespec.draft.growth import Frontier
 from treespec.errors import InputError
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.eagle import EagleHead
@@ -159,16 +160,16 @@ def test_tree_drafting_equals_drafting_each_path_alone():
     head = random_head(model)
     text, features = torch.randint(3, 64, (7,)), torch.randn(7, 32)
     proposer = EagleProposer(head, model)
-    proposer.observe(features[:4], text[:4])
+    proposer.observe([features[:4]], [text[:4]])
     proposer.begin()
-    proposer.extend(torch.tensor([9, 8, 7]), torch.tensor([0, 0, 0]))  # drafted, then forgotten
-    proposer.observe(features[4:], text[4:])
-    assert proposer.length == 7
-    at_root = proposer.begin()
+    proposer.extend([Frontier(torch.tensor([9, 8, 7]), torch.tensor([0, 0, 0]))])  # drafted, then forgotten
+    proposer.observe([features[4:]], [text[4:]])
+    assert proposer.lengths == [7]
+    (at_root,) = proposer.begin()
     first, second = torch.tensor([5, 6, 7]), torch.tensor([8, 9, 10, 11])
     rows = torch.tensor([0, 2, 2, 1])
-    level1 = proposer.extend(first, torch.tensor([0, 0, 0]))
-    level2 = proposer.extend(second, rows)
+    (level1,) = proposer.extend([Frontier(first, torch.tensor([0, 0, 0]))])
+    (level2,) = proposer.extend([Frontier(second, rows)])
 
     def alone(tokens):
         known_tokens, known = text, features
@@ -191,18 +192,18 @@ def test_rewinding_equals_never_having_seen_the_rest(length):
     head = random_head(model)
     text, features = torch.randint(3, 64, (9,)), torch.randn(9, 32)
     used, fresh = EagleProposer(head, model), EagleProposer(head, model)
-    used.observe(features[:5], text[:5])
+    used.observe([features[:5]], [text[:5]])
     used.begin()
-    used.extend(torch.tensor([3, 4]), torch.tensor([0, 0]))
-    used.observe(features[5:7], text[5:7])
-    used.observe(features[7:], text[7:])
-    used.rewind(length)
-    assert used.length == length
+    used.extend([Frontier(torch.tensor([3, 4]), torch.tensor([0, 0]))])
+    used.observe([features[5:7]], [text[5:7]])
+    used.observe([features[7:]], [text[7:]])
+    used.rewind([length])
+    assert used.lengths == [length]
     for proposer in (used, fresh):
         if proposer is fresh and length:
-            proposer.observe(features[:length], text[:length])
-        proposer.observe(features[:3], text[:3])
-    assert torch.allclose(used.begin(), fresh.begin(), atol=1e-5)
+            proposer.observe([features[:length]], [text[:length]])
+        proposer.observe([features[:3]], [text[:3]])
+    assert torch.allclose(used.begin()[0], fresh.begin()[0], atol=1e-5)
 
 
 def test_a_head_with_values_that_are_not_finite_is_refused_by_name(tmp_path):

@@ -54,7 +54,7 @@ def grow(
     model, head = table
     proposer = EagleProposer(head, model)
     text = torch.tensor([1, 2, 0, 3, 1])
-    proposer.observe(model.features(text[None])[0], text)
+    proposer.observe([model.features(text[None])[0]], [text])
     drafter = TreeDrafter(proposer, policy(tree), verifier_by_name(verifier).scheme, calibration)
     return drafter.draft(text[-1:], SamplingParams(temperature), torch.Generator().manual_seed(seed))
 

@@ -55,17 +55,18 @@ class TestSequenceLaw:
         assert sum(laws.values()) == pytest.approx(1)
         return laws
 
-    def check(self, spec, params, texts=TEXTS):
+    def check(self, spec, params, texts=TEXTS, batch=1):
         contexts = {pair: Counter() for pair in itertools.product(range(self.VOCAB), repeat=2)}
-        for seed in range(texts):
-            out = spec.generate(
-                [1, 2],
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                max_new_tokens=self.LENGTH,
-                seed=seed,
-            )
+        outputs = spec.generate(
+            [[0] * (i % batch) + [1, 2] for i in range(texts)],
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            max_new_tokens=self.LENGTH,
+            seed=batch - 1,
+            batch=batch,
+        )
+        for out in outputs:
             text = [1, 2, *out.token_ids]
             assert len(out.token_ids) == self.LENGTH
             for i in range(2, len(text) - 1, 2):
@@ -112,6 +113,13 @@ class TestSequenceLaw:
         times = Times((1, 4, 16), (1.0, 1.5, 4.0), 0.1, 0.25)
         spec = Spec(table.target, table.head, "auto:depth=3,topk=3", verifier, calibration=calibration, times=times)
         self.check(spec, SamplingParams(temperature=0.8), texts=2)
+
+    @pytest.mark.parametrize(
+        ("verifier", "tree"),
+        [("topk", "dynamic:depth=2,topk=3,nodes=6"), ("rrs-wo", "3x2"), ("traversal", "3x2"), ("block", "chain:3")],
+    )
+    def test_texts_of_different_lengths_decoded_together_give_it_too(self, table, verifier, tree):
+        self.check(table.configured(tree, verifier), SamplingParams(temperature=1.0), texts=3, batch=3)
 
     @pytest.mark.parametrize("verifier", ["rrs-wo", "greedy", "topk"])
     def test_truncated_laws_too(self, table, verifier):

@@ -67,7 +67,7 @@ def test_the_laws_of_a_tree_are_those_its_draws_came_from(half, verifier, tree, 
     model, head = half
     text, features = torch.tensor(PROMPT), torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
     proposer = EagleProposer(head, model)
-    proposer.observe(features, text)
+    proposer.observe([features], [text])
     drafter = TreeDrafter(proposer, policy(tree), verifier_by_name(verifier).scheme, CALIBRATION)
     grown = drafter.draft(text[-1:], SamplingParams(1.0, top_k=20), torch.Generator().manual_seed(3))
     own = {-1, *head.vocabulary.tolist()}
@@ -187,7 +187,7 @@ def test_a_head_is_loaded_with_its_vocabulary_and_packed_with_it(tmp_path, dtype
     assert type(spec.head.output) is (PackedLinear if packs else nn.Linear)
     assert spec.head.output.out_features == 50
     drafter = spec.decoder.drafter
-    drafter.proposer.observe(torch.randn(4, 32).to(spec.target.dtype), torch.tensor([5, 6, 7, 8]))
+    drafter.proposer.observe([torch.randn(4, 32).to(spec.target.dtype)], [torch.tensor([5, 6, 7, 8])])
     tree = drafter.draft(torch.tensor([8]), SamplingParams(1.0), torch.Generator().manual_seed(0))
     assert set(tree.tokens[1:].tolist()) <= set(range(100, 150))
     assert len(spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).token_ids) == 8

@@ -11,6 +11,8 @@ The five-node example of this package, node 0 being the root:
 parents -1 0 0 1 2  4    x . x . x
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,22 +30,33 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     return above > 0
 
 
-def attention_mask(ancestors: Tensor, depth: Tensor, past: int, window: int | None = None) -> Tensor:
-    """[N, past + N] bool: what each node sees of the cache and of the tree.
+def attention_mask(ancestors: Tensor, depth: Tensor, lengths: Sequence[int], window: int | None = None) -> Tensor:
+    """[B, N, end + N] bool: what each node sees of its own text's cache and of its own tree.
 
-    ancestors: [N, N] bool. depth: [N] int64; node i stands at position past + depth[i]. window: how many
+    ancestors: [B, N, N] bool. depth: [B, N] int64; a node stands at position length + depth. lengths: committed
+    positions of each of B texts; all trees are written at column `end`, behind the longest. window: how many
     positions a sliding layer sees, itself included; None sees all. A node's own branch has consecutive
     depths, so a window over positions cuts its oldest ancestors, not its siblings' columns.
     """
-    committed = torch.ones(len(depth), past, dtype=torch.bool, device=depth.device)
-    visible = torch.cat([committed, ancestors], dim=1)
+    visible = torch.cat([committed(lengths, depth.device).expand(-1, depth.shape[1], -1), ancestors], dim=2)
     if window is None:
         return visible
-    positions = torch.cat([torch.arange(past, device=depth.device), past + depth])
-    return visible & (positions[None, :] > past + depth[:, None] - window)
+    places = positions(depth, lengths)
+    return visible & (places[:, None] > places[:, -depth.shape[1] :, None] - window)
 
 
-def chunk_mask(depth: Tensor, past: int, chunk: int) -> Tensor:
-    """[N, past + N] bool: same chunk of `chunk` positions (Llama 4's local attention), to be and-ed."""
-    positions = torch.cat([torch.arange(past, device=depth.device), past + depth])
-    return positions[None, :] // chunk == (past + depth)[:, None] // chunk
+def chunk_mask(depth: Tensor, lengths: Sequence[int], chunk: int) -> Tensor:
+    """[B, N, end + N] bool: same chunk of `chunk` positions (Llama 4's local attention), to be and-ed."""
+    chunks = positions(depth, lengths) // chunk
+    return chunks[:, None] == chunks[:, -depth.shape[1] :, None]
+
+
+def committed(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """[B, 1, end] bool: the columns of a cache that hold each text, up to the end of the longest."""
+    return (torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None])[:, None]
+
+
+def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[B, end + N] where the tokens of a cache's columns and of the trees behind them stand in their texts."""
+    columns = torch.arange(max(lengths), device=depth.device).expand(len(depth), -1)
+    return torch.cat([columns, torch.tensor(lengths, device=depth.device)[:, None] + depth], dim=1)

@@ -1,12 +1,16 @@
-"""Keys and values of one text: written N nodes at a time, of which the accepted ones stay.
+"""Keys and values of B texts: a forward writes N nodes in every row, of which each text keeps its accepted ones.
 
-A layer's storage is [B, heads, capacity, head_dim]. `length` positions are committed; a forward writes its
-nodes behind them, `commit` moves the accepted ones to the front of what was written and forgets the rest:
+A layer's storage is [B, capacity, heads, head_dim], by row and column. A forward writes all rows at the same columns,
+behind the longest text; `commit` moves what a text keeps to its own end, and the rest is forgotten:
 
-    committed      written by a forward over 5 nodes       commit([0, 2, 4])
-    | a b c d |    | 0 1 2 3 4 |                      ->   | a b c d 0 2 4 |
+    committed      a forward over 4 nodes       commit([[0, 2], [0, 1, 3]])
+    | a b c d      | a b c d 0 1 2 3            | a b c d 0 2
+    | p q          | p q . . 0 1 2 3            | p q 0 1 3
+
+Masks hide the gaps; they hold numbers all the same, as no weight hides what is not a number.
 """
 
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -16,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 @final
 class TreeLayer(CacheLayerMixin):
-    """Preallocated storage of one attention layer. `length` positions are committed."""
+    """Preallocated storage of one attention layer. The next forward writes at column `length`."""
 
     is_sliding = False
     is_croppable = True
@@ -27,36 +31,54 @@ class TreeLayer(CacheLayerMixin):
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_empty(*key_states.shape[:2], self.capacity, key_states.shape[-1])
-        self.values = value_states.new_empty(*value_states.shape[:2], self.capacity, value_states.shape[-1])
-        self.is_initialized = True
+        """Room for the rows of [B, heads, N, D]."""
+        self._allocate(len(key_states), key_states.transpose(1, 2), value_states.transpose(1, 2))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [B, heads, N, D] behind what is committed; returns all, [B, heads, length + N, D]."""
+        """Write [B, heads, N, D] behind what there is; returns all, [B, heads, length + N, D]."""
         end = self.length + key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if end > self.capacity:
             self.grow(end)
+        keys, values = self.storage
+        keys[:, self.length : end] = key_states.transpose(1, 2)
+        values[:, self.length : end] = value_states.transpose(1, 2)
+        return keys[:, :end].transpose(1, 2), values[:, :end].transpose(1, 2)
+
+    @property
+    def storage(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, [B, capacity, heads, D] each."""
         assert self.keys is not None
         assert self.values is not None
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys, self.values
 
     def grow(self, needed: int) -> None:
-        """Double the capacity until `needed` positions fit; the committed ones are copied once."""
+        """Double the capacity until `needed` columns fit; what there is is copied once."""
         while self.capacity < needed:
             self.capacity *= 2
-        old_keys, old_values = self.keys, self.values
-        assert old_keys is not None
-        assert old_values is not None
-        self.lazy_initialization(old_keys, old_values)
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys[:, :, : self.length] = old_keys[:, :, : self.length]
-        self.values[:, :, : self.length] = old_values[:, :, : self.length]
+        self.fill([(self, len(self.storage[0]))])
+
+    def fill(self, parts: Sequence[tuple["TreeLayer", int]]) -> None:
+        """Hold the rows of layers, so many of each; one without storage has nothing in its rows."""
+        known = [layer.storage for layer, _ in parts if layer.is_initialized]
+        if not known:
+            return
+        before = [(layer.storage if layer.is_initialized else None, layer.length, rows) for layer, rows in parts]
+        self._allocate(sum(rows for _, rows in parts), *known[0])
+        first = 0
+        for storage, length, rows in before:
+            if storage:
+                for states, old in zip(self.storage, storage, strict=True):
+                    states[first : first + rows, :length] = old[:, :length]
+            first += rows
+
+    def _allocate(self, rows: int, keys: Tensor, values: Tensor) -> None:
+        """Zeros for so many rows of the kind of [B, N, heads, D]."""
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys = keys.new_zeros(rows, self.capacity, *keys.shape[2:])
+        self.values = values.new_zeros(rows, self.capacity, *values.shape[2:])
+        self.is_initialized = True
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -70,35 +92,56 @@ class TreeLayer(CacheLayerMixin):
 
 @final
 class TreeCache(Cache):
-    """The `Cache` that a transformers model is given: one `TreeLayer` a layer, all of one length."""
+    """The `Cache` that a transformers model is given: one `TreeLayer` a layer. lengths: committed positions by text."""
 
     def __init__(self, layers: int, capacity: int = 512) -> None:
         self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
-        self.length = 0
+        self.lengths = [0]
         super().__init__(layers=list(self.tree_layers))
 
+    @property
+    def end(self) -> int:
+        """The column that the next forward writes at."""
+        return max(self.lengths)
+
     @torch.no_grad()
-    def commit(self, nodes: list[int]) -> None:
-        """Keep nodes of the last forward, ascending numbers. Those that lead the rest stay where they are."""
-        lead = next((i for i, node in enumerate(nodes) if node != i), len(nodes))
-        if moved := nodes[lead:]:
-            first, rows = self.length + lead, {}
-            kept: list[Tensor] = []
-            into: list[Tensor] = []
+    def commit(self, nodes: Sequence[Sequence[int]]) -> None:
+        """Each text keeps nodes of the last forward, ascending numbers. What stands right is not moved."""
+        end, moves = self.end, []
+        for row, (length, kept) in enumerate(zip(self.lengths, nodes, strict=True)):
+            moves += [(row, end + node, length + i) for i, node in enumerate(kept) if end + node != length + i]
+        if moves:
+            row, source, place = torch.tensor(moves).T
+            flat: dict[Any, Tensor] = {}
             for layer in self.tree_layers:
                 if not layer.is_initialized:
                     continue
-                if layer.device not in rows:
-                    rows[layer.device] = torch.tensor(moved, device=layer.device) + self.length
-                for states in (layer.keys, layer.values):
-                    assert states is not None
-                    kept.append(states.index_select(2, rows[layer.device]))
-                    into.append(states.narrow(2, first, len(moved)))
-            torch._foreach_copy_(into, kept)
-        self.rewind(self.length + len(nodes))
+                kind = layer.device, layer.capacity
+                if kind not in flat:
+                    flat[kind] = (row * layer.capacity + torch.stack([source, place])).to(layer.device)
+                for states in layer.storage:
+                    columns = states.flatten(0, 1)
+                    columns.index_copy_(0, flat[kind][1], columns.index_select(0, flat[kind][0]))
+        self.rewind([length + len(kept) for length, kept in zip(self.lengths, nodes, strict=True)])
 
-    def rewind(self, length: int) -> None:
-        """Only the first `length` positions stay committed. Growing this way is for `commit` alone."""
-        self.length = length
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Only so many positions of each text stay committed. Growing this way is for `commit` alone."""
+        self.lengths = list(lengths)
         for layer in self.tree_layers:
-            layer.length = length
+            layer.length = self.end
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these texts, in this order."""
+        for layer in self.tree_layers:
+            if layer.is_initialized:
+                index = torch.tensor(rows, device=layer.device)
+                layer.keys, layer.values = (states.index_select(0, index) for states in layer.storage)
+        self.rewind([self.lengths[row] for row in rows])
+
+    def join(self, others: Sequence["TreeCache"]) -> None:
+        """Append the texts of other caches of the same model."""
+        caches = [self, *others]
+        for layers in zip(*(cache.tree_layers for cache in caches), strict=True):
+            layers[0].capacity = max(layer.capacity for layer in layers)
+            layers[0].fill([(layer, len(cache.lengths)) for layer, cache in zip(layers, caches, strict=True)])
+        self.rewind([length for cache in caches for length in cache.lengths])

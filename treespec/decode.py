@@ -1,19 +1,24 @@
-"""The loop: draft a tree, score it in one forward, keep a path of it."""
+"""The loop: draft a tree for each text, score all in one forward, keep a path of each."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
+from torch import Tensor
 
+from treespec.cache import TreeCache
 from treespec.draft.grow import TreeDrafter, root_only
+from treespec.draft.proposer import Proposer
 from treespec.ending import Ending
 from treespec.errors import InputError
 from treespec.prefix import common_prefix
 from treespec.sampling import SamplingParams, TargetLaws, greedy_choice
-from treespec.stats import Stats
+from treespec.stats import Stats, shared
 from treespec.target import Target
-from treespec.verify.walk import Verifier, follow
+from treespec.trees.tree import TokenTree
+from treespec.verify.walk import Verdict, Verifier, follow_all
 
 
 @dataclass(frozen=True)
@@ -26,97 +31,175 @@ class Piece:
 
 
 @final
-class Decoder:
-    """Decodes one text at a time with a target and a drafter; without a drafter, one token at a time.
+@dataclass(eq=False)
+class Text:
+    """A prompt of at least one token that leaves room in the context, how its answer ends, draws and counts.
 
-    Keeps the keys and values of the last text: the next one reuses the prefix that they share.
+    committed: tokens whose keys and values are in the cache. root: the token after them.
+    """
+
+    prompt: list[int]
+    ending: Ending
+    generator: torch.Generator
+    stats: Stats
+    committed: list[int] = field(default_factory=list)
+    root: int = -1
+
+
+@final
+class Decoder:
+    """Decodes texts together with a target and a drafter; without a drafter, one token at a time.
+
+    Keeps the keys and values of the last text to finish: the next one reuses the prefix that they share.
     """
 
     def __init__(self, target: Target, drafter: TreeDrafter | None, verifier: Verifier) -> None:
         self.target, self.drafter, self.verifier = target, drafter, verifier
         self.cache = target.new_cache()
-        self.cached: list[int] = []  # tokens whose keys and values are in the cache
+        self.texts: list[Text] = []  # one for each row of the cache; none at first
 
     @torch.inference_mode()
-    def run(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        ending: Ending,
-        generator: torch.Generator,
-        stats: Stats,
-    ) -> Iterator[Piece]:
-        """Yields pieces as they are accepted; `stats` is filled on the way. Raises InputError for a bad prompt.
+    def run(self, texts: Sequence[Text], params: SamplingParams, batch: int = 1) -> Iterator[tuple[Text, Piece]]:
+        """Yields pieces as they are accepted; the texts' stats are filled on the way. Raises InputError for NaN.
 
+        batch: texts at a time; the place of one that has finished is taken by the next. A text's draws come from
+        its own generator, so its answer does not depend on the others but for rounding.
         An interrupted iteration leaves the decoder usable: what was committed stays a valid prefix.
         """
-        device, drafter = self.target.output_device, self.drafter
-        taps = drafter.proposer.taps if drafter else ()
-        with stats.timed("total"), stats.timed("prefill"):
-            self._prefill(prompt, stats)
-        root = prompt[-1]
-        while not ending.finished:
-            with stats.timed("total"):
-                with stats.timed("draft"):
-                    tree = root_only(torch.tensor([root], device=device))
-                    if drafter:
-                        before = drafter.proposer.forward_seconds
-                        tree = drafter.draft(tree.tokens, params, generator)
-                        stats.seconds["head"] += drafter.proposer.forward_seconds - before
-                with stats.timed("target"):
-                    out = self.target.forward_tree(self.cache, tree, taps)
-                with stats.timed("verify"):
-                    if params.greedy:
-                        verdict = follow(tree, greedy_choice(out.logits))
-                    else:
-                        verdict = self.verifier(tree, TargetLaws(out.logits, params), generator)
-                if max(verdict.tokens) >= self.target.vocab_size:
-                    raise InputError(
-                        "the target's logits are not numbers (NaN): its weights are damaged, or its dtype is too "
-                        "narrow for it; try --dtype float32"
-                    )
-                with stats.timed("commit"):
-                    nodes = [0, *verdict.path]
-                    self.cache.commit(nodes)
-                    self.cached += [root, *verdict.tokens[:-1]]
-                    if drafter:
-                        following = torch.tensor(verdict.tokens, device=device)
-                        drafter.observe(out.features[nodes], following)
-                root = verdict.tokens[-1]
-                kept, text = ending.take(verdict.tokens[:-1])
-                last, last_text = ending.take(verdict.tokens[-1:])
-                stats.accepted.append(len(kept) + len(last) - 1)
-                stats.new_tokens += len(kept) + len(last)
-                stats.count_drafted(tree.depth.bincount()[1:].tolist())
-            if kept:
-                yield Piece(text, kept, drafted=True)
-            if last:
-                yield Piece(last_text, last, drafted=False)
+        waiting, running = deque(texts), 0
+        while waiting or running:
+            entering = [waiting.popleft() for _ in range(min(batch - running, len(waiting)))]
+            if entering:
+                self._enter(entering, running)
+            yield from self._cycle(params)
+            left = [row for row, text in enumerate(self.texts) if not text.ending.finished]
+            running = len(left)
+            if len(stay := left or [0]) < len(self.texts):
+                self._select(stay)
 
-    def _prefill(self, prompt: list[int], stats: Stats) -> None:
-        """Bring everything but the last prompt token into the cache, reusing the common prefix.
+    def _cycle(self, params: SamplingParams) -> Iterator[tuple[Text, Piece]]:
+        """One forward over a tree of each text."""
+        device, drafter, texts = self.target.output_device, self.drafter, self.texts
+        stats = [text.stats for text in texts]
+        pieces = []
+        with shared(stats, "total"):
+            with shared(stats, "draft"):
+                roots = torch.tensor([text.root for text in texts], device=device)
+                trees = self._draft(roots, params)
+            with shared(stats, "target"):
+                outs = self.target.forward_trees(self.cache, trees, drafter.proposer.taps if drafter else ())
+            with shared(stats, "verify"):
+                verdicts = self._verify(trees, [out.logits for out in outs], params)
+            if max(token for verdict in verdicts for token in verdict.tokens) >= self.target.vocab_size:
+                raise InputError(
+                    "the target's logits are not numbers (NaN): its weights are damaged, or its dtype is too "
+                    "narrow for it; try --dtype float32"
+                )
+            with shared(stats, "commit"):
+                nodes = [[0, *verdict.path] for verdict in verdicts]
+                self.cache.commit(nodes)
+                for text, verdict in zip(texts, verdicts, strict=True):
+                    text.committed += [text.root, *verdict.tokens[:-1]]
+                    text.root = verdict.tokens[-1]
+                if drafter:
+                    features = [out.features[kept] for out, kept in zip(outs, nodes, strict=True)]
+                    drafter.observe(features, [torch.tensor(v.tokens, device=device) for v in verdicts])
+            for text, tree, verdict in zip(texts, trees, verdicts, strict=True):
+                pieces += [(text, piece) for piece in _take(text, tree, verdict)]
+        yield from pieces
+
+    def _draft(self, roots: Tensor, params: SamplingParams) -> list[TokenTree]:
+        if not self.drafter:
+            return [root_only(root) for root in roots.split(1)]
+        proposer = self.drafter.proposer
+        before = proposer.forward_seconds
+        trees = self.drafter.draft_trees(roots, params, [text.generator for text in self.texts])
+        for text in self.texts:
+            text.stats.seconds["head"] += (proposer.forward_seconds - before) / len(self.texts)
+        return trees
+
+    def _verify(self, trees: list[TokenTree], logits: list[Tensor], params: SamplingParams) -> list[Verdict]:
+        if params.greedy:
+            return follow_all(trees, [greedy_choice(rows) for rows in logits])
+        texts = zip(trees, logits, self.texts, strict=True)
+        return [self.verifier(tree, TargetLaws(rows, params), text.generator) for tree, rows, text in texts]
+
+    def _enter(self, texts: list[Text], running: int) -> None:
+        """Give each text a row behind those that are running, the first one the row of the text that was kept."""
+        if not running:
+            with texts[0].stats.timed("total"), texts[0].stats.timed("prefill"):
+                self._replace(texts[0])
+        if beside := texts if running else texts[1:]:
+            stats = [text.stats for text in beside]
+            with shared(stats, "total"), shared(stats, "prefill"):
+                self._join(beside)
+
+    def _replace(self, text: Text) -> None:
+        """Put a text into the only row, which keeps the prefix that it shares with the one before.
 
         The last common position is computed again: its feature goes with the token that follows it now.
         """
-        if not prompt:
-            raise InputError("the prompt is empty: give at least one token")
-        if len(prompt) >= self.target.context_length:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens, the target's context holds "
-                f"{self.target.context_length}: shorten the prompt"
-            )
-        proposer = self.drafter.proposer if self.drafter else None
-        common = common_prefix(prompt[:-1], self.cached)
-        keep = max(0, min(common, proposer.length if proposer else common) - 1)
-        self.cached = self.cached[:keep]
-        self.cache.rewind(keep)
+        proposer = self.proposer
+        rows = {len(self.cache.lengths), len(self.texts), len(proposer.lengths) if proposer else 1}
+        if rows != {1}:  # the first text of all, or several were interrupted
+            self.cache = self.target.new_cache()
+            if self.drafter:
+                self.drafter.proposer = proposer = self.drafter.proposer.new()
+            self.texts = [text]
+        before = self.texts[0].committed
+        common = common_prefix(text.prompt[:-1], before)
+        keep = max(0, min(common, proposer.lengths[0] if proposer else common) - 1)
+        text.committed, self.texts = before[:keep], [text]
+        self.cache.rewind([keep])
         if self.drafter:
-            self.drafter.rewind(keep)
-        stats.prompt_tokens, stats.cached_tokens = len(prompt), keep
-        fresh = torch.tensor([prompt[keep:-1]])
+            self.drafter.rewind([keep])
+        self._prefill(text, self.cache, proposer)
+
+    def _join(self, texts: list[Text]) -> None:
+        caches, proposers = [], []
+        for text in texts:
+            caches.append(self.target.new_cache())
+            proposers += [self.proposer.new()] if self.proposer else []
+            self._prefill(text, caches[-1], proposers[-1] if proposers else None)
+        self.cache.join(caches)
+        if self.drafter:
+            self.drafter.join(proposers)
+        self.texts = self.texts + texts
+
+    def _prefill(self, text: Text, cache: TreeCache, proposer: Proposer | None) -> None:
+        """Bring all but the last prompt token into a row of its own, behind what is there of it."""
+        kept, text.root = len(text.committed), text.prompt[-1]
+        text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), kept
+        fresh = torch.tensor([text.prompt[kept:-1]])
         if not fresh.numel():
             return
-        features = self.target.prefill(self.cache, fresh, proposer.taps if proposer else ())
-        self.cached = prompt[:-1]
+        features = self.target.prefill(cache, fresh, proposer.taps if proposer else ())
+        text.committed = text.prompt[:-1]
         if proposer:
-            proposer.observe(features[0], torch.tensor(prompt[keep + 1 :], device=features.device))
+            proposer.observe([features[0]], [torch.tensor(text.prompt[kept + 1 :], device=features.device)])
+
+    def _select(self, rows: list[int]) -> None:
+        """Only these texts stay."""
+        stats = [text.stats for text in self.texts]
+        with shared(stats, "total"), shared(stats, "commit"):
+            self.cache.select(rows)
+            if self.drafter:
+                self.drafter.select(rows)
+            self.texts = [self.texts[row] for row in rows]
+
+    @property
+    def proposer(self) -> Proposer | None:
+        return self.drafter.proposer if self.drafter else None
+
+
+def _take(text: Text, tree: TokenTree, verdict: Verdict) -> Iterator[Piece]:
+    """What a verdict adds to the text, to its end."""
+    kept, words = text.ending.take(verdict.tokens[:-1])
+    last, last_words = text.ending.take(verdict.tokens[-1:])
+    text.stats.accepted.append(len(kept) + len(last) - 1)
+    text.stats.new_tokens += len(kept) + len(last)
+    text.stats.count_drafted(tree.depth.bincount()[1:].tolist())
+    if kept:
+        yield Piece(words, kept, drafted=True)
+    if last:
+        yield Piece(last_words, last, drafted=False)

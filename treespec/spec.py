@@ -3,12 +3,12 @@
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final, overload
 
 import torch
 
 from treespec import templates
-from treespec.decode import Decoder, Piece
+from treespec.decode import Decoder, Piece, Text
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow import TreeDrafter
@@ -32,6 +32,7 @@ from treespec.verify.verifiers import verifier_by_name
 from treespec.verify.walk import Verifier
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]] | torch.Tensor
+Prompts = list[str] | list[list[int]] | list[list[dict[str, str]]] | list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ class Stream:
 
     @property
     def output(self) -> Output:
-        ids = [token for piece in self._seen for token in piece.token_ids]
-        return Output("".join(piece.text for piece in self._seen), ids, self._stats)
+        return output_of(self._seen, self._stats)
 
 
 @final
@@ -120,7 +120,7 @@ class Spec:
             raise InputError(f"token id {bad[0]} is outside the vocabulary of {self.target.vocab_size}")
         return ids
 
-    def stream(
+    def request(
         self,
         prompt: Prompt,
         *,
@@ -131,13 +131,18 @@ class Spec:
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
         seed: int | None = None,
-    ) -> Stream:
-        """Pieces of the answer as they are accepted. Same seed, same text. Raises InputError for bad input."""
+    ) -> tuple[Text, SamplingParams]:
+        """What the decoder is asked for; same seed, same answer. Raises InputError for bad input."""
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}, must be at least 1")
         params = SamplingParams(temperature, top_k, top_p, min_p)
         ids = self.encode(prompt)
         room = self.target.context_length - len(ids)
+        if room < 1:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, the target's context holds {self.target.context_length}: "
+                "shorten the prompt"
+            )
         own = templates.stops(self.template)
         stop = (stop,) if isinstance(stop, str) else stop
         ending = Ending(
@@ -148,15 +153,60 @@ class Spec:
         )
         generator = torch.Generator(device=self.target.output_device)
         generator.manual_seed(secrets.randbits(63) if seed is None else seed)
-        stats = Stats()
-        return Stream(self.decoder.run(ids, params, ending, generator, stats), stats)
+        return Text(ids, ending, generator, Stats()), params
 
-    def generate(self, prompt: Prompt, **options: Any) -> Output:
-        """The whole answer; options as for `stream`."""
-        stream = self.stream(prompt, **options)
+    def stream(self, prompt: Prompt, **options: Any) -> Stream:
+        """Pieces of the answer as they are accepted; options as for `request`."""
+        text, params = self.request(prompt, **options)
+        return Stream((piece for _, piece in self.decoder.run([text], params)), text.stats)
+
+    @overload
+    def generate(self, prompt: Prompts, **options: Any) -> list[Output]: ...
+    @overload
+    def generate(self, prompt: Prompt, **options: Any) -> Output: ...
+    def generate(self, prompt: Prompt | Prompts, **options: Any) -> Output | list[Output]:
+        """The whole answer; options as for `request`. A list of prompts is answered together: see `generate_all`."""
+        several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
+        if several and isinstance(prompt[0], Sequence | torch.Tensor):
+            return self.generate_all(cast(Prompts, prompt), **options)
+        stream = self.stream(cast(Prompt, prompt), **options)
         for _ in stream:
             pass
         return stream.output
+
+    def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        batch: int | None = None,
+        seed: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> list[Output]:
+        """The answers to prompts, of which the target takes several in one forward.
+
+        batch: prompts at a time, by default all; the place of one that is answered is taken by the next. seed: of the
+        first prompt, the next prompt having the next seed, or one for each. An answer is the one that its prompt
+        alone would have with that seed, but for rounding. Raises InputError for bad input, with the prompt's number.
+        """
+        if batch is not None and batch < 1:
+            raise InputError(f"batch is {batch}, must be at least 1")
+        texts = []
+        for i, prompt in enumerate(prompts):
+            own = seed[i] if isinstance(seed, Sequence) else None if seed is None else seed + i
+            try:
+                text, params = self.request(prompt, seed=own, **options)
+            except InputError as error:
+                raise InputError(f"prompt {i + 1} of {len(prompts)}: {error}") from None
+            texts.append(text)
+        pieces: dict[Text, list[Piece]] = {text: [] for text in texts}
+        for text, piece in self.decoder.run(texts, params, batch or len(texts)) if texts else ():
+            pieces[text].append(piece)
+        return [output_of(pieces[text], text.stats) for text in texts]
+
+
+def output_of(pieces: Sequence[Piece], stats: Stats) -> Output:
+    """What the pieces amount to."""
+    return Output("".join(piece.text for piece in pieces), [t for piece in pieces for t in piece.token_ids], stats)
 
 
 def default_tree(scheme: Scheme) -> Policy:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +14,8 @@ class Stats:
 
     accepted: accepted nodes of each cycle, cut at the end of the text. drafted: nodes drafted at each depth,
     over all cycles (depth 1 first). seconds: prefill, draft (of which head: the draft model's forwards),
-    target, verify, commit, total.
+    target, verify, commit, total. Texts of a batch share the seconds of their cycles evenly, so that sums over
+    texts are what a clock shows.
     """
 
     prompt_tokens: int = 0
@@ -78,3 +79,17 @@ class Stats:
         self.drafted += [0] * (len(per_depth) - len(self.drafted))
         for i, nodes in enumerate(per_depth):
             self.drafted[i] += nodes
+
+
+@contextmanager
+def shared(texts: Sequence[Stats], stage: str) -> Iterator[None]:
+    """Seconds of a stage that several texts go through together: each is given its share of them."""
+    first, before = texts[0], texts[0].seconds[stage]
+    try:
+        with first.timed(stage):
+            yield
+    finally:
+        share = (first.seconds[stage] - before) / len(texts)
+        first.seconds[stage] = before
+        for one in texts:
+            one.seconds[stage] += share

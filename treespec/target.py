@@ -5,8 +5,7 @@ mask (a dict of them where layer types alternate), explicit `position_ids`, and 
 cannot hold a tree is refused by name, and the first forward after loading is checked against the plain model.
 """
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +13,16 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from treespec.allocator import keep_freed_memory
 from treespec.attention import stack_query_heads
+from treespec.branching import decoder_of, refuse_what_cannot_branch
 from treespec.cache import TreeCache
 from treespec.errors import InputError
 from treespec.trees.mask import attention_mask, chunk_mask
 from treespec.trees.tree import TokenTree
-
-HOLDS_TREE = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True)
@@ -134,14 +132,14 @@ class Target:
 
     @torch.no_grad()
     def prefill(self, cache: TreeCache, tokens: Tensor, taps: tuple[int, ...] = (), chunk: int = 512) -> Tensor:
-        """Commit a stretch of text, in chunks. tokens: [B, P] int64. Returns features [B, P, H]."""
+        """Commit a stretch of each text, in chunks. tokens: [B, P] int64. Returns features [B, P, H]."""
         features = []
         for part in tokens.split(chunk, dim=1):
-            n = part.shape[1]
-            depth = torch.arange(n)
-            causal = torch.ones(n, n, dtype=torch.bool).tril()
+            b, n = part.shape
+            depth = torch.arange(n).expand(b, n)
+            causal = torch.ones(n, n, dtype=torch.bool).tril().expand(b, n, n)
             features.append(self._hidden(cache, part, depth, causal, taps)[1])
-            cache.rewind(cache.length + n)
+            cache.commit([range(n)] * b)
         return torch.cat(features, dim=1)
 
     @torch.no_grad()
@@ -153,22 +151,39 @@ class Target:
 
     @torch.no_grad()
     def forward_tree(self, cache: TreeCache, tree: TokenTree, taps: tuple[int, ...] = ()) -> TreeOutput:
-        """The one forward of a cycle: writes N nodes behind the committed text, for `cache.commit` to keep."""
-        tokens = tree.tokens.clamp_min(0)[None]
-        hidden, features = self._hidden(cache, tokens, tree.depth, tree.ancestors, taps)
-        return TreeOutput(self.output_logits(hidden)[0], features[0])
+        """`forward_trees` of one text."""
+        return self.forward_trees(cache, [tree], taps)[0]
+
+    @torch.no_grad()
+    def forward_trees(
+        self, cache: TreeCache, trees: Sequence[TokenTree], taps: tuple[int, ...] = ()
+    ) -> list[TreeOutput]:
+        """The one forward of a cycle: a tree for each text of the cache, written behind it for `cache.commit` to keep.
+
+        The smaller trees are filled up with nodes of token 0 below nothing, which no other node sees.
+        """
+        sizes = [len(tree.tokens) for tree in trees]
+        tokens = pad_sequence([tree.tokens for tree in trees], batch_first=True).clamp_min(0)  # [B, N]
+        depth = pad_sequence([tree.depth for tree in trees], batch_first=True)
+        ancestors = torch.eye(max(sizes), dtype=torch.bool, device=depth.device).repeat(len(sizes), 1, 1)
+        for row, (tree, size) in enumerate(zip(trees, sizes, strict=True)):
+            ancestors[row, :size, :size] = tree.ancestors
+        hidden, features = self._hidden(cache, tokens, depth, ancestors, taps)
+        logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
+        return [TreeOutput(row, known[: len(row)]) for row, known in zip(logits, features, strict=True)]
 
     def _hidden(
         self, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """One forward of the decoder over [B, N] nodes: hidden states after the final norm, and features."""
         # Learned positions end at the context length; a node beyond it is never kept.
-        positions = (cache.length + depth).clamp_max(self.context_length - 1)
+        lengths = torch.tensor(cache.lengths, device=depth.device)
+        positions = (lengths[:, None] + depth).clamp_max(self.context_length - 1)
         with captured(self._decoder_layers(), taps) as inputs:
             hidden = self.decoder(
                 input_ids=tokens.to(self.device),
-                position_ids=positions.to(self.device)[None].expand(len(tokens), -1),
-                attention_mask=self._masks(ancestors, depth, cache.length),
+                position_ids=positions.to(self.device),
+                attention_mask=self._masks(ancestors, depth, cache.lengths),
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
@@ -176,20 +191,17 @@ class Target:
             return hidden, hidden
         return hidden, torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1)
 
-    def _masks(self, ancestors: Tensor, depth: Tensor, past: int) -> Any:
-        """Additive [1, 1, N, past + N] masks by layer type; one tensor where all layers are alike."""
+    def _masks(self, ancestors: Tensor, depth: Tensor, lengths: Sequence[int]) -> Any:
+        """Additive [B, 1, N, end + N] masks by layer type; one tensor where all layers are alike."""
         masks = {}
         for kind, window in self.windows.items():
-            if window is None:
-                unseen = pad(~ancestors, (past, 0))
-            else:
-                unseen = ~attention_mask(ancestors, depth, past, window if kind == "sliding_attention" else None)
-                if kind == "chunked_attention":
-                    unseen |= ~chunk_mask(depth, past, window)
+            unseen = ~attention_mask(ancestors, depth, lengths, window if kind == "sliding_attention" else None)
+            if kind == "chunked_attention" and window is not None:
+                unseen |= ~chunk_mask(depth, lengths, window)
             unseen = unseen.to(self.device)
             additive = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
             additive.masked_fill_(unseen, torch.finfo(self.dtype).min)
-            masks[kind] = additive[None, None]
+            masks[kind] = additive[:, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     def _decoder_layers(self) -> nn.ModuleList:
@@ -221,6 +233,13 @@ class Target:
         return out.features.device
 
 
+def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """[B, N, ...] -> [sum of sizes, ...]: the first so many of each row, one after another."""
+    if min(sizes) == rows.shape[1]:
+        return rows.flatten(0, 1)
+    return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+
+
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """The tokens that end a text: generation_config's, else the config's."""
     settings = (getattr(model, "generation_config", None), model.config.get_text_config())
@@ -238,36 +257,6 @@ def layer_windows(config: Any) -> dict[str, int | None]:
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
     sizes = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
     return {kind: sizes.get(kind) for kind in sorted(kinds)}
-
-
-def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
-    """Raise InputError, with the reason, for a model whose forward cannot score a tree."""
-    name, config = type(model).__name__, model.config.get_text_config()
-    reason = None
-    foreign = sorted(set(getattr(config, "layer_types", None) or []) - HOLDS_TREE)
-    if getattr(config, "is_encoder_decoder", False):
-        reason = "it is an encoder-decoder; treespec takes decoder-only models"
-    elif foreign or getattr(model, "_is_stateful", False):
-        layers = ", ".join(foreign) or "recurrent"
-        reason = f"its {layers} layers carry one state from token to token, which cannot branch into a tree"
-    elif getattr(config, "alibi", False) or not _takes_positions(model):
-        reason = "it places tokens by their column in the cache (ALiBi), where siblings cannot share a position"
-    elif "local" in str(getattr(config, "attention_types", "")):
-        reason = "its local attention counts columns of the cache, where siblings cannot share a position"
-    elif "flash" in str(config._attn_implementation) or "flex" in str(config._attn_implementation):
-        reason = f"its attention ({config._attn_implementation}) takes no tree mask; load it with sdpa or eager"
-    if reason:
-        raise InputError(f"{name} cannot be a target: {reason}")
-
-
-def _takes_positions(model: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(decoder_of(model).forward).parameters
-
-
-def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The stack of layers below the output embedding."""
-    candidates = (model.get_decoder(), model.base_model, getattr(model, "model", None))
-    return next(module for module in candidates if module is not None and module is not model)
 
 
 def _first_line(error: Exception) -> str:

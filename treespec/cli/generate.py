@@ -1,30 +1,48 @@
-"""`treespec generate`: one answer on standard output, its figures on standard error."""
+"""`treespec generate`: answers on standard output, their figures on standard error."""
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from treespec.cli.config import AnswerConfig, load_spec
 from treespec.cli.options import takes
-from treespec.options import option
+from treespec.options import at_least, option
 
 
 @dataclass(frozen=True)
 class GenerateConfig(AnswerConfig):
-    prompt: str = option("the user's message; - reads standard input", "-")
+    prompt: list[str] | None = option(  # noqa: RUF009
+        "the user's message, by default standard input, which - means too; several times for several messages, "
+        "answered together",
+        None,
+    )
+    batch: int | None = option("messages at a time; default: all", None)
     raw: bool = option("continue the prompt as text instead of answering it as a message", False)
+
+    def __post_init__(self) -> None:
+        at_least(self, batch=1)
 
 
 @takes(GenerateConfig)
 def generate(config: GenerateConfig) -> None:
-    """Answer one prompt and print it as it comes."""
-    text = sys.stdin.read().strip() if config.prompt == "-" else config.prompt
-    prompt = text if config.raw else [{"role": "user", "content": text}] if text else ""
-    stream = load_spec(config).stream(prompt, **config.sampling())
-    for piece in stream:
-        print(piece.text, end="", flush=True)
-    print()
-    stats = stream.output.stats
+    """Answer a prompt and print it as it comes, or several prompts, an empty line between the answers."""
+    from treespec.stats import Stats
+
+    texts = [sys.stdin.read().strip() if text == "-" else text for text in config.prompt or ["-"]]
+    prompts: list[Any] = [text if config.raw or not text else [{"role": "user", "content": text}] for text in texts]
+    spec, total = load_spec(config), Stats()
+    if len(prompts) == 1:
+        stream = spec.stream(prompts[0], **config.sampling())
+        for piece in stream:
+            print(piece.text, end="", flush=True)
+        print()
+        total = stream.output.stats
+    else:
+        outputs = spec.generate_all(prompts, batch=config.batch, **config.sampling())
+        print("\n\n".join(output.text for output in outputs))
+        for output in outputs:
+            total.add(output.stats)
     print(
-        f"{stats.new_tokens} tokens, {stats.acceptance_length:.2f} a cycle, {stats.tokens_per_second:.1f} tokens/s",
+        f"{total.new_tokens} tokens, {total.acceptance_length:.2f} a cycle, {total.tokens_per_second:.1f} tokens/s",
         file=sys.stderr,
     )

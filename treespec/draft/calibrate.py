@@ -166,7 +166,7 @@ def tree_sizes(
         nodes = []
         for (tokens, _, known), at in roots[:ROOTS]:
             proposer = EagleProposer(head, target)
-            proposer.observe(known[:at], tokens[1 : at + 1])
+            proposer.observe([known[:at]], [tokens[1 : at + 1]])
             tree = SampledTree(depth=depth, price=price)
             drafter = TreeDrafter(proposer, tree, RRSWithoutReplacement(), calibration)
             nodes.append(len(drafter.draft(tokens[at : at + 1], params, generator).tokens))

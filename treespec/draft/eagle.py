@@ -1,15 +1,21 @@
 """The EAGLE-1/2 head as a proposer: true features of accepted tokens go in, drafted ones are forgotten."""
 
 import time
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from treespec.cache import TreeLayer
+from treespec.cache import TreeCache
+from treespec.draft.growth import Frontier
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead, config_for
-from treespec.target import Target
+from treespec.target import Target, unpadded
+from treespec.trees.mask import committed
+
+MANY = 32  # pairs: more than a cycle brings
 
 
 def new_head(target: Target) -> EagleHead:
@@ -24,12 +30,15 @@ def new_head(target: Target) -> EagleHead:
 
 @final
 class EagleProposer:
-    """Drafts with a head and the target's output path; holds one text.
+    """Drafts with a head and the target's output path; one text at first.
 
-    Observed pairs (feature, following token) wait until `begin` runs the head over them. Every level of a
-    tree is written behind them in the head's own cache, and forgotten by the next `begin`:
+    Observed pairs (feature, following token) wait until `begin` runs the head over them; of many, as of a prompt,
+    only the last waits. Every level of the trees is written behind them in the head's own cache, a row for each
+    text, and forgotten by the next `begin`:
 
         | observed pairs | level 1 | level 2 | ...
+
+    Texts that wait for fewer pairs, or have fewer frontier nodes, are filled up with ones that nothing sees.
     """
 
     taps: tuple[int, ...] = ()
@@ -37,12 +46,11 @@ class EagleProposer:
     def __init__(self, head: EagleHead, target: Target, chunk: int = 512) -> None:
         self.head, self.target, self.chunk = head, target, chunk
         self.forward_seconds = 0.0
-        self.layer = TreeLayer(capacity=512)
-        self.done = 0  # pairs in the head's cache
-        self.waiting_features, self.waiting_tokens = self._nothing()
-        self.level = 0
-        self.frontier = torch.empty(0)  # [F, H] features extrapolated at the frontier
-        self.seen = torch.empty(0)  # [F, T] bool: which of the T drafted pairs each frontier node sees
+        self.cache = TreeCache(layers=1)
+        self.waiting = [self._nothing()]  # of each text features [n, H] and tokens [n]
+        self.positions = torch.empty(0)  # [B, 1] of the last level's features
+        self.frontier = torch.empty(0)  # [B, F, H] features extrapolated at the frontiers
+        self.seen = torch.empty(0)  # [B, F, T] bool: which columns of the cache each frontier node sees
 
     @property
     def vocab_size(self) -> int:
@@ -53,60 +61,91 @@ class EagleProposer:
         return self.head.vocabulary
 
     @property
-    def length(self) -> int:
-        return self.done + len(self.waiting_tokens)
+    def lengths(self) -> list[int]:
+        return [done + len(tokens) for done, (_, tokens) in zip(self.cache.lengths, self.waiting, strict=True)]
 
-    def observe(self, features: Tensor, following: Tensor) -> None:
-        following = following.to(features.device)
-        if len(self.waiting_tokens):
-            features = torch.cat([self.waiting_features, features])
-            following = torch.cat([self.waiting_tokens, following])
-        self.waiting_features, self.waiting_tokens = features, following
+    def observe(self, features: Sequence[Tensor], following: Sequence[Tensor]) -> None:
+        for row, (new, tokens) in enumerate(zip(features, following, strict=True)):
+            before, tokens = self.waiting[row], tokens.to(new.device)
+            if len(before[1]):
+                new, tokens = torch.cat([before[0], new]), torch.cat([before[1], tokens])
+            self.waiting[row] = (new, tokens)
+        if max(len(tokens) for _, tokens in self.waiting) > MANY:
+            ends = [(f[-1:], t[-1:]) for f, t in self.waiting]
+            self.waiting = [(f[:-1], t[:-1]) for f, t in self.waiting]
+            self.begin()
+            self.waiting = ends
 
-    def rewind(self, length: int) -> None:
-        keep = max(0, length - self.done)
-        self.waiting_features, self.waiting_tokens = self.waiting_features[:keep], self.waiting_tokens[:keep]
-        self.done = min(self.done, length)
+    def rewind(self, lengths: Sequence[int]) -> None:
+        keep = [max(0, length - done) for length, done in zip(lengths, self.cache.lengths, strict=True)]
+        self.waiting = [(f[:n], t[:n]) for (f, t), n in zip(self.waiting, keep, strict=True)]
+        self.cache.rewind([min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)])
+
+    def new(self) -> "EagleProposer":
+        return EagleProposer(self.head, self.target, self.chunk)
+
+    def join(self, others: Sequence["EagleProposer"]) -> None:
+        self.waiting += [pairs for proposer in others for pairs in proposer.waiting]
+        self.cache.join([proposer.cache for proposer in others])
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.waiting = [self.waiting[row] for row in rows]
+        self.cache.select(rows)
 
     @torch.no_grad()
-    def begin(self) -> Tensor | None:
-        if not len(self.waiting_tokens):
-            return None
+    def begin(self) -> list[Tensor | None]:
+        counts = [len(tokens) for _, tokens in self.waiting]
+        if not any(counts):
+            return [None] * len(counts)
         started = time.perf_counter()
-        self.layer.length = self.done
-        pairs = zip(self.waiting_tokens.split(self.chunk), self.waiting_features.split(self.chunk), strict=True)
-        for tokens, features in pairs:
-            n, past = len(tokens), self.layer.length
-            mask = torch.ones(n, past + n, dtype=torch.bool, device=tokens.device).tril(past)
-            positions = torch.arange(past, past + n, device=tokens.device)
-            hidden = self._forward(tokens, features, positions, mask)
-        self.done = self.layer.length
-        self.waiting_features, self.waiting_tokens = self._nothing()
-        self.level = 0
-        self.frontier = hidden[-1:]
-        self.seen = torch.ones(1, 0, dtype=torch.bool, device=hidden.device)
+        self.cache.rewind(self.cache.lengths)
+        ends: list[Tensor] = [torch.empty(0)] * len(counts)
+        for start in range(0, max(counts), self.chunk):
+            part = [(f[start : start + self.chunk], t[start : start + self.chunk]) for f, t in self.waiting]
+            features = pad_sequence([f for f, _ in part], batch_first=True)  # [B, n, H]
+            tokens = pad_sequence([t for _, t in part], batch_first=True)  # [B, n]
+            b, n = tokens.shape
+            causal = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril().expand(b, n, n)
+            known = committed(self.cache.lengths, tokens.device).expand(b, n, -1)
+            first = torch.tensor(self.cache.lengths, device=tokens.device)[:, None]
+            positions = first + torch.arange(n, device=tokens.device)
+            hidden = self._forward(tokens, features, positions, torch.cat([known, causal], dim=2))
+            for row, (_, following) in enumerate(part):
+                if len(following) or not start:
+                    ends[row] = hidden[row, len(following) - 1]
+            self.cache.commit([range(len(t)) for _, t in part])
+        device = hidden.device
+        self.waiting = [self._nothing() for _ in counts]
+        self.frontier = torch.stack(ends)[:, None]
+        self.seen = committed(self.cache.lengths, device)
+        self.positions = torch.tensor(self.cache.lengths, device=device)[:, None] - 1
         logits = self.target.output_logits(self.frontier, self.head.output)
         self.forward_seconds += time.perf_counter() - started
-        return logits
+        return [row if length else None for row, length in zip(logits, self.cache.lengths, strict=True)]
 
     @torch.no_grad()
-    def extend(self, tokens: Tensor, parent_rows: Tensor) -> Tensor:
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         started = time.perf_counter()
-        own = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
-        self.seen = torch.cat([self.seen[parent_rows], own], dim=1)
-        mask = torch.cat([self.seen.new_ones(len(tokens), self.done), self.seen], dim=1)
-        positions = torch.full((1,), self.done + self.level, device=tokens.device)
-        self.level += 1
+        nothing = torch.empty(0, dtype=torch.int64, device=self.frontier.device)
+        tokens = pad_sequence([f.tokens if f else nothing for f in frontiers], batch_first=True)  # [B, F]
+        above = pad_sequence([f.parent_rows if f else nothing for f in frontiers], batch_first=True)
+        b, n = tokens.shape
+        own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
+        self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
+        self.positions = self.positions + 1
         if self.vocabulary is not None:
             tokens = self.vocabulary[tokens]
-        self.frontier = self._forward(tokens, self.frontier[parent_rows], positions, mask)
-        logits = self.target.output_logits(self.frontier, self.head.output)
+        self.frontier = self._forward(tokens, rows_of(self.frontier, above), self.positions, self.seen)
+        sizes = [len(f.tokens) if f else 0 for f in frontiers]
+        logits = self.target.output_logits(unpadded(self.frontier, sizes), self.head.output)
         self.forward_seconds += time.perf_counter() - started
-        return logits
+        return list(logits.split(sizes))
 
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        hidden = self.head(tokens[None], features[None], positions, mask, self.layer)[0]
-        self.layer.length += len(tokens)
+        """tokens: [B, T]; features: [B, T, H]; positions: [B, T or 1]; mask: [B, T, P + T]. Returns [B, T, H]."""
+        layer = self.cache.tree_layers[0]
+        hidden = self.head(tokens, features, positions, mask[:, None], layer)
+        layer.length += tokens.shape[1]
         return hidden
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
@@ -114,3 +153,11 @@ class EagleProposer:
         device = self.target.output_device
         features = torch.empty(0, self.head.hidden_size, dtype=self.head.dtype, device=device)
         return features, torch.empty(0, dtype=torch.int64, device=device)
+
+
+def rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """[B, N, ...] and [B, F] -> [B, F, ...]: of each text its own rows."""
+    b, n = x.shape[:2]
+    if b > 1:
+        rows = rows + torch.arange(0, b * n, n, device=rows.device)[:, None]
+    return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, (b, -1))

@@ -1,5 +1,6 @@
 """Growing a token tree: a proposer gives draft logits, a scheme draws, a policy shapes."""
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -10,6 +11,7 @@ from treespec.draft.grow_auto import grow_auto, sampled_by
 from treespec.draft.grow_dynamic import grow_dynamic
 from treespec.draft.grow_sampled import Sampled, grow_sampled
 from treespec.draft.grow_static import grow_static
+from treespec.draft.growth import Growth, grow_together
 from treespec.draft.pace import Pace
 from treespec.draft.proposer import Proposer
 from treespec.draft.times import Times
@@ -66,10 +68,11 @@ def check_pair(policy: Policy, scheme: Scheme) -> None:
 
 @final
 class TreeDrafter:
-    """Drafts one tree a cycle. At temperature 0 the children are the likeliest tokens under every scheme:
+    """Drafts a tree a cycle for each text that its proposer holds.
 
-    the target's law is one-hot there, so all lossless plans agree (output the target's token), and what is
-    left to choose is the set of children. Raises InputError for a policy and scheme that may not go together.
+    At temperature 0 the children are the likeliest tokens under every scheme: the target's law is one-hot there, so
+    all lossless plans agree (output the target's token), and what is left to choose is the set of children. Raises
+    InputError for a policy and scheme that may not go together.
     """
 
     def __init__(
@@ -86,59 +89,90 @@ class TreeDrafter:
             raise InputError("the sampled tree needs the head's calibration.json: make it with treespec calibrate")
         self.proposer, self.policy, self.scheme, self.calibration = proposer, policy, scheme, calibration
         self.times = times
-        self.pace: Pace | None = None
-        self.drafted = 0.0, 1, 0  # by an auto tree: accepted nodes expected, nodes, levels
+        self.paces = [self._pace()]
+        self.drafted = [(0.0, 1, 0)]  # by auto trees: accepted nodes expected, nodes, levels
+
+    def draft(self, root: Tensor, params: SamplingParams, generator: torch.Generator) -> TokenTree:
+        """`draft_trees` of one text."""
+        return self.draft_trees(root, params, [generator])[0]
 
     @torch.no_grad()
-    def draft(self, root: Tensor, params: SamplingParams, generator: torch.Generator) -> TokenTree:
-        """The tree below the last committed token. root: [1] int64."""
-        tree, vocabulary = self._grown(root, params, generator), self.proposer.vocabulary
-        return tree if vocabulary is None else in_target(tree, vocabulary, self.proposer.vocab_size)
+    def draft_trees(
+        self, roots: Tensor, params: SamplingParams, generators: Sequence[torch.Generator]
+    ) -> list[TokenTree]:
+        """The tree below the last committed token of each text. roots: [B] int64."""
+        texts = enumerate(zip(roots.split(1), self.proposer.begin(), generators, strict=True))
+        growths = [self._grow(row, root, logits, params, generator) for row, (root, logits, generator) in texts]
+        trees, vocabulary = grow_together(self.proposer, growths), self.proposer.vocabulary
+        return (
+            trees if vocabulary is None else [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
+        )
 
-    def _grown(self, root: Tensor, params: SamplingParams, generator: torch.Generator) -> TokenTree:
+    def _grow(
+        self, row: int, root: Tensor, logits: Tensor | None, params: SamplingParams, generator: torch.Generator
+    ) -> Growth:
         """In draft tokens, but for the root."""
-        logits = self.proposer.begin()
         if logits is None:
             return root_only(root)
         root, tree = root.to(logits.device), self.policy
         if isinstance(tree, AutoTree):
-            return self._auto(root, logits, tree, params, generator)
+            return (yield from self._auto(row, root, logits, tree, params, generator))
         if isinstance(tree, SampledTree) and params.greedy:
             tree = DynamicTree(tree.depth, nodes=tree.nodes)
         if isinstance(tree, SampledTree):
             assert self.calibration
             price = tree.price or self.calibration.price(tree.nodes, params.temperature)
             by = Sampled(self.scheme, self.calibration, tree.depth, price)
-            return grow_sampled(self.proposer, root, logits, by, params, generator)
+            return (yield from grow_sampled(root, logits, by, params, generator))
         if isinstance(tree, DynamicTree):
-            return grow_dynamic(self.proposer, root, logits, tree)
+            return (yield from grow_dynamic(root, logits, tree))
         scheme = SCHEMES["topk"] if params.greedy else self.scheme
-        return grow_static(self.proposer, root, logits, tree, scheme, params, generator)
+        return (yield from grow_static(root, logits, tree, scheme, params, generator))
 
     def _auto(
-        self, root: Tensor, logits: Tensor, tree: AutoTree, params: SamplingParams, generator: torch.Generator
-    ) -> TokenTree:
-        assert self.times
-        self.pace = self.pace or Pace(self.times)
+        self,
+        row: int,
+        root: Tensor,
+        logits: Tensor,
+        tree: AutoTree,
+        params: SamplingParams,
+        generator: torch.Generator,
+    ) -> Growth:
+        pace = self.paces[row]
+        assert pace
         if params.greedy or self.scheme.deterministic:
-            grown, expected, levels = grow_auto(self.proposer, root, logits, tree, params, self.pace, self.calibration)
-            self.drafted = expected, len(grown.tokens), levels
+            grown, expected, levels = yield from grow_auto(root, logits, tree, params, pace, self.calibration)
+            self.drafted[row] = expected, len(grown.tokens), levels
             return grown
         assert self.calibration
-        depth, price = sampled_by(self.pace, tree, self.calibration, params.temperature)
+        depth, price = sampled_by(pace, tree, self.calibration, params.temperature)
         by = Sampled(self.scheme, self.calibration, depth, price)
-        grown = grow_sampled(self.proposer, root, logits, by, params, generator)
-        self.drafted = 0.0, len(grown.tokens), int(grown.depth[-1])
+        grown = yield from grow_sampled(root, logits, by, params, generator)
+        self.drafted[row] = 0.0, len(grown.tokens), int(grown.depth[-1])
         return grown
 
-    def observe(self, features: Tensor, following: Tensor) -> None:
-        """A cycle has committed text: features [n, H] of its positions, and the token [n] after each."""
+    def observe(self, features: Sequence[Tensor], following: Sequence[Tensor]) -> None:
+        """A cycle has committed text: of each text features [n, H] of its positions, and the token [n] after each."""
         self.proposer.observe(features, following)
-        if self.pace:
-            expected, nodes, levels = self.drafted
-            self.pace.settle(len(following) - 1, expected, nodes, levels)
+        for pace, tokens, drafted in zip(self.paces, following, self.drafted, strict=True):
+            if pace:
+                pace.settle(len(tokens) - 1, *drafted)
 
-    def rewind(self, length: int) -> None:
-        """Another text begins, of which the first `length` positions are known."""
-        self.proposer.rewind(length)
-        self.pace = None
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Other texts begin, of which the first so many positions are known."""
+        self.proposer.rewind(lengths)
+        self.paces, self.drafted = [self._pace() for _ in lengths], [(0.0, 1, 0)] * len(lengths)
+
+    def join(self, proposers: Sequence[Proposer]) -> None:
+        """Draft for the texts of other proposers too, which begin now."""
+        self.proposer.join(proposers)
+        new = len(self.proposer.lengths) - len(self.paces)
+        self.paces, self.drafted = self.paces + [self._pace() for _ in range(new)], self.drafted + [(0.0, 1, 0)] * new
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these texts, in this order."""
+        self.proposer.select(rows)
+        self.paces, self.drafted = [self.paces[row] for row in rows], [self.drafted[row] for row in rows]
+
+    def _pace(self) -> Pace | None:
+        return Pace(self.times) if isinstance(self.policy, AutoTree) and self.times else None

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from treespec.draft.calibration import Calibration
+from treespec.draft.growth import Frontier, Growing
 from treespec.draft.pace import Pace
-from treespec.draft.proposer import Proposer
 from treespec.sampling import SamplingParams, largest, probs
 from treespec.trees.auto import AutoTree, best_size
 from treespec.trees.dynamic import best_first, connect
@@ -18,14 +18,13 @@ CHILDREN = 3  # nodes that a level of a sampled tree has, about
 
 
 def grow_auto(
-    proposer: Proposer,
     root: Tensor,
     logits: Tensor,
     tree: AutoTree,
     params: SamplingParams,
     pace: Pace,
     calibration: Calibration | None,
-) -> tuple[TokenTree, float, int]:
+) -> Growing[tuple[TokenTree, float, int]]:
     """The likeliest tokens: EAGLE-2's expansion, but a level more only while that is likely to pay, and the best size.
 
     One more level is expected to bring less than the last by the factor that the last brought less than the one
@@ -52,7 +51,7 @@ def grow_auto(
         best = best_first(scores[-1], tree.topk)
         frontier, above = count + best, scores[-1][best]
         count += children.numel()
-        logits = proposer.extend(tokens[-1][best], best // children.shape[1])
+        logits = yield Frontier(tokens[-1][best], best // children.shape[1])
     kept = best_first(reach, size - 1)
     expected = float(reach[kept].sum())
     kept = torch.cat([zero, 1 + kept.sort().values])

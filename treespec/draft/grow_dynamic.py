@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from treespec.draft.proposer import Proposer
+from treespec.draft.growth import Frontier, Growth
 from treespec.sampling import largest
 from treespec.trees.dynamic import DynamicTree, best_first, connect
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import TokenTree
 
 
-def grow_dynamic(proposer: Proposer, root: Tensor, logits: Tensor, tree: DynamicTree) -> TokenTree:
+def grow_dynamic(root: Tensor, logits: Tensor, tree: DynamicTree) -> Growth:
     """root: [1] int64. logits: [1, V] draft logits of its children."""
     device = logits.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
@@ -28,7 +28,7 @@ def grow_dynamic(proposer: Proposer, root: Tensor, logits: Tensor, tree: Dynamic
             best = best_first(scores[-1], tree.topk)
             frontier, above = count + best, scores[-1][best]
             count += width
-            logits = proposer.extend(tokens[-1][best], best // children.shape[1])
+            logits = yield Frontier(tokens[-1][best], best // children.shape[1])
     kept = 1 + best_first(torch.cat(scores), tree.nodes - 1)
     kept = torch.cat([zero, kept.sort().values])
     links = connect(kept, torch.cat(parents))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from treespec.draft.calibration import Calibration
 from treespec.draft.grow_static import stack
-from treespec.draft.proposer import Proposer
+from treespec.draft.growth import Frontier, Growth
 from treespec.sampling import SamplingParams, probs
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.sampled import allot
@@ -27,13 +27,12 @@ class Sampled:
 
 
 def grow_sampled(
-    proposer: Proposer,
     root: Tensor,
     logits: Tensor,
     by: Sampled,
     params: SamplingParams,
     generator: torch.Generator,
-) -> TokenTree:
+) -> Growth:
     """root: [1] int64. logits: [1, V] draft logits of its children."""
     device = logits.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
@@ -64,7 +63,7 @@ def grow_sampled(
             break
         frontier, reach = count + likely, reach[likely]
         count += len(row)
-        logits = proposer.extend(tokens[-1][likely], some[row[likely]])
+        logits = yield Frontier(tokens[-1][likely], some[row[likely]])
     links = torch.cat(parents)
     drafts = Drafts(torch.cat(inner), torch.cat(laws), stack(draws)) if inner else None
     return TokenTree(torch.cat(tokens), links, torch.cat(depths), ancestor_mask(links, by.depth), drafts)

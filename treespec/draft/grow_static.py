@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.draft.proposer import Proposer
+from treespec.draft.growth import Frontier, Growth
 from treespec.sampling import SamplingParams, probs
 from treespec.trees.static import StaticTree, layout
 from treespec.trees.tree import Drafts, Draws, TokenTree
@@ -14,14 +14,13 @@ from treespec.verify.scheme import Scheme
 
 
 def grow_static(
-    proposer: Proposer,
     root: Tensor,
     logits: Tensor,
     tree: StaticTree,
     scheme: Scheme,
     params: SamplingParams,
     generator: torch.Generator,
-) -> TokenTree:
+) -> Growth:
     """root: [1] int64. logits: [1, V] draft logits of its children."""
     tokens = [root]
     laws, draws, nodes = [], [], []
@@ -29,7 +28,7 @@ def grow_static(
     for above, level in zip((None, *fixed.levels[:-1]), fixed.levels, strict=True):
         if above:
             frontier = tokens[-1][level.nodes - above.first].clamp_min(0)
-            logits = proposer.extend(frontier, level.parent_rows)
+            logits = yield Frontier(frontier, level.parent_rows)
         q = logits if scheme.deterministic else draft_laws(logits, scheme, params, int(level.draws.max()))
         drawn = scheme.draw(q, level.draws, generator)  # [F, K]
         tokens.append(drawn.tokens[level.rows, level.columns])

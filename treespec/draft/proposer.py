@@ -1,12 +1,15 @@
 """The seam of draft models: draft logits for tree nodes, a level at a time."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, Self
 
 from torch import Tensor
 
+from treespec.draft.growth import Frontier
+
 
 class Proposer(Protocol):
-    """Holds what it knows of one text. All calls of a cycle: begin, extend for each level, observe."""
+    """Holds what it knows of B texts. All calls of a cycle: begin, extend for each level, observe."""
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -14,8 +17,8 @@ class Proposer(Protocol):
         ...
 
     @property
-    def length(self) -> int:
-        """Positions of the text that it has observed."""
+    def lengths(self) -> list[int]:
+        """Positions of each text that it has observed."""
         ...
 
     @property
@@ -33,21 +36,30 @@ class Proposer(Protocol):
         """Seconds spent in the draft model's own forwards so far."""
         ...
 
-    def begin(self) -> Tensor | None:
-        """[1, N] draft logits for the children of the root, or None if it knows nothing yet."""
+    def begin(self) -> list[Tensor | None]:
+        """Of each text [1, N] draft logits for the children of the root, or None if it knows nothing of it yet."""
         ...
 
-    def extend(self, tokens: Tensor, parent_rows: Tensor) -> Tensor:
-        """[F, N] draft logits for the children of F nodes.
-
-        tokens: [F] draft tokens, numbered as the logits; parent_rows: [F] in the last frontier.
-        """
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        """Of each text [F, N] draft logits for the children of its frontier, [0, N] where it has none."""
         ...
 
-    def observe(self, features: Tensor, following: Tensor) -> None:
-        """Text was committed: features [n, H] of its next n positions, and the target's token [n] after each."""
+    def observe(self, features: Sequence[Tensor], following: Sequence[Tensor]) -> None:
+        """Each text grew: features [n, H] of its next n positions, and the target's token [n] after each."""
         ...
 
-    def rewind(self, length: int) -> None:
-        """Keep only the first `length` observed positions."""
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Keep only so many observed positions of each text."""
+        ...
+
+    def new(self) -> Self:
+        """Another of its kind, with one text of which it knows nothing."""
+        ...
+
+    def join(self, others: Sequence[Self]) -> None:
+        """Append the texts of others."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these texts, in this order."""
         ...

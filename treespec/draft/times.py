@@ -15,6 +15,7 @@ from torch import Tensor
 
 from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow_dynamic import grow_dynamic
+from treespec.draft.growth import grow_together
 from treespec.heads.eagle import EagleHead
 from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
@@ -87,14 +88,14 @@ def measure(target: Target, head: EagleHead) -> Times:
     cache = target.new_cache()
     features = target.prefill(cache, tokens[None])[0]
     proposer = EagleProposer(head, target)
-    proposer.observe(features[:-1], tokens[1:])
+    proposer.observe([features[:-1]], [tokens[1:]])
 
     def drafts(depth: int) -> None:
-        proposer.rewind(context - 1 - WAITING)
-        proposer.observe(features[-1 - WAITING : -1], tokens[-WAITING:])
-        logits = proposer.begin()
+        proposer.rewind([context - 1 - WAITING])
+        proposer.observe([features[-1 - WAITING : -1]], [tokens[-WAITING:]])
+        (logits,) = proposer.begin()
         assert logits is not None
-        grow_dynamic(proposer, tokens[-1:], logits, DynamicTree(depth))
+        grow_together(proposer, [grow_dynamic(tokens[-1:], logits, DynamicTree(depth))])
 
     steps = [partial(target.forward_tree, cache, path(n, tokens)) for n in NODES]
     *forwards, begin, deep = medians([*steps, partial(drafts, 1), partial(drafts, DEEP)], target.output_device)

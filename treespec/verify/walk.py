@@ -1,5 +1,6 @@
 """The seam of verifiers, and the walk: sample the plan at every node, follow the tokens that are children."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -103,11 +104,25 @@ def children_of(tree: TokenTree) -> Tensor:
 
 def follow(tree: TokenTree, choice: Tensor) -> Verdict:
     """The path along the tokens chosen at the nodes, [N] int64; at temperature 0 they are the target's own."""
+    return follow_all([tree], [choice])[0]
+
+
+def follow_all(trees: Sequence[TokenTree], choices: Sequence[Tensor]) -> list[Verdict]:
+    """`follow` in each of several trees; the host waits once."""
+    steps = [torch.stack([next_nodes(tree, choice), choice]) for tree, choice in zip(trees, choices, strict=True)]
+    following, chosen = torch.cat(steps, dim=1).tolist()
+    verdicts, first = [], 0
+    for tree in trees:
+        path = [0]
+        while (node := following[first + path[-1]]) >= 0:
+            path.append(node)
+        verdicts.append(Verdict(path[1:], [chosen[first + node] for node in path]))
+        first += len(tree.tokens)
+    return verdicts
+
+
+def next_nodes(tree: TokenTree, choice: Tensor) -> Tensor:
+    """[N] the first child of each node that carries its chosen token, -1 for none."""
     rows = torch.arange(len(choice), device=choice.device)
     child = (tree.parents == rows[:, None]) & (tree.tokens == choice[:, None])  # [N, N]
-    first = torch.where(child.any(1), child.int().argmax(1), -1)
-    following, chosen = torch.stack([first, choice]).tolist()
-    path = [0]
-    while (node := following[path[-1]]) >= 0:
-        path.append(node)
-    return Verdict(path[1:], [chosen[node] for node in path])
+    return torch.where(child.any(1), child.int().argmax(1), -1)

@@ -103,7 +103,7 @@ def read_record(file: Path, record: dict[str, Any]) -> dict[str, Any] | None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         before: dict[str, Any] = json.loads(file.read_text())
-        theirs, ours = before["config"], record["config"]
+        theirs, ours = asdict(EvalConfig(**before["config"])), record["config"]  # newer options have their defaults
         same_questions = before["questions"] == record["questions"]
         before["environment"].items()
     except FileNotFoundError:

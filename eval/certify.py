@@ -89,7 +89,7 @@ def sampled(
 ) -> list[Tensor]:
     """The numbers (`laws_along`) of this prompt's share of the sampled tokens, drawn by `decoder`."""
     options: dict[str, Any] = {"temperature": config.temperature, "max_new_tokens": config.length}
-    seeds = range(seed << 32, (seed << 32) - (-config.tokens // (prompts * config.length)))
+    seeds = range(seed << 20, (seed << 20) - (-config.tokens // (prompts * config.length)))
     outputs = [decoder.generate(prompt, seed=config.seed + one, **options).token_ids for one in seeds]
     return laws_along(spec, prompt, outputs, config.temperature)
 

@@ -87,7 +87,7 @@ class Terminal:
             except OSError as error:  # the process has closed its side
                 raise AssertionError(self.written.decode(errors="replace")) from error
         text, self.written = self.written[: found.end()], self.written[found.end() :]
-        return text.decode()
+        return text.decode(errors="ignore")  # the last character may not be there yet
 
     def say(self, line):
         """Type a line and return what it is answered with, up to the next prompt."""

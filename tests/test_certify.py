@@ -22,7 +22,7 @@ from treespec.verify.walk import Walk
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 SHARP = 2.5
-CONFIG = CertifyConfig("", "", tokens=1500, length=6, greedy_tokens=12)
+CONFIG = CertifyConfig("", "", tokens=2000, length=6, greedy_tokens=12)
 
 
 @pytest.fixture(scope="module")

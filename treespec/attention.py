@@ -23,11 +23,12 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """query: [B, heads, N, D]; key, value: [B, key-value heads, T, D]. Returns [B, N, heads, D].
 
-    attention_mask: [B or 1, 1, N, T], additive. Without one, or with anything else, it is transformers' function.
+    attention_mask: [B or 1, 1, N, T], additive. Without one, or with anything else, it is transformers' function; so it
+    is for so many nodes that to repeat the mask for every head of a group would copy more than keys and values.
     """
     groups = query.shape[1] // key.shape[1]
     plain = attention_mask is None or attention_mask.shape[1] > 1 or options.get("position_bias") is not None
-    if plain or groups == 1:
+    if plain or groups == 1 or query.shape[2] > 2 * key.shape[1] * key.shape[3]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     assert attention_mask is not None
     stacked = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])

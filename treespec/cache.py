@@ -37,10 +37,9 @@ class TreeLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, heads, N, D] behind what there is; returns all, [B, heads, length + N, D]."""
         end = self.length + key_states.shape[-2]
+        self.reserve(end)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if end > self.capacity:
-            self.grow(end)
         keys, values = self.storage
         keys[:, self.length : end] = key_states.transpose(1, 2)
         values[:, self.length : end] = value_states.transpose(1, 2)
@@ -53,11 +52,14 @@ class TreeLayer(CacheLayerMixin):
         assert self.values is not None
         return self.keys, self.values
 
-    def grow(self, needed: int) -> None:
-        """Double the capacity until `needed` columns fit; what there is is copied once."""
-        while self.capacity < needed:
+    def reserve(self, columns: int) -> None:
+        """Double the capacity until so many columns fit; what there is is copied once."""
+        if columns <= self.capacity:
+            return
+        while self.capacity < columns:
             self.capacity *= 2
-        self.fill([(self, len(self.storage[0]))])
+        if self.is_initialized:
+            self.fill([(self, len(self.storage[0]))])
 
     def fill(self, parts: Sequence[tuple["TreeLayer", int]]) -> None:
         """Hold the rows of layers, so many of each; one without storage has nothing in its rows."""
@@ -103,6 +105,11 @@ class TreeCache(Cache):
     def end(self) -> int:
         """The column that the next forward writes at."""
         return max(self.lengths)
+
+    def reserve(self, columns: int) -> None:
+        """Room for so many columns, at once where they are known."""
+        for layer in self.tree_layers:
+            layer.reserve(columns)
 
     @torch.no_grad()
     def commit(self, nodes: Sequence[Sequence[int]]) -> None:

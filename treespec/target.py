@@ -56,6 +56,7 @@ class Target:
         hook = getattr(model, "_hf_hook", None)
         self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
         self.windows = layer_windows(self.config)
+        self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries
         self.output_device = self._check_against_plain_model()
 
     @classmethod
@@ -131,15 +132,23 @@ class Target:
         return logits
 
     @torch.no_grad()
-    def prefill(self, cache: TreeCache, tokens: Tensor, taps: tuple[int, ...] = (), chunk: int = 512) -> Tensor:
-        """Commit a stretch of each text, in chunks. tokens: [B, P] int64. Returns features [B, P, H]."""
-        features = []
-        for part in tokens.split(chunk, dim=1):
+    def prefill(self, cache: TreeCache, tokens: Tensor, taps: tuple[int, ...] = (), chunk: int | None = None) -> Tensor:
+        """Commit a stretch of each text, in chunks. tokens: [B, P] int64. Returns features [B, P, H].
+
+        chunk: tokens, None for as many as keep their mask small beside the weights, at most 512.
+        """
+        cache.reserve(cache.end + tokens.shape[1])
+        features: list[Tensor] = []
+        start = 0
+        while start < tokens.shape[1] or not features:
+            size = chunk or max(16, min(512, self.mask_room // (cache.end + 512)))
+            part = tokens[:, start : start + size]
             b, n = part.shape
             depth = torch.arange(n).expand(b, n)
             causal = torch.ones(n, n, dtype=torch.bool).tril().expand(b, n, n)
             features.append(self._hidden(cache, part, depth, causal, taps)[1])
             cache.commit([range(n)] * b)
+            start += n
         return torch.cat(features, dim=1)
 
     @torch.no_grad()

@@ -129,8 +129,7 @@ def _measured(
     for row in [*rows, *rows]:
         ask(row, questions[0], short)
     for number, question in enumerate(questions):
-        order: list[Any] = in_order(rows, number)  # type: ignore[arg-type]
-        for row in order:
+        for row in in_order(rows, number):
             if answer := ask(row, question, config):
                 answers[row].append(answer)
             say(f"question {question.question_id}, {label(row.name, added)} at temperature {row.temperature:g}")

@@ -50,8 +50,7 @@ def batches(
     tokens: dict[Case, int] = {}
     speeds: dict[Case, list[float]] = defaultdict(list)
     for number in range(ROUNDS):
-        order: list[Any] = in_order(chosen, number)  # type: ignore[arg-type]
-        for case in order:
+        for case in in_order(chosen, number):
             fresh = spec.configured(*found[case.name]) if case.name in found else spec.baseline()
             name = f"{case.name}-t{case.temperature:g}"
             started = time.perf_counter()

@@ -40,8 +40,7 @@ def forwards(
     cases = [Case(what, nodes, context) for context in contexts for what in sizes for nodes in sizes[what]]
     times = defaultdict(list)
     for number in range(WARM_UP + rounds):
-        order: list[Any] = in_order(cases, number)  # type: ignore[arg-type]
-        for case in order:
+        for case in in_order(cases, number):
             spent = places[case.context].time(case)
             if number >= WARM_UP:
                 times[case].append(1000 * spent)

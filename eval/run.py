@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ from treespec.verify.walk import Verifier
 
 WARM_UP_TOKENS = 16
 
+Ranked = TypeVar("Ranked")
 Draft = tuple[Policy, Verifier] | None  # None: the baseline
 
 
@@ -107,7 +108,7 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
     return summary
 
 
-def in_order(configurations: Sequence[Configuration], number: int) -> list[Configuration]:
+def in_order(configurations: Sequence[Ranked], number: int) -> list[Ranked]:
     """The order for one question: a row of a Williams square.
 
     Over as many questions as there are configurations (twice as many where that is odd), each runs equally

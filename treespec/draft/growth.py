@@ -35,7 +35,7 @@ def grow_together(proposer: Extends, growths: Sequence[Growing[Grown]]) -> list[
 
     def step(row: int, logits: Tensor | None) -> Frontier | None:
         try:
-            return growths[row].send(logits)  # type: ignore[arg-type]
+            return next(growths[row]) if logits is None else growths[row].send(logits)
         except StopIteration as end:
             grown[row] = end.value
             return None

@@ -7,7 +7,6 @@ from typing import Any, final
 
 import torch
 
-from treespec.draft.eagle import EagleProposer
 from treespec.draft.growth import Frontier
 from treespec.eval.bench_config import NODES
 from treespec.eval.bench_figures import median
@@ -53,28 +52,31 @@ class Place:
     """A target's cache and a head's behind a text of random tokens."""
 
     def __init__(self, spec: Spec, context: int, seed: int) -> None:
-        assert spec.head
+        assert spec.proposer
         self.target, self.context = spec.target, context
-        self.cache, self.proposer = spec.target.new_cache(), EagleProposer(spec.head, spec.target)
+        self.cache, self.proposer = spec.target.new_cache(), spec.proposer.new()
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(spec.target.vocab_size, (context + 1,), generator=generator)
-        self.features = self.target.prefill(self.cache, self.tokens[None, :-1])[0]  # [P, H]
-        self.proposer.observe([self.features], [self.tokens[1:]])
-        self.proposer.begin()
+        self.features = self.target.prefill(self.cache, self.tokens[None, :-1], self.proposer.taps)[0]  # [P, H]
+        self.proposer.observe([self.features], [self.tokens])
+        self.begin()
 
     def time(self, case: Case) -> float:
         """Seconds of one forward, after which all is as before."""
         if case.what == "target":
             tree = star(case.nodes, self.target.vocab_size, self.target.output_device)
             return seconds(lambda: self.target.forward_tree(self.cache, tree), self.target.output_device)
-        again = torch.arange(WAITING) % self.context
-        self.proposer.observe([self.features[again.to(self.features.device)]], [self.tokens[again]])
-        spent = seconds(self.proposer.begin, self.target.output_device)
+        again = torch.arange(WAITING + 1) % self.context
+        self.proposer.observe([self.features[again[1:].to(self.features.device)]], [self.tokens[again]])
+        spent = seconds(self.begin, self.target.output_device)
         if case.what == "extend":
             zeros = torch.zeros(case.nodes, dtype=torch.int64, device=self.target.output_device)
             spent = seconds(lambda: self.proposer.extend([Frontier(zeros, zeros)]), self.target.output_device)
         self.proposer.rewind([self.context])
         return spent
+
+    def begin(self) -> None:
+        self.proposer.begin(self.tokens[-1:].to(self.target.output_device), self.cache)
 
 
 def star(nodes: int, vocab_size: int, device: torch.device) -> TokenTree:

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from treespec.cache import TreeCache
 from treespec.decode import Decoder, Text
 from treespec.draft.grow import TreeDrafter
 from treespec.draft.growth import Frontier
@@ -39,9 +40,9 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
 def split(spec: Spec, prompt: list[int], params: SamplingParams, max_new_tokens: int, seed: int) -> Stats:
     """The stages of a generation by a fresh `spec`, which is slower for the waiting."""
     device, drafter = spec.target.output_device, spec.decoder.drafter
-    if drafter:
+    if isinstance(drafter, TreeDrafter):
         proposer: Any = Waiting(drafter.proposer, device)
-        drafter = TreeDrafter(proposer, drafter.policy, drafter.scheme, drafter.calibration)
+        drafter = TreeDrafter(proposer, drafter.policy, drafter.scheme, drafter.calibration, drafter.times)
     decoder = Decoder(spec.target, drafter, spec.verifier)
     ending = Ending(spec.target.tokenizer, spec.target.eos, (), max_new_tokens)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -72,8 +73,11 @@ class Waiting:
     def __init__(self, proposer: Proposer, device: torch.device) -> None:
         self.proposer, self.device, self.forward_seconds = proposer, device, 0.0
 
-    def begin(self) -> list[Tensor | None]:
-        return self._timed(self.proposer.begin)
+    def new(self) -> "Waiting":
+        return Waiting(self.proposer.new(), self.device)
+
+    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
+        return self._timed(lambda: self.proposer.begin(roots, cache))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         return self._timed(lambda: self.proposer.extend(frontiers))

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treespec.conversations import encode_conversations, read_conversations
-from treespec.draft.rollout import rollout
-from treespec.draft.vocabulary import draft_logits
+from treespec.draft.kinds import KINDS
 from treespec.errors import InputError
 from treespec.eval.acceptance_config import AcceptanceConfig
 from treespec.eval.questions import Question, load_questions
@@ -100,9 +99,9 @@ def logits_of(
         if len(rows):
             features = target.features(text.tokens[None])[0]  # [T, H]
             tokens = text.tokens.to(features.device)
-            *_, hidden = rollout(head, tokens, features, step)
+            *_, logits = KINDS[head.kind].rollout(head, target, tokens, features, step)
             p.append(target.output_logits(features[rows + step]).cpu())
-            q.append(draft_logits(head, target, hidden[rows]).cpu())
+            q.append(logits[rows].cpu())
             group.append(torch.full((len(rows),), text.group))
         report(Step(count, len(texts), "logits"))
     return Logits(torch.cat(p), torch.cat(q), torch.cat(group))

@@ -30,6 +30,7 @@ class EagleHead(nn.Module):
     output embedding for them. Both belong to a loaded target and not to the weights.
     """
 
+    kind = "eagle"
     taps: tuple[int, ...] = ()
 
     def __init__(self, config: dict[str, Any]) -> None:

@@ -11,9 +11,13 @@ from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from treespec.cache import TreeCache
+from treespec.draft.drafter import Drafter
 from treespec.draft.eagle import new_head
 from treespec.heads.eagle import EagleHead
+from treespec.sampling import SamplingParams
 from treespec.target import Target
+from treespec.trees.tree import TokenTree
 
 VOCAB = 64
 WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -166,6 +170,16 @@ class TableModel(hf.PreTrainedModel):
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         hidden = self.model(input_ids, **kwargs).last_hidden_state
         return hf.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(hidden))
+
+
+def follow(drafter: Any, features: Tensor, following: Tensor) -> None:
+    """Let a drafter or proposer observe features [n, H] and the token [n] after each; that of the first is token 0."""
+    drafter.observe([features], [torch.cat([following[:1] * 0, following])])
+
+
+def draft_tree(drafter: Drafter, root: Tensor, params: SamplingParams, generator: torch.Generator) -> TokenTree:
+    """The tree of one text, by a drafter that needs no target's cache."""
+    return drafter.draft_trees(root, params, [generator], TreeCache(layers=1))[0]
 
 
 CHAT = (

@@ -8,6 +8,7 @@ import torch
 from models import TableConfig, TableModel, random_head, target
 
 from treespec.draft.calibration import Calibration
+from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow import check_pair
 from treespec.draft.grow_auto import sampled_by
 from treespec.draft.pace import Pace
@@ -61,7 +62,7 @@ def test_forward_times_go_through_the_measured_ones_and_never_fall():
 
 def test_times_are_measured_once_and_kept_in_a_file(tmp_path):
     model = target("llama")
-    head = random_head(model)
+    head = EagleProposer(random_head(model), model)
     first = times_for(model, head, tmp_path / "new")
     (file,) = (tmp_path / "new").iterdir()
     assert key(model, head) in file.name
@@ -77,7 +78,7 @@ def test_times_are_measured_once_and_kept_in_a_file(tmp_path):
 def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path):
     (tmp_path / "file").write_text("")
     model = target("llama")
-    assert times_for(model, random_head(model), tmp_path / "file" / "below").begin > 0
+    assert times_for(model, EagleProposer(random_head(model), model), tmp_path / "file" / "below").begin > 0
 
 
 def test_the_pace_learns_how_far_the_chances_are_right():

@@ -155,7 +155,7 @@ def test_an_interrupt_within_a_cycle_leaves_the_object_usable(llama, monkeypatch
     owner = {
         "forward_trees": Target,
         "commit": type(spec.decoder.cache),
-        "observe": type(spec.decoder.drafter.proposer),
+        "observe": type(spec.decoder.drafter),
     }
     original, calls = getattr(owner[stage], stage), []
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from enumeration import STOCHASTIC
-from models import TableConfig, TableModel, random_head
+from models import TableConfig, TableModel, draft_tree, follow, random_head
 from scipy.stats import chi2_contingency
 
 from treespec.draft.eagle import EagleProposer
@@ -35,7 +35,7 @@ LEVELS = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 def drafter(table, tree, verifier):
     model, head = table
     proposer = EagleProposer(head, model)
-    proposer.observe([FEATURES], [TEXT])
+    follow(proposer, FEATURES, TEXT)
     return TreeDrafter(proposer, policy(tree) if isinstance(tree, str) else tree, scheme_by_name(verifier))
 
 
@@ -56,8 +56,8 @@ def paths(tree):
 
 
 def test_the_dynamic_tree_is_the_likeliest_part_of_all_drafts(table):
-    tree = drafter(table, "dynamic:depth=3,topk=16,nodes=12", "topk").draft(
-        TEXT[-1:], SamplingParams(), torch.Generator()
+    tree = draft_tree(
+        drafter(table, "dynamic:depth=3,topk=16,nodes=12", "topk"), TEXT[-1:], SamplingParams(), torch.Generator()
     )
     likelihood = {}
     for path in itertools.chain(*(itertools.product(range(4), repeat=d) for d in (1, 2, 3))):
@@ -73,7 +73,7 @@ def test_the_dynamic_tree_is_the_likeliest_part_of_all_drafts(table):
 def test_a_sampled_tree_stores_the_laws_that_its_draws_came_from(table):
     params = SamplingParams(temperature=0.7, top_k=3)
     generator = torch.Generator().manual_seed(4)
-    tree = drafter(table, "3x2", "rrs").draft(TEXT[-1:], params, generator)
+    tree = draft_tree(drafter(table, "3x2", "rrs"), TEXT[-1:], params, generator)
     for row, node in enumerate(tree.drafts.nodes.tolist()):
         law = probs(draft_logits(table, paths(tree)[node]), params)
         assert torch.allclose(tree.drafts.q[row], law, atol=1e-5)
@@ -85,8 +85,8 @@ def test_a_sampled_tree_stores_the_laws_that_its_draws_came_from(table):
 def test_draws_at_temperatures_of_their_own_store_a_law_each(table):
     """The first draw at 0.7, the others at 1.4 times the sampling temperature; levels of 3, 2 and 1 draws."""
     params = SamplingParams(temperature=0.8, top_p=0.9)
-    tree = drafter(table, LEVELS, "rrs:draft-temperatures=0.7/1.4").draft(
-        TEXT[-1:], params, torch.Generator().manual_seed(5)
+    tree = draft_tree(
+        drafter(table, LEVELS, "rrs:draft-temperatures=0.7/1.4"), TEXT[-1:], params, torch.Generator().manual_seed(5)
     )
     q, tokens = tree.drafts.q, tree.drafts.draws.tokens
     assert q.shape == (4, 3, 4)
@@ -106,7 +106,7 @@ def test_draws_at_temperatures_of_their_own_are_accepted_at_the_stated_rate(tabl
     params, runs = SamplingParams(temperature=0.8), 800
     generator = torch.Generator().manual_seed(6)
     p = probs(torch.randn(1 + draws, 4, generator=generator), params)
-    trees = [drafter(table, f"{draws}x1", verifier).draft(TEXT[-1:], params, generator) for _ in range(runs)]
+    trees = [draft_tree(drafter(table, f"{draws}x1", verifier), TEXT[-1:], params, generator) for _ in range(runs)]
     scheme = scheme_by_name(verifier)
     accepted = sum(len(Walk(scheme)(tree, p, generator).path) for tree in trees)
     rate = float(scheme.acceptance_rate(p[:1], trees[0].drafts.q, draws))
@@ -120,7 +120,7 @@ def test_a_node_has_the_same_plan_by_itself_as_among_all(table, verifier):
     shape = LEVELS.narrowed(scheme.max_draws) if scheme.max_draws else LEVELS
     generator = torch.Generator().manual_seed(7)
     for _ in range(5):
-        tree = drafter(table, shape, verifier).draft(TEXT[-1:], SamplingParams(temperature=0.8), generator)
+        tree = draft_tree(drafter(table, shape, verifier), TEXT[-1:], SamplingParams(temperature=0.8), generator)
         logits = torch.randn(len(tree.tokens), 4, generator=generator, dtype=torch.float64)
         laws, walk = TargetLaws(logits, SamplingParams(temperature=0.8)), Walk(scheme)
         row_of = {node: row for row, node in enumerate(tree.drafts.nodes.tolist())}
@@ -131,7 +131,7 @@ def test_a_node_has_the_same_plan_by_itself_as_among_all(table, verifier):
 def test_all_nodes_at_once_and_one_after_another_output_the_same_law(table):
     """Frequencies of 3000 verdicts each way on one tree, by χ² of the two samples, with an error of 1e-4."""
     generator, params = torch.Generator().manual_seed(8), SamplingParams(temperature=0.8)
-    tree = drafter(table, LEVELS, "rrs-wo").draft(TEXT[-1:], params, generator)
+    tree = draft_tree(drafter(table, LEVELS, "rrs-wo"), TEXT[-1:], params, generator)
     p, walk = probs(torch.randn(len(tree.tokens), 4, generator=generator), params), Walk(scheme_by_name("rrs-wo"))
     seen = [
         Counter(tuple(way(tree, p, generator).tokens) for _ in range(3000)) for way in (walk.at_once, walk.step_by_step)
@@ -143,7 +143,7 @@ def test_all_nodes_at_once_and_one_after_another_output_the_same_law(table):
 
 def test_at_temperature_0_the_children_are_the_likeliest_under_any_verifier(table):
     trees = [
-        drafter(table, "3x2", verifier).draft(TEXT[-1:], SamplingParams(), torch.Generator())
+        draft_tree(drafter(table, "3x2", verifier), TEXT[-1:], SamplingParams(), torch.Generator())
         for verifier in ("topk", "rrs", "rrs:draft-temperatures=0.5/2", "greedy")
     ]
     for tree in trees:
@@ -155,4 +155,4 @@ def test_at_temperature_0_the_children_are_the_likeliest_under_any_verifier(tabl
 def test_nothing_is_drafted_before_anything_was_observed(table):
     model, head = table
     fresh = TreeDrafter(EagleProposer(head, model), policy("eagle"), scheme_by_name("topk"))
-    assert fresh.draft(torch.tensor([3]), SamplingParams(), torch.Generator()).tokens.tolist() == [3]
+    assert draft_tree(fresh, torch.tensor([3]), SamplingParams(), torch.Generator()).tokens.tolist() == [3]

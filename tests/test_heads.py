@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from models import random_head, target
+from models import follow, random_head, target
 from safetensors.torch import load_file, save_file
 
 from treespec.cache import TreeLayer
@@ -160,10 +160,10 @@ def test_tree_drafting_equals_drafting_each_path_alone():
     head = random_head(model)
     text, features = torch.randint(3, 64, (7,)), torch.randn(7, 32)
     proposer = EagleProposer(head, model)
-    proposer.observe([features[:4]], [text[:4]])
+    follow(proposer, features[:4], text[:4])
     proposer.begin()
     proposer.extend([Frontier(torch.tensor([9, 8, 7]), torch.tensor([0, 0, 0]))])  # drafted, then forgotten
-    proposer.observe([features[4:]], [text[4:]])
+    follow(proposer, features[4:], text[4:])
     assert proposer.lengths == [7]
     (at_root,) = proposer.begin()
     first, second = torch.tensor([5, 6, 7]), torch.tensor([8, 9, 10, 11])
@@ -192,17 +192,17 @@ def test_rewinding_equals_never_having_seen_the_rest(length):
     head = random_head(model)
     text, features = torch.randint(3, 64, (9,)), torch.randn(9, 32)
     used, fresh = EagleProposer(head, model), EagleProposer(head, model)
-    used.observe([features[:5]], [text[:5]])
+    follow(used, features[:5], text[:5])
     used.begin()
     used.extend([Frontier(torch.tensor([3, 4]), torch.tensor([0, 0]))])
-    used.observe([features[5:7]], [text[5:7]])
-    used.observe([features[7:]], [text[7:]])
+    follow(used, features[5:7], text[5:7])
+    follow(used, features[7:], text[7:])
     used.rewind([length])
     assert used.lengths == [length]
     for proposer in (used, fresh):
         if proposer is fresh and length:
-            proposer.observe([features[:length]], [text[:length]])
-        proposer.observe([features[:3]], [text[:3]])
+            follow(proposer, features[:length], text[:length])
+        follow(proposer, features[:3], text[:3])
     assert torch.allclose(used.begin()[0], fresh.begin()[0], atol=1e-5)
 
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 from enumeration import CASES, law, random_law, sequential
-from models import TableConfig, TableModel, random_head
+from models import TableConfig, TableModel, draft_tree, follow, random_head
 from scipy.stats import chisquare
 from torch import Tensor
 
@@ -54,9 +54,9 @@ def grow(
     model, head = table
     proposer = EagleProposer(head, model)
     text = torch.tensor([1, 2, 0, 3, 1])
-    proposer.observe([model.features(text[None])[0]], [text])
+    follow(proposer, model.features(text[None])[0], text)
     drafter = TreeDrafter(proposer, policy(tree), verifier_by_name(verifier).scheme, calibration)
-    return drafter.draft(text[-1:], SamplingParams(temperature), torch.Generator().manual_seed(seed))
+    return draft_tree(drafter, text[-1:], SamplingParams(temperature), torch.Generator().manual_seed(seed))
 
 
 def random_chances(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

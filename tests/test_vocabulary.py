@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from models import COMMON, CONFIGS, random_head, random_model, save_model, target
+from models import COMMON, CONFIGS, draft_tree, follow, random_head, random_model, save_model, target
 from torch import nn
 from transformers import PhiConfig
 
@@ -67,9 +67,9 @@ def test_the_laws_of_a_tree_are_those_its_draws_came_from(half, verifier, tree, 
     model, head = half
     text, features = torch.tensor(PROMPT), torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
     proposer = EagleProposer(head, model)
-    proposer.observe([features], [text])
+    follow(proposer, features, text)
     drafter = TreeDrafter(proposer, policy(tree), verifier_by_name(verifier).scheme, CALIBRATION)
-    grown = drafter.draft(text[-1:], SamplingParams(1.0, top_k=20), torch.Generator().manual_seed(3))
+    grown = draft_tree(drafter, text[-1:], SamplingParams(1.0, top_k=20), torch.Generator().manual_seed(3))
     own = {-1, *head.vocabulary.tolist()}
     assert grown.tokens[0] == text[-1]
     assert {*grown.tokens[1:].tolist(), *grown.drafts.draws.tokens.flatten().tolist()} <= own
@@ -187,7 +187,7 @@ def test_a_head_is_loaded_with_its_vocabulary_and_packed_with_it(tmp_path, dtype
     assert type(spec.head.output) is (PackedLinear if packs else nn.Linear)
     assert spec.head.output.out_features == 50
     drafter = spec.decoder.drafter
-    drafter.proposer.observe([torch.randn(4, 32).to(spec.target.dtype)], [torch.tensor([5, 6, 7, 8])])
-    tree = drafter.draft(torch.tensor([8]), SamplingParams(1.0), torch.Generator().manual_seed(0))
+    follow(drafter, torch.randn(4, 32).to(spec.target.dtype), torch.tensor([5, 6, 7, 8]))
+    tree = draft_tree(drafter, torch.tensor([8]), SamplingParams(1.0), torch.Generator().manual_seed(0))
     assert set(tree.tokens[1:].tolist()) <= set(range(100, 150))
     assert len(spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).token_ids) == 8

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from treespec.draft.rollout import rollout
-from treespec.heads.eagle import EagleHead
+from treespec.draft.kinds import KINDS
 from treespec.target import Target
 
 
@@ -25,7 +25,7 @@ class Validation:
 
 
 @torch.no_grad()
-def validate(head: EagleHead, target: Target, rows: Iterable[tuple[Tensor, Tensor, Tensor]], steps: int) -> Validation:
+def validate(head: Any, target: Target, rows: Iterable[tuple[Tensor, Tensor, Tensor]], steps: int) -> Validation:
     """rows: tokens [T] int64, loss mask [T] bool, features [T, H] of each held-out conversation."""
     agreeing, runs, positions = torch.zeros(steps), 0.0, 0
     for tokens, mask, features in rows:
@@ -37,14 +37,14 @@ def validate(head: EagleHead, target: Target, rows: Iterable[tuple[Tensor, Tenso
     return Validation((agreeing / max(positions, 1)).tolist(), 1 + runs / max(positions, 1), positions)
 
 
-def rollout_agreement(head: EagleHead, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Tensor:
+def rollout_agreement(head: Any, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Tensor:
     """[R, steps] bool: from each of R = T - steps - 1 positions, whether draft step d finds the target's token.
 
-    `rollout` says what a draft step is along a text.
+    `Kind.rollout` says what a draft step is along a text.
     """
     wanted = target.output_logits(features).argmax(-1)  # [T]
     agree = [
-        target.output_logits(hidden).argmax(-1) == wanted[step : step + len(hidden)]
-        for step, hidden in enumerate(rollout(head, tokens, features, steps), start=1)
+        logits.argmax(-1) == wanted[step : step + len(logits)]
+        for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, features, steps), start=1)
     ]
     return torch.stack(agree, dim=1) if agree else torch.zeros(0, steps, dtype=torch.bool)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
-from treespec.draft.grow import TreeDrafter, root_only
-from treespec.draft.proposer import Proposer
+from treespec.draft.drafter import Drafter
+from treespec.draft.grow import root_only
 from treespec.ending import Ending
 from treespec.errors import InputError
 from treespec.prefix import common_prefix
@@ -53,7 +53,7 @@ class Decoder:
     Keeps the keys and values of the last text to finish: the next one reuses the prefix that they share.
     """
 
-    def __init__(self, target: Target, drafter: TreeDrafter | None, verifier: Verifier) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, verifier: Verifier) -> None:
         self.target, self.drafter, self.verifier = target, drafter, verifier
         self.cache = target.new_cache()
         self.texts: list[Text] = []  # one for each row of the cache; none at first
@@ -87,7 +87,7 @@ class Decoder:
                 roots = torch.tensor([text.root for text in texts], device=device)
                 trees = self._draft(roots, params)
             with shared(stats, "target"):
-                outs = self.target.forward_trees(self.cache, trees, drafter.proposer.taps if drafter else ())
+                outs = self.target.forward_trees(self.cache, trees, drafter.taps if drafter else ())
             with shared(stats, "verify"):
                 verdicts = self._verify(trees, [out.logits for out in outs], params)
             if max(token for verdict in verdicts for token in verdict.tokens) >= self.target.vocab_size:
@@ -103,7 +103,9 @@ class Decoder:
                     text.root = verdict.tokens[-1]
                 if drafter:
                     features = [out.features[kept] for out, kept in zip(outs, nodes, strict=True)]
-                    drafter.observe(features, [torch.tensor(v.tokens, device=device) for v in verdicts])
+                    new = zip(roots.tolist(), verdicts, strict=True)
+                    drafter.settle([len(verdict.path) for verdict in verdicts])
+                    drafter.observe(features, [torch.tensor([root, *v.tokens], device=device) for root, v in new])
             for text, tree, verdict in zip(texts, trees, verdicts, strict=True):
                 pieces += [(text, piece) for piece in _take(text, tree, verdict)]
         yield from pieces
@@ -111,11 +113,10 @@ class Decoder:
     def _draft(self, roots: Tensor, params: SamplingParams) -> list[TokenTree]:
         if not self.drafter:
             return [root_only(root) for root in roots.split(1)]
-        proposer = self.drafter.proposer
-        before = proposer.forward_seconds
-        trees = self.drafter.draft_trees(roots, params, [text.generator for text in self.texts])
+        before = self.drafter.forward_seconds
+        trees = self.drafter.draft_trees(roots, params, [text.generator for text in self.texts], self.cache)
         for text in self.texts:
-            text.stats.seconds["head"] += (proposer.forward_seconds - before) / len(self.texts)
+            text.stats.seconds["head"] += (self.drafter.forward_seconds - before) / len(self.texts)
         return trees
 
     def _verify(self, trees: list[TokenTree], logits: list[Tensor], params: SamplingParams) -> list[Verdict]:
@@ -139,44 +140,43 @@ class Decoder:
 
         The last common position is computed again: its feature goes with the token that follows it now.
         """
-        proposer = self.proposer
-        rows = {len(self.cache.lengths), len(self.texts), len(proposer.lengths) if proposer else 1}
+        drafter = self.drafter
+        rows = {len(self.cache.lengths), len(self.texts), len(drafter.lengths) if drafter else 1}
         if rows != {1}:  # the first text of all, or several were interrupted
             self.cache = self.target.new_cache()
-            if self.drafter:
-                self.drafter.proposer = proposer = self.drafter.proposer.new()
+            self.drafter = drafter = drafter.new() if drafter else None
             self.texts = [text]
         before = self.texts[0].committed
         common = common_prefix(text.prompt[:-1], before)
-        keep = max(0, min(common, proposer.lengths[0] if proposer else common) - 1)
+        keep = max(0, min(common, drafter.lengths[0] if drafter else common) - 1)
         text.committed, self.texts = before[:keep], [text]
         self.cache.rewind([keep])
-        if self.drafter:
-            self.drafter.rewind([keep])
-        self._prefill(text, self.cache, proposer)
+        if drafter:
+            drafter.rewind([keep])
+        self._prefill(text, self.cache, drafter)
 
     def _join(self, texts: list[Text]) -> None:
-        caches, proposers = [], []
+        caches, drafters = [], []
         for text in texts:
             caches.append(self.target.new_cache())
-            proposers += [self.proposer.new()] if self.proposer else []
-            self._prefill(text, caches[-1], proposers[-1] if proposers else None)
+            drafters += [self.drafter.new()] if self.drafter else []
+            self._prefill(text, caches[-1], drafters[-1] if drafters else None)
         self.cache.join(caches)
         if self.drafter:
-            self.drafter.join(proposers)
+            self.drafter.join(drafters)
         self.texts = self.texts + texts
 
-    def _prefill(self, text: Text, cache: TreeCache, proposer: Proposer | None) -> None:
+    def _prefill(self, text: Text, cache: TreeCache, drafter: Drafter | None) -> None:
         """Bring all but the last prompt token into a row of its own, behind what is there of it."""
         kept, text.root = len(text.committed), text.prompt[-1]
         text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), kept
         fresh = torch.tensor([text.prompt[kept:-1]])
         if not fresh.numel():
             return
-        features = self.target.prefill(cache, fresh, proposer.taps if proposer else ())
+        features = self.target.prefill(cache, fresh, drafter.taps if drafter else ())
         text.committed = text.prompt[:-1]
-        if proposer:
-            proposer.observe([features[0]], [torch.tensor(text.prompt[kept + 1 :], device=features.device)])
+        if drafter:
+            drafter.observe([features[0]], [torch.tensor(text.prompt[kept:], device=features.device)])
 
     def _select(self, rows: list[int]) -> None:
         """Only these texts stay."""
@@ -186,10 +186,6 @@ class Decoder:
             if self.drafter:
                 self.drafter.select(rows)
             self.texts = [self.texts[row] for row in rows]
-
-    @property
-    def proposer(self) -> Proposer | None:
-        return self.drafter.proposer if self.drafter else None
 
 
 def _take(text: Text, tree: TokenTree, verdict: Verdict) -> Iterator[Piece]:

@@ -10,8 +10,10 @@ import torch
 from treespec import templates
 from treespec.decode import Decoder, Piece, Text
 from treespec.draft.calibration import Calibration, load_calibration
-from treespec.draft.eagle import EagleProposer
+from treespec.draft.drafter import Drafter
 from treespec.draft.grow import TreeDrafter
+from treespec.draft.kinds import KINDS
+from treespec.draft.proposer import Proposer
 from treespec.draft.times import Times, times_for
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.ending import Ending
@@ -64,12 +66,15 @@ class Stream:
 
 @final
 class Spec:
-    """A target with a draft head, a tree policy and a verifier; without a head, the baseline."""
+    """A target with what drafts for it, a tree policy and a verifier; without a drafter, the baseline.
+
+    source: a trained head, a proposer or a drafter. A drafter that hands over whole trees takes no policy.
+    """
 
     def __init__(
         self,
         target: Target,
-        head: EagleHead | None,
+        source: Any,
         tree: str | Policy | None = None,
         verifier: str | Verifier = "topk",
         template: str | None = None,
@@ -77,25 +82,39 @@ class Spec:
         calibration: Calibration | None = None,
         times: Times | None = None,
     ) -> None:
-        self.target, self.head, self.template, self.calibration = target, head, template, calibration
+        if kind := KINDS.get(getattr(source, "kind", "")):
+            source = kind.proposer(source, target)
+        self.target, self.source, self.template, self.calibration = target, source, template, calibration
         self.verifier = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         scheme = self.verifier.scheme
         if tree is None:
             tree = default_tree(scheme)
         self.policy = policy(tree) if isinstance(tree, str) else tree
         self.times = times
-        drafter = None
-        if head:
+        drafter: Drafter | None = None
+        if self.proposer:
             if isinstance(self.policy, AutoTree) and not times:
-                self.times = times_for(target, head)
-            drafter = TreeDrafter(EagleProposer(head, target), self.policy, scheme, calibration, self.times)
+                self.times = times_for(target, self.proposer)
+            drafter = TreeDrafter(self.proposer.new(), self.policy, scheme, calibration, self.times)
+        elif source:
+            drafter = source.new()
         self.decoder = Decoder(target, drafter, self.verifier)
+
+    @property
+    def proposer(self) -> Proposer | None:
+        """The draft model, if there is one."""
+        return self.source if hasattr(self.source, "extend") else None
+
+    @property
+    def head(self) -> Any:
+        """The trained head, if there is one."""
+        return getattr(self.source, "head", None)
 
     def configured(
         self, tree: str | Policy | None = None, verifier: str | Verifier = "topk", allow_lossy: bool = False
     ) -> "Spec":
         """The same target and head with another tree and verifier; no weights are copied."""
-        spec = Spec(self.target, self.head, tree, verifier, self.template, allow_lossy, self.calibration, self.times)
+        spec = Spec(self.target, self.source, tree, verifier, self.template, allow_lossy, self.calibration, self.times)
         self.times = spec.times
         return spec
 

@@ -2,18 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from treespec.draft.calibration import DRAWS, TOP_FEATURES, TOPS, Calibration, features
-from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow import TreeDrafter
-from treespec.draft.rollout import rollout
-from treespec.draft.vocabulary import draft_logits
+from treespec.draft.kinds import KINDS
 from treespec.errors import InputError
-from treespec.heads.eagle import EagleHead
 from treespec.sampling import SamplingParams, largest, probs
 from treespec.target import Target
 from treespec.trees.sampled import SampledTree
@@ -28,7 +26,7 @@ ROOTS = 24  # positions at which trees are grown for each price, a temperature
 
 
 def calibrate(
-    head: EagleHead,
+    head: Any,
     target: Target,
     rows: Sequence[Row],
     depth: int = 6,
@@ -57,7 +55,7 @@ def calibrate(
 
 @torch.no_grad()
 def outcomes(
-    head: EagleHead,
+    head: Any,
     target: Target,
     rows: Iterable[Row],
     depth: int,
@@ -76,8 +74,8 @@ def outcomes(
             continue
         law = probs(target.output_logits(known), params)  # [T, V], row t: of token t + 1
         weight = torch.ones(len(tokens) - depth - 1, device=law.device)
-        for step, hidden in enumerate(rollout(head, tokens, known, depth)):
-            q = probs(draft_logits(head, target, hidden), params)
+        for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, known, depth)):
+            q = probs(logits, params)
             p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
             chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:: depth + 1]
             found.append((*tried(p[chosen], q[chosen], step, generator), weight[chosen]))
@@ -88,7 +86,7 @@ def outcomes(
 
 
 @torch.no_grad()
-def choices(head: EagleHead, target: Target, row: Row, depth: int, positions: int) -> tuple[Tensor, Tensor, Tensor]:
+def choices(head: Any, target: Target, row: Row, depth: int, positions: int) -> tuple[Tensor, Tensor, Tensor]:
     """At temperature 0: features of tops [n, 4], whether the target takes each [n], and a weight [n].
 
     q is of temperature 1, as a tree's ranking is. The weight is about how often a tree reaches the text's token.
@@ -96,8 +94,8 @@ def choices(head: EagleHead, target: Target, row: Row, depth: int, positions: in
     tokens, counts, known = row
     found, weight = [], torch.ones(max(len(tokens) - depth - 1, 0), device=known.device)
     law = probs(target.output_logits(known), SamplingParams(1.0))
-    for step, hidden in enumerate(rollout(head, tokens, known, depth)):
-        q = probs(draft_logits(head, target, hidden), SamplingParams(1.0))
+    for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, known, depth)):
+        q = probs(logits, SamplingParams(1.0))
         p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
         chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:positions]
         best = largest(q[chosen], min(TOPS, q.shape[-1]))[1]
@@ -151,7 +149,7 @@ def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
 
 
 def tree_sizes(
-    head: EagleHead,
+    head: Any,
     target: Target,
     rows: Sequence[Row],
     calibration: Calibration,
@@ -165,10 +163,11 @@ def tree_sizes(
     for price in PRICES:
         nodes = []
         for (tokens, _, known), at in roots[:ROOTS]:
-            proposer = EagleProposer(head, target)
-            proposer.observe([known[:at]], [tokens[1 : at + 1]])
+            proposer = KINDS[head.kind].proposer(head, target)
+            proposer.observe([known[:at]], [tokens[: at + 1]])
             tree = SampledTree(depth=depth, price=price)
             drafter = TreeDrafter(proposer, tree, RRSWithoutReplacement(), calibration)
-            nodes.append(len(drafter.draft(tokens[at : at + 1], params, generator).tokens))
+            trees = drafter.draft_trees(tokens[at : at + 1], params, [generator], target.new_cache())
+            nodes.append(len(trees[0].tokens))
         sizes.append((price, sum(nodes) / len(nodes)))
     return sizes

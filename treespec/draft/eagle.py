@@ -53,6 +53,11 @@ class EagleProposer:
         self.seen = torch.empty(0)  # [B, F, T] bool: which columns of the cache each frontier node sees
 
     @property
+    def identity(self) -> object:
+        drafted = self.vocab_size if self.vocabulary is None else len(self.vocabulary)
+        return [self.head.config, drafted]
+
+    @property
     def vocab_size(self) -> int:
         return self.target.vocab_size
 
@@ -64,12 +69,12 @@ class EagleProposer:
     def lengths(self) -> list[int]:
         return [done + len(tokens) for done, (_, tokens) in zip(self.cache.lengths, self.waiting, strict=True)]
 
-    def observe(self, features: Sequence[Tensor], following: Sequence[Tensor]) -> None:
-        for row, (new, tokens) in enumerate(zip(features, following, strict=True)):
-            before, tokens = self.waiting[row], tokens.to(new.device)
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        for row, (new, known) in enumerate(zip(features, tokens, strict=True)):
+            before, following = self.waiting[row], known[1:].to(new.device)
             if len(before[1]):
-                new, tokens = torch.cat([before[0], new]), torch.cat([before[1], tokens])
-            self.waiting[row] = (new, tokens)
+                new, following = torch.cat([before[0], new]), torch.cat([before[1], following])
+            self.waiting[row] = (new, following)
         if max(len(tokens) for _, tokens in self.waiting) > MANY:
             ends = [(f[-1:], t[-1:]) for f, t in self.waiting]
             self.waiting = [(f[:-1], t[:-1]) for f, t in self.waiting]
@@ -93,7 +98,7 @@ class EagleProposer:
         self.cache.select(rows)
 
     @torch.no_grad()
-    def begin(self) -> list[Tensor | None]:
+    def begin(self, roots: Tensor | None = None, cache: TreeCache | None = None) -> list[Tensor | None]:
         counts = [len(tokens) for _, tokens in self.waiting]
         if not any(counts):
             return [None] * len(counts)

@@ -6,6 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from treespec.cache import TreeCache
 from treespec.draft.calibration import Calibration
 from treespec.draft.grow_auto import grow_auto, sampled_by
 from treespec.draft.grow_dynamic import grow_dynamic
@@ -92,16 +93,11 @@ class TreeDrafter:
         self.paces = [self._pace()]
         self.drafted = [(0.0, 1, 0)]  # by auto trees: accepted nodes expected, nodes, levels
 
-    def draft(self, root: Tensor, params: SamplingParams, generator: torch.Generator) -> TokenTree:
-        """`draft_trees` of one text."""
-        return self.draft_trees(root, params, [generator])[0]
-
     @torch.no_grad()
     def draft_trees(
-        self, roots: Tensor, params: SamplingParams, generators: Sequence[torch.Generator]
+        self, roots: Tensor, params: SamplingParams, generators: Sequence[torch.Generator], cache: TreeCache
     ) -> list[TokenTree]:
-        """The tree below the last committed token of each text. roots: [B] int64."""
-        texts = enumerate(zip(roots.split(1), self.proposer.begin(), generators, strict=True))
+        texts = enumerate(zip(roots.split(1), self.proposer.begin(roots, cache), generators, strict=True))
         growths = [self._grow(row, root, logits, params, generator) for row, (root, logits, generator) in texts]
         trees, vocabulary = grow_together(self.proposer, growths), self.proposer.vocabulary
         return (
@@ -151,26 +147,39 @@ class TreeDrafter:
         self.drafted[row] = 0.0, len(grown.tokens), int(grown.depth[-1])
         return grown
 
-    def observe(self, features: Sequence[Tensor], following: Sequence[Tensor]) -> None:
-        """A cycle has committed text: of each text features [n, H] of its positions, and the token [n] after each."""
-        self.proposer.observe(features, following)
-        for pace, tokens, drafted in zip(self.paces, following, self.drafted, strict=True):
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.proposer.taps
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.proposer.lengths
+
+    @property
+    def forward_seconds(self) -> float:
+        return self.proposer.forward_seconds
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        self.proposer.observe(features, tokens)
+
+    def settle(self, accepted: Sequence[int]) -> None:
+        for pace, number, drafted in zip(self.paces, accepted, self.drafted, strict=True):
             if pace:
-                pace.settle(len(tokens) - 1, *drafted)
+                pace.settle(number, *drafted)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Other texts begin, of which the first so many positions are known."""
         self.proposer.rewind(lengths)
         self.paces, self.drafted = [self._pace() for _ in lengths], [(0.0, 1, 0)] * len(lengths)
 
-    def join(self, proposers: Sequence[Proposer]) -> None:
-        """Draft for the texts of other proposers too, which begin now."""
-        self.proposer.join(proposers)
-        new = len(self.proposer.lengths) - len(self.paces)
-        self.paces, self.drafted = self.paces + [self._pace() for _ in range(new)], self.drafted + [(0.0, 1, 0)] * new
+    def new(self) -> "TreeDrafter":
+        return TreeDrafter(self.proposer.new(), self.policy, self.scheme, self.calibration, self.times)
+
+    def join(self, others: Sequence["TreeDrafter"]) -> None:
+        self.proposer.join([other.proposer for other in others])
+        self.paces += [pace for other in others for pace in other.paces]
+        self.drafted += [drafted for other in others for drafted in other.drafted]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these texts, in this order."""
         self.proposer.select(rows)
         self.paces, self.drafted = [self.paces[row] for row in rows], [self.drafted[row] for row in rows]
 

@@ -5,6 +5,7 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
+from treespec.cache import TreeCache
 from treespec.draft.growth import Frontier
 
 
@@ -22,6 +23,11 @@ class Proposer(Protocol):
         ...
 
     @property
+    def identity(self) -> object:
+        """What the cost of its forwards depends on, as JSON holds it."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """V of the target."""
         ...
@@ -36,16 +42,20 @@ class Proposer(Protocol):
         """Seconds spent in the draft model's own forwards so far."""
         ...
 
-    def begin(self) -> list[Tensor | None]:
-        """Of each text [1, N] draft logits for the children of the root, or None if it knows nothing of it yet."""
+    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
+        """Of each text [1, N] draft logits for the children of the root, or None if it knows nothing of it yet.
+
+        roots: [B] int64. cache: the target's keys and values of the committed texts, for drafts by the target itself;
+        what is written behind them is forgotten.
+        """
         ...
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         """Of each text [F, N] draft logits for the children of its frontier, [0, N] where it has none."""
         ...
 
-    def observe(self, features: Sequence[Tensor], following: Sequence[Tensor]) -> None:
-        """Each text grew: features [n, H] of its next n positions, and the target's token [n] after each."""
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        """Each text grew: features [n, H] of its next n positions, their tokens and the one after them, [n + 1]."""
         ...
 
     def rewind(self, lengths: Sequence[int]) -> None:

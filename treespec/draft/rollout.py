@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeLayer
+from treespec.draft.vocabulary import draft_logits
 from treespec.heads.eagle import EagleHead
+from treespec.target import Target
 
 
 @torch.no_grad()
-def rollout(head: EagleHead, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-    """[R, H] the features extrapolated by draft step 1, 2, … from each of R = T - steps - 1 positions.
+def rollout(head: EagleHead, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+    """[R, V] the draft logits of step 1, 2, … from each of R = T - steps - 1 positions.
 
-    tokens: [T] int64; features: [T, H] the target's. Row t of step d stands for the target's feature t + d,
+    tokens: [T] int64; features: [T, H] the target's. Row t of step d is of the target's feature t + d,
     the logits of token t + d + 1. A rollout from position t uses true pairs up to t, then its own features
     with the text's tokens. All rollouts run at once, step d being one more stretch of the cache, of which a
     row sees only its own entry:
@@ -35,4 +37,4 @@ def rollout(head: EagleHead, tokens: Tensor, features: Tensor, steps: int) -> It
         hidden = head(following[None], hidden[None], positions, seen, cache)[0]
         cache.length += rollouts
         seen = torch.cat([seen, own], dim=1)
-        yield hidden.to(features.dtype)
+        yield draft_logits(head, target, hidden.to(features.dtype))

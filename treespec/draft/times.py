@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow_dynamic import grow_dynamic
 from treespec.draft.growth import grow_together
-from treespec.heads.eagle import EagleHead
+from treespec.draft.proposer import Proposer
 from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.mask import ancestor_mask
@@ -50,15 +49,15 @@ class Times:
         return (known[right - 1] + slope * (n - at[right - 1])).float()
 
 
-def times_for(target: Target, head: EagleHead, folder: Path | None = None) -> Times:
+def times_for(target: Target, proposer: Proposer, folder: Path | None = None) -> Times:
     """Kept times, or new ones (a few seconds). folder: None is treespec's in the user's cache."""
     folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
-    file = folder / f"times-{key(target, head)}.json"
+    file = folder / f"times-{key(target, proposer)}.json"
     try:
         kept = json.loads(file.read_text())
         return Times(tuple(kept["nodes"]), tuple(kept["target"]), float(kept["begin"]), float(kept["step"]))
     except (OSError, ValueError, KeyError, TypeError):
-        times = measure(target, head)
+        times = measure(target, proposer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f".{file.name}-{os.getpid()}")
@@ -69,31 +68,30 @@ def times_for(target: Target, head: EagleHead, folder: Path | None = None) -> Ti
     return times
 
 
-def key(target: Target, head: EagleHead) -> str:
+def key(target: Target, proposer: Proposer) -> str:
     """What the times depend on, in short."""
     device = target.output_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {os.cpu_count()}"
     model = target.config.to_json_string()
-    drafted = head.vocab_size if head.vocabulary is None else len(head.vocabulary)
     parts = [name, torch.get_num_threads(), str(target.dtype), torch.__version__]
-    parts += [target.layers, model, head.config, drafted]
+    parts += [target.layers, model, proposer.identity]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
 
 
 @torch.inference_mode()
-def measure(target: Target, head: EagleHead) -> Times:
+def measure(target: Target, proposer: Proposer) -> Times:
     """Medians of interleaved rounds."""
     context = min(CONTEXT, target.context_length - NODES[-1])
     tokens = torch.arange(context, device=target.output_device) % target.vocab_size
     cache = target.new_cache()
-    features = target.prefill(cache, tokens[None])[0]
-    proposer = EagleProposer(head, target)
-    proposer.observe([features[:-1]], [tokens[1:]])
+    proposer = proposer.new()
+    features = target.prefill(cache, tokens[None], proposer.taps)[0]
+    proposer.observe([features[:-1]], [tokens])
 
     def drafts(depth: int) -> None:
         proposer.rewind([context - 1 - WAITING])
-        proposer.observe([features[-1 - WAITING : -1]], [tokens[-WAITING:]])
-        (logits,) = proposer.begin()
+        proposer.observe([features[-1 - WAITING : -1]], [tokens[-1 - WAITING :]])
+        (logits,) = proposer.begin(tokens[-1:], cache)
         assert logits is not None
         grow_together(proposer, [grow_dynamic(tokens[-1:], logits, DynamicTree(depth))])
 

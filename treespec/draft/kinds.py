@@ -1,0 +1,28 @@
+"""The kinds of trained head: how one is made, how it drafts trees, and how it drafts along a given text."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from treespec.draft.eagle import EagleProposer, new_head
+from treespec.draft.proposer import Proposer
+from treespec.draft.rollout import rollout
+from treespec.target import Target
+
+
+@dataclass(frozen=True)
+class Kind:
+    """new: (target) -> an untrained head in float32. proposer: (head, target) -> what drafts trees with it.
+
+    rollout: (head, target, tokens [T], features [T, H], steps) -> [R, V] draft logits of step 1, 2, … from each of
+    R = T - steps - 1 positions: row t of step d is of token t + d + 1.
+    """
+
+    new: Callable[[Target], Any]
+    proposer: Callable[[Any, Target], Proposer]
+    rollout: Callable[[Any, Target, Tensor, Tensor, int], Iterator[Tensor]]
+
+
+KINDS = {"eagle": Kind(new_head, EagleProposer, rollout)}  # by the head's own `kind`

@@ -44,7 +44,7 @@ def calibrate_head(
     spec = loaded(config, config.head, report)  # with that vocabulary, whose rows it takes before it is packed
     rows: list[Row] = []
     for text in texts_of(what, spec, questions, report):
-        features = spec.target.features(text.tokens[None])[0]
+        features = spec.target.features(text.tokens[None], spec.head.taps, last=True)[0]
         rows.append((text.tokens.to(features.device), text.counts.to(features.device), features))
     report(Step(len(questions), len(questions), "calibrating"))
     assert spec.head

@@ -97,10 +97,11 @@ def logits_of(
     for count, (text, rows, chosen) in numbered:
         rows = rows[chosen]
         if len(rows):
-            features = target.features(text.tokens[None])[0]  # [T, H]
+            features = target.features(text.tokens[None], head.taps, last=True)[0]  # [T, F]
+            given, last = target.parted(features, head.taps)
             tokens = text.tokens.to(features.device)
-            *_, logits = KINDS[head.kind].rollout(head, target, tokens, features, step)
-            p.append(target.output_logits(features[rows + step]).cpu())
+            *_, logits = KINDS[head.kind].rollout(head, target, tokens, given, step)
+            p.append(target.output_logits(last[rows + step]).cpu())
             q.append(logits[rows].cpu())
             group.append(torch.full((len(rows),), text.group))
         report(Step(count, len(texts), "logits"))

@@ -23,7 +23,15 @@ class HeadError(ValueError):
     exit_code = 2
 
 
-def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = "cpu") -> EagleHead:
+HEADS: dict[str, Any] = {"eagle": EagleHead}
+
+
+def kind_of(config: dict[str, Any]) -> str:
+    """Which of HEADS a config.json describes."""
+    return "eagle"
+
+
+def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = "cpu") -> Any:
     """The head in a directory or hub repository, in the file's own dtype unless `dtype` says otherwise.
 
     Raises HeadError for a missing or corrupt file, and for missing, unknown or misshapen tensors, by name.
@@ -31,27 +39,28 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = 
     folder = head_folder(path)
     config = _config(folder)
     tensors = _tensors(folder)
+    kind = HEADS[kind_of(config)]
     try:
         with torch.device("meta"):
-            shapes = {name: value.shape for name, value in EagleHead(config).state_dict().items()}
+            shapes = {name: value.shape for name, value in kind(config).state_dict().items()}
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise HeadError(f"{folder / 'config.json'} does not describe an EAGLE head: {error}") from error
+        raise HeadError(f"{folder / 'config.json'} does not describe {kind.known_as}: {error}") from error
     if missing := shapes.keys() - tensors.keys():
-        raise HeadError(f"{folder}: the head lacks {_names(missing)}; is it an EAGLE-1 or EAGLE-2 head?")
+        raise HeadError(f"{folder}: the head lacks {_names(missing)}; is it {kind.known_as}?")
     if unknown := tensors.keys() - shapes.keys():
-        raise HeadError(f"{folder}: unknown tensors {_names(unknown)}; is it an EAGLE-1 or EAGLE-2 head?")
+        raise HeadError(f"{folder}: unknown tensors {_names(unknown)}; is it {kind.known_as}?")
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
             raise HeadError(f"{folder}: {name} is {list(tensors[name].shape)}, config.json says {list(shape)}")
     if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
         raise HeadError(f"{folder}: {_names(broken)} hold values that are not finite; fetch or train the head again")
-    head = EagleHead(config)
+    head = kind(config)
     head.load_state_dict(tensors, assign=True)
     head.embed_tokens.requires_grad_(False)
     return head.to(device=device, dtype=dtype)
 
 
-def save_head(head: EagleHead, path: str | Path) -> None:
+def save_head(head: Any, path: str | Path) -> None:
     """Write the directory that `load_head` reads: the tensors as they are, the config as it was given."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ class EagleHead(nn.Module):
     output embedding for them. Both belong to a loaded target and not to the weights.
     """
 
-    kind = "eagle"
+    kind, known_as = "eagle", "an EAGLE-1 or EAGLE-2 head"
     taps: tuple[int, ...] = ()
 
     def __init__(self, config: dict[str, Any]) -> None:

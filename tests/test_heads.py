@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from treespec.cache import TreeLayer
 from treespec.draft.eagle import EagleProposer, new_head
 from treespec.draft.growth import Frontier
+from treespec.draft.sources import fit
 from treespec.errors import InputError
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.eagle import EagleHead
-from treespec.spec import fit
 
 PUBLISHED = {
     "architectures": ["LlamaForCausalLM"],

@@ -97,12 +97,12 @@ def test_the_loss_is_smallest_at_the_targets_own_features():
     features, output = torch.randn(40, 8, generator=generator), torch.randn(8, 16, generator=generator)
     at_target = eagle_loss(features, features, lambda x: x @ output, 1.0, 0.1)
     law = (features @ output).softmax(-1)
-    assert float(at_target.feature) == 0
-    assert float(at_target.agreement) == 1
-    assert float(at_target.token) == pytest.approx(float(-(law * law.log()).sum(-1).mean()), rel=1e-5)
+    assert float(at_target.parts["feature"]) == 0
+    assert float(at_target.parts["agreement"]) == 1
+    assert float(at_target.parts["token"]) == pytest.approx(float(-(law * law.log()).sum(-1).mean()), rel=1e-5)
     off = eagle_loss(features + 0.1 * torch.randn(40, 8, generator=generator), features, lambda x: x @ output, 1.0, 0.1)
-    assert off.token > at_target.token
-    assert off.total == pytest.approx(float(off.feature + 0.1 * off.token))
+    assert off.parts["token"] > at_target.parts["token"]
+    assert off.total == pytest.approx(float(off.parts["feature"] + 0.1 * off.parts["token"]))
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ class TrainConfig:
     target: str = option("target model: a directory or a hub id")
     data: str = option("conversations: JSONL in ShareGPT's form or as messages")
     out: str = option("directory for the head")
+    head: str = option("kind of head: eagle", "eagle")
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     features: str | None = option("store the target's features once in this directory", None)
     epochs: int = option("passes over the data", 20)

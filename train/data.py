@@ -18,15 +18,15 @@ from treespec.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class Data:
-    """train, held_out: examples. features: (numbers of train examples) -> [B, T, H] padded."""
+    """train, held_out: examples. features: (numbers of train examples) -> [B, T, F] padded."""
 
     train: list[Example]
     held_out: list[Example]
     features: Callable[[list[int]], Tensor]
 
 
-def prepare(config: TrainConfig, target: Target, accelerator: Accelerator) -> Data:
-    """Read, encode and split the conversations, and store their features if asked to."""
+def prepare(config: TrainConfig, target: Target, taps: tuple[int, ...], accelerator: Accelerator) -> Data:
+    """Read, encode and split the conversations, and store their features if asked to. taps: the head's."""
     if target.tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer: training needs one")
     conversations, report = read_conversations(config.data)
@@ -44,8 +44,8 @@ def prepare(config: TrainConfig, target: Target, accelerator: Accelerator) -> Da
         raise InputError(f"{config.data} leaves no conversation to train on: give more, or lower --held-out")
     rows = [example.input_ids for example in train]
     if config.features is None:
-        return Data(train, held_out, features.LiveFeatures(target, rows).batch)
-    store(config, target, rows, accelerator)
+        return Data(train, held_out, features.LiveFeatures(target, rows, taps).batch)
+    store(config, target, rows, taps, accelerator)
     return Data(train, held_out, features.StoredFeatures(Path(config.features), accelerator.device).batch)
 
 
@@ -62,10 +62,12 @@ def draft_vocabulary(config: TrainConfig, target: Target, data: Data, accelerato
     return tokens
 
 
-def store(config: TrainConfig, target: Target, rows: list[Tensor], accelerator: Accelerator) -> None:
+def store(
+    config: TrainConfig, target: Target, rows: list[Tensor], taps: tuple[int, ...], accelerator: Accelerator
+) -> None:
     """Write the features that are not there yet, each process its shards, after saying how large they are."""
     folder = Path(config.features or "")
-    needed = features.stored_size(target, rows)
+    needed = features.stored_size(target, rows, taps)
     accelerator.print(f"features: {needed / 2**30:.2f} GiB in {folder}")
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
@@ -74,11 +76,12 @@ def store(config: TrainConfig, target: Target, rows: list[Tensor], accelerator: 
         "target": config.target,
         "dtype": str(target.dtype),
         "tokens": digest.hexdigest(),
+        **({"taps": list(taps)} if taps else {}),
     }
     if accelerator.is_main_process:
         features.prepare_folder(folder, identity, needed)
     accelerator.wait_for_everyone()
     shards = range(-(-len(rows) // features.SHARD))
     for shard in shards[accelerator.process_index :: accelerator.num_processes]:
-        features.write_shard(target, rows, folder, shard, config.batch_size)
+        features.write_shard(target, rows, taps, folder, shard, config.batch_size)
     accelerator.wait_for_everyone()

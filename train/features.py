@@ -1,4 +1,7 @@
-"""The target's features: as training goes, or stored once in safetensors shards."""
+"""The target's features: as training goes, or stored once in safetensors shards.
+
+F values a position: what the head taps, with the last hidden state behind it, or that alone.
+"""
 
 import json
 import os
@@ -23,12 +26,12 @@ SHARD = 256  # conversations a file
 class LiveFeatures:
     """Computed by the target for each batch."""
 
-    def __init__(self, target: Target, rows: Sequence[Tensor]) -> None:
-        self.target, self.rows = target, rows
+    def __init__(self, target: Target, rows: Sequence[Tensor], taps: tuple[int, ...] = ()) -> None:
+        self.target, self.rows, self.taps = target, rows, taps
 
     def batch(self, numbers: Sequence[int]) -> Tensor:
-        """[B, T, H] features of conversations, padded."""
-        return self.target.features(padded([self.rows[i] for i in numbers]))
+        """[B, T, F] features of conversations, padded."""
+        return self.target.features(padded([self.rows[i] for i in numbers]), self.taps, last=True)
 
 
 @final
@@ -39,7 +42,7 @@ class StoredFeatures:
         self.folder, self.device = folder, device
 
     def batch(self, numbers: Sequence[int]) -> Tensor:
-        """[B, T, H] features of conversations, padded."""
+        """[B, T, F] features of conversations, padded."""
         return padded([self._row(i) for i in numbers]).to(self.device)
 
     def _row(self, i: int) -> Tensor:
@@ -51,9 +54,10 @@ def shard_file(folder: Path, number: int) -> Path:
     return folder / f"features-{number:05d}.safetensors"
 
 
-def stored_size(target: Target, rows: Sequence[Tensor]) -> int:
+def stored_size(target: Target, rows: Sequence[Tensor], taps: tuple[int, ...]) -> int:
     """Bytes that the features of these conversations take."""
-    return sum(map(len, rows)) * target.feature_width * target.dtype.itemsize
+    width = target.feature_width + len(taps) * target.config.hidden_size
+    return sum(map(len, rows)) * width * target.dtype.itemsize
 
 
 def prepare_folder(folder: Path, identity: dict[str, object], needed: int) -> None:
@@ -79,7 +83,9 @@ def prepare_folder(folder: Path, identity: dict[str, object], needed: int) -> No
     os.replace(temporary, index)
 
 
-def write_shard(target: Target, rows: Sequence[Tensor], folder: Path, number: int, batch_size: int) -> None:
+def write_shard(
+    target: Target, rows: Sequence[Tensor], taps: tuple[int, ...], folder: Path, number: int, batch_size: int
+) -> None:
     """Store one shard, under a temporary name first. A shard that stands is not written again."""
     file = shard_file(folder, number)
     if file.exists():
@@ -89,7 +95,7 @@ def write_shard(target: Target, rows: Sequence[Tensor], folder: Path, number: in
     tensors: dict[str, Tensor] = {}
     for start in range(0, len(ordered), batch_size):
         some = ordered[start : start + batch_size]
-        features = target.features(padded([rows[i] for i in some])).cpu()
+        features = target.features(padded([rows[i] for i in some]), taps, last=True).cpu()
         tensors |= {str(i): row[: len(rows[i])].clone() for i, row in zip(some, features, strict=True)}
     temporary = file.with_suffix(f".tmp-{os.getpid()}")
     try:

@@ -9,19 +9,52 @@ Five tokens, of which d and e are the assistant's:
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treespec.target import Target
+from treespec.train.config import TrainConfig
+
+
+class Batch(NamedTuple):
+    """tokens: [B, T] int64, padded. loss_mask: [B, T] bool, the assistant's. features: [B, T, F]. lengths: [B].
+
+    generator: of this batch's noise.
+    """
+
+    tokens: Tensor
+    loss_mask: Tensor
+    features: Tensor
+    lengths: Tensor
+    generator: torch.Generator
+
 
 class Loss(NamedTuple):
-    """Means over the counted positions. agreement: share whose likeliest token is the target's."""
+    """What is minimised, and what is reported beside it. All means over the counted positions."""
 
     total: Tensor
-    feature: Tensor
-    token: Tensor
-    agreement: Tensor
+    parts: dict[str, Tensor]
+
+
+def eagle_objective(config: TrainConfig, target: Target, model: Any, batch: Batch) -> Loss:
+    """`eagle_loss` of a batch, with noise on the features that the head sees. model: the head."""
+    noise = torch.rand(batch.features[:, :-2].shape, generator=batch.generator) * 2 - 1
+    noise = noise * (config.noise * 512 / batch.lengths)[:, None, None]
+    given = batch.features[:, :-2].float() + noise.to(batch.features.device)
+    extrapolated = model(batch.tokens[:, 1:-1], given, torch.arange(given.shape[1], device=given.device))
+    counts = counted(batch.loss_mask)
+    if not counts.any():  # answers cut to their first token: nothing to learn, but every process takes part
+        counts = torch.ones_like(counts)
+    return eagle_loss(
+        extrapolated[counts],
+        batch.features[:, 1:-1][counts],
+        target.output_logits,
+        config.feature_weight,
+        config.token_weight,
+    )
 
 
 def counted(loss_mask: Tensor) -> Tensor:
@@ -46,4 +79,8 @@ def eagle_loss(
     feature = F.smooth_l1_loss(extrapolated.float(), features.float())
     token = F.cross_entropy(given, wanted.softmax(-1))
     agreement = (given.argmax(-1) == wanted.argmax(-1)).float().mean()
-    return Loss(feature_weight * feature + token_weight * token, feature, token, agreement)
+    parts = {"feature": feature, "token": token, "agreement": agreement}
+    return Loss(feature_weight * feature + token_weight * token, parts)
+
+
+OBJECTIVES = {"eagle": eagle_objective}  # by kind of head: (config, target, model, batch) -> Loss

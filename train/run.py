@@ -17,17 +17,16 @@ from torch import Tensor
 
 from treespec.draft.calibrate import calibrate
 from treespec.draft.calibration import save_calibration
-from treespec.draft.eagle import new_head
+from treespec.draft.kinds import KINDS
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.heads.eagle import EagleHead
 from treespec.target import Target
 from treespec.train import checkpoint
 from treespec.train.batches import epoch_batches, padded
 from treespec.train.config import TrainConfig
 from treespec.train.data import Data, draft_vocabulary, prepare
-from treespec.train.loss import Loss, counted, eagle_loss
+from treespec.train.loss import OBJECTIVES, Batch, Loss
 from treespec.train.progress import Report
 from treespec.train.validate import Validation, validate
 
@@ -47,12 +46,12 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     set_seed(config.seed)
     placement = config.device_map or ({"": accelerator.device} if accelerator.device.type != "cpu" else None)
     target = Target.load(config.target, device_map=placement, dtype=config.dtype)
-    data = prepare(config, target, accelerator)
+    head = KINDS[config.head].new(target).to(target.output_device)
+    data = prepare(config, target, head.taps, accelerator)
     if accelerator.is_main_process:
         (out / "training").mkdir(parents=True, exist_ok=True)
         write_json(out / "training" / "config.json", asdict(config))
     vocabulary = draft_vocabulary(config, target, data, accelerator)
-    head = new_head(target).to(target.output_device)
     optimizer = torch.optim.AdamW(
         [p for p in head.parameters() if p.requires_grad],
         lr=config.learning_rate,
@@ -118,7 +117,8 @@ def fit(
                     optimizer.zero_grad()
             step += 1
             if step % LOG_EVERY == 0 or step == total:
-                line = {name: round(float(value.detach()), 5) for name, value in loss._asdict().items()}
+                parts = {"total": loss.total} | loss.parts
+                line = {name: round(float(value.detach()), 5) for name, value in parts.items()}
                 spent = time.perf_counter() - started - seconds
                 left = spent / (step - first) * (total - step)
                 if config.minutes:
@@ -144,47 +144,39 @@ def forward(
     numbers: list[int],
     micro: int,
 ) -> Loss:
-    """The loss of one batch. The noise is a function of the seed and the place in the order."""
+    """The loss of one batch. Its noise is a function of the seed and the place in the order."""
     rows = [data.train[i] for i in numbers]
-    features = data.features(numbers)  # [B, T, H]
-    tokens = padded([row.input_ids for row in rows]).to(features.device)
-    counts = counted(padded([row.loss_mask for row in rows])).to(features.device)
-    generator = torch.Generator().manual_seed((config.seed * 1_000_003 + micro) * 1009 + accelerator.process_index)
-    lengths = torch.tensor([len(row.input_ids) for row in rows])
-    noise = torch.rand(features[:, :-2].shape, generator=generator) * 2 - 1
-    noise = noise * (config.noise * 512 / lengths)[:, None, None]
-    given = features[:, :-2].float() + noise.to(features.device)
-    positions = torch.arange(given.shape[1], device=given.device)
-    with accelerator.autocast():
-        extrapolated = model(tokens[:, 1:-1], given, positions)
-    if not counts.any():  # answers cut to their first token: nothing to learn, but every process takes part
-        counts = torch.ones_like(counts)
-    return eagle_loss(
-        extrapolated[counts],
-        features[:, 1:-1][counts],
-        target.output_logits,
-        config.feature_weight,
-        config.token_weight,
+    features = data.features(numbers)  # [B, T, F]
+    batch = Batch(
+        padded([row.input_ids for row in rows]).to(features.device),
+        padded([row.loss_mask for row in rows]).to(features.device),
+        features,
+        torch.tensor([len(row.input_ids) for row in rows]),
+        torch.Generator().manual_seed((config.seed * 1_000_003 + micro) * 1009 + accelerator.process_index),
     )
+    return OBJECTIVES[config.head](config, target, model, batch)
 
 
-def validation(config: TrainConfig, target: Target, data: Data, head: EagleHead) -> Validation:
+def validation(config: TrainConfig, target: Target, data: Data, head: Any) -> Validation:
     """On held-out conversations, with the head as it will be served."""
     served = copy.deepcopy(head).to(target.dtype)
-    return validate(served, target, held_out_rows(config, target, data), config.draft_steps)
+    return validate(served, target, held_out_rows(config, target, data, head.taps), config.draft_steps)
 
 
-def held_out_rows(config: TrainConfig, target: Target, data: Data) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens [T], which of them are the assistant's [T], and features [T, H] of held-out conversations."""
+def held_out_rows(
+    config: TrainConfig, target: Target, data: Data, taps: tuple[int, ...]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens [T], which of them are the assistant's [T], and features [T, F] of held-out conversations."""
     for example in data.held_out[: config.validate_on]:
         tokens = example.input_ids.to(target.output_device)
-        yield tokens, example.loss_mask.to(tokens.device), target.features(tokens[None])[0]
+        yield tokens, example.loss_mask.to(tokens.device), target.features(tokens[None], taps, last=True)[0]
 
 
-def calibrated(config: TrainConfig, target: Target, data: Data, head: EagleHead, out: Path) -> None:
+def calibrated(config: TrainConfig, target: Target, data: Data, head: Any, out: Path) -> None:
     """Save the head's calibration, or say why there is none."""
     try:
-        save_calibration(calibrate(head, target, list(held_out_rows(config, target, data)), seed=config.seed), out)
+        rows = list(held_out_rows(config, target, data, head.taps))
+        save_calibration(calibrate(head, target, rows, seed=config.seed), out)
     except InputError as error:
         print(f"no calibration, --tree sampled will need treespec calibrate: {error}")
 

@@ -26,7 +26,7 @@ class Validation:
 
 @torch.no_grad()
 def validate(head: Any, target: Target, rows: Iterable[tuple[Tensor, Tensor, Tensor]], steps: int) -> Validation:
-    """rows: tokens [T] int64, loss mask [T] bool, features [T, H] of each held-out conversation."""
+    """rows: tokens [T] int64, loss mask [T] bool, features [T, F] of each held-out conversation."""
     agreeing, runs, positions = torch.zeros(steps), 0.0, 0
     for tokens, mask, features in rows:
         agree = rollout_agreement(head, target, tokens, features, steps)  # [T - steps - 1, steps]
@@ -42,9 +42,10 @@ def rollout_agreement(head: Any, target: Target, tokens: Tensor, features: Tenso
 
     `Kind.rollout` says what a draft step is along a text.
     """
-    wanted = target.output_logits(features).argmax(-1)  # [T]
+    given, last = target.parted(features, head.taps)
+    wanted = target.output_logits(last).argmax(-1)  # [T]
     agree = [
         logits.argmax(-1) == wanted[step : step + len(logits)]
-        for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, features, steps), start=1)
+        for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, given, steps), start=1)
     ]
     return torch.stack(agree, dim=1) if agree else torch.zeros(0, steps, dtype=torch.bool)

@@ -1,6 +1,7 @@
-"""Which models can hold a tree."""
+"""What a model says of itself: whether it can hold a tree, its layers, windows and end tokens."""
 
 import inspect
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -38,3 +39,22 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The stack of layers below the output embedding."""
     candidates = (model.get_decoder(), model.base_model, getattr(model, "model", None))
     return next(module for module in candidates if module is not None and module is not model)
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens that end a text: generation_config's, else the config's."""
+    settings = (getattr(model, "generation_config", None), model.config.get_text_config())
+    for eos in (getattr(s, "eos_token_id", None) for s in settings):
+        if eos is not None:
+            return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset()
+
+
+def layer_windows(config: Any) -> dict[str, int | None]:
+    """Layer type -> window or chunk, for every type of attention layer that the model has."""
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    sizes = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+    return {kind: sizes.get(kind) for kind in sorted(kinds)}

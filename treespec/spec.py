@@ -14,12 +14,11 @@ from treespec.draft.drafter import Drafter
 from treespec.draft.grow import TreeDrafter
 from treespec.draft.kinds import KINDS
 from treespec.draft.proposer import Proposer
+from treespec.draft.sources import source_of
 from treespec.draft.times import Times, times_for
-from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.ending import Ending
 from treespec.errors import InputError
-from treespec.heads.checkpoint import head_folder, load_head
-from treespec.heads.eagle import EagleHead
+from treespec.heads.checkpoint import head_folder
 from treespec.packed import pack
 from treespec.sampling import SamplingParams
 from treespec.stats import Stats
@@ -248,37 +247,28 @@ def load(
     tree: str | None = None,
     verifier: str = "topk",
     *,
+    drafter: str | None = None,
     allow_lossy: bool = False,
     template: str | None = None,
     device_map: Any = "auto",
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
 ) -> Spec:
-    """Load a target (directory or hub id) and a head for it, placed by accelerate, to decode and not to train.
+    """Load a target (directory or hub id) and what drafts for it, placed by accelerate, to decode and not to train.
 
+    head: directory or hub id of a trained head of any kind. drafter: in its place, `kind:value` of
+    `treespec.draft.sources.SOURCES`; with neither, one token is decoded at a time.
     tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default. verifier: a name of
     `treespec.verify.verifiers.NAMES`; a lossy one needs allow_lossy. Raises InputError, or HeadError and TreeError,
     for what cannot be used.
     """
     model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
-    folder = head_folder(head) if head else None
-    trained = load_head(folder, model.dtype, model.output_device) if folder else None
-    if folder and trained:
-        fit(trained, model, head)
-        if (tokens := load_vocabulary(folder, model.vocab_size)) is not None:
-            restrict(trained, model, tokens)
-        pack(trained)
+    named = drafter or (f"head:{head}" if head else None)
+    source = source_of(named, model) if named else None
     pack(model.model)
-    return Spec(model, trained, tree, verifier, template, allow_lossy, load_calibration(folder) if folder else None)
+    return Spec(model, source, tree, verifier, template, allow_lossy, calibration_of(source, named))
 
 
-def fit(head: EagleHead, target: Target, name: str | None) -> None:
-    """Check that a head belongs to a target, and share the embedding where they hold the same one."""
-    width = target.feature_width
-    if head.hidden_size != width:
-        raise InputError(f"head {name} is for features of width {head.hidden_size}, the target's are {width}")
-    if head.vocab_size != target.vocab_size:
-        raise InputError(f"head {name} is for a vocabulary of {head.vocab_size}, the target's is {target.vocab_size}")
-    own = target.model.get_input_embeddings().weight
-    if own.device == head.embed_tokens.weight.device and torch.equal(own, head.embed_tokens.weight):
-        head.embed_tokens.weight = own
+def calibration_of(source: Any, named: str | None) -> Calibration | None:
+    """What lies beside a trained head."""
+    return load_calibration(head_folder(named.partition(":")[2])) if named and hasattr(source, "kind") else None

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from treespec.allocator import keep_freed_memory
 from treespec.attention import stack_query_heads
-from treespec.branching import decoder_of, refuse_what_cannot_branch
+from treespec.branching import decoder_of, end_tokens, layer_windows, refuse_what_cannot_branch
 from treespec.cache import TreeCache
 from treespec.errors import InputError
 from treespec.trees.mask import attention_mask, chunk_mask
@@ -152,11 +152,21 @@ class Target:
         return torch.cat(features, dim=1)
 
     @torch.no_grad()
-    def features(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
-        """[B, T] tokens, padded on the right with anything -> [B, T, H] features, without a cache; for training."""
+    def features(self, tokens: Tensor, taps: tuple[int, ...] = (), last: bool = False) -> Tensor:
+        """[B, T] tokens, padded on the right with anything -> [B, T, H] features, without a cache; for training.
+
+        last: with the last hidden state behind what is tapped.
+        """
         with captured(self._decoder_layers(), taps) as inputs:
             hidden = self.decoder(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
-        return torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1) if taps else hidden
+        if not taps:
+            return hidden
+        tapped = [inputs[k].to(hidden.device) for k in taps]
+        return torch.cat([*tapped, hidden] if last else tapped, dim=-1)
+
+    def parted(self, features: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """[..., F] of `features(…, last=True)` as what a head is given and the last hidden state."""
+        return (features[..., : -self.feature_width] if taps else features), features[..., -self.feature_width :]
 
     @torch.no_grad()
     def forward_tree(self, cache: TreeCache, tree: TokenTree, taps: tuple[int, ...] = ()) -> TreeOutput:
@@ -247,25 +257,6 @@ def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     if min(sizes) == rows.shape[1]:
         return rows.flatten(0, 1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
-
-
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end a text: generation_config's, else the config's."""
-    settings = (getattr(model, "generation_config", None), model.config.get_text_config())
-    for eos in (getattr(s, "eos_token_id", None) for s in settings):
-        if eos is not None:
-            return frozenset([eos] if isinstance(eos, int) else eos)
-    return frozenset()
-
-
-def layer_windows(config: Any) -> dict[str, int | None]:
-    """Layer type -> window or chunk, for every type of attention layer that the model has."""
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    sizes = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
-    return {kind: sizes.get(kind) for kind in sorted(kinds)}
 
 
 def _first_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ from treespec.trees.sampled import SampledTree
 from treespec.verify.laws import rejections, without
 from treespec.verify.rrs_wo import RRSWithoutReplacement, laws_of
 
-Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool, features [T, H]
+Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool, features [T, F]
 
 TEMPERATURES = (0.3, 0.6, 1.0)
 PRICES = (0.1, 0.05, 0.025, 0.0125, 0.006)
@@ -72,9 +72,10 @@ def outcomes(
     for tokens, counts, known in rows:
         if len(tokens) < depth + 3 or positions <= 0:
             continue
-        law = probs(target.output_logits(known), params)  # [T, V], row t: of token t + 1
+        given, last = target.parted(known, head.taps)
+        law = probs(target.output_logits(last), params)  # [T, V], row t: of token t + 1
         weight = torch.ones(len(tokens) - depth - 1, device=law.device)
-        for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, known, depth)):
+        for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, given, depth)):
             q = probs(logits, params)
             p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
             chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:: depth + 1]
@@ -93,8 +94,9 @@ def choices(head: Any, target: Target, row: Row, depth: int, positions: int) -> 
     """
     tokens, counts, known = row
     found, weight = [], torch.ones(max(len(tokens) - depth - 1, 0), device=known.device)
-    law = probs(target.output_logits(known), SamplingParams(1.0))
-    for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, known, depth)):
+    given, last = target.parted(known, head.taps)
+    law = probs(target.output_logits(last), SamplingParams(1.0))
+    for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, given, depth)):
         q = probs(logits, SamplingParams(1.0))
         p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
         chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:positions]
@@ -164,7 +166,7 @@ def tree_sizes(
         nodes = []
         for (tokens, _, known), at in roots[:ROOTS]:
             proposer = KINDS[head.kind].proposer(head, target)
-            proposer.observe([known[:at]], [tokens[: at + 1]])
+            proposer.observe([target.parted(known[:at], head.taps)[0]], [tokens[: at + 1]])
             tree = SampledTree(depth=depth, price=price)
             drafter = TreeDrafter(proposer, tree, RRSWithoutReplacement(), calibration)
             trees = drafter.draft_trees(tokens[at : at + 1], params, [generator], target.new_cache())

@@ -1,0 +1,63 @@
+"""What `--drafter` names, `kind:value`: the source of the drafts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from treespec.draft.kinds import KINDS
+from treespec.draft.vocabulary import load_vocabulary, restrict
+from treespec.errors import InputError
+from treespec.heads.checkpoint import head_folder, load_head
+from treespec.packed import pack
+from treespec.target import Target
+
+
+def trained_head(folder: str, target: Target) -> Any:
+    """A head of any kind for a target that is not packed yet, with its draft vocabulary, packed. Raises HeadError."""
+    path = head_folder(folder)
+    head = load_head(path, target.dtype, target.output_device)
+    fit(head, target, folder)
+    if (tokens := load_vocabulary(path, target.vocab_size)) is not None:
+        restrict(head, target, tokens)
+    pack(head)
+    return head
+
+
+def head_of_kind(kind: str) -> Callable[[str, Target], Any]:
+    """`trained_head`, which has to be of that kind."""
+
+    def source(folder: str, target: Target) -> Any:
+        head = trained_head(folder, target)
+        if head.kind != kind:
+            raise InputError(f"--drafter {kind}:{folder} is a head of kind {head.kind}: write {head.kind}:{folder}")
+        return head
+
+    return source
+
+
+# (value, target) -> a trained head, a proposer or a drafter
+SOURCES: dict[str, Callable[[str, Target], Any]] = {
+    "head": trained_head,
+    **{kind: head_of_kind(kind) for kind in KINDS},
+}
+
+
+def source_of(drafter: str, target: Target) -> Any:
+    """Raises InputError for a kind that there is not, and what the kind's own loading raises."""
+    kind, _, value = drafter.partition(":")
+    if kind not in SOURCES:
+        raise InputError(f"unknown drafter {drafter!r}: choose {', '.join(SOURCES)}, as in eagle:DIRECTORY")
+    return SOURCES[kind](value, target)
+
+
+def fit(head: Any, target: Target, name: str) -> None:
+    """Check that a head belongs to a target, and share the embedding where they hold the same one."""
+    width = target.feature_width
+    if head.hidden_size != width:
+        raise InputError(f"head {name} is for features of width {head.hidden_size}, the target's are {width}")
+    if head.vocab_size != target.vocab_size:
+        raise InputError(f"head {name} is for a vocabulary of {head.vocab_size}, the target's is {target.vocab_size}")
+    own = target.model.get_input_embeddings().weight
+    if own.device == head.embed_tokens.weight.device and torch.equal(own, head.embed_tokens.weight):
+        head.embed_tokens.weight = own

@@ -20,6 +20,8 @@ from treespec.target import Target
 from treespec.trees.tree import TokenTree
 from treespec.verify.walk import Verdict, Verifier, follow_all
 
+STRETCH = 1024  # prompt tokens whose features are held at a time
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -170,13 +172,13 @@ class Decoder:
         """Bring all but the last prompt token into a row of its own, behind what is there of it."""
         kept, text.root = len(text.committed), text.prompt[-1]
         text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), kept
-        fresh = torch.tensor([text.prompt[kept:-1]])
-        if not fresh.numel():
-            return
-        features = self.target.prefill(cache, fresh, drafter.taps if drafter else ())
-        text.committed = text.prompt[:-1]
-        if drafter:
-            drafter.observe([features[0]], [torch.tensor(text.prompt[kept:], device=features.device)])
+        cache.reserve(len(text.prompt))
+        for start in range(kept, len(text.prompt) - 1, STRETCH):
+            tokens = torch.tensor(text.prompt[start : start + STRETCH + 1])
+            features = self.target.prefill(cache, tokens[None, :-1], drafter.taps if drafter else ())
+            text.committed = text.prompt[: start + len(tokens) - 1]
+            if drafter:
+                drafter.observe([features[0]], [tokens.to(features.device)])
 
     def _select(self, rows: list[int]) -> None:
         """Only these texts stay."""

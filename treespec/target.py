@@ -135,21 +135,29 @@ class Target:
     def prefill(self, cache: TreeCache, tokens: Tensor, taps: tuple[int, ...] = (), chunk: int | None = None) -> Tensor:
         """Commit a stretch of each text, in chunks. tokens: [B, P] int64. Returns features [B, P, H].
 
-        chunk: tokens, None for as many as keep their mask small beside the weights, at most 512.
+        chunk: tokens, None for as many as keep their mask small beside the weights: 512, 256, … or 16, so that few
+        shapes occur, of each of which the libraries keep something.
         """
-        cache.reserve(cache.end + tokens.shape[1])
-        features: list[Tensor] = []
-        start = 0
-        while start < tokens.shape[1] or not features:
-            size = chunk or max(16, min(512, self.mask_room // (cache.end + 512)))
-            part = tokens[:, start : start + size]
-            b, n = part.shape
+        b, length = tokens.shape
+        cache.reserve(cache.end + length)
+        whole, start = None, 0
+        while start < length or whole is None:
+            part = tokens[:, start : start + (chunk or self.rows_beside(cache.end))]
+            n = part.shape[1]
             depth = torch.arange(n).expand(b, n)
             causal = torch.ones(n, n, dtype=torch.bool).tril().expand(b, n, n)
-            features.append(self._hidden(cache, part, depth, causal, taps)[1])
+            features = self._hidden(cache, part, depth, causal, taps)[1]
+            if whole is None:
+                whole = features.new_empty(b, length, features.shape[-1])
+            whole[:, start : start + n] = features
             cache.commit([range(n)] * b)
             start += n
-        return torch.cat(features, dim=1)
+        return whole
+
+    def rows_beside(self, columns: int) -> int:
+        """16, 32, … or 512: as many new positions as keep their mask over a cache of so many columns small."""
+        room = max(16, min(512, self.mask_room // (columns + 512)))
+        return 1 << (room.bit_length() - 1)
 
     @torch.no_grad()
     def features(self, tokens: Tensor, taps: tuple[int, ...] = (), last: bool = False) -> Tensor:

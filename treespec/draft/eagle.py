@@ -43,7 +43,7 @@ class EagleProposer:
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, head: EagleHead, target: Target, chunk: int = 512) -> None:
+    def __init__(self, head: EagleHead, target: Target, chunk: int | None = None) -> None:
         self.head, self.target, self.chunk = head, target, chunk
         self.forward_seconds = 0.0
         self.cache = TreeCache(layers=1)
@@ -105,8 +105,10 @@ class EagleProposer:
         started = time.perf_counter()
         self.cache.rewind(self.cache.lengths)
         ends: list[Tensor] = [torch.empty(0)] * len(counts)
-        for start in range(0, max(counts), self.chunk):
-            part = [(f[start : start + self.chunk], t[start : start + self.chunk]) for f, t in self.waiting]
+        start = 0
+        while start < max(counts):
+            end = start + (self.chunk or self.target.rows_beside(self.cache.end))
+            part = [(f[start:end], t[start:end]) for f, t in self.waiting]
             features = pad_sequence([f for f, _ in part], batch_first=True)  # [B, n, H]
             tokens = pad_sequence([t for _, t in part], batch_first=True)  # [B, n]
             b, n = tokens.shape
@@ -119,6 +121,7 @@ class EagleProposer:
                 if len(following) or not start:
                     ends[row] = hidden[row, len(following) - 1]
             self.cache.commit([range(len(t)) for _, t in part])
+            start = end
         device = hidden.device
         self.waiting = [self._nothing() for _ in counts]
         self.frontier = torch.stack(ends)[:, None]

@@ -29,7 +29,7 @@ CALIBRATION = Calibration(
 
 def times(node: float = 0.001, step: float = 0.002) -> Times:
     """A forward of 10 ms and what each further node and each level of drafts add, in seconds."""
-    return Times(NODES, tuple(0.01 + node * (n - 1) for n in NODES), step, step)
+    return Times(NODES, tuple(0.01 + node * (n - 1) for n in NODES), step, step, (step, step))
 
 
 def test_the_drawing():
@@ -55,7 +55,7 @@ def test_the_best_size_at_its_own_rate_maximises_tokens_a_second():
 
 
 def test_forward_times_go_through_the_measured_ones_and_never_fall():
-    measured = Times((1, 4, 8), (0.010, 0.016, 0.012), 0.0, 0.0)
+    measured = Times((1, 4, 8), (0.010, 0.016, 0.012), 0.0, 0.0, (0.0, 0.0))
     found = measured.forward(8)
     assert found.tolist() == pytest.approx([0.010, 0.012, 0.014, 0.016, 0.016, 0.016, 0.016, 0.016])
 
@@ -67,7 +67,7 @@ def test_times_are_measured_once_and_kept_in_a_file(tmp_path):
     (file,) = (tmp_path / "new").iterdir()
     assert key(model, head) in file.name
     assert first.nodes == NODES
-    assert min(*first.target, first.begin) > 0
+    assert min(*first.target, first.begin, first.drawn[0]) > 0
     file.write_text(json.dumps(json.loads(file.read_text()) | {"begin": 12.5}))
     assert times_for(model, head, tmp_path / "new").begin == 12.5
     file.write_text("{")

@@ -30,6 +30,8 @@ from treespec.verify.optimal import Optimal
 from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 
+NOTHING = (0.0, 1, 0, False)  # of auto trees: accepted nodes expected, nodes, levels, whether tokens were drawn
+
 
 def root_only(token: Tensor) -> TokenTree:
     """The tree of one-token-at-a-time decoding. token: [1] int64."""
@@ -91,7 +93,7 @@ class TreeDrafter:
         self.proposer, self.policy, self.scheme, self.calibration = proposer, policy, scheme, calibration
         self.times = times
         self.paces = [self._pace()]
-        self.drafted = [(0.0, 1, 0)]  # by auto trees: accepted nodes expected, nodes, levels
+        self.drafted = [NOTHING]
 
     @torch.no_grad()
     def draft_trees(
@@ -138,13 +140,13 @@ class TreeDrafter:
         assert pace
         if params.greedy or self.scheme.deterministic:
             grown, expected, levels = yield from grow_auto(root, logits, tree, params, pace, self.calibration)
-            self.drafted[row] = expected, len(grown.tokens), levels
+            self.drafted[row] = expected, len(grown.tokens), levels, False
             return grown
         assert self.calibration
         depth, price = sampled_by(pace, tree, self.calibration, params.temperature)
         by = Sampled(self.scheme, self.calibration, depth, price)
         grown = yield from grow_sampled(root, logits, by, params, generator)
-        self.drafted[row] = 0.0, len(grown.tokens), int(grown.depth[-1])
+        self.drafted[row] = 0.0, len(grown.tokens), int(grown.depth[-1]), True
         return grown
 
     @property
@@ -169,7 +171,7 @@ class TreeDrafter:
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)
-        self.paces, self.drafted = [self._pace() for _ in lengths], [(0.0, 1, 0)] * len(lengths)
+        self.paces, self.drafted = [self._pace() for _ in lengths], [NOTHING] * len(lengths)
 
     def new(self) -> "TreeDrafter":
         return TreeDrafter(self.proposer.new(), self.policy, self.scheme, self.calibration, self.times)

@@ -74,7 +74,7 @@ def sampled_by(pace: Pace, tree: AutoTree, calibration: Calibration, temperature
 
     A tree of n nodes loses its price with its last one, so that what n nodes bring is the sum of the prices.
     """
-    least = pace.rate * (pace.times.step + CHILDREN * float(pace.forward[-1] - pace.forward[0]) / len(pace.forward))
+    least = pace.rate * (pace.times.drawn[1] + CHILDREN * float(pace.forward[-1] - pace.forward[0]) / len(pace.forward))
     depth = math.floor(math.log(min(least, 1)) / math.log(pace.persistence)) if least < 1 else 1
     prices = calibration.prices(tree.nodes, temperature)
     nodes, _ = best_size(prices.cummin(0).values, pace.forward[: tree.nodes], pace.rate)

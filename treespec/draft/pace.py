@@ -24,10 +24,9 @@ class Pace:
         self.expected = self.accepted = CYCLES * (tokens - 1)
         self.tried, self.right = CYCLES / (1 - PERSISTENCE), CYCLES * PERSISTENCE / (1 - PERSISTENCE)
 
-    def cost(self, nodes: int, levels: int) -> float:
+    def cost(self, nodes: int, levels: int, drawn: bool = False) -> float:
         """Seconds of a cycle."""
-        drafting = self.times.begin + self.times.step * max(levels - 1, 0)
-        return float(self.forward[min(nodes, len(self.forward)) - 1]) + drafting
+        return float(self.forward[min(nodes, len(self.forward)) - 1]) + self.times.drafting(levels, drawn)
 
     @property
     def rate(self) -> float:
@@ -44,10 +43,10 @@ class Pace:
         """Pr(one more level is accepted)."""
         return self.right / self.tried
 
-    def settle(self, accepted: int, expected: float, nodes: int, levels: int) -> None:
+    def settle(self, accepted: int, expected: float, nodes: int, levels: int, drawn: bool = False) -> None:
         """A cycle has ended. expected: accepted nodes by the drafter's own chances, 0 if not known."""
         self.tokens += accepted + 1
-        self.seconds += self.cost(nodes, levels)
+        self.seconds += self.cost(nodes, levels, drawn)
         if expected:
             self.accepted += accepted
             self.expected += expected

@@ -13,31 +13,43 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from treespec.draft.calibration import Calibration
 from treespec.draft.grow_dynamic import grow_dynamic
+from treespec.draft.grow_sampled import Sampled, grow_sampled
 from treespec.draft.growth import grow_together
 from treespec.draft.proposer import Proposer
+from treespec.sampling import SamplingParams
 from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import TokenTree
+from treespec.verify.rrs_wo import RRSWithoutReplacement
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and those that a cycle has committed
 DEEP = 5  # levels
 ROUNDS = 7
+# A tree of three nodes a level whatever the laws are: draws are accepted with .62, .29 of the rest, …
+EVEN, PRICE = Calibration((-9, 0, 0, 0), (0.5, 0, 0, 0, -2, 0, 0), {"1": [(0.03, 12)]}), 0.03
 
 
 @dataclass(frozen=True)
 class Times:
     """Seconds. target: of the forward over as many nodes as `nodes` says. begin: of the first level of drafts.
 
-    step: of every further level.
+    step: of every further level. drawn: both where the tokens are drawn, as in a sampled tree.
     """
 
     nodes: tuple[int, ...]
     target: tuple[float, ...]
     begin: float
     step: float
+    drawn: tuple[float, float]
+
+    def drafting(self, levels: int, drawn: bool) -> float:
+        """Seconds of so many levels of drafts."""
+        begin, step = self.drawn if drawn else (self.begin, self.step)
+        return begin + step * max(levels - 1, 0)
 
     def forward(self, most: int) -> Tensor:
         """[most] seconds of the target's forward over 1, 2, … nodes: no less for more, straight lines between."""
@@ -55,8 +67,9 @@ def times_for(target: Target, proposer: Proposer, folder: Path | None = None) ->
     file = folder / f"times-{key(target, proposer)}.json"
     try:
         kept = json.loads(file.read_text())
-        return Times(tuple(kept["nodes"]), tuple(kept["target"]), float(kept["begin"]), float(kept["step"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        drawn = float(kept["drawn"][0]), float(kept["drawn"][1])
+        return Times(tuple(kept["nodes"]), tuple(kept["target"]), float(kept["begin"]), float(kept["step"]), drawn)
+    except (OSError, ValueError, LookupError, TypeError):
         times = measure(target, proposer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,16 +101,24 @@ def measure(target: Target, proposer: Proposer) -> Times:
     features = target.prefill(cache, tokens[None], proposer.taps)[0]
     proposer.observe([features[:-1]], [tokens])
 
-    def drafts(depth: int) -> None:
+    def drafts(depth: int, drawn: bool) -> None:
         proposer.rewind([context - 1 - WAITING])
         proposer.observe([features[-1 - WAITING : -1]], [tokens[-1 - WAITING :]])
         (logits,) = proposer.begin(tokens[-1:], cache)
         assert logits is not None
-        grow_together(proposer, [grow_dynamic(tokens[-1:], logits, DynamicTree(depth))])
+        if drawn:
+            by = Sampled(RRSWithoutReplacement(), EVEN, depth, PRICE)
+            growth = grow_sampled(tokens[-1:], logits, by, SamplingParams(1.0), generator)
+        else:
+            growth = grow_dynamic(tokens[-1:], logits, DynamicTree(depth))
+        grow_together(proposer, [growth])
 
-    steps = [partial(target.forward_tree, cache, path(n, tokens)) for n in NODES]
-    *forwards, begin, deep = medians([*steps, partial(drafts, 1), partial(drafts, DEEP)], target.output_device)
-    return Times(NODES, tuple(forwards), begin, max(deep - begin, 0) / (DEEP - 1))
+    generator = torch.Generator(device=target.output_device).manual_seed(0)
+    forwards = [partial(target.forward_tree, cache, path(n, tokens)) for n in NODES]
+    levels = [partial(drafts, depth, drawn) for drawn in (False, True) for depth in (1, DEEP)]
+    found = medians([*forwards, *levels], target.output_device)
+    (begin, step), drawn = ((first, max(deep - first, 0) / (DEEP - 1)) for first, deep in (found[-4:-2], found[-2:]))
+    return Times(NODES, tuple(found[:-4]), begin, step, drawn)
 
 
 def path(nodes: int, tokens: Tensor) -> TokenTree:

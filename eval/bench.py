@@ -46,7 +46,7 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
         raise InputError(f"--out {out}: {error.strerror}; choose another folder") from error
     report(Step(0, 1, f"loading {config.target} and {config.head}"))
     loaded = load_assistant(config.assistant, config.dtype) if config.assistant else None
-    spec = load(config.target, config.head, device_map=config.device_map, dtype=config.dtype)
+    spec = load(config.target, config.head, device_map=config.device_map, dtype=config.dtype, compile=config.compile)
     target = spec.target
     theirs = target
     if config.stock_peers:

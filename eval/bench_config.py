@@ -44,6 +44,7 @@ class BenchConfig:
     seed: int = option("each answer's seed follows from it, the question, the turn and what answers", 0)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
+    compile: bool = option("compile the forwards of target and head: for GPUs; on a CPU the default is faster", False)
 
     def __post_init__(self) -> None:
         at_least(self, limit=1, turns=1, max_new_tokens=1, rounds=2, seed=0)

@@ -50,6 +50,7 @@ class EvalConfig:
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
+    compile: bool = option("compile the forwards of target and head: for GPUs; on a CPU the default is faster", False)
 
     def __post_init__(self) -> None:
         at_least(self, max_new_tokens=1, limit=1, turns=1, batch=1, resamples=1, warm_up=0, seed=0)

@@ -81,6 +81,7 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
             template=config.template,
             device_map=config.device_map,
             dtype=config.dtype,
+            compile=config.compile,
         )
         spec.encode([{"role": "user", "content": questions[0].turns[0]}])  # refuses a missing chat template
         environment = describe(spec.target)

@@ -253,19 +253,23 @@ def load(
     device_map: Any = "auto",
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
+    compile: bool = False,
 ) -> Spec:
     """Load a target (directory or hub id) and what drafts for it, placed by accelerate, to decode and not to train.
 
     head: directory or hub id of a trained head of any kind. drafter: in its place, `kind:value` of
-    `treespec.draft.sources.SOURCES`; with neither, one token is decoded at a time.
-    tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default. verifier: a name of
+    `treespec.draft.sources.SOURCES`; with neither, one token is decoded at a time. compile: the forwards of target and
+    head, see `Target.compile`. tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default. verifier: a name of
     `treespec.verify.verifiers.NAMES`; a lossy one needs allow_lossy. Raises InputError, or HeadError and TreeError,
     for what cannot be used.
     """
     model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
     named = drafter or (f"head:{head}" if head else None)
     source = source_of(named, model) if named else None
-    pack(model.model)
+    if compile:
+        model.compile()
+    else:
+        pack(model.model)
     return Spec(model, source, tree, verifier, template, allow_lossy, calibration_of(source, named))
 
 

@@ -5,9 +5,9 @@ mask (a dict of them where layer types alternate), explicit `position_ids`, and 
 cannot hold a tree is refused by name, and the first forward after loading is checked against the plain model.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -21,7 +21,9 @@ from treespec.attention import stack_query_heads
 from treespec.branching import decoder_of, end_tokens, layer_windows, refuse_what_cannot_branch
 from treespec.cache import TreeCache
 from treespec.errors import InputError
-from treespec.trees.mask import attention_mask, chunk_mask
+from treespec.fixed import Fixed, padded, padded_mask, room
+from treespec.masks import additive_masks
+from treespec.taps import captured, layers_of, over_layers
 from treespec.trees.tree import TokenTree
 
 
@@ -56,8 +58,19 @@ class Target:
         hook = getattr(model, "_hf_hook", None)
         self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
         self.windows = layer_windows(self.config)
+        self.stack = layers_of(self.decoder, self.layers)
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries
+        self.fixed: Fixed | None = None
         self.output_device = self._check_against_plain_model()
+
+    def compile(self, backend: str = "inductor") -> None:
+        """From now on compile the forwards over up to 128 nodes, once for each of a few shapes (`treespec.fixed`).
+
+        backend: torch.compile's. Raises InputError for a model that accelerate moves between devices.
+        """
+        if any(hasattr(module, "_hf_hook") for module in self.model.modules()):
+            raise InputError("--compile takes a model that lies on one device: leave it out, or take a larger device")
+        self.fixed = Fixed(partial(over_layers, self.decoder), self.device, backend)
 
     @classmethod
     def load(
@@ -165,7 +178,7 @@ class Target:
 
         last: with the last hidden state behind what is tapped.
         """
-        with captured(self._decoder_layers(), taps) as inputs:
+        with captured(self.stack, taps) as inputs:
             hidden = self.decoder(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
         if not taps:
             return hidden
@@ -203,37 +216,36 @@ class Target:
         self, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """One forward of the decoder over [B, N] nodes: hidden states after the final norm, and features."""
+        n, layers = tokens.shape[1], cache.tree_layers
+        if fixed := room(n, layers) if self.fixed else 0:
+            tokens, depth = padded(tokens, fixed), padded(depth, fixed)
+            ancestors = padded_mask(ancestors, fixed, fixed)
         # Learned positions end at the context length; a node beyond it is never kept.
         lengths = torch.tensor(cache.lengths, device=depth.device)
-        positions = (lengths[:, None] + depth).clamp_max(self.context_length - 1)
-        with captured(self._decoder_layers(), taps) as inputs:
+        positions = (lengths[:, None] + depth).clamp_max(self.context_length - 1).to(self.device)
+        masks = additive_masks(
+            self.windows,
+            ancestors,
+            depth,
+            cache.lengths,
+            self.dtype,
+            self.device,
+            layers[0].capacity if fixed else None,
+        )
+        if fixed and self.fixed:
+            hidden, features = self.fixed(layers, fixed, tokens.to(self.device), positions, masks, taps)
+            return hidden[:, :n], features[:, :n]
+        with captured(self.stack, taps) as inputs:
             hidden = self.decoder(
                 input_ids=tokens.to(self.device),
-                position_ids=positions.to(self.device),
-                attention_mask=self._masks(ancestors, depth, cache.lengths),
+                position_ids=positions,
+                attention_mask=masks,
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
         if not taps:
             return hidden, hidden
         return hidden, torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1)
-
-    def _masks(self, ancestors: Tensor, depth: Tensor, lengths: Sequence[int]) -> Any:
-        """Additive [B, 1, N, end + N] masks by layer type; one tensor where all layers are alike."""
-        masks = {}
-        for kind, window in self.windows.items():
-            unseen = ~attention_mask(ancestors, depth, lengths, window if kind == "sliding_attention" else None)
-            if kind == "chunked_attention" and window is not None:
-                unseen |= ~chunk_mask(depth, lengths, window)
-            unseen = unseen.to(self.device)
-            additive = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
-            additive.masked_fill_(unseen, torch.finfo(self.dtype).min)
-            masks[kind] = additive[:, None]
-        return masks if len(masks) > 1 else masks.popitem()[1]
-
-    def _decoder_layers(self) -> nn.ModuleList:
-        stacks = (m for m in self.decoder.modules() if isinstance(m, nn.ModuleList))
-        return next(m for m in stacks if len(m) == self.layers)
 
     @torch.no_grad()
     def _check_against_plain_model(self) -> torch.device:
@@ -269,22 +281,3 @@ def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-@contextmanager
-def captured(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """Inside, layer k's input (transformers' hidden_states[k]) is put under k in the dict, for every tap."""
-    inputs: dict[int, Tensor] = {}
-
-    def keep(k: int) -> Any:
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            inputs[k] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    handles = [layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in taps]
-    try:
-        yield inputs
-    finally:
-        for handle in handles:
-            handle.remove()

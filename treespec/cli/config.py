@@ -26,6 +26,7 @@ class ModelConfig:
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
+    compile: bool = option("compile the forwards of target and head: for GPUs; on a CPU the default is faster", False)
 
 
 @dataclass(frozen=True)
@@ -61,4 +62,5 @@ def load_spec(config: ModelConfig) -> "Spec":
         template=config.template,
         device_map=config.device_map,
         dtype=config.dtype,
+        compile=config.compile,
     )

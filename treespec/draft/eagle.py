@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from treespec.cache import TreeCache
 from treespec.draft.growth import Frontier
 from treespec.errors import InputError
+from treespec.fixed import Fixed, FixedLayer, padded, padded_mask, room
 from treespec.heads.eagle import EagleHead, config_for
 from treespec.target import Target, unpadded
 from treespec.trees.mask import committed
@@ -43,8 +45,12 @@ class EagleProposer:
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, head: EagleHead, target: Target, chunk: int | None = None) -> None:
+    def __init__(self, head: EagleHead, target: Target, chunk: int | None = None, fixed: Fixed | None = None) -> None:
+        """chunk: pairs that go through the head at a time, None as the target takes them. fixed: the compiled head."""
         self.head, self.target, self.chunk = head, target, chunk
+        if target.fixed and not fixed:
+            fixed = Fixed(partial(over_layer, head), target.output_device, target.fixed.backend)
+        self.fixed = fixed
         self.forward_seconds = 0.0
         self.cache = TreeCache(layers=1)
         self.waiting = [self._nothing()]  # of each text features [n, H] and tokens [n]
@@ -87,7 +93,7 @@ class EagleProposer:
         self.cache.rewind([min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)])
 
     def new(self) -> "EagleProposer":
-        return EagleProposer(self.head, self.target, self.chunk)
+        return EagleProposer(self.head, self.target, self.chunk, self.fixed)
 
     def join(self, others: Sequence["EagleProposer"]) -> None:
         self.waiting += [pairs for proposer in others for pairs in proposer.waiting]
@@ -151,9 +157,15 @@ class EagleProposer:
 
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """tokens: [B, T]; features: [B, T, H]; positions: [B, T or 1]; mask: [B, T, P + T]. Returns [B, T, H]."""
-        layer = self.cache.tree_layers[0]
-        hidden = self.head(tokens, features, positions, mask[:, None], layer)
-        layer.length += tokens.shape[1]
+        layer, n = self.cache.tree_layers[0], tokens.shape[1]
+        if self.fixed and (nodes := room(n, [layer])):
+            mask = padded_mask(mask, nodes, layer.capacity)[:, None]
+            positions = padded(positions.expand(-1, n), nodes)
+            hidden = self.fixed([layer], nodes, padded(tokens, nodes), padded(features, nodes), positions, mask)[:, :n]
+            hidden = hidden.clone()  # the next step would write over a graph's output
+        else:
+            hidden = self.head(tokens, features, positions, mask[:, None], layer)
+        layer.length += n
         return hidden
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
@@ -161,6 +173,12 @@ class EagleProposer:
         device = self.target.output_device
         features = torch.empty(0, self.head.hidden_size, dtype=self.head.dtype, device=device)
         return features, torch.empty(0, dtype=torch.int64, device=device)
+
+
+def over_layer(
+    head: EagleHead, layers: Sequence[FixedLayer], tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor
+) -> Tensor:
+    return head(tokens, features, positions, mask, layers[0])
 
 
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:

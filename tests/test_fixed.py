@@ -1,0 +1,88 @@
+"""Forwards of fixed shapes: what they pad is never seen, and they change no token."""
+
+import pytest
+import torch
+from models import CONFIGS, random_head, random_model
+
+from treespec.cache import TreeLayer
+from treespec.draft.times import path
+from treespec.errors import InputError
+from treespec.fixed import BUCKETS, padded, padded_mask, room
+from treespec.spec import Spec
+from treespec.target import Target
+
+PROMPTS = [[5, 6, 7, 8, 9], [3, 4], [11, 12, 13, 14, 15, 16, 17]]
+
+
+def test_the_drawing():
+    """Three nodes in a bucket of four over eight columns, of which three are committed."""
+    seen = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1]]).bool()
+    whole = padded_mask(seen[None], 4, 8)[0].int()
+    assert whole[:3].tolist() == [[*row, 0, 0] for row in seen.int().tolist()]
+    assert whole[3].tolist() == [0, 0, 0, 0, 0, 0, 1, 0]
+    assert padded(torch.tensor([[5, 6, 7]]), 4).tolist() == [[5, 6, 7, 0]]
+
+
+def test_a_bucket_has_room_in_the_cache_or_there_is_none():
+    layer = TreeLayer(capacity=4)
+    assert room(3, [layer]) == 0
+    layer.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
+    layer.length = 3
+    assert room(3, [layer]) == 4
+    assert layer.capacity == 8
+    assert room(BUCKETS[-1] + 1, [layer]) == 0
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
+def test_compiling_changes_no_token(name):
+    """Temperature 0 in float32: full and sliding layers, learned positions, one text and three, tree and baseline."""
+    model = Target(random_model(CONFIGS[name]()))
+    head = random_head(model)
+
+    def answers():
+        spec = Spec(model, head, "eagle")
+        alone = [one.generate(PROMPTS[0], max_new_tokens=24) for one in (spec, spec.baseline())]
+        return [output.token_ids for output in (*alone, *spec.generate(PROMPTS, max_new_tokens=8))]
+
+    plain = answers()
+    model.compile(backend="eager")  # the same shapes and graphs, without waiting for a code generator
+    assert answers() == plain
+    assert plain[0] == plain[1]
+
+
+def test_a_compiled_forward_is_the_plain_one_at_every_size_and_through_a_growing_cache():
+    model, text = Target(random_model(CONFIGS["llama"]())), torch.randint(3, 64, (1, 12))
+    trees = [path(n, text[0]) for n in (1, 3, 8, 11)]
+    taps = (0, 2)
+
+    def outputs():
+        found = []
+        for tree in trees:
+            cache = model.new_cache(capacity=16)
+            model.prefill(cache, text)
+            out = model.forward_tree(cache, tree, taps)
+            cache.commit([[0]])
+            again = model.forward_tree(cache, tree, taps)
+            found += [out.logits, out.features, again.logits, again.features]
+        return found
+
+    plain = outputs()
+    model.compile(backend="eager")
+    for one, other in zip(plain, outputs(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_generated_code_changes_no_token():
+    model = Target(random_model(CONFIGS["llama"]()))
+    spec = Spec(model, random_head(model), "eagle")
+    plain = spec.generate(PROMPTS[0], max_new_tokens=40).token_ids
+    model.compile()
+    assert Spec(model, random_head(model), "eagle").generate(PROMPTS[0], max_new_tokens=40).token_ids == plain
+
+
+def test_a_model_that_accelerate_moves_is_not_compiled():
+    model = Target(random_model(CONFIGS["llama"]()))
+    model.model.model.layers[0]._hf_hook = object()
+    with pytest.raises(InputError, match="lies on one device"):
+        model.compile()

@@ -1,0 +1,54 @@
+"""The layers of a decoder, and what goes into those that a head taps."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+def layers_of(decoder: nn.Module, layers: int) -> nn.ModuleList:
+    """The stack of so many layers."""
+    return next(m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
+
+
+def over_layers(
+    decoder: nn.Module,
+    layers: Sequence[CacheLayerMixin],
+    tokens: Tensor,
+    positions: Tensor,
+    masks: Any,
+    taps: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    """The decoder over [B, N] nodes and any layers of a cache: hidden states after the final norm, and features."""
+    out = decoder(
+        input_ids=tokens,
+        position_ids=positions,
+        attention_mask=masks,
+        past_key_values=Cache(layers=list(layers)),
+        use_cache=True,
+        output_hidden_states=bool(taps),
+    )
+    hidden = out.last_hidden_state
+    return hidden, torch.cat([out.hidden_states[k] for k in taps], dim=-1) if taps else hidden
+
+
+@contextmanager
+def captured(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    """Inside, layer k's input (transformers' hidden_states[k]) is put under k in the dict, for every tap."""
+    inputs: dict[int, Tensor] = {}
+
+    def keep(k: int) -> Any:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            inputs[k] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    handles = [layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in taps]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -42,6 +42,7 @@ class EagleProposer:
     """
 
     taps: tuple[int, ...] = ()
+    max_depth: int | None = None
 
     def __init__(self, head: EagleHead, target: Target, chunk: int = 512) -> None:
         self.head, self.target, self.chunk = head, target, chunk

@@ -23,7 +23,7 @@ from treespec.trees.tree import TokenTree
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and those that a cycle has committed
-DEEP = 5  # levels
+DEEP = 5  # levels, at most
 ROUNDS = 7
 
 
@@ -95,9 +95,10 @@ def measure(target: Target, proposer: Proposer) -> Times:
         assert logits is not None
         grow_together(proposer, [grow_dynamic(tokens[-1:], logits, DynamicTree(depth))])
 
+    levels = min(DEEP, proposer.max_depth or DEEP)
     steps = [partial(target.forward_tree, cache, path(n, tokens)) for n in NODES]
-    *forwards, begin, deep = medians([*steps, partial(drafts, 1), partial(drafts, DEEP)], target.output_device)
-    return Times(NODES, tuple(forwards), begin, max(deep - begin, 0) / (DEEP - 1))
+    *forwards, begin, deep = medians([*steps, partial(drafts, 1), partial(drafts, levels)], target.output_device)
+    return Times(NODES, tuple(forwards), begin, max(deep - begin, 0) / max(levels - 1, 1))
 
 
 def path(nodes: int, tokens: Tensor) -> TokenTree:

@@ -11,6 +11,7 @@ Hydra++ (section 4.2; `hydra_head_arch` "prefix-mlp") puts in place of h what a 
 final norm of a model of one layer, makes of all hidden states up to it.
 """
 
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -84,8 +85,8 @@ class HydraHead(nn.Module):
         self.hidden_size, self.vocab_size = width, vocab_size
         self.prefix_embeding_layer = Prefix(LlamaConfig(**config)) if self.kind == "hydra++" else None
         gaps = self.kind == "hydra++"
-        blocks = ([ResBlock(width, i + 2), *(ResBlock(width) for _ in range(layers - 1))] for i in range(self.max_depth))
-        self.hydra_mlp = nn.ModuleList(in_line(some, gaps) for some in blocks)
+        inputs = [[i + 2] + [1] * (layers - 1) for i in range(self.max_depth)]  # of each head's blocks, in widths
+        self.hydra_mlp = nn.ModuleList(in_line([ResBlock(width, n) for n in some], gaps) for some in inputs)
         outputs = (nn.Linear(width, vocab_size) for _ in range(self.max_depth))
         self.hydra_lm_head = nn.ModuleList(in_line([output], gaps) if gaps else output for output in outputs)
         self.vocabulary: Tensor | None = None
@@ -98,8 +99,8 @@ class HydraHead(nn.Module):
     @property
     def output_layers(self) -> list[nn.Linear]:
         """The last layer of each head."""
-        heads: list[Any] = list(self.hydra_lm_head)
-        return [head[-1] if isinstance(head, nn.Sequential) else head for head in heads]
+        layers: list[Any] = [head[-1] if isinstance(head, nn.Sequential) else head for head in self.hydra_lm_head]
+        return layers
 
     def states(
         self, features: Tensor, positions: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None
@@ -130,7 +131,7 @@ class HydraHead(nn.Module):
         return logits
 
 
-def in_line(modules: list[nn.Module], gaps: bool) -> nn.Sequential:
+def in_line(modules: Sequence[nn.Module], gaps: bool) -> nn.Sequential:
     """gaps: number them as the published Hydra++ does, which has a dropout before each."""
     return nn.Sequential(*(part for module in modules for part in ((nn.Identity(), module) if gaps else (module,))))
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class HydraProposer:
         self.head, self.target = head, target
         self.forward_seconds = 0.0
         plus = head.kind == "hydra++"
-        self.observed: LastStates | PrefixStates = PrefixStates(head, target.output_device) if plus else LastStates()
+        self.observed: Any = PrefixStates(head, target.output_device) if plus else LastStates()
         self.inputs = torch.empty(0)  # [B, F, (level + 2) H] the state and the embeddings down to each frontier node
         self.level = 0
 
@@ -112,7 +112,7 @@ class HydraProposer:
         return HydraProposer(self.head, self.target)
 
     def join(self, others: Sequence["HydraProposer"]) -> None:
-        self.observed.join([other.observed for other in others])  # type: ignore[arg-type]
+        self.observed.join([other.observed for other in others])
 
     def select(self, rows: Sequence[int]) -> None:
         self.observed.select(rows)

@@ -69,7 +69,8 @@ class PrefixStates:
 
     def observe(self, features: Sequence[Tensor]) -> None:
         """Each text grew by so many hidden states, [n, H]."""
-        self.waiting = [torch.cat(pair) if len(pair[0]) else pair[1] for pair in zip(self.waiting, features, strict=True)]
+        pairs = zip(self.waiting, features, strict=True)
+        self.waiting = [torch.cat([before, new]) if len(before) else new for before, new in pairs]
         if max(map(len, self.waiting)) > MANY:
             self.known()
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from treespec.options import option
 
-RECIPES = {"eagle": 3e-5, "medusa": 1e-3, "hydra": 5e-4, "hydra++": 5e-4}  # published learning rates, by kind of head
+# Published learning rates and epochs, by kind of head.
+RECIPES = {"eagle": 3e-5, "eagle3": 5e-5, "medusa": 1e-3, "hydra": 5e-4, "hydra++": 5e-4}
 EPOCHS = {"eagle": 20, "medusa": 2, "hydra": 10, "hydra++": 10}
 
 

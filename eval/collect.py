@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treespec.conversations import encode_conversations, read_conversations
-from treespec.draft.kinds import KINDS
+from treespec.draft.kinds import KINDS, draft_steps
 from treespec.errors import InputError
 from treespec.eval.acceptance_config import AcceptanceConfig
 from treespec.eval.questions import Question, load_questions
@@ -86,6 +86,8 @@ def logits_of(
     """
     head, target = spec.head, spec.target
     assert head is not None
+    if draft_steps(head, step) < step:
+        raise InputError(f"{head.known_as} draft {head.max_depth} tokens ahead, --step is {step}")
     wanted = [text.counts[step + 1 :].nonzero().squeeze(1) for text in texts]  # rows of the rollout
     total = sum(map(len, wanted))
     if not total:

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from treespec.heads.eagle import EagleHead
+from treespec.heads.hydra import HydraHead
+from treespec.heads.medusa import MedusaHead
 
 
 class HeadError(ValueError):
@@ -23,12 +25,14 @@ class HeadError(ValueError):
     exit_code = 2
 
 
-HEADS: dict[str, Any] = {"eagle": EagleHead}
+HEADS: dict[str, Any] = {"eagle": EagleHead, "medusa": MedusaHead, "hydra": HydraHead}
 
 
 def kind_of(config: dict[str, Any]) -> str:
     """Which of HEADS a config.json describes."""
-    return "eagle"
+    if "medusa_num_heads" in config:
+        return "medusa"
+    return "hydra" if "hydra_num_heads" in config else "eagle"
 
 
 def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = "cpu") -> Any:
@@ -56,7 +60,8 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = 
         raise HeadError(f"{folder}: {_names(broken)} hold values that are not finite; fetch or train the head again")
     head = kind(config)
     head.load_state_dict(tensors, assign=True)
-    head.embed_tokens.requires_grad_(False)
+    if hasattr(head, "embed_tokens"):
+        head.embed_tokens.requires_grad_(False)
     return head.to(device=device, dtype=dtype)
 
 

@@ -32,6 +32,7 @@ class EagleHead(nn.Module):
 
     kind, known_as = "eagle", "an EAGLE-1 or EAGLE-2 head"
     taps: tuple[int, ...] = ()
+    max_depth: int | None = None
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor
 
 from treespec.target import Target
 from treespec.train.config import TrainConfig
+from treespec.train.depths import ahead, counted_heads, hydra_loss, medusa_loss
 
 
 class Batch(NamedTuple):
@@ -83,4 +85,28 @@ def eagle_loss(
     return Loss(feature_weight * feature + token_weight * token, parts)
 
 
-OBJECTIVES = {"eagle": eagle_objective}  # by kind of head: (config, target, model, batch) -> Loss
+def medusa_objective(config: TrainConfig, target: Target, model: Any, batch: Batch) -> Loss:
+    """`medusa_loss` of a batch. model: the heads."""
+    counts = counted_heads(batch.loss_mask, extract_model_from_parallel(model).max_depth)  # [K, B, T - 2]
+    kept, length = counts.any(0), counts.shape[2]
+    tokens = torch.stack([ahead(batch.tokens, 2 + i, length)[kept] for i in range(len(counts))])
+    logits = model(batch.features[:, :-2][kept].float())
+    return Loss(*medusa_loss(logits, tokens, counts[:, kept], config.depth_decay))
+
+
+def hydra_objective(config: TrainConfig, target: Target, model: Any, batch: Batch) -> Loss:
+    """`hydra_loss` of a batch. model: the heads."""
+    counts = counted_heads(batch.loss_mask, extract_model_from_parallel(model).max_depth)  # [K, B, T - 2]
+    kept, length = counts.any(0), counts.shape[2]
+    following = target.embeddings(ahead(batch.tokens, 1, length + len(counts) - 1)).float()
+    logits = model(batch.features[:, :-2].float(), following, kept)
+    laws = [target.output_logits(ahead(batch.features, 1 + i, length)[kept]) for i in range(len(counts))]
+    return Loss(*hydra_loss(logits, laws, counts[:, kept]))
+
+
+OBJECTIVES = {  # by kind of head: (config, target, model, batch) -> Loss
+    "eagle": eagle_objective,
+    "medusa": medusa_objective,
+    "hydra": hydra_objective,
+    "hydra++": hydra_objective,
+}

@@ -1,4 +1,4 @@
-"""Training a head: batches in a settled order, EAGLE's loss, checkpoints that resume to the same weights."""
+"""Training a head: batches in a settled order, its kind's loss, checkpoints that resume to the same weights."""
 
 import copy
 import importlib.util
@@ -46,7 +46,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     set_seed(config.seed)
     placement = config.device_map or ({"": accelerator.device} if accelerator.device.type != "cpu" else None)
     target = Target.load(config.target, device_map=placement, dtype=config.dtype)
-    head = KINDS[config.head].new(target).to(target.output_device)
+    head = untrained(config, target).to(target.output_device)
     data = prepare(config, target, head.taps, accelerator)
     if accelerator.is_main_process:
         (out / "training").mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     vocabulary = draft_vocabulary(config, target, data, accelerator)
     optimizer = torch.optim.AdamW(
         [p for p in head.parameters() if p.requires_grad],
-        lr=config.learning_rate,
+        lr=config.peak,
         betas=(config.beta1, config.beta2),
         weight_decay=config.weight_decay,
     )
@@ -77,6 +77,19 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     return result
 
 
+def untrained(config: TrainConfig, target: Target) -> Any:
+    """A head of the kind that is asked for. Raises InputError for one that there is not, and for a number of heads."""
+    if config.head not in KINDS:
+        raise InputError(f"--head is {config.head!r}, must be one of {', '.join(KINDS)}")
+    kind = KINDS[config.head]
+    if config.draft_heads is None:
+        return kind.new(target)
+    if not kind.several or config.draft_heads < 1:
+        several = ", ".join(name for name, one in KINDS.items() if one.several)
+        raise InputError(f"--draft-heads is {config.draft_heads}: it is at least 1, and for --head {several}")
+    return kind.new(target, config.draft_heads)
+
+
 def fit(
     config: TrainConfig,
     accelerator: Accelerator,
@@ -94,7 +107,7 @@ def fit(
     lengths = [len(example.input_ids) for example in data.train]
     together = config.batch_size * accelerator.num_processes
     per_epoch = len(epoch_batches(lengths, together, config.seed, 0))
-    total = config.max_steps or max(1, config.epochs * per_epoch // config.accumulate)
+    total = config.max_steps or max(1, config.passes * per_epoch // config.accumulate)
     micro_steps = batches_from(step * config.accumulate, lengths, together, config.seed)
     started = time.perf_counter() - seconds
     first, tokens = step, 0
@@ -196,7 +209,7 @@ def learning_rate(config: TrainConfig, step: int, total: int, elapsed: float) ->
     warm_up = min(config.warm_up, total / 10)
     done = max(step / total, elapsed / (60 * config.minutes) if config.minutes else 0.0)
     rising, falling = (step + 1) / max(warm_up, 1), max(0.0, 1 - done) / (1 - warm_up / total)
-    return config.learning_rate * min(1.0, rising, falling)
+    return config.peak * min(1.0, rising, falling)
 
 
 def out_of_time(config: TrainConfig, elapsed: float) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treespec.draft.kinds import KINDS
+from treespec.draft.kinds import KINDS, draft_steps
 from treespec.target import Target
 
 
@@ -26,7 +26,11 @@ class Validation:
 
 @torch.no_grad()
 def validate(head: Any, target: Target, rows: Iterable[tuple[Tensor, Tensor, Tensor]], steps: int) -> Validation:
-    """rows: tokens [T] int64, loss mask [T] bool, features [T, F] of each held-out conversation."""
+    """rows: tokens [T] int64, loss mask [T] bool, features [T, F] of each held-out conversation.
+
+    steps: at most, as a head may have fewer.
+    """
+    steps = draft_steps(head, steps)
     agreeing, runs, positions = torch.zeros(steps), 0.0, 0
     for tokens, mask, features in rows:
         agree = rollout_agreement(head, target, tokens, features, steps)  # [T - steps - 1, steps]

@@ -7,12 +7,12 @@ from typing import Any
 from treespec.trees.auto import AutoTree
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.sampled import SampledTree
-from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, from_file
+from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, from_file, medusa
 
 Policy = StaticTree | DynamicTree | SampledTree | AutoTree
 
 FORMS = (
-    "auto, eagle, chain:5, balanced:2x4, dynamic, dynamic:depth=6,topk=10,nodes=60, sampled, "
+    "auto, eagle, medusa, chain:5, balanced:2x4, dynamic, dynamic:depth=6,topk=10,nodes=60, sampled, "
     "sampled:nodes=26,depth=6, or a JSON file of paths"
 )
 
@@ -22,6 +22,8 @@ def policy(spec: str) -> Policy:
     name, _, rest = spec.partition(":")
     if spec == "eagle":
         return eagle()
+    if spec == "medusa":
+        return medusa()
     if name == "chain" and rest.isdecimal():
         return chain(int(rest))
     if match := re.fullmatch(r"(?:balanced:)?(\d+)x(\d+)", spec):

@@ -18,6 +18,12 @@ EAGLE_CHILDREN = {
     "": 4, "0": 3, "1": 2, "2": 2, "3": 1, "00": 3, "01": 2, "02": 2, "10": 1, "000": 3, "0000": 2,
 }  # fmt: skip
 
+# Medusa's 63 nodes for Vicuna-7B (Cai et al. 2024, released configuration), chosen as in `treespec.trees.measured`.
+MEDUSA_CHILDREN = {
+    "": 10, "0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1, "00": 10, "01": 3,
+    "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1, "000": 2,
+}  # fmt: skip
+
 
 class TreeError(ValueError):
     """A tree that cannot be built; the message names the tree and the remedy."""
@@ -84,6 +90,10 @@ class StaticTree:
         """The part of the tree below the first few draws of every node."""
         return StaticTree(tuple(path for path in self.paths[1:] if max(path) < draws))
 
+    def cut(self, depth: int) -> "StaticTree":
+        """The part of the tree down to a depth."""
+        return StaticTree(tuple(path for path in self.paths[1:] if len(path) <= depth))
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -144,7 +154,17 @@ def balanced(children: int, depth: int) -> StaticTree:
 
 def eagle() -> StaticTree:
     """EAGLE-1's 25 nodes and the root."""
-    return StaticTree(tuple((*map(int, parent), i) for parent, count in EAGLE_CHILDREN.items() for i in range(count)))
+    return by_children(EAGLE_CHILDREN)
+
+
+def medusa() -> StaticTree:
+    """Medusa's 63 nodes and the root."""
+    return by_children(MEDUSA_CHILDREN)
+
+
+def by_children(children: dict[str, int]) -> StaticTree:
+    """{path as digits: number of its children} as a tree."""
+    return StaticTree(tuple((*map(int, parent), i) for parent, count in children.items() for i in range(count)))
 
 
 def from_file(path: str | Path) -> StaticTree:

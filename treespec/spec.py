@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, final, overload
 
 import torch
@@ -87,7 +87,7 @@ class Spec:
         self.verifier = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         scheme = self.verifier.scheme
         if tree is None:
-            tree = default_tree(scheme)
+            tree = default_tree(scheme, self.proposer.max_depth if self.proposer else None)
         self.policy = policy(tree) if isinstance(tree, str) else tree
         self.times = times
         drafter: Drafter | None = None
@@ -227,18 +227,22 @@ def output_of(pieces: Sequence[Piece], stats: Stats) -> Output:
     return Output("".join(piece.text for piece in pieces), [t for piece in pieces for t in piece.token_ids], stats)
 
 
-def default_tree(scheme: Scheme) -> Policy:
+def default_tree(scheme: Scheme, deepest: int | None = None) -> Policy:
     """EAGLE-2's dynamic tree where the children are deterministic, else as much of EAGLE-1's as the scheme takes.
 
-    `is-lp` accepts either of two draws as readily, so that both have to go deep.
+    `is-lp` accepts either of two draws as readily, so that both have to go deep. deepest: levels that can be drafted,
+    None is any number.
     """
     if scheme.deterministic:
-        return DynamicTree()
+        tree = DynamicTree()
+        return replace(tree, depth=min(tree.depth, deepest or tree.depth))
     if isinstance(scheme, IsLp):
-        return balanced(2, 3)
-    if scheme.max_draws == 1:
-        return chain(5)
-    return eagle().narrowed(scheme.max_draws) if scheme.max_draws else eagle()
+        fixed = balanced(2, 3)
+    elif scheme.max_draws == 1:
+        fixed = chain(5)
+    else:
+        fixed = eagle().narrowed(scheme.max_draws) if scheme.max_draws else eagle()
+    return fixed.cut(deepest) if deepest else fixed
 
 
 def load(

@@ -112,6 +112,11 @@ class Target:
         own = getattr(self.model.get_input_embeddings(), "embed_scale", 1.0)
         return float(own) * getattr(self.config, "embedding_multiplier", 1.0)
 
+    def embeddings(self, tokens: Tensor) -> Tensor:
+        """[...] tokens -> [..., H] what the first layer is given of them, on the device of the features."""
+        rows = self.model.get_input_embeddings()(tokens.to(self.device)).to(self.output_device)
+        return rows * getattr(self.config, "embedding_multiplier", 1.0)
+
     def output_rows(self, tokens: Tensor) -> nn.Linear:
         """A copy of the output embedding for the tokens [N] alone, H -> N, on the device of the features.
 

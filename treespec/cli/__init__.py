@@ -1,4 +1,4 @@
-"""The command line: `treespec train | chat | eval | bench | acceptance | generate | quickstart`.
+"""The command line: `treespec train | chat | eval | bench | acceptance | generate | tree | quickstart`.
 
 Only names and options are imported here; torch and transformers load inside the command that runs.
 """
@@ -17,6 +17,7 @@ from treespec.cli.evaluate import evaluate
 from treespec.cli.generate import generate
 from treespec.cli.quickstart import quickstart
 from treespec.cli.train import train
+from treespec.cli.tree import tree
 
 app = typer.Typer(
     name="treespec",
@@ -32,6 +33,7 @@ app.command()(bench)
 app.command()(acceptance)
 app.command()(generate)
 app.command()(calibrate)
+app.command()(tree)
 app.command()(certify)
 app.command()(quickstart)
 

@@ -10,7 +10,7 @@ from torch.nn.functional import softplus
 
 from treespec.draft.calibration import DRAWS, TOP_FEATURES, TOPS, Calibration, features
 from treespec.draft.grow import TreeDrafter
-from treespec.draft.kinds import KINDS
+from treespec.draft.kinds import KINDS, draft_steps
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams, largest, probs
 from treespec.target import Target
@@ -38,7 +38,7 @@ def calibrate(
 
     Raises InputError where the text is too short.
     """
-    generator = torch.Generator(device=target.output_device).manual_seed(seed)
+    generator, depth = torch.Generator(device=target.output_device).manual_seed(seed), draft_steps(head, depth)
     found = [seen for t in temperatures for seen in outcomes(head, target, rows, depth, positions, t, generator)]
     if not sum(len(seen[0]) for seen in found):
         raise InputError("the text is too short to calibrate a head on: give longer conversations")

@@ -44,6 +44,7 @@ class EagleProposer:
     """
 
     taps: tuple[int, ...] = ()
+    max_depth: int | None = None
 
     def __init__(self, head: EagleHead, target: Target, chunk: int | None = None, fixed: Fixed | None = None) -> None:
         """chunk: pairs that go through the head at a time, None as the target takes them. fixed: the compiled head."""

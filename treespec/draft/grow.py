@@ -69,13 +69,24 @@ def check_pair(policy: Policy, scheme: Scheme) -> None:
         )
 
 
+def check_depth(policy: Policy, deepest: int | None) -> None:
+    """Raise InputError for a tree with more levels than can be drafted. deepest: None is any number."""
+    if deepest is None or policy.max_depth <= deepest:
+        return
+    forms: dict[type, str] = {DynamicTree: "dynamic:depth=", SampledTree: "sampled:depth=", AutoTree: "auto:depth="}
+    raise InputError(
+        f"the tree is {policy.max_depth} deep, the head drafts {deepest} tokens: "
+        f"take --tree {forms.get(type(policy), 'chain:')}{deepest}"
+    )
+
+
 @final
 class TreeDrafter:
     """Drafts a tree a cycle for each text that its proposer holds.
 
     At temperature 0 the children are the likeliest tokens under every scheme: the target's law is one-hot there, so
     all lossless plans agree (output the target's token), and what is left to choose is the set of children. Raises
-    InputError for a policy and scheme that may not go together.
+    InputError for a policy and scheme that may not go together, and for a tree deeper than the proposer drafts.
     """
 
     def __init__(
@@ -87,6 +98,7 @@ class TreeDrafter:
         times: Times | None = None,
     ) -> None:
         check_pair(policy, scheme)
+        check_depth(policy, proposer.max_depth)
         sampled = isinstance(policy, SampledTree) or (isinstance(policy, AutoTree) and not scheme.deterministic)
         if sampled and calibration is None:
             raise InputError("the sampled tree needs the head's calibration.json: make it with treespec calibrate")

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from treespec.draft.eagle import EagleProposer, new_head
+from treespec.draft.hydra import HydraProposer, hydra_rollout, new_hydra, new_hydra_plus
+from treespec.draft.medusa import MedusaProposer, medusa_rollout, new_medusa
 from treespec.draft.proposer import Proposer
 from treespec.draft.rollout import rollout
 from treespec.target import Target
@@ -17,12 +19,24 @@ class Kind:
     """new: (target) -> an untrained head in float32. proposer: (head, target) -> what drafts trees with it.
 
     rollout: (head, target, tokens [T], features [T, H], steps) -> [R, V] draft logits of step 1, 2, … from each of
-    R = T - steps - 1 positions: row t of step d is of token t + d + 1.
+    R = T - steps - 1 positions: row t of step d is of token t + d + 1. No more steps than the head's `max_depth`.
+    several: it is a head for each depth, and `new` takes their number too.
     """
 
-    new: Callable[[Target], Any]
+    new: Callable[..., Any]
     proposer: Callable[[Any, Target], Proposer]
     rollout: Callable[[Any, Target, Tensor, Tensor, int], Iterator[Tensor]]
+    several: bool = False
 
 
-KINDS = {"eagle": Kind(new_head, EagleProposer, rollout)}  # by the head's own `kind`
+KINDS = {  # by the head's own `kind`
+    "eagle": Kind(new_head, EagleProposer, rollout),
+    "medusa": Kind(new_medusa, MedusaProposer, medusa_rollout, several=True),
+    "hydra": Kind(new_hydra, HydraProposer, hydra_rollout, several=True),
+    "hydra++": Kind(new_hydra_plus, HydraProposer, hydra_rollout, several=True),
+}
+
+
+def draft_steps(head: Any, steps: int) -> int:
+    """So many draft steps, or as many as the head has."""
+    return min(steps, head.max_depth or steps)

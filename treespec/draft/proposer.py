@@ -18,6 +18,11 @@ class Proposer(Protocol):
         ...
 
     @property
+    def max_depth(self) -> int | None:
+        """Levels that it can draft; None: any number."""
+        ...
+
+    @property
     def lengths(self) -> list[int]:
         """Positions of each text that it has observed."""
         ...

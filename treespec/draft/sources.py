@@ -58,6 +58,8 @@ def fit(head: Any, target: Target, name: str) -> None:
         raise InputError(f"head {name} is for features of width {head.hidden_size}, the target's are {width}")
     if head.vocab_size != target.vocab_size:
         raise InputError(f"head {name} is for a vocabulary of {head.vocab_size}, the target's is {target.vocab_size}")
+    if not hasattr(head, "embed_tokens"):
+        return
     own = target.model.get_input_embeddings().weight
     if own.device == head.embed_tokens.weight.device and torch.equal(own, head.embed_tokens.weight):
         head.embed_tokens.weight = own

@@ -27,7 +27,7 @@ from treespec.verify.rrs_wo import RRSWithoutReplacement
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and those that a cycle has committed
-DEEP = 5  # levels
+DEEP = 5  # levels, at most
 ROUNDS = 7
 # A tree of three nodes a level whatever the laws are: draws are accepted with .62, .29 of the rest, …
 EVEN, PRICE = Calibration((-9, 0, 0, 0), (0.5, 0, 0, 0, -2, 0, 0), {"1": [(0.03, 12)]}), 0.03
@@ -114,11 +114,12 @@ def measure(target: Target, proposer: Proposer) -> Times:
         grow_together(proposer, [growth])
 
     generator = torch.Generator(device=target.output_device).manual_seed(0)
+    most = min(DEEP, proposer.max_depth or DEEP)
     forwards = [partial(target.forward_tree, cache, path(n, tokens)) for n in NODES]
-    levels = [partial(drafts, depth, drawn) for drawn in (False, True) for depth in (1, DEEP)]
-    found = medians([*forwards, *levels], target.output_device)
-    (begin, step), drawn = ((first, max(deep - first, 0) / (DEEP - 1)) for first, deep in (found[-4:-2], found[-2:]))
-    return Times(NODES, tuple(found[:-4]), begin, step, drawn)
+    levels = [partial(drafts, depth, drawn) for drawn in (False, True) for depth in (1, most)]
+    *found, first, deep, first_drawn, deep_drawn = medians([*forwards, *levels], target.output_device)
+    step, step_drawn = (max(b - a, 0) / max(most - 1, 1) for a, b in ((first, deep), (first_drawn, deep_drawn)))
+    return Times(NODES, tuple(found), first, step, (first_drawn, step_drawn))
 
 
 def path(nodes: int, tokens: Tensor) -> TokenTree:

@@ -9,9 +9,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
@@ -21,13 +22,20 @@ from treespec.trees.tree import Drafts, TokenTree
 FILE = "draft_vocab.json"
 
 
-def restrict(head: EagleHead, target: Target, tokens: Tensor) -> None:
+def restrict(head: Any, target: Target, tokens: Tensor) -> None:
     """Let a head draft these tokens of its target alone, [N] int64 ascending; before either is packed.
 
-    Raises InputError where the target's output embedding cannot be taken apart.
+    Output layers of the head's own keep those rows. Raises InputError where the target's output embedding is needed
+    and cannot be taken apart.
     """
     head.vocabulary = tokens.to(target.output_device)
-    head.output = target.output_rows(head.vocabulary)
+    if not hasattr(head, "output_layers"):
+        head.output = target.output_rows(head.vocabulary)
+        return
+    for layer in head.output_layers:
+        layer.out_features = len(tokens)
+        for name, value in list(layer.named_parameters()):
+            setattr(layer, name, nn.Parameter(value.detach()[tokens.to(value.device)], requires_grad=False))
 
 
 def draft_logits(head: EagleHead, target: Target, hidden: Tensor) -> Tensor:

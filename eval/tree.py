@@ -1,0 +1,89 @@
+"""A static tree for a target and head, from accuracies along given text or the target's own answers."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from treespec.draft.calibrate import Row
+from treespec.draft.times import times_for
+from treespec.errors import InputError
+from treespec.eval.acceptance_config import AcceptanceConfig
+from treespec.eval.accuracies import accuracies
+from treespec.eval.collect import content_of, texts_of
+from treespec.eval.questions import load_questions
+from treespec.eval.run import Step
+from treespec.eval.tree_config import TreeConfig
+from treespec.spec import Spec, load
+from treespec.trees.measured import expected_length, measured
+from treespec.trees.sequoia import best_shape, best_trees, sequoia
+from treespec.trees.static import StaticTree
+
+LARGEST = 128  # nodes, of trees whose size is chosen by times
+
+
+def make_tree(
+    config: TreeConfig, report: Callable[[Step], None] = lambda step: None
+) -> tuple[StaticTree, Tensor, float]:
+    """Writes the tree; returns it, the accuracies [D, R] and the acceptance length that they promise.
+
+    Raises InputError for what cannot be used.
+    """
+    if config.text:
+        content_of(config.text)
+    report(Step(0, 1, f"loading {config.target} and {config.head}"))
+    spec = load(config.target, config.head, template=config.template, device_map=config.device_map, dtype=config.dtype)
+    assert spec.head
+    table = accuracies(
+        spec.head, spec.target, rows_of(config, spec, report), config.depth, config.ranks, config.temperature
+    )
+    if not bool(table[0].any()):
+        raise InputError(f"the head {config.head} is never right on this text: no tree is worth its nodes")
+    tree = shaped(config, spec, table)
+    save(tree, config.out)
+    return tree, table, expected_length(tree, table)
+
+
+def shaped(config: TreeConfig, spec: Spec, table: Tensor) -> StaticTree:
+    """The tree of a kind and size. table: [D, R] accuracies."""
+    if config.kind == "medusa":
+        return measured(table, config.nodes)
+    rates, depth = table.mean(0), len(table)
+    if config.nodes:
+        return sequoia(rates, config.nodes, depth)
+    assert spec.proposer
+    times = times_for(spec.target, spec.proposer)
+    best = best_trees(rates, LARGEST, depth)
+    return best.tree(*best_shape(best, times.forward(LARGEST), times.begin, times.step))
+
+
+def rows_of(config: TreeConfig, spec: Spec, report: Callable[[Step], None]) -> Iterator[Row]:
+    """Tokens [T], which of them count [T], and features [T, F] of each text."""
+    what = AcceptanceConfig(
+        out=config.out,
+        target=config.target,
+        head=config.head,
+        text=config.text,
+        limit=config.limit,
+        max_new_tokens=config.max_new_tokens,
+        answers_temperature=config.temperature,
+        seed=config.seed,
+        template=config.template,
+    )
+    questions = [] if config.text else load_questions(config.questions)[0][: config.limit]
+    for text in texts_of(what, spec, questions, report):
+        features = spec.target.features(text.tokens[None], spec.head.taps, last=True)[0]
+        yield text.tokens.to(features.device), text.counts.to(features.device), features
+
+
+def save(tree: StaticTree, out: str) -> None:
+    """As a list of paths, under a temporary name first. Raises InputError where it cannot be written."""
+    file = Path(out)
+    temporary = file.with_name(f".{file.name}-{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps([list(path) for path in tree.paths[1:]]) + "\n")
+        os.replace(temporary, file)
+    except OSError as error:
+        raise InputError(f"cannot write --out {out}: {error.strerror or error}") from error

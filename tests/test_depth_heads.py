@@ -1,0 +1,291 @@
+"""Medusa's and Hydra's heads: their files, what they draft from, and that the text stays the target's."""
+
+import json
+
+import pytest
+import test_sequence_law
+import torch
+from models import TableConfig, TableModel, follow, random_model, target
+from safetensors.torch import load_file, save_file
+
+from treespec.draft.growth import Frontier
+from treespec.draft.hydra import HydraProposer
+from treespec.draft.kinds import KINDS
+from treespec.draft.sources import fit, source_of
+from treespec.draft.times import Times
+from treespec.draft.vocabulary import restrict
+from treespec.errors import InputError
+from treespec.eval.collect import Text, logits_of
+from treespec.heads.checkpoint import HeadError, load_head, save_head
+from treespec.sampling import SamplingParams
+from treespec.spec import Spec
+from treespec.target import Target
+
+SEVERAL = ["medusa", "hydra", "hydra++"]
+
+
+def heads_for(model, kind, heads=4, seed=0):
+    """Heads far from their start, so that a wrong input or order shows."""
+    torch.manual_seed(seed)
+    head = KINDS[kind].new(model, heads).eval()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return head
+
+
+def prompts(lengths=(7, 40, 1)):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
+
+
+def shapes_of(head):
+    return {name: tuple(value.shape) for name, value in head.state_dict().items()}
+
+
+def test_medusas_names_and_shapes_are_the_published_ones():
+    """As in `medusa_lm_head.safetensors`, of 2 heads with one block each."""
+    block = {"0.linear.weight": (32, 32), "0.linear.bias": (32,), "1.weight": (64, 32)}
+    wanted = {f"{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+    assert shapes_of(heads_for(target("llama"), "medusa", 2)) == wanted
+
+
+def test_hydras_names_and_shapes_are_the_published_ones():
+    """As in `hydra_lm_head.pt`; Hydra++ counts a dropout before each module."""
+    wanted = {}
+    for i, width in enumerate((64, 96)):
+        for part in ("linear", "res_connection"):
+            wanted |= {f"hydra_mlp.{i}.0.{part}.weight": (32, width), f"hydra_mlp.{i}.0.{part}.bias": (32,)}
+        wanted |= {f"hydra_lm_head.{i}.weight": (64, 32), f"hydra_lm_head.{i}.bias": (64,)}
+    assert shapes_of(heads_for(target("llama"), "hydra", 2)) == wanted
+
+    wanted = {}
+    for i, width in enumerate((64, 96)):
+        for part in ("linear", "res_connection"):
+            wanted |= {f"hydra_mlp.{i}.1.{part}.weight": (32, width), f"hydra_mlp.{i}.1.{part}.bias": (32,)}
+        for j in (3, 5, 7):
+            wanted |= {f"hydra_mlp.{i}.{j}.linear.weight": (32, 32), f"hydra_mlp.{i}.{j}.linear.bias": (32,)}
+        wanted |= {f"hydra_lm_head.{i}.1.weight": (64, 32), f"hydra_lm_head.{i}.1.bias": (64,)}
+    layer = {f"self_attn.{name}_proj": (16 if name in "kv" else 32, 32) for name in "qkvo"}
+    layer |= {"mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
+    layer |= {"input_layernorm": (32,), "post_attention_layernorm": (32,)}
+    wanted |= {f"prefix_embeding_layer.layers.0.{name}.weight": shape for name, shape in layer.items()}
+    wanted |= {"prefix_embeding_layer.norm.weight": (32,)}
+    assert shapes_of(heads_for(target("llama"), "hydra++", 2)) == wanted
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_heads_survive_their_file_and_lacking_tensors_are_named(kind, tmp_path):
+    model = target("llama")
+    head = heads_for(model, kind)
+    save_head(head, tmp_path)
+    loaded = source_of(f"{kind}:{tmp_path}", model)
+    assert loaded.kind == kind
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in head.state_dict().items())
+    save_head(loaded, tmp_path / "again")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
+    with pytest.raises(InputError, match=f"write {kind.replace('+', '.')}:"):
+        source_of(f"eagle:{tmp_path}", model)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = sorted(tensors)[3]
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(HeadError, match=f"lacks {name}"):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "complaint"),
+    [
+        ("medusa", {"medusa_num_heads": 0}, "at least 1"),
+        ("medusa", {"vocab_size": None}, "does not describe Medusa heads"),
+        ("hydra", {"hydra_head_arch": "cross-attn"}, "hydra_head_arch is 'cross-attn'"),
+        ("hydra", {"grounded_heads": False}, "see no tokens"),
+        ("hydra++", {"hydra_num_layers": 0}, "at least 1"),
+    ],
+)
+def test_a_config_that_is_not_understood_is_one_line(kind, changes, complaint, tmp_path):
+    save_head(heads_for(target("llama"), kind), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(HeadError, match=complaint):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_heads_of_another_width_or_vocabulary_are_refused(kind):
+    head = heads_for(target("llama"), kind)
+    for name in ("hidden_size", "vocab_size"):
+        setattr(head, name, getattr(head, name) + 1)
+        with pytest.raises(InputError, match="the target's"):
+            fit(head, target("llama"), "h")
+
+
+@torch.no_grad()
+def test_new_heads_draft_by_the_targets_output_embedding():
+    model = target("llama")
+    tokens = torch.randint(3, 64, (9,), generator=torch.Generator().manual_seed(5))
+    features = model.features(tokens[None])[0]
+    for kind in ("medusa", "hydra"):  # Hydra's first block adds SiLU of a random bias, as Medusa's does
+        head = KINDS[kind].new(model, 2)
+        for name, value in head.named_parameters():
+            if name.endswith("linear.bias"):
+                value.zero_()
+        for logits in KINDS[kind].rollout(head, model, tokens, features, 2):
+            assert torch.allclose(logits, model.output_logits(features[: len(logits)]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("medusa", "llama"),
+        ("medusa", "opt"),
+        ("hydra", "gemma3"),
+        ("hydra", "granite"),
+        ("hydra++", "llama"),
+        ("hydra++", "opt"),
+    ],
+)
+def test_greedy_is_exact_for_one_text_and_for_three_together(kind, name):
+    model = target(name)
+    spec = Spec(model, heads_for(model, kind), times=Times((1, 4, 16), (1.0, 1.1, 1.4), 0.01, 0.02))
+    wanted = [spec.baseline().generate(text, max_new_tokens=16).token_ids for text in prompts()]
+    for tree in (None, "medusa", "2x3", "auto:depth=4,topk=3,nodes=9"):
+        one = spec.configured(tree)
+        assert [out.token_ids for out in one.generate(prompts(), max_new_tokens=16)] == wanted
+        assert one.generate(prompts()[0], max_new_tokens=16).token_ids == wanted[0]
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize(("verifier", "tree"), [("topk", "medusa"), ("rrs-wo", "3x3")])
+def test_a_sampled_batch_equals_each_text_alone(kind, verifier, tree):
+    """Two at a time take turns; the accepted drafts of every cycle are the same."""
+    model = target("llama")
+    spec = Spec(model, heads_for(model, kind), tree, verifier)
+    options = {"max_new_tokens": 16, "temperature": 1.0}
+    together = spec.generate(prompts(), batch=2, seed=5, **options)
+    for i, (text, out) in enumerate(zip(prompts(), together, strict=True)):
+        alone = spec.configured(tree, verifier).generate(text, seed=5 + i, **options)
+        assert (out.token_ids, out.stats.accepted) == (alone.token_ids, alone.stats.accepted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "verifier", "tree", "batch"),
+    [
+        ("medusa", "topk", "medusa", 1),
+        ("medusa", "rrs", "2x2", 1),
+        ("hydra", "topk", "dynamic:depth=3,topk=3,nodes=8", 1),
+        ("hydra++", "rrs", "2x2", 1),
+        *((kind, "rrs-wo", "3x2", 3) for kind in SEVERAL),
+    ],
+)
+def test_the_law_of_texts_is_the_targets(kind, verifier, tree, batch):
+    model = Target(TableModel(TableConfig(4, seed=1)))
+    spec = Spec(model, heads_for(model, kind, seed=2), tree, verifier)
+    texts = test_sequence_law.TestSequenceLaw()
+    texts.check(spec, SamplingParams(temperature=0.8), texts=batch if batch > 1 else 2, batch=batch)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_tree_drafting_equals_each_path_alone(kind):
+    """Three levels against head i of the state and of the i + 1 tokens below it, computed for each path by itself."""
+    model = target("gemma3")
+    head = heads_for(model, kind)
+    text, features = torch.randint(3, 64, (7,)), torch.randn(7, 32)
+    proposer = KINDS[kind].proposer(head, model)
+    follow(proposer, features[:4], text[:4])
+    proposer.begin(text[3:4], model.new_cache())
+    proposer.extend([Frontier(torch.tensor([9, 8]), torch.tensor([0, 0]))])  # drafted, then forgotten
+    follow(proposer, features[4:], text[4:])
+    assert proposer.lengths == [7]
+    state = features[-1] if kind != "hydra++" else head.states(features[None], torch.arange(7))[0, -1]
+
+    def alone(*tokens):
+        if kind == "medusa":
+            return head.step(len(tokens), features[-1])
+        embedded = model.model.get_input_embeddings()(torch.tensor([int(text[-1]), *tokens]))  # Gemma scales its own
+        return head.step(len(tokens), torch.cat([state, *embedded]))
+
+    (at_root,) = proposer.begin(text[-1:], model.new_cache())
+    (level1,) = proposer.extend([Frontier(torch.tensor([5, 6, 7]), torch.tensor([0, 0, 0]))])
+    (level2,) = proposer.extend([Frontier(torch.tensor([8, 9, 10]), torch.tensor([0, 2, 2]))])
+    assert torch.allclose(at_root[0], alone(), atol=1e-4)
+    for row, path in zip(level1, [(5,), (6,), (7,)], strict=True):
+        assert torch.allclose(row, alone(*path), atol=1e-4)
+    for row, path in zip(level2, [(5, 8), (7, 9), (7, 10)], strict=True):
+        assert torch.allclose(row, alone(*path), atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_prefix_in_pieces_equals_the_prefix_at_once():
+    """A prompt in chunks of 8, then pairs and single states, against one causal pass of the prefix layer."""
+    model = target("llama")
+    head, root = heads_for(model, "hydra++"), torch.tensor([9])
+    features = torch.randn(60, 32)
+    proposer = HydraProposer(head, model)
+    proposer.observed.chunk, end = 8, 0
+    for size in (45, 2, 1, 12):
+        follow(proposer, features[end : end + size], torch.zeros(size, dtype=torch.int64))
+        end += size
+        (logits,) = proposer.begin(root, model.new_cache())
+        state = head.states(features[None, :end], torch.arange(end))[0, -1]
+        assert torch.allclose(logits[0], head.step(0, torch.cat([state, model.embeddings(root)[0]])), atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("length", [0, 2, 5, 6, 9])
+def test_rewinding_equals_never_having_seen_the_rest(kind, length):
+    model = target("llama")
+    head, root = heads_for(model, kind), torch.tensor([7])
+    text, features = torch.randint(3, 64, (9,)), torch.randn(9, 32)
+    used, fresh = (KINDS[kind].proposer(head, model) for _ in range(2))
+    follow(used, features[:5], text[:5])
+    used.begin(root, model.new_cache())
+    follow(used, features[5:], text[5:])
+    used.rewind([length])
+    assert used.lengths == [length]
+    if length:
+        follow(fresh, features[:length], text[:length])
+    if length in (0, 2):  # its state is gone, and nothing is drafted before there is another
+        assert used.begin(root, model.new_cache()) == [None]
+    for proposer in (used, fresh):
+        follow(proposer, features[:3], text[:3])
+    assert torch.allclose(*(one.begin(root, model.new_cache())[0] for one in (used, fresh)), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_a_tree_deeper_than_the_heads_is_refused(kind):
+    model = target("llama")
+    head = heads_for(model, kind, 3)
+    with pytest.raises(InputError, match="the tree is 5 deep, the head drafts 3 tokens: take --tree chain:3"):
+        Spec(model, head, "eagle")
+    with pytest.raises(InputError, match="take --tree dynamic:depth=3"):
+        Spec(model, head, "dynamic")
+    for verifier in ("topk", "rrs", "single", "is-lp", "spechub"):
+        assert Spec(model, head, verifier=verifier).policy.max_depth == 3
+
+
+def test_a_draft_step_beyond_the_heads_is_refused_by_the_acceptance_lab():
+    spec = Spec(target("llama"), heads_for(target("llama"), "hydra", 2))
+    text = Text(torch.arange(3, 30), torch.ones(27, dtype=torch.bool), 0)
+    assert len(logits_of(spec, [text], 2).p) == len(logits_of(spec, [text], 2).q) > 0
+    with pytest.raises(InputError, match="draft 2 tokens ahead, --step is 3"):
+        logits_of(spec, [text], 3)
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_a_draft_vocabulary_is_all_that_the_heads_draft(kind):
+    model = Target(random_model(target("llama").model.config))
+    head = heads_for(model, kind)
+    wanted = [spec.token_ids for spec in Spec(model, None).generate(prompts(), max_new_tokens=16)]
+    text, vocabulary = torch.tensor(prompts()[1]), torch.arange(1, 64, 2)
+    features = model.features(text[None])[0]
+    whole = list(KINDS[kind].rollout(head, model, text, features, 3))
+    restrict(head, model, vocabulary)
+    for all_of_them, logits in zip(whole, KINDS[kind].rollout(head, model, text, features, 3), strict=True):
+        assert torch.allclose(logits[:, vocabulary], all_of_them[:, vocabulary], atol=1e-5)
+        assert logits[:, ::2].isneginf().all()
+    assert [out.token_ids for out in Spec(model, head, "2x3").generate(prompts(), max_new_tokens=16)] == wanted

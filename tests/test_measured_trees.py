@@ -1,0 +1,215 @@
+"""Trees from accuracies: against all trees there are, and from the command line."""
+
+import itertools
+import json
+import sys
+from functools import cache
+
+import pytest
+import torch
+from models import TableConfig, TableModel, save_model, target
+from test_depth_heads import heads_for
+
+from treespec.cli import main
+from treespec.draft.kinds import KINDS
+from treespec.errors import InputError
+from treespec.eval.accuracies import accuracies
+from treespec.eval.tree_config import TreeConfig
+from treespec.heads.checkpoint import save_head
+from treespec.sampling import SamplingParams, probs
+from treespec.target import Target
+from treespec.trees.measured import expected_length, measured
+from treespec.trees.policy import policy
+from treespec.trees.sequoia import best_shape, best_trees, sequoia
+from treespec.trees.static import StaticTree, TreeError, balanced, chain, medusa
+
+
+@cache
+def all_trees(nodes, depth, ranks):
+    """Every tree of so many nodes, root too, as sorted paths: a child stands behind its elder siblings and parent."""
+    if nodes == 1:
+        return {()}
+    found = set()
+    for paths in all_trees(nodes - 1, depth, ranks):
+        known = {(), *paths}
+        for parent in known:
+            rank = sum(path[:-1] == parent for path in paths)
+            if len(parent) < depth and rank < ranks:
+                found.add(tuple(sorted((*paths, (*parent, rank)))))
+    return found
+
+
+def table_of(seed, depth=3, ranks=3, descending=True):
+    table = torch.rand(depth, ranks, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    table = table / (1.3 * table.sum(1, keepdim=True))
+    return table.sort(1, descending=True).values if descending else table
+
+
+def test_the_drawn_five_nodes():
+    """Drawn in trees/measured.py and trees/sequoia.py."""
+    table = torch.tensor([[0.6, 0.2], [0.5, 0.2]])
+    tree = measured(table, 5)
+    assert set(tree.paths[1:]) == {(0,), (0, 0), (1,), (0, 1)}
+    assert expected_length(tree, table) == pytest.approx(1 + 0.6 + 0.2 + 0.3 + 0.12)
+    best = best_trees(torch.tensor([0.6, 0.3]), 3, 2)
+    assert best.tokens[2, 1:].tolist() == pytest.approx([1, 1.6, 1.96])
+    assert float(best.tokens[1, 3]) == pytest.approx(1.9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_expected_length_is_that_of_enumerated_outcomes(seed):
+    """At each depth one rank is right, or none; a path is accepted while it holds the right ranks."""
+    table = table_of(seed)
+    tree, wanted = measured(table, 9), 0.0
+    for ranks in itertools.product(range(4), repeat=3):
+        chance, accepted = 1.0, 0
+        for d, rank in enumerate(ranks):
+            chance *= float(table[d, rank]) if rank < 3 else 1 - float(table[d].sum())
+        while accepted < 3 and tuple(ranks[: accepted + 1]) in tree.paths:
+            accepted += 1
+        wanted += chance * (1 + accepted)
+    assert expected_length(tree, table) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("nodes", range(2, 7))
+def test_measured_trees_are_the_best_of_all(nodes):
+    for seed in range(3):
+        table = table_of(seed)
+        best = max(expected_length(StaticTree(paths), table) for paths in all_trees(nodes, 3, 3))
+        tree = measured(table, nodes)
+        assert tree.size == nodes
+        assert expected_length(tree, table) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(2, 1), (3, 2), (4, 1), (5, 3), (6, 2), (6, 5)])
+@pytest.mark.parametrize("descending", [True, False])
+def test_sequoias_trees_are_the_best_of_all(nodes, depth, descending):
+    """Also where a later child is likelier than an earlier one, which greedy choices miss."""
+    for seed in range(3):
+        rates = table_of(seed, 1, 3, descending)[0]
+        table = rates.expand(depth, 3)
+        best = max(expected_length(StaticTree(paths), table) for paths in all_trees(nodes, depth, 3))
+        tree = sequoia(rates, nodes, depth)
+        assert (tree.size, tree.max_depth <= depth) == (nodes, True)
+        assert expected_length(tree, table) == pytest.approx(best)
+        assert float(best_trees(rates, nodes, depth).tokens[depth, nodes]) == pytest.approx(best)
+
+
+def test_sequoia_beats_chains_balanced_trees_and_medusas_of_the_same_size():
+    rates = torch.tensor([0.55, 0.15, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01, 0.01], dtype=torch.float64)
+    for other in (chain(6), balanced(2, 4), balanced(3, 3), medusa()):
+        table = rates.expand(other.max_depth, 10)
+        own = sequoia(rates, other.size, other.max_depth)
+        assert own.size == other.size
+        assert expected_length(own, table) >= expected_length(other, table) - 1e-12
+    assert expected_length(sequoia(rates, 31, 4), table) > expected_length(balanced(2, 4), table) + 0.05
+
+
+def test_a_tree_that_has_no_room_is_smaller_and_none_at_all_is_refused():
+    assert sequoia(torch.tensor([0.5, 0.2]), 9, 2).size == 7
+    assert measured(torch.tensor([[0.5, 0.2], [0.4, 0.0]]), 9).size == 5
+    assert sequoia(torch.tensor([0.0, 0.0]), 3, 2).size == 3
+    with pytest.raises(TreeError, match="never right"):
+        measured(torch.zeros(2, 2), 9)
+    with pytest.raises(TreeError, match="at least 2 nodes"):
+        sequoia(torch.tensor([0.5]), 1, 2)
+
+
+@pytest.mark.parametrize("step", [0.0, 0.1, 1.0])
+def test_the_shape_is_the_fastest_of_all_sizes_and_depths(step):
+    rates, begin = table_of(4, 1, 4)[0], 0.2
+    forward = 1 + 0.03 * torch.arange(20.0) ** 1.3
+    best = best_trees(rates, 16, 6)
+    nodes, depth = best_shape(best, forward, begin, step)
+    speeds = {
+        (n, d): float(best.tokens[d, n]) / (float(forward[n - 1]) + begin + step * (d - 1))
+        for n in range(2, 17)
+        for d in range(1, 7)
+    }
+    assert speeds[nodes, depth] == pytest.approx(max(speeds.values()))
+
+
+def test_slower_draft_steps_give_shallower_trees_and_slower_targets_larger_ones():
+    best = best_trees(torch.tensor([0.6, 0.15, 0.1]), 64, 8)
+    flat, steep = torch.ones(64), 1 + 0.2 * torch.arange(64.0)
+    assert best_shape(best, flat, 0.0, 0.5)[1] < best_shape(best, flat, 0.0, 0.01)[1]
+    assert best_shape(best, steep, 0.0, 0.01)[0] < best_shape(best, flat, 0.0, 0.01)[0] == 64
+
+
+def test_medusas_published_tree_has_its_63_nodes():
+    tree = policy("medusa")
+    assert tree.size == 64
+    assert [sum(len(path) == depth for path in tree.paths) for depth in (1, 2, 3, 4)] == [10, 28, 23, 2]
+    assert {(0, 0, 0, 1), (9, 0), (0, 9), (0, 0, 9), (1, 6)} <= set(tree.paths)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "hydra"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_accuracies_equal_counting_position_by_position(kind, temperature):
+    model = target("llama")
+    head = heads_for(model, kind) if kind != "eagle" else KINDS[kind].new(model)
+    generator, rows = torch.Generator().manual_seed(0), []
+    for length in (20, 5, 3, 1):
+        tokens = torch.randint(3, 64, (length,), generator=generator)
+        rows.append((tokens, torch.rand(length, generator=generator) < 0.7, model.features(tokens[None])[0]))
+    found, wanted, positions = accuracies(head, model, rows, 3, 5, temperature), torch.zeros(3, 5).double(), 0
+    for tokens, counts, features in rows:
+        drafts = list(KINDS[kind].rollout(head, model, tokens, features, 3))
+        for t in range(len(tokens) - 4):
+            if counts[t + 2]:
+                positions += 1
+                for d in range(3):
+                    law = probs(model.output_logits(features[t + d + 1]), SamplingParams(temperature))
+                    wanted[d] += law[drafts[d][t].topk(5).indices].double()
+    assert positions > 5
+    assert torch.allclose(found, wanted / positions, atol=1e-6)
+    with pytest.raises(InputError, match="too short"):
+        accuracies(head, model, rows[2:], 3, 5)
+
+
+def test_accuracies_have_as_many_depths_as_the_head_and_ranks_as_the_vocabulary():
+    model = Target(TableModel(TableConfig(4, seed=1)))
+    tokens = torch.randint(4, (30,), generator=torch.Generator().manual_seed(0))
+    row = (tokens, torch.ones(30, dtype=torch.bool), model.features(tokens[None])[0])
+    found = accuracies(heads_for(model, "medusa", 2), model, [row], 6, 10)
+    assert found.shape == (2, 4)
+    assert torch.allclose(found.sum(1), torch.ones(2).double())
+
+
+@pytest.mark.parametrize(("kind", "nodes"), [("medusa", 9), ("sequoia", 9), ("sequoia", 0)])
+def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, tmp_path, monkeypatch, capsys):
+    """0 nodes are as many as the times of this machine make worth while."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, text = save_model(tmp_path / "model"), tmp_path / "text.txt"
+    save_head(heads_for(Target.load(str(model)), "hydra"), tmp_path / "head")
+    text.write_text("the user asks and the assistant answers the question " * 12)
+    models = ["--target", str(model), "--head", str(tmp_path / "head"), "--dtype", "float32"]
+    options = ["--text", str(text), "--kind", kind, "--nodes", str(nodes), "--temperature", "1", "--out"]
+    monkeypatch.setattr(sys, "argv", ["treespec", "tree", *models, *options, str(tmp_path / "tree.json")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    size = 1 + len(json.loads((tmp_path / "tree.json").read_text()))
+    assert f"A tree of {size} nodes" in capsys.readouterr().out.replace("\n", " ")
+    assert size == nodes or not nodes
+    said = ["--prompt", "the question", "--max-new-tokens", "8", "--tree", str(tmp_path / "tree.json")]
+    monkeypatch.setattr(sys, "argv", ["treespec", "generate", *models, *said])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"kind": "fern"}, "--kind is 'fern'"),
+        ({"nodes": 1}, "at least 2"),
+        ({"nodes": 0}, "0 with --kind sequoia"),
+        ({"out": "tree"}, "must end in .json"),
+        ({"depth": 0}, "--depth is 0"),
+    ],
+)
+def test_bad_options_are_one_line(changes, complaint):
+    with pytest.raises(InputError, match=complaint):
+        TreeConfig(**{"target": "t", "head": "h", "out": "tree.json"} | changes)

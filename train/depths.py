@@ -1,0 +1,55 @@
+"""The losses of Medusa's and Hydra's heads, one head for each depth.
+
+Five tokens, of which d and e are the assistant's; the state at a position drafts from two places on:
+
+    token        a  b  c  d  e
+    state        h0 h1 h2             head 0 of h1 counts, for d, and of h2, for e; head 1 of h0, for d,
+    head 0 of    c  d  e              and of h1, for e
+    head 1 of    d  e
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def ahead(x: Tensor, i: int, length: int) -> Tensor:
+    """[B, T, ...] -> [B, length, ...] from place i on, filled up with zeros."""
+    part = x[:, i : i + length]
+    return F.pad(part, (0, 0) * (x.dim() - 2) + (0, length - part.shape[1]))
+
+
+def counted_heads(loss_mask: Tensor, heads: int) -> Tensor:
+    """[B, T] bool, true at the assistant's tokens -> [K, B, T - 2], which states count for each of K heads."""
+    length = loss_mask.shape[1] - 2
+    return torch.stack([ahead(loss_mask, 2 + i, length) for i in range(heads)])
+
+
+def medusa_loss(logits: list[Tensor], tokens: Tensor, counts: Tensor, decay: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of decay^i times head i's cross-entropy with the text's own tokens (Cai et al. 2024, section 2.2.1).
+
+    logits: of each of K heads [M, V]. tokens, counts: [K, M], the token that each drafts and whether it counts.
+    """
+    losses, agreements = [], []
+    for own, wanted, counting in zip(logits, tokens, counts, strict=True):
+        losses.append(mean(F.cross_entropy(own.float(), wanted, reduction="none"), counting))
+        agreements.append(mean((own.argmax(-1) == wanted).float(), counting))
+    total = torch.stack([decay**i * loss for i, loss in enumerate(losses)]).sum()
+    return total, {"token": losses[0], "agreement": agreements[0]}
+
+
+def hydra_loss(logits: list[Tensor], laws: list[Tensor], counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of the heads' cross-entropies against the target's softmax (Ankner et al. 2024, section 4.1).
+
+    logits: of each of K heads [M, V]. laws: of each the target's logits for the same tokens, [M, V]. counts: [K, M].
+    """
+    losses, agreements = [], []
+    for own, law, counting in zip(logits, laws, counts, strict=True):
+        losses.append(mean(F.cross_entropy(own.float(), law.float().softmax(-1), reduction="none"), counting))
+        agreements.append(mean((own.argmax(-1) == law.argmax(-1)).float(), counting))
+    return torch.stack(losses).sum(), {"token": losses[0], "agreement": agreements[0]}
+
+
+def mean(values: Tensor, counts: Tensor) -> Tensor:
+    """Of the values [M] that count; 0 where none does."""
+    return (values * counts).sum() / counts.sum().clamp(min=1)

@@ -1,0 +1,83 @@
+"""Sequoia's tree (Chen et al. 2024, 2402.12374): the best of all trees of a size and depth, by a dynamic programme.
+
+rates[r] is the rate at which the r-th child of any node is accepted, from 0. A tree of n nodes, root too, and of depth
+at most d is expected to give G(n, d) tokens a cycle (section 3.1):
+
+    G(n, d) = 1 + C(n - 1, 0, d)      C(m, r, d): the best m nodes in the r-th subtree of a root and those after it
+    C(0, r, d) = 0; else C(m, r, d) = max over 1 <= j <= m of rates[r] G(j, d - 1) + C(m - j, r + 1, d)
+
+    rates .6 .3      G(1, d) = 1; G(2, d) = 1 + .6; G(3, 1) = 1 + .6 + .3; G(3, 2) = 1 + .6 (1 + .6) = 1.96
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treespec.trees.static import StaticTree, TreeError
+
+
+@dataclass(frozen=True)
+class Best:
+    """tokens: [D + 1, N + 1] G(n, d); n = 0 is -inf. first: [D + 1, R, N] nodes of the r-th subtree in C(m, r, d)."""
+
+    tokens: Tensor
+    first: Tensor
+
+    def tree(self, nodes: int, depth: int) -> StaticTree:
+        """A tree of so many nodes, root too, and at most so deep, that is expected to give G(nodes, depth)."""
+        if nodes < 2 or not self.tokens[depth, nodes].isfinite():
+            raise TreeError(f"no tree of {nodes} nodes is {depth} deep with {self.first.shape[1]} children a node")
+        return StaticTree(tuple(self._below((), nodes, depth)))
+
+    def _below(self, path: tuple[int, ...], nodes: int, depth: int) -> list[tuple[int, ...]]:
+        found, rank, left = [], 0, nodes - 1
+        while left:
+            here = int(self.first[depth, rank, left])
+            found += [(*path, rank), *self._below((*path, rank), here, depth - 1)]
+            rank, left = rank + 1, left - here
+        return found
+
+
+def best_trees(rates: Tensor, nodes: int, depth: int) -> Best:
+    """The programme for all sizes up to `nodes`, root too, and depths up to `depth`. rates: [R]."""
+    rates = rates.double()
+    worth = torch.full((depth + 1, nodes + 1), -torch.inf, dtype=torch.float64)
+    worth[:, 1] = 1
+    first = torch.zeros(depth + 1, len(rates), nodes, dtype=torch.int64)
+    for d in range(1, depth + 1):
+        after = torch.full((nodes,), -torch.inf, dtype=torch.float64)  # C(m, r + 1, d), m < nodes
+        after[0] = 0
+        for r in range(len(rates) - 1, -1, -1):
+            below, here = worth[d - 1, 1:nodes], torch.zeros_like(after)
+            own = torch.where(below > 0, rates[r] * below, -torch.inf)
+            for m in range(1, nodes):
+                best = (own[:m] + after[:m].flip(0)).max(0)  # j nodes in this subtree, m - j in those after it
+                here[m], first[d, r, m] = best.values, best.indices + 1
+            after = here
+        worth[d, 1:] = 1 + after
+    return Best(worth, first)
+
+
+def sequoia(rates: Tensor, nodes: int, depth: int) -> StaticTree:
+    """The best tree of `nodes` nodes, root too, and depth at most `depth`; of fewer where so many have no room.
+
+    rates: [R]. Raises TreeError for less than two nodes or one level.
+    """
+    if nodes < 2 or depth < 1:
+        raise TreeError(f"a tree of {nodes} nodes and depth {depth}: take at least 2 nodes and depth 1")
+    best = best_trees(rates, nodes, depth)
+    return best.tree(int(best.tokens[depth].isfinite().nonzero().max()), depth)
+
+
+def best_shape(best: Best, forward: Tensor, begin: float, step: float) -> tuple[int, int]:
+    """The nodes and depth with most tokens a second, G(n, d) / (T(n) + time to draft) (section 3.3).
+
+    forward: [N] seconds T of the target's forward over 1, 2, … nodes. begin, step: seconds of the first level of
+    drafts and of each further one.
+    """
+    depth, nodes = best.tokens.shape[0] - 1, min(best.tokens.shape[1] - 1, len(forward))
+    drafting = begin + step * torch.arange(depth, dtype=torch.float64)
+    speed = best.tokens[1:, 2 : nodes + 1] / (forward[1:nodes].double() + drafting[:, None])
+    place = int(speed.argmax())
+    return place % (nodes - 1) + 2, place // (nodes - 1) + 1

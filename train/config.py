@@ -1,35 +1,54 @@
-"""What a training run is: EAGLE-1's published recipe, every value an option."""
+"""What a training run is: the published recipe of its kind of head, every value an option."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
-from treespec.options import option
+from treespec.errors import InputError
+from treespec.options import at_least, option
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the kinds' published configurations do not agree on."""
+
+    epochs: int
+    learning_rate: float
+    weight_decay: float
+    warm_up: int
+
+
+RECIPES = {  # by kind of head
+    "eagle": Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
+    "eagle3": Recipe(epochs=40, learning_rate=5e-5, weight_decay=0.0, warm_up=12000),
+}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Defaults from Li et al. 2024 (2401.15077) and its released configuration."""
+    """Defaults from Li et al. 2024 (2401.15077) and 2025 (2503.01840) and their released configurations."""
 
     target: str = option("target model: a directory or a hub id")
     data: str = option("conversations: JSONL in ShareGPT's form or as messages")
     out: str = option("directory for the head")
-    head: str = option("kind of head: eagle", "eagle")
+    head: str = option("kind of head: eagle or eagle3", "eagle")
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     features: str | None = option("store the target's features once in this directory", None)
-    epochs: int = option("passes over the data", 20)
+    epochs: int | None = option("passes over the data; default: 20, of eagle3 40", None)
     max_steps: int = option("end after so many optimizer steps; 0: after the epochs", 0)
     minutes: float = option("end after so many minutes of training; 0: no limit", 0.0)
     batch_size: int = option("conversations a process and forward", 4)
     accumulate: int = option("forwards an optimizer step", 1)
     max_length: int = option("tokens of a conversation, the rest is cut", 2048)
-    learning_rate: float = option("peak of AdamW's learning rate", 3e-5)
+    learning_rate: float | None = option("peak of AdamW's learning rate; default: 3e-5, of eagle3 5e-5", None)
     beta1: float = option("AdamW", 0.9)
     beta2: float = option("AdamW", 0.95)
-    weight_decay: float = option("AdamW", 0.01)
-    warm_up: int = option("steps of linear warm-up; linear decay to 0 follows", 2000)
+    weight_decay: float | None = option("AdamW; default: 0.01, of eagle3 0", None)
+    warm_up: int | None = option("steps of linear warm-up, decay to 0 follows; default: 2000, of eagle3 12000", None)
     clip: float = option("largest norm of the gradient", 0.5)
-    noise: float = option("uniform noise on input features, ± this · 512 / length", 0.1)
-    feature_weight: float = option("weight of SmoothL1 between features", 1.0)
-    token_weight: float = option("weight of the soft cross-entropy between token laws", 0.1)
+    noise: float = option("eagle: uniform noise on input features, ± this · 512 / length", 0.1)
+    feature_weight: float = option("eagle: weight of SmoothL1 between features", 1.0)
+    token_weight: float = option("eagle: weight of the soft cross-entropy between token laws", 0.1)
+    unrolled_steps: int = option("eagle3: draft steps that it is trained over, on its own features", 7)
+    step_decay: float = option("eagle3: weight of the loss of a step, of that of the step before", 0.8)
     held_out: float = option("share of the conversations kept for validation", 0.02)
     validate_on: int = option("held-out conversations looked at in a validation", 64)
     draft_steps: int = option("draft steps that a validation rolls out", 5)
@@ -42,3 +61,15 @@ class TrainConfig:
     dtype: str = option("of the target: auto, float32, bfloat16 or float16", "auto")
     device_map: str | None = option("accelerate's placement of the target; default: the process's device", None)
     tracker: str | None = option("tensorboard or wandb", None)
+
+    def __post_init__(self) -> None:
+        if self.head not in RECIPES:
+            raise InputError(f"--head is {self.head!r}, must be {' or '.join(RECIPES)}")
+        at_least(self, unrolled_steps=1)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The options that were given, and the kind's own for the rest."""
+        published = RECIPES[self.head]
+        given = {field.name: getattr(self, field.name) for field in fields(Recipe)}
+        return replace(published, **{name: value for name, value in given.items() if value is not None})

@@ -1,4 +1,4 @@
-"""EAGLE-1's loss: the features that follow, and the token laws that they lead to.
+"""What is minimised, by kind of head. EAGLE-1: the features that follow, and the token laws that they lead to.
 
 Five tokens, of which d and e are the assistant's:
 
@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor
 
 from treespec.target import Target
 from treespec.train.config import TrainConfig
+from treespec.train.unrolled import drafted_laws, unrolled_loss
 
 
 class Batch(NamedTuple):
@@ -57,6 +59,17 @@ def eagle_objective(config: TrainConfig, target: Target, model: Any, batch: Batc
     )
 
 
+def eagle3_objective(config: TrainConfig, target: Target, model: Any, batch: Batch) -> Loss:
+    """`unrolled_loss` of a batch, where the target's likeliest token is one that the head drafts. model: the head."""
+    head = extract_model_from_parallel(model)
+    given, last = target.parted(batch.features, head.taps)
+    counts = counted(batch.loss_mask)
+    laws, drafted = drafted_laws(target.output_logits(last[:, 1:-1][counts]), head.vocabulary)
+    counts = counts.masked_scatter(counts, drafted)
+    logits = model(batch.tokens, given[:, :-2].float(), counts, config.unrolled_steps)
+    return Loss(*unrolled_loss(logits, laws[drafted], counts.nonzero()[:, 1], config.step_decay))
+
+
 def counted(loss_mask: Tensor) -> Tensor:
     """[B, T] bool, true at the assistant's tokens -> [B, T - 2], which pairs count."""
     return loss_mask[:, 2:]
@@ -83,4 +96,5 @@ def eagle_loss(
     return Loss(feature_weight * feature + token_weight * token, parts)
 
 
-OBJECTIVES = {"eagle": eagle_objective}  # by kind of head: (config, target, model, batch) -> Loss
+# by kind of head: (config, target, model, batch) -> Loss
+OBJECTIVES = {"eagle": eagle_objective, "eagle3": eagle3_objective}

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from treespec.draft import eagle3
 from treespec.draft.eagle import EagleProposer, new_head
 from treespec.draft.proposer import Proposer
 from treespec.draft.rollout import rollout
@@ -16,13 +17,18 @@ from treespec.target import Target
 class Kind:
     """new: (target) -> an untrained head in float32. proposer: (head, target) -> what drafts trees with it.
 
-    rollout: (head, target, tokens [T], features [T, H], steps) -> [R, V] draft logits of step 1, 2, … from each of
-    R = T - steps - 1 positions: row t of step d is of token t + d + 1.
+    rollout: (head, target, tokens [T], features [T, F], steps) -> [R, V] draft logits of step 1, 2, … from each of
+    R = T - steps - 1 positions: row t of step d is of token t + d + 1. own_output: its output rows are among its
+    weights, so that its draft vocabulary is settled before it is trained.
     """
 
     new: Callable[[Target], Any]
     proposer: Callable[[Any, Target], Proposer]
     rollout: Callable[[Any, Target, Tensor, Tensor, int], Iterator[Tensor]]
+    own_output: bool = False
 
 
-KINDS = {"eagle": Kind(new_head, EagleProposer, rollout)}  # by the head's own `kind`
+KINDS = {  # by the head's own `kind`
+    "eagle": Kind(new_head, EagleProposer, rollout),
+    "eagle3": Kind(eagle3.new_head, EagleProposer, rollout, own_output=True),
+}

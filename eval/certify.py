@@ -19,7 +19,7 @@ import torch
 from scipy.stats import ks_2samp, kstest
 from torch import Tensor
 
-from treespec.draft.vocabulary import draft_logits
+from treespec.draft.kinds import KINDS
 from treespec.errors import InputError
 from treespec.eval.certify_config import CertifyConfig
 from treespec.eval.questions import load_questions
@@ -188,13 +188,12 @@ def laws_along(spec: Spec, prompt: list[int], outputs: Sequence[list[int]], temp
         longest = max(map(len, some))
         rows = torch.tensor([[*prompt, *output, *[0] * (longest - len(output))] for output in some])
         tokens = rows.to(target.output_device)
-        features = target.features(rows)
+        given, last = target.parted(target.features(rows, head.taps, last=True), head.taps)
         first = len(prompt) - 1
-        p = probs(target.output_logits(features[:, first:-1]), params)  # [B, n, V]
-        positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-        drafted = head(tokens[:, 1:], features[:, :-1], positions)
+        p = probs(target.output_logits(last[:, first:-1]), params)  # [B, n, V]
         # Row t drafts token t + 2; the first token has the prompt's last but one row.
-        q = probs(draft_logits(head, target, drafted[:, first - 1 : -1].to(features.dtype)), params)
+        steps = [next(KINDS[head.kind].rollout(head, target, *row, 1)) for row in zip(tokens, given, strict=True)]
+        q = probs(torch.stack(steps)[:, first - 1 :], params)
         chosen = tokens[:, first + 1 :, None]
         coin = torch.rand(chosen.shape, generator=generator, dtype=torch.float64).to(p.device)
         of_ratio = placed(p, p / q.clamp(min=torch.finfo(q.dtype).tiny), chosen, coin)

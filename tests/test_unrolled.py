@@ -74,6 +74,26 @@ def test_rows_in_blocks_equal_one_attention_over_all_columns(block):
         torch.testing.assert_close(unrolled(x, angles), wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_what_the_backward_pass_keeps_grows_with_the_rows_and_not_their_square(kv_heads):
+    config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=kv_heads, vocab_size=8)
+    attention, rotary = Attention(config, False, 16), Rotary(config)
+
+    def kept(rows):
+        unrolled, x, storages = UnrolledAttention(attention, 16), torch.randn(1, rows, 16), {}
+
+        def pack(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outs = [unrolled(x[:, step:], rotary(torch.arange(step, rows), x.dtype)) for step in range(4)]
+        assert len(outs) == 4
+        return sum(storages.values())
+
+    assert kept(512) < 2.1 * kept(256)
+
+
 def one_by_one(head, tokens, features, counts, steps):
     """What `Eagle3Head.forward` gives, each row's draft rolled out alone over pairs of its own."""
     logits = [[] for _ in range(steps)]

@@ -66,6 +66,8 @@ class Eagle3Head(nn.Module):
         llama = LlamaConfig(**config)
         width, self.vocab_size = llama.hidden_size, llama.vocab_size
         drafted = config.get("draft_vocab_size") or self.vocab_size
+        if drafted > self.vocab_size:
+            raise ValueError(f"draft_vocab_size is {drafted}, of a vocabulary of {self.vocab_size}")
         self.taps = tuple(int(k) for k in config.get("eagle_aux_hidden_state_layer_ids") or ())
         self.embed_scale = float(config.get("embed_scale", 1.0))
         self.embed_tokens: nn.Embedding | None = nn.Embedding(self.vocab_size, width).requires_grad_(False)

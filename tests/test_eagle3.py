@@ -139,6 +139,23 @@ def test_a_bad_file_is_refused_by_the_name_of_its_tensor(published, changes, com
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"draft_vocab_size": 65}, r"config\.json does not describe an EAGLE-3 head: draft_vocab_size is 65, of .* 64"),
+        ({"eagle_aux_hidden_state_layer_ids": ["low"]}, r"config\.json does not describe an EAGLE-3 head"),
+        ({"target_hidden_size": 48}, r"fc\.weight is \[32, 96\], config\.json says \[32, 144\]"),
+    ],
+)
+def test_a_config_that_contradicts_itself_or_its_file_is_refused(published, config, complaint):
+    (published / "config.json").write_text(json.dumps(PUBLISHED | config))
+    with pytest.raises(HeadError, match=complaint):
+        load_head(published)
+    (published / "config.json").write_text("[]")
+    with pytest.raises(HeadError, match="holds no fields"):
+        load_head(published)
+
+
 def test_a_head_that_taps_layers_its_target_lacks_is_refused(published):
     (published / "config.json").write_text(json.dumps(PUBLISHED | {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}))
     with pytest.raises(InputError, match=r"taps layer 16, the target has 3: it is for another") as caught:

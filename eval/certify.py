@@ -191,10 +191,9 @@ def laws_along(spec: Spec, prompt: list[int], outputs: Sequence[list[int]], temp
         given, last = target.parted(target.features(rows, head.taps, last=True), head.taps)
         first = len(prompt) - 1
         p = probs(target.output_logits(last[:, first:-1]), params)  # [B, n, V]
-        texts = zip(tokens, given, strict=True)
-        drafted = torch.stack([next(KINDS[head.kind].rollout(head, target, text, own, 1)) for text, own in texts])
         # Row t drafts token t + 2; the first token has the prompt's last but one row.
-        q = probs(drafted[:, first - 1 :], params)
+        steps = [next(KINDS[head.kind].rollout(head, target, *row, 1)) for row in zip(tokens, given, strict=True)]
+        q = probs(torch.stack(steps)[:, first - 1 :], params)
         chosen = tokens[:, first + 1 :, None]
         coin = torch.rand(chosen.shape, generator=generator, dtype=torch.float64).to(p.device)
         of_ratio = placed(p, p / q.clamp(min=torch.finfo(q.dtype).tiny), chosen, coin)

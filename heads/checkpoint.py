@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from treespec.heads.eagle import EagleHead
+from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.hydra import HydraHead
 from treespec.heads.medusa import MedusaHead
 
@@ -25,14 +26,16 @@ class HeadError(ValueError):
     exit_code = 2
 
 
-HEADS: dict[str, Any] = {"eagle": EagleHead, "medusa": MedusaHead, "hydra": HydraHead}
+HEADS: dict[str, Any] = {"eagle": EagleHead, "eagle3": Eagle3Head, "medusa": MedusaHead, "hydra": HydraHead}
 
 
 def kind_of(config: dict[str, Any]) -> str:
     """Which of HEADS a config.json describes."""
-    if "medusa_num_heads" in config:
-        return "medusa"
-    return "hydra" if "hydra_num_heads" in config else "eagle"
+    for kind in ("medusa", "hydra"):
+        if f"{kind}_num_heads" in config:
+            return kind
+    three = "draft_vocab_size" in config or "eagle3" in str(config.get("architectures")).lower()
+    return "eagle3" if three else "eagle"
 
 
 def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = "cpu") -> Any:
@@ -42,26 +45,36 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = 
     """
     folder = head_folder(path)
     config = _config(folder)
-    tensors = _tensors(folder)
     kind = HEADS[kind_of(config)]
+    tensors = _tensors(folder)
+    if rename := getattr(kind, "renamed", None):
+        tensors = rename(tensors)
     try:
         with torch.device("meta"):
             shapes = {name: value.shape for name, value in kind(config).state_dict().items()}
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise HeadError(f"{folder / 'config.json'} does not describe {kind.known_as}: {error}") from error
-    if missing := shapes.keys() - tensors.keys():
+    absent = shapes.keys() - tensors.keys()
+    if missing := absent - getattr(kind, "optional", frozenset()):
         raise HeadError(f"{folder}: the head lacks {_names(missing)}; is it {kind.known_as}?")
     if unknown := tensors.keys() - shapes.keys():
         raise HeadError(f"{folder}: unknown tensors {_names(unknown)}; is it {kind.known_as}?")
-    for name, shape in shapes.items():
-        if tensors[name].shape != shape:
-            raise HeadError(f"{folder}: {name} is {list(tensors[name].shape)}, config.json says {list(shape)}")
+    for name, value in tensors.items():
+        if value.shape != shapes[name]:
+            raise HeadError(f"{folder}: {name} is {list(value.shape)}, config.json says {list(shapes[name])}")
     if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
         raise HeadError(f"{folder}: {_names(broken)} hold values that are not finite; fetch or train the head again")
     head = kind(config)
+    if "embed_tokens.weight" in absent:
+        head.embed_tokens = None
     head.load_state_dict(tensors, assign=True)
-    if hasattr(head, "embed_tokens"):
+    if getattr(head, "embed_tokens", None) is not None:
         head.embed_tokens.requires_grad_(False)
+    if check := getattr(head, "check", None):
+        try:
+            check()
+        except ValueError as error:
+            raise HeadError(f"{folder}: {error}; fetch or train the head again") from error
     return head.to(device=device, dtype=dtype)
 
 
@@ -96,11 +109,14 @@ def head_folder(path: str | Path) -> Path:
 def _config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
-        return json.loads(file.read_text())
+        config = json.loads(file.read_text())
     except OSError as error:
         raise HeadError(f"{folder} is not a head directory: it has no readable config.json") from error
     except ValueError as error:
         raise HeadError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise HeadError(f"{file} holds no fields: it is the configuration of no head")
+    return config
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

@@ -52,6 +52,11 @@ class EagleHead(nn.Module):
         return self.fc.out_features
 
     @property
+    def feature_size(self) -> int:
+        """Width of the target's features."""
+        return self.hidden_size
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the features that it takes and gives; the embedding may have the target's."""
         return next(self.layers.parameters()).dtype
@@ -79,6 +84,29 @@ class EagleHead(nn.Module):
             embeddings = embeddings * self.embed_scale
         x = self.fc(torch.cat([embeddings.to(features.dtype), features], dim=-1))
         return self.layers[0](x, self.rotary(positions, x.dtype), mask, cache)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[..., H] the target's features -> [..., H] the features that a step takes: the same."""
+        return features
+
+    def step(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: KeyValues | None = None,
+    ) -> Tensor:
+        """A step of drafting, by `forward`."""
+        return self(tokens, features, positions, mask, cache)
+
+    def logits(self, hidden: Tensor, target: Any) -> Tensor:
+        """[..., H] what a step gave -> [..., N] logits of its draft tokens, by the target's output path."""
+        return target.output_logits(hidden, self.output)
+
+    def restrict(self, tokens: Tensor, target: Any) -> None:
+        """Draft these of the target's tokens alone, [N] int64 ascending."""
+        self.vocabulary, self.output = tokens, target.output_rows(tokens)
 
 
 def config_for(target: Any, width: int, vocab_size: int, embed_scale: float = 1.0) -> dict[str, Any]:

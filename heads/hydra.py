@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from treespec.heads.layers import MLP, Attention, KeyValues, RMSNorm, Rotary
-from treespec.heads.residual import ResBlock
+from treespec.heads.residual import ResBlock, keep_rows
 
 ARCHITECTURES = {"hydra": "mlp", "hydra++": "prefix-mlp"}  # by kind
 
@@ -112,6 +112,16 @@ class HydraHead(nn.Module):
         if self.prefix_embeding_layer is None:
             return features
         return self.prefix_embeding_layer(features, positions, mask, cache)
+
+    def restrict(self, tokens: Tensor, target: Any = None) -> None:
+        """Draft these of the target's tokens alone, [N] int64 ascending."""
+        self.vocabulary = tokens
+        for layer in self.output_layers:
+            keep_rows(layer, tokens)
+
+    @property
+    def feature_size(self) -> int:
+        return self.hidden_size
 
     def step(self, i: int, inputs: Tensor) -> Tensor:
         """[..., (i + 2) H], a state and the embeddings of the i + 1 tokens after it -> [..., V] logits of head i."""

@@ -56,15 +56,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None) -> Tensor:
         """x: [B, T, in]. mask: [T, P + T] or [B, 1, T, P + T], bool or additive, None is causal. Returns [B, T, H]."""
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(q, *angles), rotate(k, *angles)
+        q, k, v = self.project(x, angles)
         if cache is not None:
             k, v = cache.update(k, v)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+    def project(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, in] -> queries [B, heads, T, D], keys and values [B, kv heads, T, D]; the first two are turned."""
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return rotate(q, *angles), rotate(k, *angles), v
 
 
 class RMSNorm(nn.RMSNorm):

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from treespec.heads.residual import ResBlock
+from treespec.heads.residual import ResBlock, keep_rows
 
 
 @final
@@ -55,6 +55,16 @@ class MedusaHead(nn.Module):
         """The last layer of each head."""
         heads: list[Any] = [self.get_submodule(str(i)) for i in range(self.max_depth)]
         return [head[-1] for head in heads]
+
+    def restrict(self, tokens: Tensor, target: Any = None) -> None:
+        """Draft these of the target's tokens alone, [N] int64 ascending."""
+        self.vocabulary = tokens
+        for layer in self.output_layers:
+            keep_rows(layer, tokens)
+
+    @property
+    def feature_size(self) -> int:
+        return self.hidden_size
 
     def step(self, i: int, states: Tensor) -> Tensor:
         """[..., H] hidden states -> [..., V] logits of head i."""

@@ -29,3 +29,10 @@ class ResBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs * H] -> [..., H]."""
         return self.res_connection(x) + F.silu(self.linear(x))
+
+
+def keep_rows(layer: nn.Linear, tokens: Tensor) -> None:
+    """An output layer, H -> V, of the tokens [N] alone, H -> N; without gradient."""
+    layer.out_features = len(tokens)
+    for name, value in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(value.detach()[tokens.to(value.device)], requires_grad=False))

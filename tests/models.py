@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treespec.cache import TreeCache
+from treespec.draft import eagle3
 from treespec.draft.drafter import Drafter
 from treespec.draft.eagle import new_head
+from treespec.draft.vocabulary import restrict
 from treespec.heads.eagle import EagleHead
+from treespec.heads.eagle3 import Eagle3Head
 from treespec.sampling import SamplingParams
 from treespec.target import Target
 from treespec.trees.tree import TokenTree
@@ -98,6 +101,16 @@ def random_head(target: Target, seed: int = 0) -> EagleHead:
     return new_head(target).eval()
 
 
+def random_eagle3(target: Target, seed: int = 0, drafted: Tensor | None = None) -> Eagle3Head:
+    """drafted: [Vd] the tokens that it drafts, None is all."""
+    torch.manual_seed(seed)
+    head = eagle3.new_head(target).eval()
+    nn.init.normal_(head.lm_head.weight)
+    if drafted is not None:
+        restrict(head, target, drafted)
+    return head
+
+
 class TableConfig(hf.PreTrainedConfig):
     model_type = "treespec-table"
     attribute_map: ClassVar = {"num_hidden_layers": "layers"}
@@ -141,7 +154,7 @@ class TableDecoder(nn.Module):
         is_before = seen & (positions[:, None] == position_ids[..., None] - 1)  # [B, N, T]
         assert (is_before.sum(-1) <= 1).all()
         before = (is_before * tokens[:, None]).sum(-1)  # token 0 stands before the first position
-        return BaseModelOutputWithPast(last_hidden_state=self.table[before, input_ids])
+        return BaseModelOutputWithPast(last_hidden_state=self.layers[0](self.table[before, input_ids]))
 
 
 class TableModel(hf.PreTrainedModel):

@@ -129,16 +129,16 @@ def test_the_recipe_is_the_kinds_own_where_none_is_given():
     def config(**options):
         return TrainConfig(target="", data="", out="", **options)
 
-    assert [config(head=kind).peak for kind in ("eagle", "medusa", "hydra", "hydra++")] == [3e-5, 1e-3, 5e-4, 5e-4]
-    assert [config(head=kind).passes for kind in ("eagle", "medusa", "hydra", "hydra++")] == [20, 2, 10, 10]
-    assert config(head="medusa", learning_rate=0.5, epochs=3).peak == 0.5
-    assert config(head="medusa", learning_rate=0.5, epochs=3).passes == 3
+    recipes = [config(head=kind).recipe for kind in ("medusa", "hydra", "hydra++")]
+    assert [(recipe.learning_rate, recipe.epochs) for recipe in recipes] == [(1e-3, 2), (5e-4, 10), (5e-4, 10)]
+    own = config(head="medusa", learning_rate=0.5, epochs=3).recipe
+    assert (own.learning_rate, own.epochs, own.warm_up) == (0.5, 3, 2000)
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"head": "meduza"}, "--head is 'meduza', must be one of eagle, medusa"),
+        ({"head": "meduza"}, "--head is 'meduza', must be one of eagle, eagle3, medusa"),
         ({"head": "eagle", "draft_heads": 3}, "for --head medusa, hydra"),
         ({"head": "medusa", "draft_heads": 0}, "--draft-heads is 0"),
     ],

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from enumeration import STOCHASTIC
-from models import TableConfig, TableModel, random_head
+from models import TableConfig, TableModel, random_eagle3, random_head
 from scipy.stats import chi2
 
 from treespec.draft.calibration import Calibration
@@ -140,6 +140,18 @@ class TestSequenceLaw:
         calibration = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {})
         spec = Spec(table.target, head, tree, verifier, calibration=calibration)
         self.check(spec, SamplingParams(temperature=1.0), texts=2)
+
+    @pytest.mark.parametrize(
+        ("verifier", "tree", "drafted"),
+        [
+            ("topk", "dynamic:depth=2,topk=3,nodes=6", [0, 1, 2, 3]),
+            ("rrs-wo", "2x2", [0, 1, 2, 3]),
+            ("rrs", "2x2", [1, 3]),
+        ],
+    )
+    def test_a_head_of_eagle_3_gives_it_too(self, table, verifier, tree, drafted):
+        head = random_eagle3(table.target, seed=2, drafted=torch.tensor(drafted))
+        self.check(Spec(table.target, head, tree, verifier), SamplingParams(temperature=1.0), texts=2, batch=2)
 
     def test_texts_that_end_by_themselves_have_their_law_too(self):
         """All texts of at most 3 tokens with token 3 as the end, each from a fresh prompt in a used cache."""

@@ -1,25 +1,42 @@
 """What a training run is: the published recipe of a kind of head, every value an option."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
-from treespec.options import option
+from treespec.errors import InputError
+from treespec.options import at_least, option
 
-# Published learning rates and epochs, by kind of head.
-RECIPES = {"eagle": 3e-5, "eagle3": 5e-5, "medusa": 1e-3, "hydra": 5e-4, "hydra++": 5e-4}
-EPOCHS = {"eagle": 20, "medusa": 2, "hydra": 10, "hydra++": 10}
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the kinds' published configurations do not agree on."""
+
+    epochs: int
+    learning_rate: float
+    weight_decay: float
+    warm_up: int
+
+
+RECIPES = {  # by kind of head
+    "eagle": Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
+    "eagle3": Recipe(epochs=40, learning_rate=5e-5, weight_decay=0.0, warm_up=12000),
+    "medusa": Recipe(epochs=2, learning_rate=1e-3, weight_decay=0.01, warm_up=2000),
+    "hydra": Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
+    "hydra++": Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
+}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Defaults from Li et al. 2024 (2401.15077) and its released configuration; None is the kind's own.
+    """Defaults from the published papers and configurations; None is the kind's own (`RECIPES`).
 
-    Kinds: Cai et al. 2024 (2401.10774) and Ankner et al. 2024 (2402.05109).
+    Kinds: Li et al. 2024 (2401.15077) and 2025 (2503.01840), Cai et al. 2024 (2401.10774), Ankner et al. 2024
+    (2402.05109).
     """
 
     target: str = option("target model: a directory or a hub id")
     data: str = option("conversations: JSONL in ShareGPT's form or as messages")
     out: str = option("directory for the head")
-    head: str = option("kind of head: eagle, medusa, hydra or hydra++", "eagle")
+    head: str = option("kind of head: eagle, eagle3, medusa, hydra or hydra++", "eagle")
     draft_heads: int | None = option("medusa and hydra: tokens ahead; default: 5 of medusa, 4 of hydra", None)
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     features: str | None = option("store the target's features once in this directory", None)
@@ -32,12 +49,14 @@ class TrainConfig:
     learning_rate: float | None = option("peak of AdamW's learning rate; default: the kind's recipe", None)
     beta1: float = option("AdamW", 0.9)
     beta2: float = option("AdamW", 0.95)
-    weight_decay: float = option("AdamW", 0.01)
-    warm_up: int = option("steps of linear warm-up; linear decay to 0 follows", 2000)
+    weight_decay: float | None = option("AdamW; default: the kind's recipe", None)
+    warm_up: int | None = option("steps of linear warm-up, decay to 0 follows; default: the kind's recipe", None)
     clip: float = option("largest norm of the gradient", 0.5)
-    noise: float = option("uniform noise on input features, ± this · 512 / length", 0.1)
-    feature_weight: float = option("weight of SmoothL1 between features", 1.0)
-    token_weight: float = option("weight of the soft cross-entropy between token laws", 0.1)
+    noise: float = option("eagle: uniform noise on input features, ± this · 512 / length", 0.1)
+    feature_weight: float = option("eagle: weight of SmoothL1 between features", 1.0)
+    token_weight: float = option("eagle: weight of the soft cross-entropy between token laws", 0.1)
+    unrolled_steps: int = option("eagle3: draft steps that it is trained over, on its own features", 7)
+    step_decay: float = option("eagle3: weight of the loss of a step, of that of the step before", 0.8)
     depth_decay: float = option("medusa: weight of a head's loss, to the power of the heads before it", 0.8)
     held_out: float = option("share of the conversations kept for validation", 0.02)
     validate_on: int = option("held-out conversations looked at in a validation", 64)
@@ -52,12 +71,14 @@ class TrainConfig:
     device_map: str | None = option("accelerate's placement of the target; default: the process's device", None)
     tracker: str | None = option("tensorboard or wandb", None)
 
-    @property
-    def peak(self) -> float:
-        """The learning rate, given or of the kind."""
-        return RECIPES[self.head] if self.learning_rate is None else self.learning_rate
+    def __post_init__(self) -> None:
+        if self.head not in RECIPES:
+            raise InputError(f"--head is {self.head!r}, must be one of {', '.join(RECIPES)}")
+        at_least(self, unrolled_steps=1)
 
     @property
-    def passes(self) -> int:
-        """The epochs, given or of the kind."""
-        return EPOCHS[self.head] if self.epochs is None else self.epochs
+    def recipe(self) -> Recipe:
+        """The options that were given, and the kind's own for the rest."""
+        published = RECIPES[self.head]
+        given = {field.name: getattr(self, field.name) for field in fields(Recipe)}
+        return replace(published, **{name: value for name, value in given.items() if value is not None})

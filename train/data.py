@@ -4,12 +4,14 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
 
 from treespec.conversations import Example, encode_conversations, read_conversations, split
-from treespec.draft.vocabulary import most_frequent, save_vocabulary
+from treespec.draft.kinds import KINDS
+from treespec.draft.vocabulary import most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
 from treespec.target import Target
 from treespec.train import features
@@ -49,14 +51,23 @@ def prepare(config: TrainConfig, target: Target, taps: tuple[int, ...], accelera
     return Data(train, held_out, features.StoredFeatures(Path(config.features), accelerator.device).batch)
 
 
-def draft_vocabulary(config: TrainConfig, target: Target, data: Data, accelerator: Accelerator) -> Tensor | None:
-    """Save the tokens that the head is to draft, and say how much of the data they are. The loss is on all tokens."""
+def draft_vocabulary(
+    config: TrainConfig, target: Target, head: Any, data: Data, accelerator: Accelerator
+) -> Tensor | None:
+    """Choose the tokens that the head is to draft, and say how much of the data they are.
+
+    A head with an output layer of its own is restricted to them here. Another one is trained on all tokens: they are
+    saved beside it and returned, to restrict it in the end.
+    """
     if config.draft_vocab is None:
         return None
     texts = [example.input_ids[example.loss_mask] for example in data.train]
     tokens, coverage = most_frequent(texts, config.draft_vocab, target)
     target.output_rows(tokens[:1])  # raises what `restrict` would in the end
     accelerator.print(f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}")
+    if KINDS[config.head].own_output:
+        restrict(head, target, tokens)
+        return None
     if accelerator.is_main_process:
         save_vocabulary(tokens, coverage, config.out)
     return tokens

@@ -1,4 +1,4 @@
-"""EAGLE-1's loss: the features that follow, and the token laws that they lead to.
+"""What is minimised, by kind of head. EAGLE-1: the features that follow, and the token laws that they lead to.
 
 Five tokens, of which d and e are the assistant's:
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from treespec.target import Target
 from treespec.train.config import TrainConfig
 from treespec.train.depths import ahead, counted_heads, hydra_loss, medusa_loss
+from treespec.train.unrolled import drafted_laws, unrolled_loss
 
 
 class Batch(NamedTuple):
@@ -57,6 +58,17 @@ def eagle_objective(config: TrainConfig, target: Target, model: Any, batch: Batc
         config.feature_weight,
         config.token_weight,
     )
+
+
+def eagle3_objective(config: TrainConfig, target: Target, model: Any, batch: Batch) -> Loss:
+    """`unrolled_loss` of a batch, where the target's likeliest token is one that the head drafts. model: the head."""
+    head = extract_model_from_parallel(model)
+    given, last = target.parted(batch.features, head.taps)
+    counts = counted(batch.loss_mask)
+    laws, drafted = drafted_laws(target.output_logits(last[:, 1:-1][counts]), head.vocabulary)
+    counts = counts.masked_scatter(counts, drafted)
+    logits = model(batch.tokens, given[:, :-2].float(), counts, config.unrolled_steps)
+    return Loss(*unrolled_loss(logits, laws[drafted], counts.nonzero()[:, 1], config.step_decay))
 
 
 def counted(loss_mask: Tensor) -> Tensor:
@@ -106,6 +118,7 @@ def hydra_objective(config: TrainConfig, target: Target, model: Any, batch: Batc
 
 OBJECTIVES = {  # by kind of head: (config, target, model, batch) -> Loss
     "eagle": eagle_objective,
+    "eagle3": eagle3_objective,
     "medusa": medusa_objective,
     "hydra": hydra_objective,
     "hydra++": hydra_objective,

@@ -51,12 +51,12 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     if accelerator.is_main_process:
         (out / "training").mkdir(parents=True, exist_ok=True)
         write_json(out / "training" / "config.json", asdict(config))
-    vocabulary = draft_vocabulary(config, target, data, accelerator)
+    vocabulary = draft_vocabulary(config, target, head, data, accelerator)
     optimizer = torch.optim.AdamW(
         [p for p in head.parameters() if p.requires_grad],
-        lr=config.peak,
+        lr=config.recipe.learning_rate,
         betas=(config.beta1, config.beta2),
-        weight_decay=config.weight_decay,
+        weight_decay=config.recipe.weight_decay,
     )
     model, optimizer = accelerator.prepare(head, optimizer)
     fit(config, accelerator, target, data, model, optimizer, after_step)
@@ -78,9 +78,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
 
 
 def untrained(config: TrainConfig, target: Target) -> Any:
-    """A head of the kind that is asked for. Raises InputError for one that there is not, and for a number of heads."""
-    if config.head not in KINDS:
-        raise InputError(f"--head is {config.head!r}, must be one of {', '.join(KINDS)}")
+    """A head of the kind that is asked for. Raises InputError for a number of heads that it does not take."""
     kind = KINDS[config.head]
     if config.draft_heads is None:
         return kind.new(target)
@@ -107,7 +105,7 @@ def fit(
     lengths = [len(example.input_ids) for example in data.train]
     together = config.batch_size * accelerator.num_processes
     per_epoch = len(epoch_batches(lengths, together, config.seed, 0))
-    total = config.max_steps or max(1, config.passes * per_epoch // config.accumulate)
+    total = config.max_steps or max(1, config.recipe.epochs * per_epoch // config.accumulate)
     micro_steps = batches_from(step * config.accumulate, lengths, together, config.seed)
     started = time.perf_counter() - seconds
     first, tokens = step, 0
@@ -206,10 +204,10 @@ def batches_from(micro: int, lengths: list[int], batch_size: int, seed: int) -> 
 
 def learning_rate(config: TrainConfig, step: int, total: int, elapsed: float) -> float:
     """Linear warm-up (of a tenth of the steps at most), then linear decay with the steps or the minutes."""
-    warm_up = min(config.warm_up, total / 10)
+    warm_up = min(config.recipe.warm_up, total / 10)
     done = max(step / total, elapsed / (60 * config.minutes) if config.minutes else 0.0)
     rising, falling = (step + 1) / max(warm_up, 1), max(0.0, 1 - done) / (1 - warm_up / total)
-    return config.peak * min(1.0, rising, falling)
+    return config.recipe.learning_rate * min(1.0, rising, falling)
 
 
 def out_of_time(config: TrainConfig, elapsed: float) -> bool:

@@ -262,10 +262,11 @@ def load(
     """Load a target (directory or hub id) and what drafts for it, placed by accelerate, to decode and not to train.
 
     head: directory or hub id of a trained head of any kind. drafter: in its place, `kind:value` of
-    `treespec.draft.sources.SOURCES`; with neither, one token is decoded at a time. compile: the forwards of target and
-    head, see `Target.compile`. tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default. verifier: a name of
-    `treespec.verify.verifiers.NAMES`; a lossy one needs allow_lossy. Raises InputError, or HeadError and TreeError,
-    for what cannot be used.
+    `treespec.draft.sources.SOURCES`; with neither, one token is decoded at a time.
+    tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default.
+    verifier: a name of `treespec.verify.verifiers.NAMES`; a lossy one needs allow_lossy.
+    compile: the forwards of target and head, see `Target.compile`.
+    Raises InputError, or HeadError and TreeError, for what cannot be used.
     """
     model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
     named = drafter or (f"head:{head}" if head else None)

@@ -1,4 +1,4 @@
-"""The EAGLE-1/2 head as a proposer: true features of accepted tokens go in, drafted ones are forgotten."""
+"""The EAGLE heads as proposers: true features of accepted tokens go in, drafted ones are forgotten."""
 
 import time
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from functools import partial
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from treespec.cache import TreeCache
@@ -14,6 +14,7 @@ from treespec.draft.growth import Frontier
 from treespec.errors import InputError
 from treespec.fixed import Fixed, FixedLayer, padded, padded_mask, room
 from treespec.heads.eagle import EagleHead, config_for
+from treespec.heads.eagle3 import Eagle3Head
 from treespec.target import Target, unpadded
 from treespec.trees.mask import committed
 
@@ -23,11 +24,16 @@ MANY = 32  # pairs: more than a cycle brings
 def new_head(target: Target) -> EagleHead:
     """An untrained head for a target, in float32, with the target's embedding."""
     head = EagleHead(config_for(target.config, target.feature_width, target.vocab_size, target.embed_scale))
+    head.embed_tokens.weight = embedding_of(target)
+    return head
+
+
+def embedding_of(target: Target) -> nn.Parameter:
+    """[V, E] the target's own. Raises InputError where it is offloaded."""
     weight = target.model.get_input_embeddings().weight
     if weight.is_meta:
-        raise InputError("the target's embedding is offloaded; give it room on a device to train a head")
-    head.embed_tokens.weight = weight
-    return head
+        raise InputError("the target's embedding is offloaded; give it room on a device, where the head takes it from")
+    return weight
 
 
 @final
@@ -43,10 +49,15 @@ class EagleProposer:
     Texts that wait for fewer pairs, or have fewer frontier nodes, are filled up with ones that nothing sees.
     """
 
-    taps: tuple[int, ...] = ()
     max_depth: int | None = None
 
-    def __init__(self, head: EagleHead, target: Target, chunk: int | None = None, fixed: Fixed | None = None) -> None:
+    def __init__(
+        self,
+        head: EagleHead | Eagle3Head,
+        target: Target,
+        chunk: int | None = None,
+        fixed: Fixed | None = None,
+    ) -> None:
         """chunk: pairs that go through the head at a time, None as the target takes them. fixed: the compiled head."""
         self.head, self.target, self.chunk = head, target, chunk
         if target.fixed and not fixed:
@@ -54,10 +65,14 @@ class EagleProposer:
         self.fixed = fixed
         self.forward_seconds = 0.0
         self.cache = TreeCache(layers=1)
-        self.waiting = [self._nothing()]  # of each text features [n, H] and tokens [n]
+        self.waiting = [self._nothing()]  # of each text features [n, F] and tokens [n]
         self.positions = torch.empty(0)  # [B, 1] of the last level's features
         self.frontier = torch.empty(0)  # [B, F, H] features extrapolated at the frontiers
         self.seen = torch.empty(0)  # [B, F, T] bool: which columns of the cache each frontier node sees
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.head.taps
 
     @property
     def identity(self) -> object:
@@ -116,7 +131,7 @@ class EagleProposer:
         while start < max(counts):
             end = start + (self.chunk or self.target.rows_beside(self.cache.end))
             part = [(f[start:end], t[start:end]) for f, t in self.waiting]
-            features = pad_sequence([f for f, _ in part], batch_first=True)  # [B, n, H]
+            features = self.head.fuse(pad_sequence([f for f, _ in part], batch_first=True))  # [B, n, H]
             tokens = pad_sequence([t for _, t in part], batch_first=True)  # [B, n]
             b, n = tokens.shape
             causal = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril().expand(b, n, n)
@@ -134,7 +149,7 @@ class EagleProposer:
         self.frontier = torch.stack(ends)[:, None]
         self.seen = committed(self.cache.lengths, device)
         self.positions = torch.tensor(self.cache.lengths, device=device)[:, None] - 1
-        logits = self.target.output_logits(self.frontier, self.head.output)
+        logits = self.head.logits(self.frontier, self.target)
         self.forward_seconds += time.perf_counter() - started
         return [row if length else None for row, length in zip(logits, self.cache.lengths, strict=True)]
 
@@ -152,7 +167,7 @@ class EagleProposer:
             tokens = self.vocabulary[tokens]
         self.frontier = self._forward(tokens, rows_of(self.frontier, above), self.positions, self.seen)
         sizes = [len(f.tokens) if f else 0 for f in frontiers]
-        logits = self.target.output_logits(unpadded(self.frontier, sizes), self.head.output)
+        logits = self.head.logits(unpadded(self.frontier, sizes), self.target)
         self.forward_seconds += time.perf_counter() - started
         return list(logits.split(sizes))
 
@@ -165,21 +180,26 @@ class EagleProposer:
             hidden = self.fixed([layer], nodes, padded(tokens, nodes), padded(features, nodes), positions, mask)[:, :n]
             hidden = hidden.clone()  # the next step would write over a graph's output
         else:
-            hidden = self.head(tokens, features, positions, mask[:, None], layer)
+            hidden = self.head.step(tokens, features, positions, mask[:, None], layer)
         layer.length += n
         return hidden
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
-        """No features [0, H] and no tokens [0]."""
+        """No features [0, F] and no tokens [0]."""
         device = self.target.output_device
-        features = torch.empty(0, self.head.hidden_size, dtype=self.head.dtype, device=device)
+        features = torch.empty(0, self.head.feature_size, dtype=self.head.dtype, device=device)
         return features, torch.empty(0, dtype=torch.int64, device=device)
 
 
 def over_layer(
-    head: EagleHead, layers: Sequence[FixedLayer], tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor
+    head: EagleHead | Eagle3Head,
+    layers: Sequence[FixedLayer],
+    tokens: Tensor,
+    features: Tensor,
+    positions: Tensor,
+    mask: Tensor,
 ) -> Tensor:
-    return head(tokens, features, positions, mask, layers[0])
+    return head.step(tokens, features, positions, mask, layers[0])
 
 
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:

@@ -8,14 +8,17 @@ from torch import Tensor
 from treespec.cache import TreeLayer
 from treespec.draft.vocabulary import draft_logits
 from treespec.heads.eagle import EagleHead
+from treespec.heads.eagle3 import Eagle3Head
 from treespec.target import Target
 
 
 @torch.no_grad()
-def rollout(head: EagleHead, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+def rollout(
+    head: EagleHead | Eagle3Head, target: Target, tokens: Tensor, features: Tensor, steps: int
+) -> Iterator[Tensor]:
     """[R, V] the draft logits of step 1, 2, … from each of R = T - steps - 1 positions.
 
-    tokens: [T] int64; features: [T, H] the target's. Row t of step d is of the target's feature t + d,
+    tokens: [T] int64; features: [T, F] the target's. Row t of step d is of the target's feature t + d,
     the logits of token t + d + 1. A rollout from position t uses true pairs up to t, then its own features
     with the text's tokens. All rollouts run at once, step d being one more stretch of the cache, of which a
     row sees only its own entry:
@@ -28,13 +31,13 @@ def rollout(head: EagleHead, target: Target, tokens: Tensor, features: Tensor, s
     if rollouts <= 0:
         return
     cache = TreeLayer(capacity=rollouts * steps)
-    hidden = features[:rollouts].to(head.dtype)
+    hidden = head.fuse(features[:rollouts].to(head.dtype))
     seen = torch.ones(rollouts, rollouts, dtype=torch.bool, device=hidden.device).tril()
     own = torch.eye(rollouts, dtype=torch.bool, device=hidden.device)
     for step in range(steps):
         positions = torch.arange(step, step + rollouts, device=hidden.device)
         following = tokens[step + 1 : step + 1 + rollouts]
-        hidden = head(following[None], hidden[None], positions, seen, cache)[0]
+        hidden = head.step(following[None], hidden[None], positions, seen, cache)[0]
         cache.length += rollouts
         seen = torch.cat([seen, own], dim=1)
         yield draft_logits(head, target, hidden.to(features.dtype))

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+from treespec.draft.eagle import embedding_of
 from treespec.draft.kinds import KINDS
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
+from treespec.heads.eagle3 import Eagle3Head, default_taps
 from treespec.packed import pack
 from treespec.target import Target
 
@@ -53,13 +56,32 @@ def source_of(drafter: str, target: Target) -> Any:
 
 def fit(head: Any, target: Target, name: str) -> None:
     """Check that a head belongs to a target, and share the embedding where they hold the same one."""
-    width = target.feature_width
-    if head.hidden_size != width:
-        raise InputError(f"head {name} is for features of width {head.hidden_size}, the target's are {width}")
+    if isinstance(head, Eagle3Head) and not head.taps:
+        head.taps = default_taps(target.layers)
+    if beyond := [k for k in head.taps if not 0 <= k < target.layers]:
+        raise InputError(
+            f"head {name} taps layer {beyond[0]}, the target has {target.layers}: it is for another target"
+        )
+    width = len(head.taps) * target.config.hidden_size or target.feature_width
+    if head.feature_size != width:
+        raise InputError(f"head {name} is for features of width {head.feature_size}, the target's are {width}")
     if head.vocab_size != target.vocab_size:
         raise InputError(f"head {name} is for a vocabulary of {head.vocab_size}, the target's is {target.vocab_size}")
     if not hasattr(head, "embed_tokens"):
         return
+    if head.embed_tokens is None:
+        borrow_embedding(head, target, name)
     own = target.model.get_input_embeddings().weight
     if own.device == head.embed_tokens.weight.device and torch.equal(own, head.embed_tokens.weight):
         head.embed_tokens.weight = own
+
+
+def borrow_embedding(head: Any, target: Target, name: str) -> None:
+    """Give a head that came without an embedding the target's, on the head's device."""
+    own = embedding_of(target)
+    if own.shape[1] != head.hidden_size:
+        raise InputError(
+            f"head {name} lacks embed_tokens.weight, and the target's embedding is {own.shape[1]} wide, not "
+            f"{head.hidden_size}"
+        )
+    head.embed_tokens = nn.Embedding.from_pretrained(own.to(target.output_device))

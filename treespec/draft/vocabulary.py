@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.heads.eagle import EagleHead
 from treespec.target import Target
 from treespec.trees.tree import Drafts, TokenTree
 
@@ -25,22 +24,17 @@ FILE = "draft_vocab.json"
 def restrict(head: Any, target: Target, tokens: Tensor) -> None:
     """Let a head draft these tokens of its target alone, [N] int64 ascending; before either is packed.
 
-    Output layers of the head's own keep those rows. Raises InputError where the target's output embedding is needed
-    and cannot be taken apart.
+    Raises InputError where the output embedding cannot be taken apart, and where the head drafts none of the tokens.
     """
-    head.vocabulary = tokens.to(target.output_device)
-    if not hasattr(head, "output_layers"):
-        head.output = target.output_rows(head.vocabulary)
-        return
-    for layer in head.output_layers:
-        layer.out_features = len(tokens)
-        for name, value in list(layer.named_parameters()):
-            setattr(layer, name, nn.Parameter(value.detach()[tokens.to(value.device)], requires_grad=False))
+    tokens = tokens.to(target.output_device)
+    if getattr(head, "d2t", None) is not None and not torch.isin(tokens, head.vocabulary).any():
+        raise InputError(f"{FILE} and the head's own d2t have no token in common: delete {FILE} to draft all of d2t")
+    head.restrict(tokens, target)
 
 
-def draft_logits(head: EagleHead, target: Target, hidden: Tensor) -> Tensor:
+def draft_logits(head: Any, target: Target, hidden: Tensor) -> Tensor:
     """[..., H] features of a head -> [..., V] the logits that it drafts by, -inf outside its vocabulary."""
-    logits = target.output_logits(hidden, head.output)
+    logits = head.logits(hidden, target)
     return logits if head.vocabulary is None else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
 
 

@@ -1,0 +1,216 @@
+"""The head of EAGLE-3 (Li et al. 2025, 2503.01840): tapped features go in, and its own output layer gives the law.
+
+The target's features at position t, tapped at three of its layers, are fused into one by `fc`. The head sees that with
+the embedding of the token after it, and the law that it gives is of token t + 2. Where it drafts on, the feature at
+t + 1 is its layer's output, before the last norm; it need not resemble the target's. Five tokens:
+
+    position      0    1    2    3    4
+    token         a    b    c    d    e
+    fused         g0   g1   g2   g3   .        from the target
+    head sees     g0,b g1,c g2,d g3,e          rotary positions 0 1 2 3
+    head gives    a1   a2   a3   a4            the laws of c, d, e and the token after e
+    then sees     a1,c a2,d a3,e               rotary positions 1 2 3, and gives the laws of d, e and the one after
+"""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from treespec.heads import eagle
+from treespec.heads.layers import MLP, Attention, KeyValues, RMSNorm, Rotary
+from treespec.heads.unrolled import UnrolledAttention
+
+TAPS = 3
+
+
+@final
+class Eagle3Layer(nn.Module):
+    """A decoder layer over an embedding and a feature: both are normed, the feature as it came is the residual."""
+
+    def __init__(self, config: LlamaConfig, qkv_bias: bool) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.self_attn = Attention(config, qkv_bias, 2 * width)
+        self.mlp = MLP(config)
+        self.hidden_norm = RMSNorm(width, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
+
+    def forward(self, embeddings: Tensor, features: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """embeddings, features: [B, T, H]. attend: [B, T, 2H] -> [B, T, H], the attention. Returns [B, T, H]."""
+        x = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(features)], dim=-1)
+        x = features + attend(x)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@final
+class Eagle3Head(nn.Module):
+    """Parameter names are the published checkpoint's.
+
+    config: the content of config.json, Llama's fields plus `draft_vocab_size` Vd (V if absent), `target_hidden_size`
+    Ht (H if absent), `eagle_aux_hidden_state_layer_ids` (the taps; if absent they follow from the target's depth),
+    `qkv_bias` (false if absent) and `embed_scale` (1 if absent).
+    Where Vd is not V, d2t [Vd] int64 says that draft token i is the target's i + d2t[i], and t2d [V] bool marks these.
+    embed_tokens: None where the file has none and no target has given its own yet.
+    """
+
+    kind, known_as = "eagle3", "an EAGLE-3 head"
+    max_depth: int | None = None
+    optional = frozenset({"embed_tokens.weight"})  # on disk
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+        llama = LlamaConfig(**config)
+        width, self.vocab_size = llama.hidden_size, llama.vocab_size
+        drafted = config.get("draft_vocab_size") or self.vocab_size
+        if drafted > self.vocab_size:
+            raise ValueError(f"draft_vocab_size is {drafted}, of a vocabulary of {self.vocab_size}")
+        self.taps = tuple(int(k) for k in config.get("eagle_aux_hidden_state_layer_ids") or ())
+        self.embed_scale = float(config.get("embed_scale", 1.0))
+        self.embed_tokens: nn.Embedding | None = nn.Embedding(self.vocab_size, width).requires_grad_(False)
+        tapped = (len(self.taps) or TAPS) * (config.get("target_hidden_size") or width)
+        self.fc = nn.Linear(tapped, width, bias=False)
+        self.midlayer = Eagle3Layer(llama, config.get("qkv_bias", False))
+        self.norm = RMSNorm(width, eps=llama.rms_norm_eps)
+        self.lm_head = nn.Linear(width, drafted, bias=False)
+        self.rotary = Rotary(llama)
+        self.d2t: Tensor | None
+        self.t2d: Tensor | None
+        self._draft(None if drafted == self.vocab_size else torch.arange(drafted))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.fc.out_features
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the target's features, all taps together."""
+        return self.fc.in_features
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the features that it takes and gives; the embedding may have the target's."""
+        return self.norm.weight.dtype
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[Vd] int64, the target's tokens that it drafts; None is all."""
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def forward(self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int) -> list[Tensor]:
+        """The training-time test (section 3.2): drafts from every position at once, on its own features.
+
+        tokens: [B, T] int64. features: [B, R, F] the target's at the first R = T - 2 positions. counts: [B, R] bool,
+        which laws of the text are wanted; row t of step d, from 0, is of token t + d + 2 and is wanted as row t + d is.
+        Returns for each of `steps` (R at most) the logits [M, Vd] of its wanted rows, by row.
+        """
+        hidden, attention, logits = self.fuse(features), UnrolledAttention(self.midlayer.self_attn), []
+        for step in range(min(steps, counts.shape[1])):
+            rows = counts.shape[1] - step
+            angles = self.rotary(torch.arange(step, step + rows, device=hidden.device), hidden.dtype)
+            embeddings = self._embedded(tokens[:, step + 1 : step + 1 + rows], hidden.dtype)
+            hidden = self.midlayer(embeddings, hidden[:, :rows], lambda x, angles=angles: attention(x, angles))
+            logits.append(self.lm_head(self.norm(hidden[counts[:, step:]])))
+        return logits
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[..., F] the target's features -> [..., H] the features that a step takes."""
+        return self.fc(features)
+
+    def step(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: KeyValues | None = None,
+    ) -> Tensor:
+        """The next features. tokens: [B, T] int64, each the one after its feature. features: [B, T, H].
+
+        positions: [T] or [B, T] of the features. mask: [T, P + T] or [B, 1, T, P + T], what each attends to, None is
+        causal. Returns [B, T, H], not normed.
+        """
+        angles, attention = self.rotary(positions, features.dtype), self.midlayer.self_attn
+        embeddings = self._embedded(tokens, features.dtype)
+        return self.midlayer(embeddings, features, lambda x: attention(x, angles, mask, cache))
+
+    def logits(self, hidden: Tensor, target: Any = None) -> Tensor:
+        """[..., H] what a step gave -> [..., Vd] logits of its draft tokens. The target's output path has no part."""
+        return self.lm_head(self.norm(hidden))
+
+    def restrict(self, tokens: Tensor, target: Any = None) -> None:
+        """Draft these of its tokens alone, [N] int64 ascending: rows of lm_head, d2t and t2d from now on."""
+        known = self.vocabulary
+        rows = tokens if known is None else torch.isin(known, tokens).nonzero().squeeze(1)
+        output = nn.Linear(self.hidden_size, len(rows), bias=False, device="meta")
+        output.weight = nn.Parameter(self.lm_head.weight.detach()[rows])
+        self.lm_head = output
+        self.config = self.config | {"draft_vocab_size": len(rows)}
+        self._draft(rows if known is None else known[rows])
+
+    def check(self) -> None:
+        """Raises ValueError where d2t and t2d do not say the same."""
+        if self.d2t is None or self.t2d is None:
+            return
+        for name, tensor, dtype in (("d2t", self.d2t, torch.int64), ("t2d", self.t2d, torch.bool)):
+            if tensor.dtype != dtype:
+                raise ValueError(f"{name} is of {tensor.dtype}, must be {dtype}")
+        tokens = self.d2t + torch.arange(len(self.d2t))
+        if len(outside := tokens[(tokens < 0) | (tokens >= self.vocab_size)]):
+            raise ValueError(f"d2t leads to token {int(outside[0])}, outside the vocabulary of {self.vocab_size}")
+        times = tokens.bincount(minlength=self.vocab_size)
+        if len(twice := (times > 1).nonzero()):
+            raise ValueError(f"d2t leads to token {int(twice[0])} twice")
+        if len(other := ((times > 0) != self.t2d).nonzero()):
+            raise ValueError(f"t2d does not mark the tokens that d2t leads to: they differ at token {int(other[0])}")
+
+    @staticmethod
+    def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A file's tensors by the names here: its layer may be layers.0. A mapping of all tokens to themselves goes."""
+        tensors = {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
+        d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+        if d2t is not None and t2d is not None and d2t.shape == t2d.shape and not d2t.any() and t2d.all():
+            del tensors["d2t"], tensors["t2d"]
+        return tensors
+
+    def _draft(self, tokens: Tensor | None) -> None:
+        """Set d2t and t2d for these tokens of the target, [Vd]; None is all, without either."""
+        d2t = t2d = None
+        if tokens is not None and len(tokens) != self.vocab_size:
+            d2t = tokens - torch.arange(len(tokens), device=tokens.device)
+            t2d = torch.zeros(self.vocab_size, dtype=torch.bool, device=tokens.device).index_fill(0, tokens, True)
+        self.register_buffer("d2t", d2t)
+        self.register_buffer("t2d", t2d)
+
+    def _embedded(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, T] int64 -> [B, T, H]."""
+        assert self.embed_tokens is not None, "a head without an embedding takes its target's first"
+        embeddings = self.embed_tokens(tokens)
+        return (embeddings if self.embed_scale == 1.0 else embeddings * self.embed_scale).to(dtype)
+
+
+def config_for(
+    target: Any, width: int, vocab_size: int, taps: tuple[int, ...], embed_scale: float = 1.0
+) -> dict[str, Any]:
+    """The head's config.json for a target's (text) config, as `eagle.config_for`. width: of the target's embedding."""
+    config = eagle.config_for(target, width, vocab_size, embed_scale)
+    del config["bias"]
+    return config | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": vocab_size,
+        "target_hidden_size": target.hidden_size,
+        "tie_word_embeddings": False,
+        "eagle_aux_hidden_state_layer_ids": list(taps),
+    }
+
+
+def default_taps(layers: int) -> tuple[int, int, int]:
+    """The published taps of a target of so many layers, a low, a middle and a high one: inputs of these layers.
+
+    In a target of less than 7 layers they would not be three: there, the inputs of the last three.
+    """
+    return (2, layers // 2, layers - 3) if layers >= 7 else (max(layers - 3, 0), max(layers - 2, 0), layers - 1)

@@ -1,0 +1,274 @@
+"""The EAGLE-3 head: its file, what it draws its features and tokens from, and the text that it leaves the target's."""
+
+import json
+import re
+
+import pytest
+import torch
+from models import CONFIGS, follow, random_eagle3, random_model, save_model, target
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from treespec.draft.calibration import Calibration
+from treespec.draft.eagle import EagleProposer
+from treespec.draft.growth import Frontier
+from treespec.draft.kinds import KINDS
+from treespec.draft.sources import fit, source_of
+from treespec.draft.times import Times
+from treespec.draft.vocabulary import draft_logits, save_vocabulary
+from treespec.errors import InputError
+from treespec.heads.checkpoint import HeadError, load_head, save_head
+from treespec.heads.eagle3 import default_taps
+from treespec.spec import Spec, load
+from treespec.target import Target
+
+HALF = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
+CALIBRATION = Calibration((0.2, 0.1, -0.5, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0), (0.01, 30.0)]})
+TIMES = Times((1, 8, 64), (1.0, 1.0, 1.2), 0.01, 0.01, (0.01, 0.01))
+PROMPTS = [[5, 9, 33, 12, 7], [8, 4], [11, 60, 3, 3, 21, 40, 17, 9]]
+PUBLISHED = {
+    "architectures": ["LlamaForCausalLM"],
+    "draft_vocab_size": 32,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "vocab_size": 64,
+}
+SHAPES = {
+    "fc.weight": (32, 96),
+    "midlayer.hidden_norm.weight": (32,),
+    "midlayer.input_layernorm.weight": (32,),
+    "midlayer.post_attention_layernorm.weight": (32,),
+    "midlayer.self_attn.q_proj.weight": (32, 64),
+    "midlayer.self_attn.k_proj.weight": (16, 64),
+    "midlayer.self_attn.v_proj.weight": (16, 64),
+    "midlayer.self_attn.o_proj.weight": (32, 32),
+    "midlayer.mlp.gate_proj.weight": (48, 32),
+    "midlayer.mlp.up_proj.weight": (48, 32),
+    "midlayer.mlp.down_proj.weight": (32, 48),
+    "norm.weight": (32,),
+    "lm_head.weight": (32, 32),
+}
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A directory as SafeAILab/EAGLE publishes it, at tiny size: half precision, no embedding, taps not said."""
+    folder = tmp_path / "published"
+    folder.mkdir()
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape).half() for name, shape in SHAPES.items()}
+    tensors |= {"d2t": HALF - torch.arange(32), "t2d": torch.isin(torch.arange(64), HALF)}
+    (folder / "config.json").write_text(json.dumps(PUBLISHED, indent=2) + "\n")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def rewrite(folder, **changes):
+    """Replace tensors of a file; None takes one away."""
+    tensors = load_file(folder / "model.safetensors") | {name.replace("__", "."): t for name, t in changes.items()}
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
+def test_a_published_directory_is_saved_bit_for_bit(published, tmp_path):
+    save_head(load_head(published), tmp_path / "again")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (published / name).read_bytes()
+
+
+@torch.no_grad()
+def test_a_layer_by_its_other_name_and_a_mapping_of_all_tokens_give_the_same_head(published):
+    head = load_head(published)
+    tensors = load_file(published / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+    save_file(renamed, published / "model.safetensors")
+    assert all(torch.equal(value, load_head(published).state_dict()[name]) for name, value in head.state_dict().items())
+    (published / "config.json").write_text(json.dumps(PUBLISHED | {"draft_vocab_size": 64}))
+    whole = {"d2t": torch.zeros(64, dtype=torch.int64), "t2d": torch.ones(64, dtype=torch.bool)}
+    rewrite(published, lm_head__weight=torch.randn(64, 32).half(), **whole)
+    assert load_head(published).vocabulary is None
+
+
+def test_a_head_without_embedding_and_taps_takes_its_targets(published):
+    model = target("llama")
+    head = load_head(published, torch.float32)
+    assert head.embed_tokens is None
+    fit(head, model, "h")
+    assert head.taps == (0, 1, 2)
+    assert torch.equal(head.embed_tokens.weight, model.model.get_input_embeddings().weight)
+    assert head.vocabulary.tolist() == HALF.tolist()
+    wide = Target(random_model(LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)))
+    head.embed_tokens, head.fc = None, torch.nn.Linear(192, 32, bias=False)
+    with pytest.raises(InputError, match=r"lacks embed_tokens\.weight, and the target's embedding is 64 wide, not 32"):
+        fit(head, wide, "h")
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps"), [(80, (2, 40, 77)), (32, (2, 16, 29)), (7, (2, 3, 4)), (6, (3, 4, 5)), (1, (0, 0, 0))]
+)
+def test_the_published_taps_and_three_of_a_small_target(layers, taps):
+    assert default_taps(layers) == taps
+    assert all(0 <= tap < layers for tap in taps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"norm__weight": None}, r"lacks norm\.weight; is it an EAGLE-3 head"),
+        ({"t2d": None}, "lacks t2d"),
+        ({"extra": torch.zeros(2)}, "unknown tensors extra"),
+        ({"lm_head__weight": torch.zeros(30, 32)}, r"lm_head\.weight is \[30, 32\], config\.json says \[32, 32\]"),
+        ({"d2t": HALF - torch.arange(32) + 9}, "d2t leads to token 68, outside the vocabulary of 64"),
+        ({"d2t": torch.zeros(32, dtype=torch.int64)}, "t2d does not mark the tokens that d2t leads to"),
+        ({"d2t": 5 - torch.arange(32)}, "d2t leads to token 5 twice"),
+        ({"d2t": torch.zeros(32)}, "d2t is of torch.float32, must be torch.int64"),
+        ({"t2d": torch.isin(torch.arange(64), HALF[:-1])}, f"t2d does not mark .* they differ at token {HALF[-1]}"),
+    ],
+)
+def test_a_bad_file_is_refused_by_the_name_of_its_tensor(published, changes, complaint):
+    rewrite(published, **changes)
+    with pytest.raises(HeadError, match=complaint) as caught:
+        load_head(published)
+    assert "published" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"draft_vocab_size": 65}, r"config\.json does not describe an EAGLE-3 head: draft_vocab_size is 65, of .* 64"),
+        ({"eagle_aux_hidden_state_layer_ids": ["low"]}, r"config\.json does not describe an EAGLE-3 head"),
+        ({"target_hidden_size": 48}, r"fc\.weight is \[32, 96\], config\.json says \[32, 144\]"),
+    ],
+)
+def test_a_config_that_contradicts_itself_or_its_file_is_refused(published, config, complaint):
+    (published / "config.json").write_text(json.dumps(PUBLISHED | config))
+    with pytest.raises(HeadError, match=complaint):
+        load_head(published)
+    (published / "config.json").write_text("[]")
+    with pytest.raises(HeadError, match="holds no fields"):
+        load_head(published)
+
+
+def test_a_head_that_taps_layers_its_target_lacks_is_refused(published):
+    (published / "config.json").write_text(json.dumps(PUBLISHED | {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}))
+    with pytest.raises(InputError, match=r"taps layer 16, the target has 3: it is for another") as caught:
+        source_of(f"eagle3:{published}", target("llama"))
+    assert "\n" not in str(caught.value)
+    (published / "config.json").write_text(json.dumps(PUBLISHED))
+    with pytest.raises(InputError, match=rf"of kind eagle3: write eagle3:{re.escape(str(published))}"):
+        source_of(f"eagle:{published}", target("llama"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt", "gpt-neox"])
+def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, tmp_path):
+    model = target(name)
+    head = random_eagle3(model, drafted=HALF)
+    save_head(head, tmp_path)
+    loaded = load_head(tmp_path)
+    fit(loaded, model, "h")
+    assert loaded.taps == head.taps == (0, 1, 2)
+    assert loaded.config["draft_vocab_size"] == 32
+    tokens, features = torch.randint(3, 64, (1, 6)), model.features(torch.randint(3, 64, (1, 6)), head.taps)
+    one, two = (h.logits(h.step(tokens, h.fuse(features), torch.arange(6))) for h in (head, loaded))
+    assert torch.equal(one, two)
+
+
+@torch.no_grad()
+def test_tree_drafting_equals_drafting_each_path_alone():
+    """Two levels of a tree against the head run over each path, with its own features along the path: to 1e-4."""
+    model = target("llama")
+    head = random_eagle3(model, drafted=HALF)
+    text = torch.randint(3, 64, (7,), generator=torch.Generator().manual_seed(2))
+    features = model.features(text[None], head.taps)[0]
+    proposer = EagleProposer(head, model)
+    follow(proposer, features[:4], text[:4])
+    proposer.begin()
+    proposer.extend([Frontier(torch.tensor([9, 8, 7]), torch.tensor([0, 0, 0]))])  # drafted, then forgotten
+    follow(proposer, features[4:], text[4:])
+    (at_root,) = proposer.begin()
+    first, second = torch.tensor([5, 6, 7]), torch.tensor([8, 9, 10, 11])
+    rows = torch.tensor([0, 2, 2, 1])
+    (level1,) = proposer.extend([Frontier(first, torch.tensor([0, 0, 0]))])
+    (level2,) = proposer.extend([Frontier(second, rows)])
+
+    def alone(drafted):
+        tokens, known = text, head.fc(features)
+        for token in [*HALF[drafted].tolist(), None]:
+            hidden = head.step(tokens[None], known[None], torch.arange(len(known)))[0, -1:]
+            if token is not None:
+                tokens, known = torch.cat([tokens, torch.tensor([token])]), torch.cat([known, hidden])
+        return head.lm_head(head.norm(hidden[0]))
+
+    torch.testing.assert_close(at_root[0], alone([]), rtol=0, atol=1e-4)
+    for i, token in enumerate(first.tolist()):
+        torch.testing.assert_close(level1[i], alone([token]), rtol=0, atol=1e-4)
+    for i, token in enumerate(second.tolist()):
+        torch.testing.assert_close(level2[i], alone([int(first[rows[i]]), token]), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("drafted", [None, HALF])
+@pytest.mark.parametrize(
+    ("verifier", "tree"),
+    [
+        ("topk", "dynamic:depth=3,topk=40,nodes=60"),
+        ("rrs-wo", "eagle"),
+        ("traversal", "sampled:price=.02,depth=3"),
+        ("topk", "auto"),
+    ],
+)
+def test_greedy_text_is_the_targets_token_for_token_three_at_a_time(verifier, tree, drafted):
+    model = target("llama")
+    head = random_eagle3(model, drafted=drafted)
+    spec = Spec(model, head, tree, verifier, calibration=CALIBRATION, times=TIMES)
+    outputs = spec.generate(PROMPTS, max_new_tokens=20)
+    for prompt, out in zip(PROMPTS, outputs, strict=True):
+        assert out.token_ids == spec.baseline().generate(prompt, max_new_tokens=20).token_ids
+        assert sum(out.stats.drafted) > 20
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama"])
+def test_greedy_text_is_the_targets_for_every_architecture(name):
+    model = target(name)
+    spec = Spec(model, random_eagle3(model), "dynamic:depth=3,topk=4,nodes=9")
+    wanted = spec.baseline().generate(PROMPTS[0], max_new_tokens=16).token_ids
+    assert spec.generate(PROMPTS[0], max_new_tokens=16).token_ids == wanted
+
+
+@torch.no_grad()
+def test_a_rollout_is_what_the_head_drafts_from_each_position_alone():
+    model, steps = target("llama"), 4
+    head = random_eagle3(model, drafted=HALF)
+    tokens = torch.randint(3, 64, (13,), generator=torch.Generator().manual_seed(5))
+    features = model.features(tokens[None], head.taps)[0]
+    together = list(KINDS["eagle3"].rollout(head, model, tokens, features, steps))
+    for start in range(len(together[0])):
+        known = head.fc(features[: start + 1])
+        for logits in together:
+            n = len(known)
+            hidden = head.step(tokens[1 : n + 1][None], known[None], torch.arange(n))[0, -1:]
+            torch.testing.assert_close(logits[start], draft_logits(head, model, hidden[0]), rtol=0, atol=1e-4)
+            known = torch.cat([known, hidden])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_is_loaded_packed_and_drafts_the_tokens_of_a_vocabulary_beside_it(tmp_path, dtype):
+    model = save_model(tmp_path / "model")
+    loaded = Target.load(str(model))
+    save_head(random_eagle3(loaded, drafted=torch.arange(90, 130)), tmp_path / "head")
+    spec = load(str(model), str(tmp_path / "head"), "eagle", "rrs-wo", dtype=dtype)
+    assert spec.head.vocabulary.tolist() == list(range(90, 130))
+    assert len(spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).token_ids) == 8
+    save_vocabulary(torch.arange(100, 150), 0.5, tmp_path / "head")
+    spec = load(str(model), str(tmp_path / "head"), "eagle", "rrs-wo", dtype=dtype)
+    assert spec.head.vocabulary.tolist() == list(range(100, 130))
+    assert spec.generate("the question", temperature=1.0, max_new_tokens=8, seed=0).stats.drafted[0] > 0
+    save_vocabulary(torch.arange(20), 0.5, tmp_path / "head")
+    with pytest.raises(InputError, match="no token in common"):
+        load(str(model), str(tmp_path / "head"), dtype=dtype)

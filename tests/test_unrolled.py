@@ -1,0 +1,269 @@
+"""EAGLE-3's training: drafts from every position at once are those of each alone, and the loss counts what it says."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from models import random_eagle3, save_model, target
+from safetensors.torch import load_file
+from torch.nn.functional import softmax
+from transformers import LlamaConfig
+
+from treespec.errors import InputError
+from treespec.heads.checkpoint import load_head
+from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.layers import Attention, Rotary
+from treespec.heads.unrolled import UnrolledAttention, attend_rows
+from treespec.spec import load
+from treespec.target import Target
+from treespec.train.config import TrainConfig
+from treespec.train.loss import Batch, eagle3_objective
+from treespec.train.run import train
+from treespec.train.unrolled import drafted_laws, unrolled_loss
+
+SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds likeliest, not all
+SEEN = """
+x . . . .   x . . . .   x . .
+x x . . .   . x . . .   . x .
+x x x . .   . . x . .   . . x
+"""
+
+
+def text(length, seed=0, batch=2):
+    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_row_sees_what_is_drawn():
+    """The drawing of heads/unrolled.py against the values that move a row's output."""
+    drawn = torch.tensor([[mark == "x" for mark in row.split()] for row in SEEN.split("\n") if row])
+    generator = torch.Generator().manual_seed(0)
+    q, keys = torch.randn(1, 2, 3, 4, generator=generator), torch.randn(1, 1, 5, 4, generator=generator)
+    values = [torch.randn(1, 1, n, 4, generator=generator) for n in (5, 5, 3)]
+    later = [torch.randn(1, 1, 3, 4, generator=generator) for _ in range(2)]
+
+    def out(first, *own):
+        values = [v[:, :, :3] for v in (first, *own)]
+        return attend_rows(q, keys[:, :, :3], values[0], list(zip(later, values[1:], strict=True)))
+
+    slopes = torch.autograd.functional.jacobian(out, tuple(values))
+    moved = torch.cat([s.abs().sum((0, 1, 3, 4, 5, 7)) > 0 for s in slopes], dim=1)  # [rows, columns of all steps]
+    assert torch.equal(moved, drawn)
+
+
+@pytest.mark.parametrize("block", [2, 3, 256])
+def test_rows_in_blocks_equal_one_attention_over_all_columns(block):
+    """Grouped heads, three steps, against a softmax over all steps' columns under the drawn mask: to 1e-6."""
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, vocab_size=8)
+    attention, rotary = Attention(config, False, 16), Rotary(config)
+    unrolled, keys, values, masks = UnrolledAttention(attention, block), [], [], []
+    for step in range(3):
+        rows = 7 - step
+        x, angles = torch.randn(2, rows, 16), rotary(torch.arange(step, 7), torch.float32)
+        q, k, v = attention.project(x, angles)
+        keys.append(k)
+        values.append(v)
+        own = torch.ones(7, 7).tril() if not step else torch.eye(rows)
+        masks = [mask[:rows] for mask in masks] + [own.bool()]
+        scores = q @ torch.cat(keys, dim=2).repeat_interleave(2, dim=1).mT / math.sqrt(4)
+        weights = softmax(scores.masked_fill(~torch.cat(masks, dim=1), -torch.inf), dim=-1)
+        wanted = weights @ torch.cat(values, dim=2).repeat_interleave(2, dim=1)
+        wanted = attention.o_proj(wanted.transpose(1, 2).flatten(-2))
+        torch.testing.assert_close(unrolled(x, angles), wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_what_the_backward_pass_keeps_grows_with_the_rows_and_not_their_square(kv_heads):
+    config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=kv_heads, vocab_size=8)
+    attention, rotary = Attention(config, False, 16), Rotary(config)
+
+    def kept(rows):
+        unrolled, x, storages = UnrolledAttention(attention, 16), torch.randn(1, rows, 16), {}
+
+        def pack(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outs = [unrolled(x[:, step:], rotary(torch.arange(step, rows), x.dtype)) for step in range(4)]
+        assert len(outs) == 4
+        return sum(storages.values())
+
+    assert kept(512) < 2.1 * kept(256)
+
+
+def one_by_one(head, tokens, features, counts, steps):
+    """What `Eagle3Head.forward` gives, each row's draft rolled out alone over pairs of its own."""
+    logits = [[] for _ in range(steps)]
+    for row, start in counts.any(-1).new_ones(counts.shape).nonzero().tolist():
+        known = head.fuse(features[row, : start + 1])
+        for step in range(steps):
+            n = len(known)
+            if start + step >= counts.shape[1]:
+                break
+            hidden = head.step(tokens[row, None, 1 : n + 1], known[None], torch.arange(n))[0, -1:]
+            if counts[row, start + step]:
+                logits[step].append(head.logits(hidden[0]))
+            known = torch.cat([known, hidden])
+    return [torch.stack(rows) for rows in logits]
+
+
+def test_drafts_from_every_position_at_once_equal_each_alone_and_so_do_gradients():
+    """Logits to 1e-4; gradients of every weight, through the features that the head drafted, to 1e-3 of the largest."""
+    model, steps = target("llama"), 4
+    head = random_eagle3(model, drafted=SOME)
+    tokens = text(10)
+    features = model.features(tokens, head.taps)[:, :-2]
+    counts = torch.rand(2, 8, generator=torch.Generator().manual_seed(3)) < 0.7
+    weights = {name: p for name, p in head.named_parameters() if p.requires_grad}
+    found, slopes = [], []
+    for forward in (head, lambda *given: one_by_one(head, *given)):
+        logits = forward(tokens, features, counts, steps)
+        loss = sum((one.log_softmax(-1)[:, 3]).mean() for one in logits)
+        found.append(logits)
+        slopes.append(torch.autograd.grad(loss, list(weights.values())))
+    for ours, alone in zip(*found, strict=True):
+        torch.testing.assert_close(ours, alone, rtol=0, atol=1e-4)
+    for name, ours, alone in zip(weights, *slopes, strict=True):
+        assert alone.abs().max() > 0, name
+        assert (ours - alone).abs().max() < 1e-3 * alone.abs().max(), name
+
+
+def test_the_first_steps_feature_learns_from_the_last_steps_law():
+    """Through the recurrence alone: `fc` is used before step 1 only, and moves the law of step 3."""
+    model = target("llama")
+    head = random_eagle3(model)
+    tokens = text(8)
+    counts = torch.ones(2, 6, dtype=torch.bool)
+    logits = head(tokens, model.features(tokens, head.taps)[:, :-2], counts, 3)
+    assert torch.autograd.grad(logits[2].square().sum(), head.fc.weight)[0].abs().max() > 0
+
+
+@torch.no_grad()
+def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
+    """Against plain loops over texts, steps and rows, where the target's top token can be drafted: to 1e-5."""
+    model = target("llama")
+    head = random_eagle3(model, drafted=SOME)
+    tokens, mask = text(9), torch.rand(2, 9, generator=torch.Generator().manual_seed(4)) < 0.6
+    features = model.features(tokens, head.taps, last=True)
+    config = TrainConfig(target="", data="", out="", head="eagle3", unrolled_steps=3, step_decay=0.5)
+    batch = Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator())
+    found = eagle3_objective(config, model, head, batch)
+
+    logits = model.output_logits(model.features(tokens))
+    given, _ = model.parted(features, head.taps)
+    counts = torch.tensor(
+        [[bool(mask[b, t + 2]) and int(logits[b, t + 1].argmax()) in SOME.tolist() for t in range(7)] for b in (0, 1)]
+    )
+    assert 0 < counts.sum() < mask[:, 2:].sum()
+    total = 0.0
+    for step, rows in enumerate(one_by_one(head, tokens, given[:, :-2], counts, 3)):
+        own = [(b, t) for b in (0, 1) for t in range(7 - step) if counts[b, t + step]]
+        laws = [softmax(logits[b, t + step + 1][SOME], dim=-1) for b, t in own]
+        crosses = [-(law * row.log_softmax(-1)).sum() for law, row in zip(laws, rows, strict=True)]
+        total += 0.5**step * float(sum(crosses)) / len(crosses)
+    assert float(found.total) == pytest.approx(total, abs=1e-5)
+
+
+def test_laws_over_the_draft_vocabulary_sum_to_one_and_say_what_they_leave_out():
+    logits = torch.log(torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.3, 0.2, 0.4]]))
+    laws, drafted = drafted_laws(logits, torch.tensor([1, 3]))
+    torch.testing.assert_close(laws, torch.tensor([[2 / 3, 1 / 3], [3 / 7, 4 / 7]]))
+    assert drafted.tolist() == [False, True]
+    torch.testing.assert_close(drafted_laws(logits, None)[0], logits.exp())
+
+
+def test_a_batch_in_which_nothing_counts_has_no_loss_and_a_gradient_for_every_weight():
+    model = target("llama")
+    head = random_eagle3(model)
+    tokens = text(6)
+    logits = head(tokens, model.features(tokens, head.taps)[:, :-2], torch.zeros(2, 4, dtype=torch.bool), 7)
+    total, _ = unrolled_loss(logits, torch.zeros(0, 64), torch.zeros(0, dtype=torch.int64), 0.8)
+    assert float(total.detach()) == 0
+    total.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in head.parameters() if p.requires_grad)
+
+
+def test_a_kind_of_head_has_its_published_recipe_where_nothing_is_said():
+    made = {kind: TrainConfig(target="", data="", out="", head=kind) for kind in ("eagle", "eagle3")}
+    assert made["eagle"].recipe.learning_rate == 3e-5
+    assert made["eagle3"].recipe.learning_rate == 5e-5
+    assert replace(made["eagle3"], learning_rate=0.0).recipe.learning_rate == 0.0
+    with pytest.raises(InputError, match=r"--head is 'eagle9', must be one of eagle, eagle3"):
+        replace(made["eagle"], head="eagle9")
+    with pytest.raises(InputError, match="--unrolled-steps is 0, must be at least 1"):
+        replace(made["eagle3"], unrolled_steps=0)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unrolled")
+    answers = ["the answer 0", "the answer 1", "the answer 2", "the answer 3"]
+    lines = (
+        {"conversations": [{"from": "human", "value": f"question {i:03}"}, {"from": "gpt", "value": answers[i % 4]}]}
+        for i in range(24)
+    )
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return TrainConfig(
+        target=str(save_model(folder / "model")),
+        data=str(folder / "data.jsonl"),
+        out=str(folder / "head"),
+        head="eagle3",
+        dtype="float32",
+        max_steps=150,
+        batch_size=8,
+        warm_up=2,
+        learning_rate=3e-3,
+        held_out=0.2,
+        draft_steps=3,
+        validate_every=0,
+        calibrate=False,
+    )
+
+
+def test_training_raises_agreement_at_every_step(config, tmp_path):
+    untrained = train(replace(config, out=str(tmp_path / "untrained"), max_steps=1, learning_rate=0.0))
+    trained = train(config)
+    gained = [after - before for after, before in zip(trained.agreement, untrained.agreement, strict=True)]
+    assert min(gained) > 0.25
+    assert trained.acceptance_length > untrained.acceptance_length + 0.5
+    assert load_head(config.out).vocabulary is None
+
+
+def test_a_draft_vocabulary_is_part_of_the_head_and_its_rows_begin_as_the_targets(config, tmp_path, capsys):
+    train(replace(config, out=str(tmp_path), max_steps=1, learning_rate=0.0, draft_vocab=40, calibrate=True))
+    assert "draft vocabulary: 40 tokens, 100.0% of the answers" in capsys.readouterr().out
+    assert not (tmp_path / "draft_vocab.json").exists()
+    head, model = load_head(tmp_path), Target.load(config.target, dtype="float32")
+    assert isinstance(head, Eagle3Head)
+    assert len(head.vocabulary) == head.config["draft_vocab_size"] == 40
+    assert model.eos <= set(head.vocabulary.tolist())
+    assert torch.equal(head.lm_head.weight, model.model.get_output_embeddings().weight[head.vocabulary])
+    assert torch.equal(head.embed_tokens.weight, model.model.get_input_embeddings().weight)
+    spec = load(config.target, str(tmp_path), "sampled:nodes=8,depth=3", "traversal", dtype="float32")
+    out = spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1)
+    assert out.stats.drafted[0] > 0
+
+
+def test_a_killed_run_and_one_with_stored_features_give_the_same_head(config, tmp_path):
+    """Checkpoints hold the restricted output layer; stored features hold what is tapped and the last hidden state."""
+
+    class Killed(Exception):
+        pass
+
+    def kill(done):
+        if done == 3:
+            raise Killed
+
+    short = replace(config, draft_vocab=40, max_steps=4, checkpoint_every=2)
+    whole, killed = replace(short, out=str(tmp_path / "whole")), replace(short, out=str(tmp_path / "killed"))
+    train(whole)
+    with pytest.raises(Killed):
+        train(killed, kill)
+    train(killed)
+    train(stored := replace(short, out=str(tmp_path / "stored"), features=str(tmp_path / "features")))
+    weights = [load_file(f"{one.out}/model.safetensors") for one in (whole, killed, stored)]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert all(torch.allclose(value.float(), weights[2][name].float(), atol=1e-5) for name, value in weights[0].items())

@@ -1,0 +1,46 @@
+"""EAGLE-3's loss: the token laws of every draft step, the later ones counting less (Li et al. 2025, section 3.2).
+
+Five tokens, of which d and e are the assistant's. The head drafts from every pair at once; a step counts where the
+token that its law is of is the assistant's, and where the target's likeliest token there is one that it drafts:
+
+    token          a  b  c  d  e
+    step 1            f0,b f1,c f2,d       laws of c d e, of which d and e count
+    step 2            g1,c g2,d            laws of   d e, on its own features g
+    step 3            g2,d                 law of      e
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def drafted_laws(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[M, V] logits of the target -> its laws over a draft vocabulary, [M, Vd] probabilities that sum to 1, in float32.
+
+    And whether its likeliest token is in the vocabulary, [M] bool. vocabulary: [Vd] int64, None is all tokens.
+    """
+    if vocabulary is None:
+        return logits.float().softmax(-1), torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    return logits[:, vocabulary].float().softmax(-1), torch.isin(logits.argmax(-1), vocabulary)
+
+
+def unrolled_loss(
+    logits: Sequence[Tensor], laws: Tensor, places: Tensor, decay: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum over draft steps of decay^step times the mean cross-entropy, and its parts.
+
+    logits: of step 0, 1, …, [M_d, Vd] what the head gave. laws: [M, Vd] what step 0 should give. places: [M] the row of
+    each: step d, which starts d rows further down, has only those laws whose row is d or more.
+    """
+    total = laws.new_zeros(())
+    parts = {}
+    for step, given in enumerate(logits):
+        wanted = laws[places >= step]
+        counts = max(len(wanted), 1)  # of a short answer none may be left: nothing to learn, but the head takes part
+        token = F.cross_entropy(given.float(), wanted, reduction="sum") / counts
+        total = total + decay**step * token
+        parts[f"token_{step + 1}"] = token
+        parts[f"agreement_{step + 1}"] = (given.argmax(-1) == wanted.argmax(-1)).sum() / counts
+    return total, parts

@@ -27,10 +27,14 @@ from treespec.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class TreeOutput:
-    """logits: [N, V]. features: [N, H], or [N, taps * H] where a head taps several layers."""
+    """logits: [N, V]. features: [N, H], or [N, taps * H] where a head taps several layers.
+
+    rows: [asked, V] logits of the tree's extra rows, where it has any.
+    """
 
     logits: Tensor
     features: Tensor
+    rows: Tensor | None = None
 
 
 @final
@@ -179,17 +183,23 @@ class Target:
     ) -> list[TreeOutput]:
         """The one forward of a cycle: a tree for each text of the cache, written behind it for `cache.commit` to keep.
 
-        The smaller trees are filled up with nodes of token 0 below nothing, which no other node sees.
+        A tree's extra rows are written behind its nodes. The smaller trees are filled up with nodes of token 0 below
+        nothing, which no other node sees.
         """
-        sizes = [len(tree.tokens) for tree in trees]
-        tokens = pad_sequence([tree.tokens for tree in trees], batch_first=True).clamp_min(0)  # [B, N]
-        depth = pad_sequence([tree.depth for tree in trees], batch_first=True)
-        ancestors = torch.eye(max(sizes), dtype=torch.bool, device=depth.device).repeat(len(sizes), 1, 1)
-        for row, (tree, size) in enumerate(zip(trees, sizes, strict=True)):
-            ancestors[row, :size, :size] = tree.ancestors
+        given, depths, seen = zip(*(tree.forwarded() for tree in trees), strict=True)
+        tokens = pad_sequence(list(given), batch_first=True).clamp_min(0)  # [B, N + M]
+        depth = pad_sequence(list(depths), batch_first=True)
+        ancestors = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device).repeat(len(trees), 1, 1)
+        for row, mask in enumerate(seen):
+            ancestors[row, : len(mask), : len(mask)] = mask
         hidden, features = self._hidden(cache, tokens, depth, ancestors, taps)
+        nodes = [len(tree.tokens) for tree in trees]
+        sizes = [n + (tree.rows.asked if tree.rows else 0) for n, tree in zip(nodes, trees, strict=True)]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
-        return [TreeOutput(row, known[: len(row)]) for row, known in zip(logits, features, strict=True)]
+        return [
+            TreeOutput(row[:n], known[:n], row[n:] if tree.rows else None)
+            for row, known, n, tree in zip(logits, features, nodes, trees, strict=True)
+        ]
 
     def _hidden(
         self, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor, taps: tuple[int, ...]

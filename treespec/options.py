@@ -23,6 +23,15 @@ def at_least(config: Any, **bounds: int) -> None:
             raise InputError(f"--{name.replace('_', '-')} is {value}, must be at least {bound}")
 
 
+DRAFTER = "what drafts in place of --head: lookup:tokens=10, rest:DATASTORE, lookahead, jacobi, or eagle:HEAD"
+
+
+def one_source(config: Any) -> None:
+    """Raises InputError unless one of `head` and `drafter` is given."""
+    if (config.head is None) == (config.drafter is None):
+        raise InputError(f"give {'--head or --drafter' if config.head is None else 'only one of --head and --drafter'}")
+
+
 def bounded(options: Any, **bounds: int) -> None:
     """`at_least` for options inside of one, as in lookup:tokens=10."""
     for name, bound in bounds.items():

@@ -8,19 +8,19 @@ cannot hold a tree is refused by name, and the first forward after loading is ch
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from treespec.allocator import keep_freed_memory
 from treespec.attention import stack_query_heads
 from treespec.branching import decoder_of, end_tokens, layer_windows, refuse_what_cannot_branch
 from treespec.cache import TreeCache
-from treespec.errors import InputError
+from treespec.errors import InputError, first_line
+from treespec.tokenizers import load_tokenizer
 from treespec.trees.mask import attention_mask, chunk_mask
 from treespec.trees.tree import TokenTree
 
@@ -84,15 +84,8 @@ class Target:
                 path, config=config, dtype=dtype, attn_implementation=attn_implementation, **options
             )
         except Exception as error:  # the loaders raise whatever the file or hub gave them
-            raise InputError(f"cannot load the target {path!r}: {_first_line(error)}") from error
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except Exception as error:
-            if Path(path).is_dir() and not list(Path(path).glob("token*")):
-                tokenizer = None
-            else:
-                raise InputError(f"cannot load the tokenizer of {path!r}: {_first_line(error)}") from error
-        return cls(model, tokenizer)
+            raise InputError(f"cannot load the target {path!r}: {first_line(error)}") from error
+        return cls(model, load_tokenizer(path))
 
     def new_cache(self, capacity: int = 512) -> TreeCache:
         return TreeCache(self.layers, capacity)
@@ -267,10 +260,6 @@ def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     if min(sizes) == rows.shape[1]:
         return rows.flatten(0, 1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager

@@ -208,16 +208,17 @@ def laws_along(spec: Spec, prompt: list[int], outputs: Sequence[list[int]], temp
 
 
 def repeats(tokens: Tensor, first: int, vocab_size: int) -> Tensor:
-    """[B, T - first - 1, V] a law after each token from `first` on: how often which token followed the same one before.
+    """[B, T - first - 1, V] a law after each token from `first` on, as drafters without a model go by, more or less.
 
-    tokens: [B, T]. It is what drafters without a model go by, more or less; every token counts 1 / V besides.
+    tokens: [B, T]. It is proportional to how often a token followed the same one before, its share of the text so
+    far, and 1 / V.
     """
     b, length = tokens.shape
     last = torch.arange(first, length - 1, device=tokens.device)
-    same = tokens[:, last, None] == tokens[:, None, :-1]  # [B, n, T - 1]
-    same &= torch.arange(length - 1, device=tokens.device) < last[:, None]
+    before = torch.arange(length - 1, device=tokens.device) < last[:, None]  # [n, T - 1]
+    weight = (tokens[:, last, None] == tokens[:, None, :-1]) + 1 / last[:, None].clamp(min=1)
     counts = torch.full((b, len(last), vocab_size), 1 / vocab_size, device=tokens.device)
-    counts.scatter_add_(2, tokens[:, None, 1:].expand(same.shape), same.float())
+    counts.scatter_add_(2, tokens[:, None, 1:].expand(weight.shape), weight * before)
     return counts / counts.sum(-1, keepdim=True)
 
 

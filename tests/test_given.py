@@ -1,12 +1,12 @@
 """Drafters without a model: what they find, that no token changes by them, and what they do not go with."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from evaluating import config_in, save_models
+from evaluating import FILES, config_in, save_models
 from models import CONFIGS, TableConfig, TableModel, target
 from test_batch import prompts, what
 from test_decode import plain_generate, prompt
@@ -20,13 +20,17 @@ from treespec.draft.lookup import Lookup, matches
 from treespec.draft.sources import source_of
 from treespec.draft.trie import trie
 from treespec.errors import InputError
+from treespec.eval.bench import bench
+from treespec.eval.bench_config import BenchConfig
 from treespec.eval.certify import examine, repeats
 from treespec.eval.certify_config import CertifyConfig
 from treespec.eval.run import evaluate
-from treespec.sampling import SamplingParams
+from treespec.sampling import SamplingParams, sample
 from treespec.spec import Spec
 from treespec.target import Target
+from treespec.verify.topk import TopK
 from treespec.verify.verifiers import NAMES
+from treespec.verify.walk import Verdict
 
 DRAFTERS = [
     "lookup",
@@ -227,11 +231,40 @@ def test_an_evaluation_takes_a_drafter(tmp_path):
     assert "drafter lookup" in (tmp_path / "out" / "summary.md").read_text()
 
 
+def test_a_benchmark_takes_one_too(tmp_path):
+    """Nothing is said of a head's step."""
+    save_models(tmp_path)
+    paths = {name: str(tmp_path / file) for name, file in FILES.items() if name != "head"}
+    options = {"contexts": "20", "rounds": 2, "dtype": "float32", "max_new_tokens": 6, "limit": 1, "temperature": "0"}
+    config = BenchConfig(out=str(tmp_path / "out"), drafter="lookahead:window=3,ngram=3", **paths | options)
+    rows = bench(config)["paddings"][0]["rows"]
+    assert [row["same_as_one_token"] for row in rows if not row["peer"]] == [1, 1]
+    table = (tmp_path / "out" / "bench.md").read_text()
+    assert "drafter lookahead:window=3,ngram=3" in table
+    assert "The head's step" not in table
+
+
+@dataclass(frozen=True)
+class Credulous:
+    """Follows the first child whatever the target says; a fault."""
+
+    scheme: TopK
+    name: str = "credulous"
+
+    def __call__(self, tree, p, generator):
+        path = [0]
+        while (below := (tree.parents == path[-1]).nonzero().flatten().tolist()) and len(path) < 3:
+            path.append(below[0])
+        return Verdict(path[1:], [*tree.tokens[path[1:]].tolist(), int(sample(p[path[-1]], generator))])
+
+
 class TestCertificate:
     def test_repeats_counts_what_followed_the_same_token(self):
         tokens = torch.tensor([[1, 2, 1, 3, 1, 2, 0]])
         law = repeats(tokens, 3, 4)  # after 3, 1 and 2
-        wanted = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 0]]) + 0.25
+        followed = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 0]])
+        shares = torch.tensor([[0, 1 / 3, 1 / 3, 1 / 3], [0, 2 / 4, 1 / 4, 1 / 4], [0, 2 / 5, 2 / 5, 1 / 5]])
+        wanted = followed + shares + 1 / 4
         assert torch.allclose(law[0], wanted / wanted.sum(-1, keepdim=True))
 
     def test_a_drafter_without_a_head_is_certified(self):
@@ -239,3 +272,8 @@ class TestCertificate:
         found = examine(spec_of("llama", "lookup"), [prompt(), prompt(5)], config)
         assert found["passed"]
         assert found["tree"] == "lookup"
+
+    def test_a_verifier_that_takes_what_it_is_given_is_not(self):
+        config = CertifyConfig("target", drafter="lookup", tokens=300, length=6, greedy_tokens=1)
+        found = examine(spec_of("gpt-neox", "lookup", verifier=Credulous(TopK())), [prompt(20) * 2], config)
+        assert [test["passed"] for test in found["tests"]][1] is False

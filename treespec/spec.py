@@ -260,7 +260,7 @@ def load(
     """Load a target (directory or hub id) and what drafts for it, placed by accelerate, to decode and not to train.
 
     head: directory or hub id of a trained head of any kind. drafter: in its place, `kind:value` of
-    `treespec.draft.sources.SOURCES`; with neither, one token is decoded at a time.
+    `treespec.draft.sources.SOURCES`, such as lookup; with neither, one token is decoded at a time.
     tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default. verifier: a name of
     `treespec.verify.verifiers.NAMES`; a lossy one needs allow_lossy. Raises InputError, or HeadError and TreeError,
     for what cannot be used.

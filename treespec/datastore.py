@@ -23,6 +23,7 @@ from treespec.suffixes import longest_suffix, suffix_array
 FORMAT = 1
 ORDER = 16  # tokens that suffixes are sorted by: the longest that are searched for
 CONVERSATIONS = (".jsonl", ".json")
+MOST = 1 << 31  # tokens: pairs of ranks are 64-bit numbers
 BLOCK = 1 << 16  # characters of plain text that are encoded at once, to the end of a line
 BLOCKS = 64
 AGAIN = "build it again with treespec datastore build --target TARGET"
@@ -62,7 +63,7 @@ def build(texts: Iterable[list[int]], tokenizer: Any, folder: str | Path) -> int
     """Write a datastore and return its number of tokens. The suffix array takes some 50 bytes of memory a token.
 
     All is written in a directory beside it, which is renamed in the end, so that a kill leaves nothing half.
-    Raises InputError where the folder exists, cannot be written, or there is no token.
+    Raises InputError where the folder exists or cannot be written, and for no token or more than MOST.
     """
     folder = Path(folder)
     if folder.exists():
@@ -72,6 +73,8 @@ def build(texts: Iterable[list[int]], tokenizer: Any, folder: str | Path) -> int
     parts = [np.array([*text, end], dtype=kind) for text in texts if text]
     if not parts:
         raise InputError("--data holds no text")
+    if (size := sum(map(len, parts))) > MOST:
+        raise InputError(f"--data holds {size} tokens, a datastore at most {MOST}: give less")
     tokens = np.concatenate(parts)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     index = {"format": FORMAT, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens), "end": end}

@@ -44,9 +44,16 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {out}: {error.strerror}; choose another folder") from error
-    report(Step(0, 1, f"loading {config.target} and {config.head}"))
+    report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
     loaded = load_assistant(config.assistant, config.dtype) if config.assistant else None
-    spec = load(config.target, config.head, device_map=config.device_map, dtype=config.dtype, compile=config.compile)
+    spec = load(
+        config.target,
+        config.head,
+        drafter=config.drafter,
+        device_map=config.device_map,
+        dtype=config.dtype,
+        compile=config.compile,
+    )
     target = spec.target
     theirs = target
     if config.stock_peers:

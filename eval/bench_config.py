@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from treespec.errors import InputError
 from treespec.eval.config import listed
-from treespec.options import at_least, option
+from treespec.options import DRAFTER, at_least, one_source, option
 
 CONTEXTS = (128, 1024, 4096)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # of the trees whose forward is timed
@@ -15,8 +15,9 @@ class BenchConfig:
     """Raises InputError for a count that is too small."""
 
     target: str = option("target model: a directory or a hub id")
-    head: str = option("draft head: a directory or a hub id")
     out: str = option("folder for bench.json, bench.md and plots")
+    head: str | None = option("draft head: a directory or a hub id", None)
+    drafter: str | None = option(DRAFTER, None)
     questions: str = option("builtin, mt-bench or a JSONL file in FastChat's format", "builtin")
     limit: int | None = option("only the first so many questions", None)
     turns: int = option("only the first so many turns of a question", 1)
@@ -47,6 +48,7 @@ class BenchConfig:
     compile: bool = option("compile the forwards of target and head: for GPUs; on a CPU the default is faster", False)
 
     def __post_init__(self) -> None:
+        one_source(self)
         at_least(self, limit=1, turns=1, max_new_tokens=1, rounds=2, seed=0)
 
 

@@ -35,7 +35,9 @@ def forwards(
 ) -> list[dict[str, Any]]:
     """[{what, nodes, context, ms: {value, low, high}}]: medians over rounds, in each of which all cases take turns."""
     places = {context: Place(spec, context, seed) for context in contexts}
-    sizes = {"target": NODES, "begin": (WAITING,), "extend": FRONTIERS}
+    sizes: dict[str, tuple[int, ...]] = {"target": NODES}
+    if spec.proposer:
+        sizes |= {"begin": (WAITING,), "extend": FRONTIERS}
     cases = [Case(what, nodes, context) for context in contexts for what in sizes for nodes in sizes[what]]
     times = defaultdict(list)
     for number in range(WARM_UP + rounds):
@@ -49,33 +51,37 @@ def forwards(
 
 @final
 class Place:
-    """A target's cache and a head's behind a text of random tokens."""
+    """A target's cache and a draft model's, if there is one, behind a text of random tokens."""
 
     def __init__(self, spec: Spec, context: int, seed: int) -> None:
-        assert spec.proposer
         self.target, self.context = spec.target, context
-        self.cache, self.proposer = spec.target.new_cache(), spec.proposer.new()
+        self.cache, self.proposer = spec.target.new_cache(), spec.proposer.new() if spec.proposer else None
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(spec.target.vocab_size, (context + 1,), generator=generator)
-        self.features = self.target.prefill(self.cache, self.tokens[None, :-1], self.proposer.taps)[0]  # [P, H]
-        self.proposer.observe([self.features], [self.tokens])
-        self.begin()
+        taps = self.proposer.taps if self.proposer else ()
+        self.features = self.target.prefill(self.cache, self.tokens[None, :-1], taps)[0]  # [P, H]
+        if self.proposer:
+            self.proposer.observe([self.features], [self.tokens])
+            self.begin()
 
     def time(self, case: Case) -> float:
         """Seconds of one forward, after which all is as before."""
         if case.what == "target":
             tree = star(case.nodes, self.target.vocab_size, self.target.output_device)
             return seconds(lambda: self.target.forward_tree(self.cache, tree), self.target.output_device)
+        proposer = self.proposer
+        assert proposer
         again = torch.arange(WAITING + 1) % self.context
-        self.proposer.observe([self.features[again[1:].to(self.features.device)]], [self.tokens[again]])
+        proposer.observe([self.features[again[1:].to(self.features.device)]], [self.tokens[again]])
         spent = seconds(self.begin, self.target.output_device)
         if case.what == "extend":
             zeros = torch.zeros(case.nodes, dtype=torch.int64, device=self.target.output_device)
-            spent = seconds(lambda: self.proposer.extend([Frontier(zeros, zeros)]), self.target.output_device)
-        self.proposer.rewind([self.context])
+            spent = seconds(lambda: proposer.extend([Frontier(zeros, zeros)]), self.target.output_device)
+        proposer.rewind([self.context])
         return spent
 
     def begin(self) -> None:
+        assert self.proposer
         self.proposer.begin(self.tokens[-1:].to(self.target.output_device), self.cache)
 
 

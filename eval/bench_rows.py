@@ -5,20 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from treespec.draft.grow import check_pair
 from treespec.eval.bench_config import BenchConfig
 from treespec.eval.bench_figures import Timed
 from treespec.eval.bench_split import CPU, split
 from treespec.eval.config import listed, number
+from treespec.eval.run import paired
 from treespec.sampling import SamplingParams
-from treespec.spec import Spec, default_tree
-from treespec.trees.policy import Policy, policy
+from treespec.spec import Spec
+from treespec.trees.policy import Policy
 from treespec.verify.verifiers import verifier_by_name
 from treespec.verify.walk import Verifier
 
 ONE_TOKEN = "one token"
 
-Draft = tuple[Policy, Verifier]
+Draft = tuple[Policy | None, Verifier]
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,7 @@ def drafts(config: BenchConfig) -> dict[str, Draft]:
     found = {}
     for name in listed("verifier", config.verifier):
         called, _, own = name.partition("@")
-        verifier = verifier_by_name(called)
-        tree = policy(own) if own else default_tree(verifier.scheme)
-        check_pair(tree, verifier.scheme)
-        found[name] = (tree, verifier)
+        found[name] = paired(verifier_by_name(called), own or None, config.drafter)
     return found
 
 

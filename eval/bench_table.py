@@ -11,7 +11,7 @@ from treespec.eval.bench_config import NODES
 from treespec.eval.bench_figures import Figure
 from treespec.eval.bench_forwards import FRONTIERS, WAITING
 from treespec.eval.bench_rows import label
-from treespec.eval.table import STAGES, as_markdown
+from treespec.eval.table import STAGES, as_markdown, drafted_by
 
 Measured = dict[str, Any]  # of one number of padded layers
 
@@ -36,6 +36,8 @@ def show(result: dict[str, Any], console: Console, style: box.Box = box.SIMPLE_H
 
     paddings = result["paddings"]
     for title, what in (("The target's forward in ms, by nodes", "target"), ("The head's step in ms", "extend")):
+        if not any(timed["what"] == what for measured in paddings for timed in measured["forwards"]):
+            continue  # nothing drafts with a head
         names, lines = forwards(paddings, what)
         table(title, ["", "context", *names], lines, labels=2)
     cycles = ["cycle", *STAGES.values(), "overhead"]
@@ -119,7 +121,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     if config["stock_peers"]:
         of_peers = "a model of their own, as transformers loads it"
     lines = [
-        f"Target {config['target']}, head {config['head']}, assistant {config['assistant'] or 'none'}, questions "
+        f"Target {config['target']}, {drafted_by(config)}, assistant {config['assistant'] or 'none'}, questions "
         f"{config['questions']} ({result['questions']}), at most {config['max_new_tokens']} new tokens a turn, "
         f"seed {config['seed']}.",
         "Measured on {device}, {dtype}, CPU threads: {threads}, torch {torch}, transformers {transformers}, "

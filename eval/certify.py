@@ -39,12 +39,13 @@ def certify(config: CertifyConfig, report: Callable[[Step], None] = lambda step:
         temporary.touch()
     except OSError as error:
         raise InputError(f"--out {config.out} cannot be written: {error.strerror}; choose another file") from error
-    report(Step(0, 1, f"loading {config.target} and {config.head}"))
+    report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
     spec = load(
         config.target,
         config.head,
         config.tree,
         config.verifier,
+        drafter=config.drafter,
         template=config.template,
         device_map=config.device_map,
         dtype=config.dtype,
@@ -125,7 +126,7 @@ def judge(
     }
     return {
         "verifier": spec.verifier.name,
-        "tree": repr(spec.policy)[:200],
+        "tree": repr(spec.policy)[:200] if spec.policy else config.drafter,
         "lossless": spec.verifier.scheme.lossless,
         "passed": bool(greedy["passed"] and all(test["passed"] for test in tests)),
         "tests": [greedy, *tests],
@@ -177,10 +178,10 @@ def greedy_answer(spec: Spec, prompt: list[int], tokens: int) -> dict[str, Any]:
 def laws_along(spec: Spec, prompt: list[int], outputs: Sequence[list[int]], temperature: float) -> list[Tensor]:
     """For every output its tokens' numbers [n, 3]: uniform by p in the order of p/q, in that of p; rank by q.
 
-    p: the plain model's probabilities after the text before the token. q: the head's first draft step there.
+    p: the plain model's probabilities after the text before the token. q: the head's first draft step there, without a
+    head the law of `repeats`; any law will do that is a function of the text before.
     """
     target, head = spec.target, spec.head
-    assert head is not None
     params, found = SamplingParams(temperature), []
     generator = torch.Generator().manual_seed(len(prompt))
     for start in range(0, len(outputs), 16):
@@ -188,18 +189,37 @@ def laws_along(spec: Spec, prompt: list[int], outputs: Sequence[list[int]], temp
         longest = max(map(len, some))
         rows = torch.tensor([[*prompt, *output, *[0] * (longest - len(output))] for output in some])
         tokens = rows.to(target.output_device)
-        given, last = target.parted(target.features(rows, head.taps, last=True), head.taps)
+        taps = head.taps if head else ()
+        given, last = target.parted(target.features(rows, taps, last=True), taps)
         first = len(prompt) - 1
         p = probs(target.output_logits(last[:, first:-1]), params)  # [B, n, V]
-        # Row t drafts token t + 2; the first token has the prompt's last but one row.
-        steps = [next(KINDS[head.kind].rollout(head, target, *row, 1)) for row in zip(tokens, given, strict=True)]
-        q = probs(torch.stack(steps)[:, first - 1 :], params)
+        if head is None:
+            q = repeats(tokens, first, target.vocab_size)
+        else:
+            # Row t drafts token t + 2; the first token has the prompt's last but one row.
+            steps = [next(KINDS[head.kind].rollout(head, target, *row, 1)) for row in zip(tokens, given, strict=True)]
+            q = probs(torch.stack(steps)[:, first - 1 :], params)
         chosen = tokens[:, first + 1 :, None]
         coin = torch.rand(chosen.shape, generator=generator, dtype=torch.float64).to(p.device)
         of_ratio = placed(p, p / q.clamp(min=torch.finfo(q.dtype).tiny), chosen, coin)
         numbers = torch.cat([of_ratio, placed(p, p, chosen, coin), placed(q, q, chosen, coin)], dim=-1).cpu()
         found += [row[: len(output)] for row, output in zip(numbers, some, strict=True)]
     return found
+
+
+def repeats(tokens: Tensor, first: int, vocab_size: int) -> Tensor:
+    """[B, T - first - 1, V] a law after each token from `first` on, as drafters without a model go by, more or less.
+
+    tokens: [B, T]. It is proportional to how often a token followed the same one before, its share of the text so
+    far, and 1 / V.
+    """
+    b, length = tokens.shape
+    last = torch.arange(first, length - 1, device=tokens.device)
+    before = torch.arange(length - 1, device=tokens.device) < last[:, None]  # [n, T - 1]
+    weight = (tokens[:, last, None] == tokens[:, None, :-1]) + 1 / last[:, None].clamp(min=1)
+    counts = torch.full((b, len(last), vocab_size), 1 / vocab_size, device=tokens.device)
+    counts.scatter_add_(2, tokens[:, None, 1:].expand(weight.shape), weight * before)
+    return counts / counts.sum(-1, keepdim=True)
 
 
 def placed(law: Tensor, order: Tensor, chosen: Tensor, coin: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from treespec.errors import InputError
-from treespec.options import at_least, option
+from treespec.options import DRAFTER, at_least, one_source, option
 
 
 @dataclass(frozen=True)
@@ -11,7 +11,7 @@ class CertifyConfig:
     """Raises InputError for a value out of range."""
 
     target: str = option("target model: a directory or a hub id")
-    head: str = option("draft head: a directory or a hub id")
+    head: str | None = option("draft head: a directory or a hub id", None)
     out: str = option("JSON file for the report", "certificate.json")
     verifier: str = option("as in eval; see treespec eval --help", "topk")
     tree: str | None = option("as in eval; default: the verifier's own", None)
@@ -23,6 +23,7 @@ class CertifyConfig:
     length: int = option("tokens of a sampled continuation", 8)
     error: float = option("chance of failing a verifier that is exact, all tests together", 1e-3)
     seed: int = option("of all samples", 0)
+    drafter: str | None = option(DRAFTER, None)
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option(
@@ -30,6 +31,7 @@ class CertifyConfig:
     )
 
     def __post_init__(self) -> None:
+        one_source(self)
         at_least(self, limit=1, greedy_tokens=1, tokens=1, length=1, seed=0)
         if self.temperature <= 0:
             raise InputError(

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from treespec.errors import InputError
-from treespec.options import at_least, option
+from treespec.options import DRAFTER, at_least, one_source, option
 
 if TYPE_CHECKING:
     from treespec.eval.questions import Question
@@ -22,8 +22,9 @@ class EvalConfig:
     """Raises InputError for a count that is too small."""
 
     target: str = option("target model: a directory or a hub id")
-    head: str = option("draft head: a directory or a hub id")
     out: str = option("folder for answers and summary; the same command goes on where it stopped")
+    head: str | None = option("draft head: a directory or a hub id", None)
+    drafter: str | None = option(DRAFTER, None)
     questions: str = option("builtin, mt-bench or a JSONL file in FastChat's format", "builtin")
     verifier: str = option(
         "one or several, by commas: single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, otm-lp, optimal, topk, "
@@ -53,6 +54,7 @@ class EvalConfig:
     compile: bool = option("compile the forwards of target and head: for GPUs; on a CPU the default is faster", False)
 
     def __post_init__(self) -> None:
+        one_source(self)
         at_least(self, max_new_tokens=1, limit=1, turns=1, batch=1, resamples=1, warm_up=0, seed=0)
 
 

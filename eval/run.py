@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from treespec import templates
+from treespec.draft.given import check_given
+from treespec.draft.given_kinds import GIVEN
 from treespec.draft.grow import check_pair
 from treespec.errors import InputError
 from treespec.eval import answers
@@ -34,7 +36,7 @@ from treespec.verify.walk import Verifier
 WARM_UP_TOKENS = 16
 
 Ranked = TypeVar("Ranked")
-Draft = tuple[Policy, Verifier] | None  # None: the baseline
+Draft = tuple[Policy | None, Verifier] | None  # None: the baseline
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,11 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
     total = len(questions) * len(drafts)
     there = total - sum(len(group) for group, _ in plan)
     if plan:
-        report(Step(there, total, f"loading {config.target} and {config.head}"))
+        report(Step(there, total, f"loading {config.target} and {config.drafter or config.head}"))
         spec = load(
             config.target,
             config.head,
+            drafter=config.drafter,
             template=config.template,
             device_map=config.device_map,
             dtype=config.dtype,
@@ -156,10 +159,18 @@ def _checked(configuration: Configuration, config: EvalConfig) -> Draft:
     SamplingParams(configuration.temperature, config.top_k, config.top_p)
     if configuration.verifier is None:
         return None
-    verifier = verifier_by_name(configuration.verifier, config.allow_lossy)
-    tree = policy(configuration.tree) if configuration.tree else default_tree(verifier.scheme)
-    check_pair(tree, verifier.scheme)
-    return tree, verifier
+    return paired(verifier_by_name(configuration.verifier, config.allow_lossy), configuration.tree, config.drafter)
+
+
+def paired(verifier: Verifier, tree: str | None, drafter: str | None) -> tuple[Policy | None, Verifier]:
+    """With the tree that is named or the verifier's own; without one where the drafter makes it. Raises InputError."""
+    kind = (drafter or "").partition(":")[0]
+    if kind in GIVEN:
+        check_given(kind, verifier.scheme, tree)
+        return None, verifier
+    chosen = policy(tree) if tree else default_tree(verifier.scheme)
+    check_pair(chosen, verifier.scheme)
+    return chosen, verifier
 
 
 def _fresh(spec: Spec, draft: Draft) -> Spec:

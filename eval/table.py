@@ -72,7 +72,7 @@ def notes(summary: dict[str, Any]) -> list[str]:
     """What one must know to read the figures."""
     config, rows = summary["config"], summary["configurations"]
     lines = [
-        f"Target {config['target']}, head {config['head']}, questions {config['questions']} "
+        f"Target {config['target']}, {drafted_by(config)}, questions {config['questions']} "
         f"({summary['questions']}), at most {config['max_new_tokens']} new tokens a turn, "
         f"tree {config['tree'] or 'of each verifier by default'}, seed {config['seed']}.",
         "Measured on {device}, {dtype}, CPU threads: {threads}, torch {torch}, transformers {transformers}, "
@@ -98,6 +98,11 @@ def notes(summary: dict[str, Any]) -> list[str]:
     if left_out := summary["left_out"]:
         lines.append(f"Lines of the question file left out, {len(left_out)}: {'; '.join(left_out[:3])}.")
     return lines
+
+
+def drafted_by(config: dict[str, Any]) -> str:
+    drafter = config.get("drafter")
+    return f"drafter {drafter}" if drafter else f"head {config['head']}"
 
 
 def _main(row: dict[str, Any]) -> list[str]:

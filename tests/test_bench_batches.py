@@ -1,6 +1,6 @@
 """Throughput by the size of the batch, as the benchmark measures it."""
 
-from evaluating import save_models
+from evaluating import FILES, save_models
 
 from treespec.eval.bench import bench
 from treespec.eval.bench_config import BenchConfig
@@ -9,7 +9,8 @@ from treespec.eval.bench_config import BenchConfig
 def test_batches_of_any_size_have_the_same_tokens_and_a_line_each(tmp_path):
     save_models(tmp_path)
     config = BenchConfig(
-        *(str(tmp_path / name) for name in ("target", "head", "out", "questions.jsonl")),
+        **{name: str(tmp_path / file) for name, file in FILES.items()},
+        out=str(tmp_path / "out"),
         verifier="topk,rrs@2x2",
         max_new_tokens=6,
         contexts="20",

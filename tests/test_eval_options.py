@@ -43,7 +43,12 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path, 
 def test_a_verifier_may_name_its_own_tree():
     """One with options and commas included; the others go with every tree."""
     config = EvalConfig(
-        "t", "h", "o", "q", "topk@dynamic:depth=3,topk=2,nodes=8,rrs,rrs-wo", "eagle;2x2", baseline=False
+        "t",
+        "o",
+        "h",
+        verifier="topk@dynamic:depth=3,topk=2,nodes=8,rrs,rrs-wo",
+        tree="eagle;2x2",
+        baseline=False,
     )
     pairs = [(c.verifier, c.tree) for c in configurations(config)]
     both = [(verifier, tree) for verifier in ("rrs", "rrs-wo") for tree in ("eagle", "2x2")]
@@ -123,7 +128,7 @@ def test_lossy_verifiers_are_marked(home, tmp_path):
 
 def test_options_with_commas_stay_whole():
     config = EvalConfig(
-        "org/T-7B", "h", "o", verifier="is-lp:s=8,alphabet=50, topk", tree="chain:3;dynamic:depth=3,topk=2,nodes=8"
+        "org/T-7B", "o", "h", verifier="is-lp:s=8,alphabet=50, topk", tree="chain:3;dynamic:depth=3,topk=2,nodes=8"
     )
     names = [c.model_id for c in configurations(config)]
     assert names == [

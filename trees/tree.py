@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,20 @@ class Drafts:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """M tokens that ride in the target's forward behind a tree's N nodes; they are neither verified nor kept.
+
+    tokens, depth: [M] int64; a row stands so many positions behind the root. mask: [M, N + M] bool, the nodes and
+    rows that each row sees; no node sees a row. asked: so many rows, the first ones, have their logits handed back.
+    """
+
+    tokens: Tensor
+    depth: Tensor
+    mask: Tensor
+    asked: int
+
+
+@dataclass(frozen=True)
 class TokenTree:
     """N nodes; node 0 is the root, the last committed token.
 
@@ -38,6 +54,7 @@ class TokenTree:
     parents[i] < i. depth: [N] int64, depth[0] = 0. ancestors: [N, N] bool, row i marks i and what is above.
     drafts: None when the children are a deterministic function of the text (top-k, retrieval).
     A repeated draw leaves a slot that is never reached: a token means the first child that carries it.
+    rows: what else its drafter wants the target to look at.
     """
 
     tokens: Tensor
@@ -45,3 +62,20 @@ class TokenTree:
     depth: Tensor
     ancestors: Tensor
     drafts: Drafts | None = None
+    rows: Rows | None = None
+
+    def forwarded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Nodes and rows as one forward takes them: tokens and depth [N + M], and [N + M, N + M] who sees whom.
+
+        Two rows b, c behind the tree a of one node; b sees a, and c all:
+
+                a b c
+            a   x
+            b   x x
+            c   x x x
+        """
+        rows = self.rows
+        if rows is None:
+            return self.tokens, self.depth, self.ancestors
+        seen = torch.cat([pad(self.ancestors, (0, len(rows.tokens))), rows.mask])
+        return torch.cat([self.tokens, rows.tokens]), torch.cat([self.depth, rows.depth]), seen

@@ -106,7 +106,7 @@ class Decoder:
                 if drafter:
                     features = [out.features[kept] for out, kept in zip(outs, nodes, strict=True)]
                     new = zip(roots.tolist(), verdicts, strict=True)
-                    drafter.settle([len(verdict.path) for verdict in verdicts])
+                    drafter.settle([len(verdict.path) for verdict in verdicts], outs)
                     drafter.observe(features, [torch.tensor([root, *v.tokens], device=device) for root, v in new])
             for text, tree, verdict in zip(texts, trees, verdicts, strict=True):
                 pieces += [(text, piece) for piece in _take(text, tree, verdict)]

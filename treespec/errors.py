@@ -9,3 +9,8 @@ class InputError(ValueError):
     """
 
     exit_code = 2
+
+
+def first_line(error: Exception) -> str:
+    """Of what it says, or else its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,9 +1,12 @@
 """Configuration dataclasses whose fields are command-line options: said once, saved beside every result."""
 
-from dataclasses import MISSING, field
-from typing import Any
+import re
+from dataclasses import MISSING, field, fields
+from typing import Any, TypeVar
 
 from treespec.errors import InputError
+
+Options = TypeVar("Options")
 
 
 def option(help: str, default: Any = MISSING) -> Any:
@@ -18,3 +21,35 @@ def at_least(config: Any, **bounds: int) -> None:
         value = getattr(config, name)
         if value is not None and value < bound:
             raise InputError(f"--{name.replace('_', '-')} is {value}, must be at least {bound}")
+
+
+DRAFTER = "what drafts in place of --head: lookup:tokens=10, rest:DATASTORE, lookahead, jacobi, or eagle:HEAD"
+
+
+def one_source(config: Any) -> None:
+    """Raises InputError unless one of `head` and `drafter` is given."""
+    if (config.head is None) == (config.drafter is None):
+        raise InputError(f"give {'--head or --drafter' if config.head is None else 'only one of --head and --drafter'}")
+
+
+def bounded(options: Any, **bounds: int) -> None:
+    """`at_least` for options inside of one, as in lookup:tokens=10."""
+    for name, bound in bounds.items():
+        if getattr(options, name) < bound:
+            raise InputError(f"{name} is {getattr(options, name)}, must be at least {bound}")
+
+
+def parsed(kind: type[Options], text: str, named: str) -> Options:
+    """A dataclass of whole numbers from `tokens=10,ngram=3`. Raises InputError, of what is `named`."""
+    known = {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"(\w+)=(\d+)", part)
+        if not match or match[1] not in known:
+            choice = ", ".join(f"{name}={value}" for name, value in known.items())
+            raise InputError(f"{named}: {part!r} is not understood; its options are {choice}")
+        values[match[1]] = int(match[2])
+    try:
+        return kind(**values)
+    except InputError as error:
+        raise InputError(f"{named}: {error}") from None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from treespec.errors import InputError
+from treespec.errors import InputError, first_line
 from treespec.packed import PackedLinear
 from treespec.target import Target
 
@@ -58,7 +58,7 @@ def pad(target: Target, layers: int) -> float:
         _say(config, before, kinds)
         raise InputError(
             f"--pad-layers: {type(model).__name__} cannot be padded "
-            f"({', '.join(written) or 'nothing'} of its layers silenced): {_first_line(error)}"
+            f"({', '.join(written) or 'nothing'} of its layers silenced): {first_line(error)}"
         ) from error
     target.layers = before + layers
     return difference
@@ -128,7 +128,3 @@ def _logits(model: PreTrainedModel) -> Tensor:
     """[8, V] logits of a few tokens, float32."""
     tokens = torch.arange(3, 11, device=model.device)[None] % model.config.get_text_config().vocab_size
     return model(input_ids=tokens, use_cache=False).logits[0].float()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -11,6 +11,7 @@ from treespec import templates
 from treespec.decode import Decoder, Piece, Text
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.drafter import Drafter
+from treespec.draft.given import GivenDrafter, check_given
 from treespec.draft.grow import TreeDrafter
 from treespec.draft.kinds import KINDS
 from treespec.draft.proposer import Proposer
@@ -86,12 +87,14 @@ class Spec:
         self.target, self.source, self.template, self.calibration = target, source, template, calibration
         self.verifier = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         scheme = self.verifier.scheme
-        if tree is None:
+        if isinstance(source, GivenDrafter):
+            check_given(source.name, scheme, tree)
+        elif tree is None:
             tree = default_tree(scheme, self.proposer.max_depth if self.proposer else None)
         self.policy = policy(tree) if isinstance(tree, str) else tree
         self.times = times
         drafter: Drafter | None = None
-        if self.proposer:
+        if self.proposer and self.policy:
             if isinstance(self.policy, AutoTree) and not times:
                 self.times = times_for(target, self.proposer)
             drafter = TreeDrafter(self.proposer.new(), self.policy, scheme, calibration, self.times)
@@ -262,12 +265,14 @@ def load(
     """Load a target (directory or hub id) and what drafts for it, placed by accelerate, to decode and not to train.
 
     head: directory or hub id of a trained head of any kind. drafter: in its place, `kind:value` of
-    `treespec.draft.sources.SOURCES`; with neither, one token is decoded at a time.
+    `treespec.draft.sources.SOURCES`, such as lookup; with neither, one token is decoded at a time.
     tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default.
     verifier: a name of `treespec.verify.verifiers.NAMES`; a lossy one needs allow_lossy.
     compile: the forwards of target and head, see `Target.compile`.
     Raises InputError, or HeadError and TreeError, for what cannot be used.
     """
+    if head and drafter:
+        raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
     model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
     named = drafter or (f"head:{head}" if head else None)
     source = source_of(named, model) if named else None

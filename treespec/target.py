@@ -8,31 +8,35 @@ cannot hold a tree is refused by name, and the first forward after loading is ch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from treespec.allocator import keep_freed_memory
 from treespec.attention import stack_query_heads
 from treespec.branching import decoder_of, end_tokens, layer_windows, refuse_what_cannot_branch
 from treespec.cache import TreeCache
-from treespec.errors import InputError
+from treespec.errors import InputError, first_line
 from treespec.fixed import Fixed, padded, padded_mask, room
 from treespec.masks import additive_masks
 from treespec.taps import captured, layers_of, over_layers
+from treespec.tokenizers import load_tokenizer
 from treespec.trees.tree import TokenTree
 
 
 @dataclass(frozen=True)
 class TreeOutput:
-    """logits: [N, V]. features: [N, H], or [N, taps * H] where a head taps several layers."""
+    """logits: [N, V]. features: [N, H], or [N, taps * H] where a head taps several layers.
+
+    rows: [asked, V] logits of the tree's extra rows, where it has any.
+    """
 
     logits: Tensor
     features: Tensor
+    rows: Tensor | None = None
 
 
 @final
@@ -93,15 +97,8 @@ class Target:
                 path, config=config, dtype=dtype, attn_implementation=attn_implementation, **options
             )
         except Exception as error:  # the loaders raise whatever the file or hub gave them
-            raise InputError(f"cannot load the target {path!r}: {_first_line(error)}") from error
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except Exception as error:
-            if Path(path).is_dir() and not list(Path(path).glob("token*")):
-                tokenizer = None
-            else:
-                raise InputError(f"cannot load the tokenizer of {path!r}: {_first_line(error)}") from error
-        return cls(model, tokenizer)
+            raise InputError(f"cannot load the target {path!r}: {first_line(error)}") from error
+        return cls(model, load_tokenizer(path))
 
     def new_cache(self, capacity: int = 512) -> TreeCache:
         return TreeCache(self.layers, capacity)
@@ -205,17 +202,23 @@ class Target:
     ) -> list[TreeOutput]:
         """The one forward of a cycle: a tree for each text of the cache, written behind it for `cache.commit` to keep.
 
-        The smaller trees are filled up with nodes of token 0 below nothing, which no other node sees.
+        A tree's extra rows are written behind its nodes. The smaller trees are filled up with nodes of token 0 below
+        nothing, which no other node sees.
         """
-        sizes = [len(tree.tokens) for tree in trees]
-        tokens = pad_sequence([tree.tokens for tree in trees], batch_first=True).clamp_min(0)  # [B, N]
-        depth = pad_sequence([tree.depth for tree in trees], batch_first=True)
-        ancestors = torch.eye(max(sizes), dtype=torch.bool, device=depth.device).repeat(len(sizes), 1, 1)
-        for row, (tree, size) in enumerate(zip(trees, sizes, strict=True)):
-            ancestors[row, :size, :size] = tree.ancestors
+        given, depths, seen = zip(*(tree.forwarded() for tree in trees), strict=True)
+        tokens = pad_sequence(list(given), batch_first=True).clamp_min(0)  # [B, N + M]
+        depth = pad_sequence(list(depths), batch_first=True)
+        ancestors = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device).repeat(len(trees), 1, 1)
+        for row, mask in enumerate(seen):
+            ancestors[row, : len(mask), : len(mask)] = mask
         hidden, features = self._hidden(cache, tokens, depth, ancestors, taps)
+        nodes = [len(tree.tokens) for tree in trees]
+        sizes = [n + (tree.rows.asked if tree.rows else 0) for n, tree in zip(nodes, trees, strict=True)]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
-        return [TreeOutput(row, known[: len(row)]) for row, known in zip(logits, features, strict=True)]
+        return [
+            TreeOutput(row[:n], known[:n], row[n:] if tree.rows else None)
+            for row, known, n, tree in zip(logits, features, nodes, trees, strict=True)
+        ]
 
     def _hidden(
         self, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor, taps: tuple[int, ...]
@@ -282,7 +285,3 @@ def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     if min(sizes) == rows.shape[1]:
         return rows.flatten(0, 1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

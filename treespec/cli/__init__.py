@@ -13,6 +13,7 @@ from treespec.cli.bench import bench
 from treespec.cli.calibrate import calibrate
 from treespec.cli.certify import certify
 from treespec.cli.chat import chat
+from treespec.cli.datastore import app as datastore
 from treespec.cli.evaluate import evaluate
 from treespec.cli.generate import generate
 from treespec.cli.quickstart import quickstart
@@ -36,6 +37,7 @@ app.command()(calibrate)
 app.command()(tree)
 app.command()(certify)
 app.command()(quickstart)
+app.add_typer(datastore, name="datastore")
 
 
 def main() -> None:

@@ -50,16 +50,17 @@ class Conversation:
 
     def configure(self, tree: str | None, verifier: str) -> str:
         """Another tree and verifier from the next answer on. A pair that is refused changes nothing."""
-        if self.spec.head is None:
-            raise InputError("nothing is drafted without a head: start again with --head")
+        if self.spec.source is None:
+            raise InputError("nothing is drafted without a head: start again with --head or --drafter")
         self.spec = self.spec.configured(tree, verifier, self.config.allow_lossy)
         self.config = replace(self.config, tree=tree, verifier=verifier)
         return self.drafting()
 
     def drafting(self) -> str:
-        if self.spec.head is None:
+        if self.spec.source is None:
             return "no head: one token at a time"
-        return f"verifier {self.config.verifier}, tree {self.config.tree or 'default'}"
+        drafts = f"tree {self.config.tree or 'default'}" if self.spec.policy else f"drafts by {self.config.drafter}"
+        return f"verifier {self.config.verifier}, {drafts}"
 
 
 @final

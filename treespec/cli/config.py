@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from treespec.options import option
+from treespec.options import DRAFTER, option
 
 if TYPE_CHECKING:
     from treespec.spec import Spec
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 class ModelConfig:
     target: str = option("target model: a directory or a hub id")
     head: str | None = option("draft head: a directory or a hub id; none decodes one token at a time", None)
+    drafter: str | None = option(DRAFTER, None)
     tree: str | None = option(
         "eagle, medusa, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, or a JSON file of paths; default: the "
         "verifier's own",
@@ -59,6 +60,7 @@ def load_spec(config: ModelConfig) -> "Spec":
         config.head,
         config.tree,
         config.verifier,
+        drafter=config.drafter,
         allow_lossy=config.allow_lossy,
         template=config.template,
         device_map=config.device_map,

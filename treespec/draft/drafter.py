@@ -8,6 +8,7 @@ from torch import Tensor
 
 from treespec.cache import TreeCache
 from treespec.sampling import SamplingParams
+from treespec.target import TreeOutput
 from treespec.trees.tree import TokenTree
 
 
@@ -41,8 +42,8 @@ class Drafter(Protocol):
         """
         ...
 
-    def settle(self, accepted: Sequence[int]) -> None:
-        """So many drafted tokens of each tree were accepted."""
+    def settle(self, accepted: Sequence[int], outs: Sequence[TreeOutput]) -> None:
+        """So many drafted tokens of each tree were accepted. outs: what the target said of each."""
         ...
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:

@@ -19,6 +19,7 @@ from treespec.draft.times import Times
 from treespec.draft.vocabulary import in_target
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
+from treespec.target import TreeOutput
 from treespec.trees.auto import AutoTree
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import Policy
@@ -176,7 +177,7 @@ class TreeDrafter:
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         self.proposer.observe(features, tokens)
 
-    def settle(self, accepted: Sequence[int]) -> None:
+    def settle(self, accepted: Sequence[int], outs: Sequence[TreeOutput]) -> None:
         for pace, number, drafted in zip(self.paces, accepted, self.drafted, strict=True):
             if pace:
                 pace.settle(number, *drafted)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from treespec.draft.eagle import embedding_of
+from treespec.draft.given_kinds import GIVEN, given_by
 from treespec.draft.kinds import KINDS
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
@@ -43,6 +44,7 @@ def head_of_kind(kind: str) -> Callable[[str, Target], Any]:
 SOURCES: dict[str, Callable[[str, Target], Any]] = {
     "head": trained_head,
     **{kind: head_of_kind(kind) for kind in KINDS},
+    **{name: given_by(name) for name in GIVEN},
 }
 
 
@@ -50,7 +52,7 @@ def source_of(drafter: str, target: Target) -> Any:
     """Raises InputError for a kind that there is not, and what the kind's own loading raises."""
     kind, _, value = drafter.partition(":")
     if kind not in SOURCES:
-        raise InputError(f"unknown drafter {drafter!r}: choose {', '.join(SOURCES)}, as in eagle:DIRECTORY")
+        raise InputError(f"unknown drafter {drafter!r}: choose {', '.join(SOURCES)}, as in eagle:DIRECTORY or lookup")
     return SOURCES[kind](value, target)
 
 

@@ -1,0 +1,211 @@
+"""Retrieval: what a suffix array finds is what a search of all places finds, and a datastore is whole or not there."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from models import TableConfig, TableModel, save_model, tokenizer
+from test_cli import run
+from test_decode import plain_generate
+from test_given import paths_of
+from test_sequence_law import TestSequenceLaw as SequenceLaw
+
+from treespec import datastore, load
+from treespec.datastore import ORDER, Datastore, build, encoded, fingerprint, open_datastore
+from treespec.draft.given import GivenDrafter
+from treespec.draft.rest import Rest, RestOptions
+from treespec.errors import InputError
+from treespec.sampling import SamplingParams
+from treespec.spec import Spec
+from treespec.suffixes import longest_suffix, places_of, suffix_array
+from treespec.target import Target
+
+END = 4
+LINE = "the user asks and the assistant answers the question\n"
+
+
+def random_tokens(seed, length=200):
+    """Of four kinds, with an end every now and then."""
+    tokens = np.random.default_rng(seed).integers(END, size=length).astype(np.uint16)
+    tokens[29::30] = END
+    return tokens
+
+
+def store_of(tokens):
+    return Datastore(tokens, suffix_array(tokens, ORDER), END)
+
+
+def brute(tokens, pattern):
+    """Where a pattern stands."""
+    return [i for i in range(len(tokens)) if tokens[i : i + len(pattern)].tolist() == pattern]
+
+
+class TestSuffixes:
+    @pytest.mark.parametrize("order", [1, 2, 5, 16])
+    @pytest.mark.parametrize("length", [1, 2, 3, 200])
+    def test_places_are_sorted_by_what_begins_there(self, order, length):
+        tokens = random_tokens(order, length)
+        places = suffix_array(tokens, order).tolist()
+        assert sorted(places) == list(range(length))
+        beginnings = [tokens[place : place + order].tolist() for place in places]
+        assert beginnings == sorted(beginnings)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_a_search_finds_every_place(self, seed):
+        tokens = random_tokens(seed)
+        suffixes = suffix_array(tokens, ORDER)
+        for length in (1, 2, 4, 16):
+            for pattern in (tokens[77 : 77 + length].tolist(), random_tokens(seed + 9, length).tolist(), [9] * length):
+                first, last = places_of(tokens, suffixes, pattern)
+                assert sorted(suffixes[first:last].tolist()) == brute(tokens, pattern)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_the_longest_suffix_is_the_longest_that_stands_somewhere(self, seed):
+        tokens = random_tokens(seed)
+        suffixes = suffix_array(tokens, ORDER)
+        for text in ([3, *tokens[50:60].tolist()], random_tokens(seed + 9, 12).tolist(), [1], [9, 9]):
+            known = next((n for n in range(min(8, len(text)), 1, -1) if brute(tokens, text[-n:])), 0)
+            found, first, last = longest_suffix(tokens, suffixes, text, shortest=2, longest=8)
+            assert found == known
+            if known:
+                assert sorted(suffixes[first:last].tolist()) == brute(tokens, text[-known:])
+
+
+class TestContinuations:
+    @pytest.mark.parametrize("seed", range(6))
+    def test_they_are_what_follows_in_the_text_up_to_its_end(self, seed):
+        tokens, text = random_tokens(seed), random_tokens(seed + 50, 9)
+        text[text == END] = 0
+        known = next(n for n in range(9, 1, -1) if brute(tokens, text[-n:].tolist()))
+        wanted = Counter()
+        for place in brute(tokens, text[-known:].tolist()):
+            following = tokens[place + known : place + known + 5].tolist()
+            following = following[: following.index(END)] if END in following else following
+            wanted[tuple(following + [-1] * (5 - len(following)))] += 1
+        found = store_of(tokens).continuations(text.astype(np.int64), 2, ORDER, 5000, 5)
+        assert Counter(map(tuple, found.tolist())) == wanted
+
+    def test_of_too_many_each_kind_keeps_its_share(self):
+        tokens = np.array([0, 1, 2, 0, 1, 3, 0, 1, 3] * 100 + [END], dtype=np.uint16)
+        found = store_of(tokens).continuations(np.array([0, 1]), 2, ORDER, 30, 1)
+        assert Counter(found[:, 0].tolist()) == {2: 10, 3: 20}
+
+    def test_nothing_is_found_for_what_is_not_there(self):
+        store = store_of(random_tokens(0))
+        for text in ([1], [7, 8]):
+            assert store.continuations(np.array(text), 2, ORDER, 9, 5).shape == (0, 5)
+
+    def test_a_tree_has_the_commonest_continuations(self):
+        tokens = np.array([0, 1, 2, 3, 0, 1, 2, 2, 0, 1, 3, 3, 0, 1, 2, 3, END], dtype=np.uint16)
+        tree = Rest(store_of(tokens), RestOptions(nodes=4, tokens=2)).draft(np.array([0, 0, 1]), torch.Generator())
+        assert set(paths_of(tree)) == {(1,), (1, 2), (1, 3), (1, 2, 3)}
+
+
+def test_texts_drafted_from_a_datastore_have_the_targets_law():
+    """Greedy ones to the token, sampled ones by χ²."""
+    target = Target(TableModel(TableConfig(4, seed=1)))
+    spec = Spec(target, GivenDrafter(Rest(store_of(random_tokens(1)), RestOptions(nodes=8, tokens=3)), "rest"))
+    wanted = spec.baseline().generate([1, 2], max_new_tokens=40).token_ids
+    assert spec.generate([1, 2], max_new_tokens=40).token_ids == wanted
+    SequenceLaw().check(spec, SamplingParams(temperature=1.0), texts=2, batch=2)
+
+
+class TestFiles:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        words = tokenizer()
+        assert build([words.encode(LINE)] * 2, words, tmp_path / "store") == 2 * len(words.encode(LINE)) + 2
+        return tmp_path / "store"
+
+    def test_what_is_written_is_what_is_read(self, folder):
+        words = tokenizer()
+        store = open_datastore(folder, words, 400)
+        text = words.encode(LINE)
+        assert store.tokens.tolist() == [*text, store.end] * 2
+        assert store.end == len(words)
+        assert open_datastore(folder, words, 9).end == 9  # a target without the other tokens
+        assert store.suffixes.tolist() == suffix_array(store.tokens, ORDER).tolist()
+
+    def change(self, folder, **changes):
+        index = json.loads((folder / "index.json").read_text()) | changes
+        (folder / "index.json").write_text(json.dumps(index))
+
+    def cut(self, folder):
+        (folder / "suffixes.npy").write_bytes((folder / "suffixes.npy").read_bytes()[:-8])
+
+    @pytest.mark.parametrize(
+        ("damage", "complaint"),
+        [
+            (lambda self, folder: (folder / "index.json").unlink(), "no datastore at"),
+            (lambda self, folder: (folder / "index.json").write_text("{"), "index.json is not understood"),
+            (lambda self, folder: self.change(folder, format=0), "has format 0, this treespec reads 1: build it again"),
+            (lambda self, folder: self.change(folder, tokenizer="other"), "of another tokenizer than the target's"),
+            (lambda self, folder: self.change(folder, tokens=3), "is damaged"),
+            (lambda self, folder: (folder / "tokens.npy").unlink(), "is damaged"),
+            (cut, "is damaged"),
+        ],
+    )
+    def test_what_cannot_be_used_is_one_line(self, folder, damage, complaint):
+        damage(self, folder)
+        with pytest.raises(InputError, match=complaint) as caught:
+            open_datastore(folder, tokenizer(), 400)
+        assert "\n" not in str(caught.value)
+
+    def test_an_interrupted_build_leaves_nothing(self, tmp_path, monkeypatch):
+        def interrupted(tokens, order):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(datastore, "suffix_array", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            build([[1, 2, 3]], tokenizer(), tmp_path / "store")
+        assert not list(tmp_path.iterdir())
+
+    def test_an_existing_folder_and_an_empty_text_are_refused(self, folder, tmp_path):
+        with pytest.raises(InputError, match="exists: delete it"):
+            build([[1, 2, 3]], tokenizer(), folder)
+        with pytest.raises(InputError, match="holds no text"):
+            build([[]], tokenizer(), tmp_path / "other")
+
+    def test_tokenizers_are_told_apart_by_their_tokens(self):
+        other = tokenizer()
+        assert fingerprint(other) == fingerprint(tokenizer())
+        other.add_tokens(["<more>"])
+        assert fingerprint(other) != fingerprint(tokenizer())
+
+    def test_plain_text_is_read_whole(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(datastore, "BLOCK", 100)
+        monkeypatch.setattr(datastore, "BLOCKS", 3)
+        (tmp_path / "text.txt").write_text(LINE * 20 + "the end")
+        [tokens] = encoded(tmp_path / "text.txt", tokenizer())
+        assert tokenizer().decode(tokens) == LINE * 20 + "the end"
+        (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+        for file, complaint in (("nowhere", "cannot read --data .*nowhere"), ("binary", "it is not UTF-8")):
+            with pytest.raises(InputError, match=complaint):
+                list(encoded(tmp_path / file, tokenizer()))
+
+
+def test_the_command_line_builds_a_datastore_and_drafts_from_it(tmp_path, monkeypatch, capsys):
+    """From the target's own answer: most of it is drafted, and it stays the same."""
+    model = str(save_model(tmp_path / "model"))
+    spec = load(model, dtype="float32")
+    prompt = spec.encode([{"role": "user", "content": "the question"}])
+    words = spec.target.tokenizer
+    answer = plain_generate(spec.target, prompt, 24)
+    said = {"messages": [{"role": "user", "content": "so"}, {"role": "assistant", "content": words.decode(answer)}]}
+    (tmp_path / "said.jsonl").write_text(json.dumps(said) + "\n")
+    (tmp_path / "said.txt").write_text(words.decode(answer))
+    for name in ("said.jsonl", "said.txt"):
+        out = str(tmp_path / f"store-{name}")
+        options = ["datastore", "build", "--target", model, "--data", str(tmp_path / name), "--out", out]
+        assert run(monkeypatch, *options) == 0
+        assert f"Draft from them with --drafter rest:{out}" in capsys.readouterr().out.replace("\n", "")
+        assert run(monkeypatch, *options) == 2
+        assert "exists: delete it" in capsys.readouterr().err
+        drafted = load(model, drafter=f"rest:{out},nodes=16", dtype="float32").generate(prompt, max_new_tokens=24)
+        assert drafted.token_ids == answer
+    options = ["--target", model, "--drafter", f"rest:{out}", "--prompt", "the question", "--dtype", "float32"]
+    assert run(monkeypatch, "generate", *options, "--max-new-tokens", "8") == 0
+    wanted = spec.generate([{"role": "user", "content": "the question"}], max_new_tokens=8).text
+    assert capsys.readouterr().out == wanted + "\n"

@@ -1,0 +1,279 @@
+"""Drafters without a model: what they find, that no token changes by them, and what they do not go with."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from evaluating import FILES, config_in, save_models
+from models import CONFIGS, TableConfig, TableModel, target
+from test_batch import prompts, what
+from test_decode import plain_generate, prompt
+from test_sequence_law import TestSequenceLaw as SequenceLaw
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from treespec import load
+from treespec.cli.chat import ChatConfig
+from treespec.cli.commands import Conversation, run
+from treespec.draft.lookup import Lookup, matches
+from treespec.draft.sources import source_of
+from treespec.draft.trie import trie
+from treespec.errors import InputError
+from treespec.eval.bench import bench
+from treespec.eval.bench_config import BenchConfig
+from treespec.eval.certify import examine, repeats
+from treespec.eval.certify_config import CertifyConfig
+from treespec.eval.run import evaluate
+from treespec.sampling import SamplingParams, sample
+from treespec.spec import Spec
+from treespec.target import Target
+from treespec.verify.topk import TopK
+from treespec.verify.verifiers import NAMES
+from treespec.verify.walk import Verdict
+
+DRAFTERS = [
+    "lookup",
+    "lookup:tokens=3,ngram=2,matches=4",
+    "jacobi:window=4",
+    "lookahead",
+    "lookahead:window=3,ngram=3,guesses=2",
+    "lookahead:window=4,ngram=2",
+    "lookahead:window=1,ngram=2",
+]
+WORDS = {"root": 0, "a": 1, "b": 2, "c": 3, "d": 4}
+GENERATOR = torch.Generator()
+
+
+def spec_of(name, drafter, **options):
+    model = target(name) if isinstance(name, str) else name
+    return Spec(model, source_of(drafter, model), **options)
+
+
+def random_text(seed, length=40, vocab=4):
+    return np.random.default_rng(seed).integers(vocab, size=length)
+
+
+def paths_of(tree):
+    """The tokens from the root to each node."""
+    return [tuple(tree.tokens[tree.ancestors[node]].tolist()) for node in range(len(tree.tokens))]
+
+
+class TestTrie:
+    def test_the_drawn_example(self):
+        lines = [["a", "b"], ["c"], ["a", "b"], ["a", "d"]]
+        continuations = np.array([[WORDS[w] for w in line] + [-1] * (2 - len(line)) for line in lines])
+        tree = trie(0, continuations, nodes=4)
+        assert tree.tokens.tolist() == [WORDS[w] for w in ("root", "a", "c", "b")]
+        assert tree.parents.tolist() == [-1, 0, 0, 1]
+        assert tree.depth.tolist() == [0, 1, 1, 2]
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_it_keeps_the_heaviest_beginnings_and_their_parents(self, seed):
+        """Against a count of all beginnings, ties by depth and first appearance; weights are powers of two."""
+        g = np.random.default_rng(seed)
+        lengths = g.integers(5, size=30)
+        lines = [g.integers(3, size=length).tolist() for length in lengths]
+        weights = 2.0 ** g.integers(3, size=30)
+        total: Counter = Counter()
+        for line, weight in zip(lines, weights, strict=True):
+            for end in range(1, len(line) + 1):
+                total[tuple(line[:end])] += weight
+        best = sorted(total, key=lambda path: (-total[path], len(path)))  # appearance is the counter's order
+        tree = trie(7, np.array([line + [-1] * (4 - len(line)) for line in lines]), nodes=12, weights=weights)
+        assert {path[1:] for path in paths_of(tree)} == {(), *best[:11]}
+        assert (tree.parents[1:] < torch.arange(1, 12)).all()
+        assert tree.depth.tolist() == [len(path) - 1 for path in paths_of(tree)]
+
+    def test_without_continuations_it_is_the_root(self):
+        for nothing in (np.empty((0, 3), dtype=np.int64), np.full((2, 3), -1)):
+            assert trie(5, nothing, nodes=9).tokens.tolist() == [5]
+
+
+class TestLookup:
+    @pytest.mark.parametrize("seed", range(10))
+    @pytest.mark.parametrize("ngram", [1, 3, 6])
+    def test_it_finds_what_a_search_of_all_places_finds(self, seed, ngram):
+        text = random_text(seed).tolist()
+        for size in range(ngram, 0, -1):
+            ends = [end for end in range(size - 1, len(text) - 1) if text[end - size + 1 : end + 1] == text[-size:]]
+            if ends:
+                break
+        assert matches(np.array(text), ngram).tolist() == ends
+
+    def test_the_example_and_texts_without_a_match(self):
+        assert matches(np.array([1, 2, 3, 1, 2, 3, 1, 2]), 3).tolist() == [4]
+        assert matches(np.array([1, 2, 3]), 3).tolist() == []
+        assert matches(np.array([1]), 3).tolist() == []
+        assert matches(np.array([1, 1]), 3).tolist() == [0]
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_one_match_is_transformers_prompt_lookup(self, seed):
+        text = random_text(seed, vocab=6)
+        theirs = PromptLookupCandidateGenerator(num_output_tokens=5, max_matching_ngram_size=3, max_length=1000)
+        wanted = theirs.get_candidates(torch.from_numpy(text)[None])[0][0, len(text) :].tolist()
+        tree = Lookup(tokens=5).draft(text, GENERATOR)
+        assert tree.tokens.tolist() == [text[-1], *wanted]
+        assert tree.parents.tolist() == list(range(-1, len(wanted)))
+
+    def test_several_matches_are_branches(self):
+        a, b, c, d = 1, 2, 3, 4
+        tree = Lookup(tokens=2, ngram=1, matches=2).draft(np.array([a, b, c, a, b, d, a, d, d, a]), GENERATOR)
+        assert set(paths_of(tree)) == {(a,), (a, b), (a, b, c), (a, b, d)}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_equals_generate_token_for_token(name):
+    """Three texts, two at a time, so that texts leave and join."""
+    texts = prompts((7, 1, 19))
+    wanted = [plain_generate(target(name), text, 20) for text in texts]
+    for drafter in DRAFTERS[1:]:
+        outputs = spec_of(name, drafter).generate(texts, max_new_tokens=20, batch=2)
+        assert [output.token_ids for output in outputs] == wanted
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_batch_equals_each_text_alone(drafter):
+    """Accepted numbers too: what a drafter knows of a text is of that text."""
+    spec, options = spec_of("llama", drafter), {"max_new_tokens": 16, "temperature": 0.7}
+    texts = prompts((7, 40, 1, 19))
+    alone = [spec_of("llama", drafter).generate(text, seed=5 + i, **options) for i, text in enumerate(texts)]
+    assert what(spec.generate(texts, batch=3, seed=5, **options)) == what(alone)
+    assert what([spec.generate(texts[1], seed=6, **options)]) == what(alone[1:2])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_later_turn_and_the_end_of_the_context_change_nothing(drafter):
+    spec = spec_of("gpt2", drafter)
+    first = spec.generate(prompt(), max_new_tokens=12).token_ids
+    longer = [*prompt(), *first, *prompt(length=5, seed=9)]
+    second = spec.generate(longer, max_new_tokens=12)
+    assert second.token_ids == plain_generate(spec.target, longer, 12)
+    assert second.stats.cached_tokens >= len(prompt()) + len(first) - 2
+    full = prompt(length=120)
+    assert spec.generate(full, max_new_tokens=50).token_ids == plain_generate(spec.target, full, 8)
+
+
+@pytest.mark.parametrize("drafter", [*DRAFTERS[1:3], DRAFTERS[4]])
+def test_sampled_texts_have_the_targets_law(drafter):
+    """χ² with the error of test_sequence_law; texts of different lengths, decoded together."""
+    spec = spec_of(Target(TableModel(TableConfig(4, seed=1))), drafter)
+    SequenceLaw().check(spec, SamplingParams(temperature=1.0), texts=2, batch=2)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "lookahead"])
+def test_a_text_that_repeats_itself_is_drafted(drafter):
+    """Greedy text by a table of two tokens before runs in a circle."""
+    spec = spec_of(Target(TableModel(TableConfig(4, seed=1))), drafter)
+    output = spec.generate([1, 2], max_new_tokens=200)
+    assert output.token_ids == spec.baseline().generate([1, 2], max_new_tokens=200).token_ids
+    assert output.stats.acceptance_length > 1.5
+
+
+@pytest.mark.parametrize(("drafter", "most"), [("jacobi:window=4", 4), ("lookahead:window=3,ngram=4", 3)])
+def test_right_guesses_are_accepted_whole(drafter, most):
+    """A target that repeats its last token; Lookahead's window takes N - 1 cycles to give an n-gram."""
+    model = TableModel(TableConfig(4))
+    with torch.no_grad():
+        model.model.table.copy_(torch.eye(4).expand(4, 4, 4))
+    accepted = spec_of(Target(model), drafter).generate([3], max_new_tokens=40).stats.accepted
+    assert accepted[3:-1] == [most] * (len(accepted) - 4)
+
+
+class TestWhatDoesNotGoTogether:
+    @pytest.mark.parametrize("verifier", [name for name in NAMES if name not in ("topk", "typical")])
+    def test_verifiers_that_need_a_draft_law_are_refused(self, verifier):
+        with pytest.raises(InputError, match=r"lookup hands over given tokens.* take --verifier topk"):
+            spec_of("llama", "lookup", verifier=verifier)
+
+    def test_so_is_a_tree(self):
+        with pytest.raises(InputError, match="lookahead makes its own tree: leave out --tree"):
+            spec_of("llama", "lookahead", tree="eagle")
+
+    @pytest.mark.parametrize(
+        ("drafter", "complaint"),
+        [
+            ("lookup:tokens=0", "--drafter lookup:tokens=0: tokens is 0, must be at least 1"),
+            ("lookup:words=3", "'words=3' is not understood; its options are tokens=10, ngram=3, matches=1"),
+            ("lookahead:ngram=1", "ngram is 1, must be at least 2"),
+            ("jacobi:window", "'window' is not understood; its options are window=15"),
+            ("lookout", "unknown drafter 'lookout': choose head, "),
+            ("rest:nowhere", "no datastore at nowhere"),
+        ],
+    )
+    def test_a_drafter_that_there_is_not_is_one_line(self, drafter, complaint):
+        with pytest.raises(InputError) as caught:
+            source_of(drafter, target("llama"))
+        assert complaint in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_a_head_and_a_drafter_are_one_too_many(self):
+        with pytest.raises(InputError, match="leave out one"):
+            load("nowhere", "head", drafter="lookup")
+        with pytest.raises(InputError, match="give --head or --drafter"):
+            CertifyConfig("target")
+
+
+def test_chat_says_what_drafts_and_refuses_a_tree():
+    conversation = Conversation(spec_of("llama", "lookup"), ChatConfig("target", drafter="lookup:tokens=10"))
+    assert run(conversation, "/verifier topk") == "verifier topk, drafts by lookup:tokens=10"
+    with pytest.raises(InputError, match="makes its own tree"):
+        run(conversation, "/tree eagle")
+
+
+def test_an_evaluation_takes_a_drafter(tmp_path):
+    save_models(tmp_path)
+    config = config_in(tmp_path, tmp_path / "out", head=None, drafter="lookup", verifier="topk", limit=2, warm_up=0)
+    with pytest.raises(InputError, match="take --verifier topk"):
+        evaluate(replace(config, verifier="rrs", out=str(tmp_path / "other")))
+    drafted = evaluate(config)["configurations"][1]
+    assert drafted["same_as_baseline"]["same"] == drafted["same_as_baseline"]["answers"] == 4
+    assert "drafter lookup" in (tmp_path / "out" / "summary.md").read_text()
+
+
+def test_a_benchmark_takes_one_too(tmp_path):
+    """Nothing is said of a head's step."""
+    save_models(tmp_path)
+    paths = {name: str(tmp_path / file) for name, file in FILES.items() if name != "head"}
+    options = {"contexts": "20", "rounds": 2, "dtype": "float32", "max_new_tokens": 6, "limit": 1, "temperature": "0"}
+    config = BenchConfig(out=str(tmp_path / "out"), drafter="lookahead:window=3,ngram=3", **paths | options)
+    rows = bench(config)["paddings"][0]["rows"]
+    assert [row["same_as_one_token"] for row in rows if not row["peer"]] == [1, 1]
+    table = (tmp_path / "out" / "bench.md").read_text()
+    assert "drafter lookahead:window=3,ngram=3" in table
+    assert "The head's step" not in table
+
+
+@dataclass(frozen=True)
+class Credulous:
+    """Follows the first child whatever the target says; a fault."""
+
+    scheme: TopK
+    name: str = "credulous"
+
+    def __call__(self, tree, p, generator):
+        path = [0]
+        while (below := (tree.parents == path[-1]).nonzero().flatten().tolist()) and len(path) < 3:
+            path.append(below[0])
+        return Verdict(path[1:], [*tree.tokens[path[1:]].tolist(), int(sample(p[path[-1]], generator))])
+
+
+class TestCertificate:
+    def test_repeats_counts_what_followed_the_same_token(self):
+        tokens = torch.tensor([[1, 2, 1, 3, 1, 2, 0]])
+        law = repeats(tokens, 3, 4)  # after 3, 1 and 2
+        followed = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 0]])
+        shares = torch.tensor([[0, 1 / 3, 1 / 3, 1 / 3], [0, 2 / 4, 1 / 4, 1 / 4], [0, 2 / 5, 2 / 5, 1 / 5]])
+        wanted = followed + shares + 1 / 4
+        assert torch.allclose(law[0], wanted / wanted.sum(-1, keepdim=True))
+
+    def test_a_drafter_without_a_head_is_certified(self):
+        config = CertifyConfig("target", drafter="lookup", tokens=80, length=4, greedy_tokens=8)
+        found = examine(spec_of("llama", "lookup"), [prompt(), prompt(5)], config)
+        assert found["passed"]
+        assert found["tree"] == "lookup"
+
+    def test_a_verifier_that_takes_what_it_is_given_is_not(self):
+        config = CertifyConfig("target", drafter="lookup", tokens=300, length=6, greedy_tokens=1)
+        found = examine(spec_of("gpt-neox", "lookup", verifier=Credulous(TopK())), [prompt(20) * 2], config)
+        assert [test["passed"] for test in found["tests"]][1] is False

@@ -1,0 +1,143 @@
+"""Lookahead's window rides in the target's forward: it sees its own line, and the tree does not see it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models import CONFIGS, VOCAB, target
+from test_target import PREFIX, TOLERANCE, plain_logits, prefix, random_tree
+
+from treespec.draft.lookahead import Lookahead, LookaheadOptions, beside
+from treespec.target import TreeOutput
+from treespec.trees.tree import Rows, TokenTree
+
+WINDOW = [[9, 11, 12], [20, 21, 22]]  # row 0: root a1 a2, row 1: b0 b1 b2
+
+
+def test_the_drawn_example():
+    """W = 3, N = 3, beside a tree of two nodes."""
+    rows = beside(2, WINDOW)
+    assert rows.tokens.tolist() == [20, 21, 22, 11, 12]
+    assert rows.depth.tolist() == [1, 2, 3, 1, 2]
+    assert rows.mask.int().tolist() == [
+        [1, 0, 1, 0, 0, 0, 0],
+        [1, 0, 0, 1, 0, 1, 0],
+        [1, 0, 0, 0, 1, 1, 1],
+        [1, 0, 0, 0, 0, 1, 0],
+        [1, 0, 0, 0, 0, 1, 1],
+    ]
+    assert rows.asked == 3
+
+
+def with_rows(tree, seed=3, rows=3, width=4):
+    window = torch.randint(3, VOCAB, (rows, width), generator=torch.Generator().manual_seed(seed)).tolist()
+    return replace(tree, rows=beside(len(tree.tokens), window))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_extra_rows_change_nothing_of_the_tree_and_see_their_own_line(name):
+    """Each asked row against a plain forward along the root and the rows that it sees, by depth."""
+    model, tree, text = target(name), with_rows(random_tree()), prefix()
+    caches = [model.new_cache(), model.new_cache()]
+    for cache in caches:
+        model.prefill(cache, text)
+    out = model.forward_tree(caches[0], tree)
+    without = model.forward_tree(caches[1], replace(tree, rows=None))
+    assert torch.allclose(out.logits, without.logits, atol=1e-5, rtol=1e-5)
+    assert torch.allclose(out.features, without.features, atol=1e-5, rtol=1e-5)
+    assert without.rows is None
+    tokens, depth, seen = tree.forwarded()
+    assert len(out.rows) == tree.rows.asked == 4
+    for i, logits in enumerate(out.rows):
+        line = seen[len(tree.tokens) + i].nonzero().flatten()
+        line = line[depth[line].argsort()]
+        assert depth[line].tolist() == list(range(len(line)))
+        alone = plain_logits(model.model, text[0].tolist() + tokens[line].tolist())[-1]
+        assert torch.allclose(logits, alone, atol=TOLERANCE, rtol=TOLERANCE)
+    kept = [0, 1, 5]
+    for cache in caches:
+        cache.commit([kept])
+    following = [model.forward_tree(cache, random_tree(seed=7)).logits for cache in caches]
+    assert torch.allclose(*following, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_texts_with_and_without_rows_share_a_forward():
+    model, texts = target("llama"), [prefix(seed=4, length=5), prefix()]
+    trees = [with_rows(random_tree()), random_tree(seed=2), with_rows(random_tree(seed=5), rows=1, width=2)]
+    texts.append(prefix(seed=6, length=2))
+    caches = [model.new_cache() for _ in texts]
+    for cache, text in zip(caches, texts, strict=True):
+        model.prefill(cache, text)
+    alone = [model.forward_tree(cache, tree) for cache, tree in zip(caches, trees, strict=True)]
+    caches[0].join(caches[1:])
+    for out, own in zip(model.forward_trees(caches[0], trees), alone, strict=True):
+        assert torch.allclose(out.logits, own.logits, atol=TOLERANCE, rtol=TOLERANCE)
+        assert out.features.shape == own.features.shape
+        assert (out.rows is None) == (own.rows is None)
+        if own.rows is not None:
+            assert torch.allclose(out.rows, own.rows, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_what_a_forward_takes_of_the_example_of_rows():
+    yes = torch.ones(1, 1, dtype=torch.bool)
+    rows = Rows(torch.tensor([7, 8]), torch.tensor([1, 2]), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool(), 2)
+    tree = TokenTree(torch.tensor([6]), torch.tensor([-1]), torch.tensor([0]), yes, rows=rows)
+    tokens, depth, seen = tree.forwarded()
+    assert tokens.tolist() == [6, 7, 8]
+    assert depth.tolist() == [0, 1, 2]
+    assert seen.int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+def says(*tokens):
+    """Logits whose likeliest tokens are these."""
+    return torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.int64), VOCAB).float()
+
+
+def cycle(drafter, root, *new):
+    """A cycle at whose end the target says `new` behind the window's last row."""
+    tree = drafter.draft(torch.tensor([root]).numpy(), torch.Generator())
+    alone = len(drafter.window) == 1  # the first column's token is the root, a node
+    out = TreeOutput(says(new[0], *[0] * (len(tree.tokens) - 1)), torch.empty(0), says(*new[alone:]))
+    assert len(out.rows) == tree.rows.asked
+    drafter.settle(0, out)
+    return tree
+
+
+def test_the_window_fills_then_moves_on_and_its_columns_are_the_pool():
+    """Tokens made in the same cycle have the same tens."""
+    drafter = Lookahead(LookaheadOptions(window=3, ngram=3, guesses=2))
+    cycle(drafter, 9, 11, 12, 13, 14)  # the first row is wider by the one that this step drops
+    assert drafter.window == [[9, 9, 9], [12, 13, 14]]
+    assert drafter.pool == {}
+    cycle(drafter, 9, 22, 23, 24)
+    assert drafter.window == [[12, 13, 14], [22, 23, 24]]
+    assert list(drafter.pool[9]) == [(13, 23), (14, 24)]  # (12, 22) is one too many
+    tree = cycle(drafter, 9, 32, 33, 34)
+    assert tree.tokens.tolist() == [9, 14, 13, 24, 23]  # the latest first
+    assert drafter.window == [[22, 23, 24], [32, 33, 34]]
+    assert {first: list(known) for first, known in drafter.pool.items()} == {
+        9: [(14, 24), (22, 32)],
+        13: [(23, 33)],
+        14: [(24, 34)],
+    }
+
+
+def test_the_pool_forgets_what_was_made_longest_ago():
+    drafter = Lookahead(LookaheadOptions(window=1, ngram=2, guesses=2))
+    for new in (5, 6, 5, 7):
+        cycle(drafter, 3, new)
+    assert list(drafter.pool[3]) == [(5,), (7,)]
+
+
+def test_another_text_begins_without_guesses():
+    drafter = Lookahead(LookaheadOptions(window=3, ngram=3))
+    cycle(drafter, 9, 11, 12, 13, 14)
+    cycle(drafter, 9, 22, 23, 24)
+    assert (drafter.new().window, drafter.new().pool) == ([], {})
+
+
+def test_committed_positions_are_the_prefix_alone():
+    model, cache = target("llama"), target("llama").new_cache()
+    model.prefill(cache, prefix())
+    model.forward_tree(cache, with_rows(random_tree()))
+    assert cache.lengths == [PREFIX]

@@ -1,0 +1,41 @@
+"""`treespec datastore build`: text that `--drafter rest:DIR` drafts from."""
+
+from dataclasses import dataclass
+
+import typer
+
+from treespec.cli.options import takes
+from treespec.errors import InputError
+from treespec.options import option
+
+app = typer.Typer(help="Text that --drafter rest:DIR drafts from.", no_args_is_help=True)
+
+
+@dataclass(frozen=True)
+class DatastoreConfig:
+    target: str = option("target model or its tokenizer: a directory or a hub id")
+    data: str = option("conversations (.jsonl, .json), or plain text by any other name")
+    out: str = option("folder for the datastore")
+    template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
+
+
+@app.callback()
+def datastore() -> None:
+    """A command group of its own: `build` is its only command so far."""
+
+
+@app.command()
+@takes(DatastoreConfig)
+def build(config: DatastoreConfig) -> None:
+    """Encode text and sort its suffixes: about a second a million tokens, beside the encoding."""
+    import time
+
+    from treespec import datastore
+    from treespec.tokenizers import load_tokenizer
+
+    tokenizer = load_tokenizer(config.target)
+    if tokenizer is None:
+        raise InputError(f"the target {config.target} has no tokenizer to read --data with")
+    started = time.perf_counter()
+    tokens = datastore.build(datastore.encoded(config.data, tokenizer, config.template), tokenizer, config.out)
+    print(f"{tokens} tokens in {time.perf_counter() - started:.1f} s. Draft from them with --drafter rest:{config.out}")

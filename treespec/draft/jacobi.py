@@ -1,0 +1,51 @@
+"""Jacobi decoding (Santilli et al. 2023, 2305.10427): all of the next tokens are guessed, and guessed again each cycle.
+
+The guesses are the draft, a chain; the target's likeliest token behind each is the next cycle's guess for its place.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+
+from treespec.draft.trie import trie
+from treespec.options import bounded
+from treespec.target import TreeOutput
+from treespec.trees.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class JacobiOptions:
+    """window: guesses. Raises InputError for a number below 1."""
+
+    window: int = 15
+
+    def __post_init__(self) -> None:
+        bounded(self, window=1)
+
+
+@final
+class Jacobi:
+    """Where nothing is guessed yet stand tokens of the text, at random."""
+
+    def __init__(self, options: JacobiOptions) -> None:
+        self.options = options
+        self.guesses: list[int] = []
+
+    def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
+        chain = self.guesses + picks(text, self.options.window - len(self.guesses), generator)
+        return trie(int(text[-1]), np.array([chain]), nodes=1 + len(chain))
+
+    def settle(self, accepted: int, out: TreeOutput) -> None:
+        """Node i has the guess for the place behind it; the one behind the accepted nodes is the root by now."""
+        self.guesses = out.logits[accepted + 1 :].argmax(-1).tolist()
+
+    def new(self) -> "Jacobi":
+        return Jacobi(self.options)
+
+
+def picks(text: np.ndarray, number: int, generator: torch.Generator) -> list[int]:
+    """So many tokens of the text, at random."""
+    places = torch.randint(len(text), (number,), generator=generator, device=generator.device)
+    return text[places.cpu().numpy()].tolist()

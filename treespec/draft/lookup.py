@@ -1,0 +1,59 @@
+"""Prompt lookup (Saxena 2023): what followed the text's last tokens where they stood before.
+
+transformers has it as `prompt_lookup_num_tokens`, for one text at a time and one match.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+
+from treespec.draft.trie import trie
+from treespec.options import bounded
+from treespec.target import TreeOutput
+from treespec.trees.tree import TokenTree
+
+
+@final
+@dataclass(frozen=True)
+class Lookup:
+    """tokens: of a continuation. ngram: at most so many last tokens are looked for, as many as are found.
+
+    matches: continuations that are merged into a tree, the first ones: behind a late match the text soon ends.
+    Raises InputError for a number below 1.
+    """
+
+    tokens: int = 10
+    ngram: int = 3
+    matches: int = 1
+
+    def __post_init__(self) -> None:
+        bounded(self, tokens=1, ngram=1, matches=1)
+
+    def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
+        ends = matches(text, self.ngram)[: self.matches]
+        places = ends[:, None] + np.arange(1, self.tokens + 1)  # [M, L]
+        found = np.where(places < len(text), text[places.clip(max=len(text) - 1)], -1)
+        return trie(int(text[-1]), found, nodes=1 + found.size)
+
+    def settle(self, accepted: int, out: TreeOutput) -> None:
+        """Nothing is learnt but the text."""
+
+    def new(self) -> "Lookup":
+        return self
+
+
+def matches(text: np.ndarray, ngram: int) -> np.ndarray:
+    """[M] ascending: where else the longest suffix of at most `ngram` tokens that occurs in the text ends.
+
+    text: [T]. In `a b c a b c a b` the suffix of 3 tokens, c a b, ends at 4 and nowhere else but at the end.
+    """
+    found = np.flatnonzero(text[:-1] == text[-1])
+    for back in range(1, ngram):
+        longer = found[found >= back]
+        longer = longer[text[longer - back] == text[-1 - back]] if back < len(text) else longer[:0]
+        if not len(longer):
+            break
+        found = longer
+    return found

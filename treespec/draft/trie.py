@@ -1,0 +1,44 @@
+"""Continuations of a text, merged into a token tree."""
+
+import numpy as np
+import torch
+
+from treespec.trees.dynamic import best_first, connect
+from treespec.trees.mask import ancestor_mask
+from treespec.trees.tree import TokenTree
+
+
+def trie(root: int, continuations: np.ndarray, nodes: int, weights: np.ndarray | None = None) -> TokenTree:
+    """The tree of the `nodes` heaviest beginnings of continuations, the root included.
+
+    continuations: [M, L] int64 tokens after the root, -1 behind the end of a shorter one. weights: [M], all alike if
+    not given. A node weighs what the continuations through it do, so no node weighs more than its parent and the
+    heaviest ones are a tree. Of equal nodes the shallower is kept, then the one that appears first:
+
+        a b
+        c         root ─┬─ a 3 ─┬─ b 2
+        a b             │       └─ d 1      4 nodes: root, a, b, c
+        a d             └─ c 1
+    """
+    mass = np.ones(len(continuations)) if weights is None else weights
+    above = np.zeros(len(continuations), dtype=np.int64)  # [M] the node that each continuation has come to
+    tokens, parents, scores, depth = [np.array([root])], [np.array([-1])], [np.array([np.inf])], [0]
+    count = 1
+    for level in range(continuations.shape[1]):
+        going = continuations[:, level] >= 0
+        continuations, above, mass = continuations[going], above[going], mass[going]
+        if not len(continuations):
+            break
+        here = continuations[:, level]
+        _, first, group = np.unique(above * (here.max() + 1) + here, return_index=True, return_inverse=True)
+        order = first.argsort()
+        tokens.append(here[first[order]])
+        parents.append(above[first[order]])
+        place = order.argsort()[group]
+        scores.append(np.bincount(place, weights=mass))
+        depth += [level + 1] * len(first)
+        above, count = count + place, count + len(first)
+    kept = best_first(torch.from_numpy(np.concatenate(scores)), nodes).sort().values
+    links = connect(kept, torch.from_numpy(np.concatenate(parents)))
+    ancestors = ancestor_mask(links, depth[-1])
+    return TokenTree(torch.from_numpy(np.concatenate(tokens))[kept], links, torch.tensor(depth)[kept], ancestors)

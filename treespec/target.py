@@ -5,8 +5,7 @@ mask (a dict of them where layer types alternate), explicit `position_ids`, and 
 cannot hold a tree is refused by name, and the first forward after loading is checked against the plain model.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -21,7 +20,8 @@ from treespec.attention import stack_query_heads
 from treespec.branching import decoder_of, end_tokens, layer_windows, refuse_what_cannot_branch
 from treespec.cache import TreeCache
 from treespec.errors import InputError
-from treespec.trees.mask import attention_mask, chunk_mask
+from treespec.taps import captured
+from treespec.trees.mask import attention_mask, chunk_mask, positions, window_mask
 from treespec.trees.tree import TokenTree
 
 
@@ -132,10 +132,18 @@ class Target:
         return logits
 
     @torch.no_grad()
-    def prefill(self, cache: TreeCache, tokens: Tensor, taps: tuple[int, ...] = (), chunk: int | None = None) -> Tensor:
+    def prefill(
+        self,
+        cache: TreeCache,
+        tokens: Tensor,
+        taps: tuple[int, ...] = (),
+        chunk: int | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> Tensor:
         """Commit a stretch of each text, in chunks. tokens: [B, P] int64. Returns features [B, P, H].
 
-        chunk: tokens, None for as many as keep their mask small beside the weights, at most 512.
+        chunk: tokens, None for as many as keep their mask small beside the weights, at most 512. counts: so many of
+        each text's tokens, None for all; the others fill up, and so do their features.
         """
         cache.reserve(cache.end + tokens.shape[1])
         features: list[Tensor] = []
@@ -147,7 +155,7 @@ class Target:
             depth = torch.arange(n).expand(b, n)
             causal = torch.ones(n, n, dtype=torch.bool).tril().expand(b, n, n)
             features.append(self._hidden(cache, part, depth, causal, taps)[1])
-            cache.commit([range(n)] * b)
+            cache.commit([range(max(0, min(count - start, n))) for count in counts or [tokens.shape[1]] * b])
             start += n
         return torch.cat(features, dim=1)
 
@@ -157,7 +165,7 @@ class Target:
 
         last: with the last hidden state behind what is tapped.
         """
-        with captured(self._decoder_layers(), taps) as inputs:
+        with captured(self.decoder_layers, taps) as inputs:
             hidden = self.decoder(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
         if not taps:
             return hidden
@@ -195,14 +203,35 @@ class Target:
         self, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """One forward of the decoder over [B, N] nodes: hidden states after the final norm, and features."""
+        seen = attention_mask(ancestors, depth, cache.lengths)
+        return self._forward(cache, tokens, positions(depth, cache.lengths), seen, taps)
+
+    @torch.no_grad()
+    def forward_nodes(self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor) -> Tensor:
+        """[B, N, H] hidden states, after the final norm, of nodes below those that earlier calls have written.
+
+        tokens: [B, N] int64. seen: [B, N, T] bool, what each sees of the T - N columns before them and of the N that
+        they are written at. places: [B, T] where the tokens of all these columns stand in their texts. Two texts
+        with a root, one of them with two children and the other with one (the second is filled up):
+
+            columns   | a b c | r | x y |   places 0 1 2 3 4 4   x sees a b c r x, y sees a b c r y
+                      | p q . | r | x . |          0 1 . 2 3 3   x sees p q r x
+
+        Nothing is committed: the cache is left as it was found but for what stands behind its end.
+        """
+        with cache.writing_at(seen.shape[2] - tokens.shape[1]):
+            return self._forward(cache, tokens, places, seen, ())[0]
+
+    def _forward(
+        self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
         # Learned positions end at the context length; a node beyond it is never kept.
-        lengths = torch.tensor(cache.lengths, device=depth.device)
-        positions = (lengths[:, None] + depth).clamp_max(self.context_length - 1)
-        with captured(self._decoder_layers(), taps) as inputs:
+        own = places[:, -tokens.shape[1] :].clamp_max(self.context_length - 1)
+        with captured(self.decoder_layers, taps) as inputs:
             hidden = self.decoder(
                 input_ids=tokens.to(self.device),
-                position_ids=positions.to(self.device),
-                attention_mask=self._masks(ancestors, depth, cache.lengths),
+                position_ids=own.to(self.device),
+                attention_mask=self._masks(places, seen),
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
@@ -210,20 +239,19 @@ class Target:
             return hidden, hidden
         return hidden, torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1)
 
-    def _masks(self, ancestors: Tensor, depth: Tensor, lengths: Sequence[int]) -> Any:
-        """Additive [B, 1, N, end + N] masks by layer type; one tensor where all layers are alike."""
+    def _masks(self, places: Tensor, seen: Tensor) -> Any:
+        """Additive [B, 1, N, T] masks by layer type; one tensor where all layers are alike."""
         masks = {}
         for kind, window in self.windows.items():
-            unseen = ~attention_mask(ancestors, depth, lengths, window if kind == "sliding_attention" else None)
-            if kind == "chunked_attention" and window is not None:
-                unseen |= ~chunk_mask(depth, lengths, window)
-            unseen = unseen.to(self.device)
+            near = {"sliding_attention": window_mask, "chunked_attention": chunk_mask}.get(kind)
+            unseen = ~(seen & near(places, seen.shape[1], window) if near and window else seen).to(self.device)
             additive = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
             additive.masked_fill_(unseen, torch.finfo(self.dtype).min)
             masks[kind] = additive[:, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
 
-    def _decoder_layers(self) -> nn.ModuleList:
+    @property
+    def decoder_layers(self) -> nn.ModuleList:
         stacks = (m for m in self.decoder.modules() if isinstance(m, nn.ModuleList))
         return next(m for m in stacks if len(m) == self.layers)
 
@@ -261,22 +289,3 @@ def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-@contextmanager
-def captured(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """Inside, layer k's input (transformers' hidden_states[k]) is put under k in the dict, for every tap."""
-    inputs: dict[int, Tensor] = {}
-
-    def keep(k: int) -> Any:
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            inputs[k] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    handles = [layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in taps]
-    try:
-        yield inputs
-    finally:
-        for handle in handles:
-            handle.remove()

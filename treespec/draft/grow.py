@@ -15,6 +15,7 @@ from treespec.draft.grow_static import grow_static
 from treespec.draft.growth import Growth, grow_together
 from treespec.draft.pace import Pace
 from treespec.draft.proposer import Proposer
+from treespec.draft.several import SeveralModels
 from treespec.draft.times import Times
 from treespec.draft.vocabulary import in_target
 from treespec.errors import InputError
@@ -26,7 +27,9 @@ from treespec.trees.sampled import SampledTree
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
 from treespec.verify import SCHEMES
+from treespec.verify.is_lp import IsLp
 from treespec.verify.optimal import Optimal
+from treespec.verify.rrs import RRS
 from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 
@@ -37,12 +40,21 @@ def root_only(token: Tensor) -> TokenTree:
     return TokenTree(token, zero - 1, zero, torch.ones(1, 1, dtype=torch.bool, device=token.device))
 
 
-def check_pair(policy: Policy, scheme: Scheme) -> None:
+def check_pair(policy: Policy, scheme: Scheme, proposer: Proposer | None = None) -> None:
     """The pairing rule: raise InputError for a policy and scheme that may not go together.
 
     How many draws a node gets must be settled before they are made. Keeping nodes by what was drawn, as the
     dynamic tree does, is harmless only where the children are a function of the text, whose q is one-hot.
+    Draws of several draft models, a law each, are for static trees and schemes that take a law a draw.
     """
+    if isinstance(proposer, SeveralModels):
+        if not isinstance(policy, StaticTree):
+            raise InputError("draft models that take turns need a tree of fixed shape: take --tree eagle or 2x4")
+        if not (scheme.deterministic or isinstance(scheme, RRS | IsLp)):
+            raise InputError(
+                f"verifier {scheme.name} takes one draft law a node, several draft models have one each: "
+                "take --verifier rrs, is-lp or topk"
+            )
     if isinstance(policy, DynamicTree) and not scheme.deterministic:
         raise InputError(
             f"the dynamic tree cannot go with verifier {scheme.name}: it keeps children by the probability of "
@@ -84,7 +96,7 @@ class TreeDrafter:
         calibration: Calibration | None = None,
         times: Times | None = None,
     ) -> None:
-        check_pair(policy, scheme)
+        check_pair(policy, scheme, proposer)
         sampled = isinstance(policy, SampledTree) or (isinstance(policy, AutoTree) and not scheme.deterministic)
         if sampled and calibration is None:
             raise InputError("the sampled tree needs the head's calibration.json: make it with treespec calibrate")

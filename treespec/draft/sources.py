@@ -1,11 +1,14 @@
 """What `--drafter` names, `kind:value`: the source of the drafts."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from treespec.draft.kinds import KINDS
+from treespec.draft.model import ModelProposer, draft_model
+from treespec.draft.several import SeveralModels
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
@@ -36,9 +39,17 @@ def head_of_kind(kind: str) -> Callable[[str, Target], Any]:
     return source
 
 
+def draft_models(paths: str, target: Target) -> ModelProposer | SeveralModels:
+    """A smaller model's directory or hub id; several are joined by +. Raises InputError."""
+    names = [paths] if Path(paths).exists() else paths.split("+")
+    models = [draft_model(name, target) for name in names]
+    return models[0] if len(models) == 1 else SeveralModels(models)
+
+
 # (value, target) -> a trained head, a proposer or a drafter
 SOURCES: dict[str, Callable[[str, Target], Any]] = {
     "head": trained_head,
+    "model": draft_models,
     **{kind: head_of_kind(kind) for kind in KINDS},
 }
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from treespec.cache import TreeCache
 from treespec.draft.calibration import Calibration
 from treespec.draft.grow_auto import grow_auto, sampled_by
+from treespec.draft.grow_confident import Confidence, grow_confident
 from treespec.draft.grow_dynamic import grow_dynamic
 from treespec.draft.grow_sampled import Sampled, grow_sampled
 from treespec.draft.grow_static import grow_static
@@ -21,6 +22,7 @@ from treespec.draft.vocabulary import in_target
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
 from treespec.trees.auto import AutoTree
+from treespec.trees.confident import ConfidentChain
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import Policy
 from treespec.trees.sampled import SampledTree
@@ -71,7 +73,7 @@ def check_pair(policy: Policy, scheme: Scheme, proposer: Proposer | None = None)
                 "optimal answer; take one of them, or --tree eagle"
             )
         return
-    widest = policy.max_draws if isinstance(policy, StaticTree) else policy.topk
+    widest = policy.topk if isinstance(policy, DynamicTree | AutoTree) else policy.max_draws
     if scheme.max_draws and widest > scheme.max_draws:
         raise InputError(
             f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, this tree makes {widest}; "
@@ -103,7 +105,7 @@ class TreeDrafter:
         self.proposer, self.policy, self.scheme, self.calibration = proposer, policy, scheme, calibration
         self.times = times
         self.paces = [self._pace()]
-        self.drafted = [(0.0, 1, 0)]  # by auto trees: accepted nodes expected, nodes, levels
+        self.drafted = [(0.0, 1, 0)]  # by trees that go by what was accepted: nodes expected to be, nodes, levels
 
     @torch.no_grad()
     def draft_trees(
@@ -135,6 +137,12 @@ class TreeDrafter:
         if isinstance(tree, DynamicTree):
             return (yield from grow_dynamic(root, logits, tree))
         scheme = SCHEMES["topk"] if params.greedy else self.scheme
+        if isinstance(tree, ConfidentChain):
+            pace = self.paces[row]
+            assert isinstance(pace, Confidence)
+            grown = yield from grow_confident(root, logits, tree.depth, pace.threshold, scheme, params, generator)
+            self.drafted[row] = 0.0, len(grown.tokens), len(grown.tokens) - 1
+            return grown
         return (yield from grow_static(root, logits, tree, scheme, params, generator))
 
     def _auto(
@@ -147,7 +155,7 @@ class TreeDrafter:
         generator: torch.Generator,
     ) -> Growth:
         pace = self.paces[row]
-        assert pace
+        assert isinstance(pace, Pace)
         if params.greedy or self.scheme.deterministic:
             grown, expected, levels = yield from grow_auto(root, logits, tree, params, pace, self.calibration)
             self.drafted[row] = expected, len(grown.tokens), levels
@@ -195,5 +203,7 @@ class TreeDrafter:
         self.proposer.select(rows)
         self.paces, self.drafted = [self.paces[row] for row in rows], [self.drafted[row] for row in rows]
 
-    def _pace(self) -> Pace | None:
+    def _pace(self) -> Pace | Confidence | None:
+        if isinstance(self.policy, ConfidentChain):
+            return Confidence(self.policy)
         return Pace(self.times) if isinstance(self.policy, AutoTree) and self.times else None

@@ -9,6 +9,7 @@ import torch
 from treespec.draft.kinds import KINDS
 from treespec.draft.model import ModelProposer, draft_model
 from treespec.draft.several import SeveralModels
+from treespec.draft.skip import skipped_target
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
@@ -50,6 +51,7 @@ def draft_models(paths: str, target: Target) -> ModelProposer | SeveralModels:
 SOURCES: dict[str, Callable[[str, Target], Any]] = {
     "head": trained_head,
     "model": draft_models,
+    "self": skipped_target,
     **{kind: head_of_kind(kind) for kind in KINDS},
 }
 

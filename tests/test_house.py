@@ -82,7 +82,8 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "chat", "eval", "acceptance", "calibrate", "bench", "certify", "generate", "quickstart"]
+    "command",
+    ["train", "chat", "eval", "acceptance", "calibrate", "bench", "certify", "generate", "quickstart", "skip"],
 )
 def test_every_command_explains_its_options(command):
     code = f"import sys; sys.argv = ['treespec', '{command}', '--help']; from treespec.cli import main; main()"

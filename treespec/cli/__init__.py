@@ -16,6 +16,7 @@ from treespec.cli.chat import chat
 from treespec.cli.evaluate import evaluate
 from treespec.cli.generate import generate
 from treespec.cli.quickstart import quickstart
+from treespec.cli.skip import skip
 from treespec.cli.train import train
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command()(acceptance)
 app.command()(generate)
 app.command()(calibrate)
 app.command()(certify)
+app.command()(skip)
 app.command()(quickstart)
 
 

@@ -1,25 +1,21 @@
 """The target as its own drafter with sublayers left out."""
 
 import copy
-import itertools
 import json
-from collections import Counter
 
 import pytest
 import torch
 import transformers as hf
 from growing import TEXTS, contents, joined, level_logits, same
-from models import CONFIGS, GROUPED, TableConfig, TableModel, random_model, save_model, target
-from scipy.stats import chi2
+from models import CONFIGS, TableConfig, TableModel, save_model, target
+from short_texts import check_law, four_tokens
 from test_batch import prompts, what
 from test_decode import plain_generate, prompt
-from test_sequence_law import chi_square
 
 from treespec import load
 from treespec.draft.skip import SkipProposer, refuse_what_cannot_skip, skipping
 from treespec.draft.skip_set import SkipSet, load_skip_set, save_skip_set
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
 from treespec.target import Target
 
@@ -84,18 +80,7 @@ def test_an_empty_skip_set_is_accepted_whole(temperature):
 
 @pytest.mark.parametrize(("verifier", "tree"), [("rrs-wo", "2x2"), ("single", "confident:threshold=.4")])
 def test_the_law_of_texts_is_the_targets(verifier, tree):
-    """All texts of 3 tokens of 4 by χ²: 400 of them, decoded together; the test fails by chance once in 10 000."""
-    model = random_model(hf.LlamaConfig(**GROUPED | {"vocab_size": 4, "eos_token_id": None}), seed=2)
-    spec = Spec(Target(model), SkipProposer(Target(model), SOME), tree, verifier)
-    texts = list(itertools.product(range(4), repeat=3))
-    with torch.no_grad():
-        rows = model(torch.tensor([[1, 3, *text] for text in texts])).logits[:, 1:4]
-    laws = probs(rows.double(), SamplingParams(1.0)).gather(2, torch.tensor(texts)[..., None]).prod(1)[:, 0]
-    outputs = spec.generate([[1, 3]] * 400, temperature=1.0, max_new_tokens=3, seed=7, batch=100)
-    seen = Counter(tuple(out.token_ids) for out in outputs)
-    statistic, freedom = chi_square([seen[text] for text in texts], laws.tolist())
-    assert freedom > 8
-    assert statistic < chi2.isf(1e-4, freedom)
+    check_law(SkipProposer(four_tokens(), SOME), tree, verifier, [1, 3])
 
 
 class TestSkipSet:

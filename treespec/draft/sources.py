@@ -10,6 +10,7 @@ from treespec.draft.kinds import KINDS
 from treespec.draft.model import ModelProposer, draft_model
 from treespec.draft.several import SeveralModels
 from treespec.draft.skip import skipped_target
+from treespec.draft.sparse import sparse_target
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
@@ -52,6 +53,7 @@ SOURCES: dict[str, Callable[[str, Target], Any]] = {
     "head": trained_head,
     "model": draft_models,
     "self": skipped_target,
+    "sparse": sparse_target,
     **{kind: head_of_kind(kind) for kind in KINDS},
 }
 

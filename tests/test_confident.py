@@ -93,7 +93,7 @@ def test_a_model_that_is_the_target_is_accepted_whole_however_long_the_chain():
 def test_the_law_of_texts_is_the_targets(tables, verifier):
     """χ², error 1e-4."""
     spec = Spec(tables[0], ModelProposer(tables[1], tables[0]), "confident:depth=4,threshold=.5", verifier)
-    Law().check(spec, SamplingParams(temperature=0.8), texts=2)
+    Law().check(spec, SamplingParams(temperature=0.8), texts=2, batch=2)
 
 
 def test_every_scheme_may_have_it_as_it_makes_one_draw():

@@ -49,7 +49,7 @@ def test_drafting_leaves_the_targets_cache_alone(proposer):
     assert same(before, contents(cache))
 
 
-@pytest.mark.parametrize("tree", ["dynamic:depth=3,topk=4,nodes=9", "chain:4", "2x3"])
+@pytest.mark.parametrize("tree", ["dynamic:depth=3,topk=4,nodes=9", "chain:4"])
 def test_greedy_texts_are_the_targets_alone_and_together(proposer, tree):
     spec = Spec(target("llama"), proposer, tree)
     assert spec.generate(prompt(), max_new_tokens=24).token_ids == plain_generate(spec.target, prompt(), 24)
@@ -167,16 +167,12 @@ class TestLaw:
     def tables(self):
         return [Target(TableModel(TableConfig(4, seed=seed))) for seed in (1, 2, 3)]
 
-    @pytest.mark.parametrize(
-        ("verifier", "tree"), [("single", "chain:3"), ("rrs-wo", "2x2"), ("topk", "dynamic:depth=2,topk=3,nodes=6")]
-    )
+    @pytest.mark.parametrize(("verifier", "tree"), [("rrs-wo", "2x2"), ("topk", "dynamic:depth=2,topk=3,nodes=6")])
     def test_a_draft_model_leaves_the_law_as_it_is(self, tables, verifier, tree):
         spec = Spec(tables[0], ModelProposer(tables[1], tables[0]), tree, verifier)
-        Law().check(spec, SamplingParams(temperature=0.8), texts=2)
+        Law().check(spec, SamplingParams(temperature=0.8), texts=2, batch=2)
 
-    @pytest.mark.parametrize(
-        ("verifier", "tree"), [("rrs", "3x2"), ("is-lp", "2x2"), ("rrs:draft-temperatures=0.7/1.5", "2x2")]
-    )
+    @pytest.mark.parametrize(("verifier", "tree"), [("rrs", "3x2"), ("rrs:draft-temperatures=0.7/1.5", "2x2")])
     def test_several_draft_models_leave_it_too(self, tables, verifier, tree):
         several = SeveralModels([ModelProposer(table, tables[0]) for table in tables[1:]])
-        Law().check(Spec(tables[0], several, tree, verifier), SamplingParams(temperature=0.8), texts=2)
+        Law().check(Spec(tables[0], several, tree, verifier), SamplingParams(temperature=0.8), texts=2, batch=2)

@@ -10,10 +10,16 @@ from models import CONFIGS, random_model, save_model, target
 from short_texts import check_law, four_tokens
 from test_batch import prompts, what
 from test_decode import plain_generate, prompt
+from test_draft_model import small
 
 from treespec import load
+from treespec.cache import TreeCache
+from treespec.draft.model import ModelProposer
+from treespec.draft.skip import SkipProposer
+from treespec.draft.skip_set import SkipSet
 from treespec.draft.snapkv import most_seen, refuse_what_shows_no_attention
 from treespec.draft.sparse import CHOSEN, NOTHING, SparseProposer, columns, sparse_target
+from treespec.draft.times import measure
 from treespec.errors import InputError
 from treespec.spec import Spec
 from treespec.target import Target
@@ -174,6 +180,55 @@ class TestSnapKV:
         eager.model.set_attn_implementation("eager")
         with pytest.raises(InputError, match="LlamaForCausalLM has another"):
             refuse_what_shows_no_attention(eager)
+
+
+@pytest.mark.parametrize(
+    "proposer",
+    [
+        lambda model: ModelProposer(model, model),
+        lambda model: SkipProposer(model, SkipSet(3, (1,), (1,))),
+        lambda model: SparseProposer(model, 16),
+        lambda model: SparseProposer(model, 16, 4),
+    ],
+)
+def test_drafts_by_language_models_can_be_timed_for_trees_chosen_by_their_cost(proposer):
+    model = target("llama")
+    times = measure(model, proposer(model))
+    assert times.begin > 0
+    spec = Spec(model, proposer(model), "auto:nodes=12,depth=4", times=times)
+    assert spec.generate(prompt(), max_new_tokens=16).token_ids == plain_generate(model, prompt(), 16)
+
+
+@pytest.mark.parametrize(
+    ("budget", "owner"),
+    [
+        (None, (Target, "prefill")),
+        (None, (Target, "forward_nodes")),
+        (None, (TreeCache, "commit")),
+        (8, (Target, "forward_nodes")),
+        (8, (TreeCache, "commit")),
+    ],
+)
+def test_an_interrupt_leaves_drafts_as_good_as_new(monkeypatch, budget, owner):
+    """The same text again has the same drafts accepted; so has another one after it."""
+    model = target("llama")
+    source = SparseProposer(model, budget) if budget else ModelProposer(small(), model)
+    spec, options = Spec(model, source, "chain:3", "single"), {"temperature": 1.0, "seed": 1, "max_new_tokens": 16}
+    texts = [prompt(length=40), prompt(length=40)[:20] + [9] * 15]
+    wanted = [what([Spec(model, source, "chain:3", "single").generate(text, **options)]) for text in texts]
+    original, calls = getattr(*owner), []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*owner, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            spec.generate(texts[0], **options)
+    assert [what([spec.generate(text, **options)]) for text in texts] == wanted
 
 
 @pytest.mark.parametrize(

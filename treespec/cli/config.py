@@ -14,7 +14,8 @@ class ModelConfig:
     target: str = option("target model: a directory or a hub id")
     head: str | None = option("draft head: a directory or a hub id; none decodes one token at a time", None)
     tree: str | None = option(
-        "eagle, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, or a JSON file of paths; default: the verifier's own",
+        "eagle, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, confident, or a JSON file of paths; "
+        "default: the verifier's own",
         None,
     )
     verifier: str = option(

@@ -23,8 +23,8 @@ MANY = 32  # tokens: more than a cycle brings
 class ModelProposer:
     """Drafts with a model that has the target's tokens; one text at first.
 
-    Observed tokens wait until `begin` runs the model over them and the root. The root stays in its cache, being the
-    first token to be observed next; drafted levels are written behind it and forgotten.
+    `begin` runs the model over the observed tokens that are not in its cache yet, and the root. The root stays there,
+    being the next token to be observed; drafted levels are written behind it and forgotten.
     """
 
     taps: tuple[int, ...] = ()
@@ -34,51 +34,47 @@ class ModelProposer:
         self.model, self.target, self.vocab_size = model, target, target.vocab_size
         self.forward_seconds = 0.0
         self.cache = model.new_cache()
-        self.lengths = [0]
-        self.waiting = [self._nothing()]  # of each text the tokens [n] behind those in the cache
+        self.known = [torch.empty(0, dtype=torch.int64, device=model.output_device)]  # of each text all tokens [n]
         self.branch: Branch | None = None
 
     @property
     def identity(self) -> object:
         return [self.model.config.to_dict(), str(self.model.dtype)]
 
+    @property
+    def lengths(self) -> list[int]:
+        return [len(tokens) for tokens in self.known]
+
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        for row, new in enumerate(tokens):
-            known = self.cache.lengths[row] - self.lengths[row]  # 1 for a root that begin ran
-            self.lengths[row] += len(new) - 1
-            fresh = new[max(known, 0) : -1].to(self.model.output_device)
-            self.waiting[row] = torch.cat([self.waiting[row], fresh])
-        if max(map(len, self.waiting)) > MANY:
-            self._run()
+        fresh = [new[:-1].to(self.model.output_device) for new in tokens]
+        self.known = [torch.cat(both) for both in zip(self.known, fresh, strict=True)]
+        if max(map(len, fresh)) > MANY:
+            self._run(self.known)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        keep = [max(0, length - done) for length, done in zip(lengths, self.cache.lengths, strict=True)]
-        self.waiting = [tokens[:n] for tokens, n in zip(self.waiting, keep, strict=True)]
-        self.lengths = [min(known, length) for known, length in zip(self.lengths, lengths, strict=True)]
+        self.known = [tokens[:length] for tokens, length in zip(self.known, lengths, strict=True)]
         self.cache.rewind([min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)])
 
     def new(self) -> "ModelProposer":
         return ModelProposer(self.model, self.target)
 
     def join(self, others: Sequence["ModelProposer"]) -> None:
-        self.waiting += [tokens for other in others for tokens in other.waiting]
-        self.lengths += [length for other in others for length in other.lengths]
+        self.known += [tokens for other in others for tokens in other.known]
         self.cache.join([other.cache for other in others])
 
     def select(self, rows: Sequence[int]) -> None:
-        self.waiting = [self.waiting[row] for row in rows]
-        self.lengths = [self.lengths[row] for row in rows]
+        self.known = [self.known[row] for row in rows]
         self.cache.select(rows)
 
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         started = time.perf_counter()
         self.rewind(self.lengths)  # a root that was not observed is another's
         roots = roots.to(self.model.output_device)
-        self.waiting = [torch.cat(known) for known in zip(self.waiting, roots.split(1), strict=True)]
-        logits = self.model.output_logits(self._run())
+        hidden = self._run([torch.cat(text) for text in zip(self.known, roots.split(1), strict=True)])
+        logits = self._fitted(self.model.output_logits(hidden))
         self.branch = Branch(self.model, self.cache, self.cache.lengths)
         self.forward_seconds += time.perf_counter() - started
-        return list(self._fitted(logits).split(1))
+        return list(logits.split(1))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         assert self.branch
@@ -90,20 +86,17 @@ class ModelProposer:
         return logits
 
     @torch.no_grad()
-    def _run(self) -> Tensor:
-        """Commit what waits; [B, H] hidden states at the last token of each text that waited."""
-        counts = [len(tokens) for tokens in self.waiting]
-        tokens = pad_sequence(self.waiting, batch_first=True).clamp_max(self.model.vocab_size - 1)
+    def _run(self, texts: Sequence[Tensor]) -> Tensor:
+        """Bring texts into the cache; [B, H] hidden states at the last token of those that were not there whole."""
+        waiting = [tokens[done:] for tokens, done in zip(texts, self.cache.lengths, strict=True)]
+        counts = [len(tokens) for tokens in waiting]
+        tokens = pad_sequence(waiting, batch_first=True).clamp_max(self.model.vocab_size - 1)
         hidden = self.model.prefill(self.cache, tokens, counts=counts)
-        self.waiting = [self._nothing() for _ in counts]
         return torch.stack([row[count - 1] for row, count in zip(hidden, counts, strict=True)])
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """[F, V] logits over the target's vocabulary: padding of the model's own is cut, of the target's is -inf."""
         return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
-
-    def _nothing(self) -> Tensor:
-        return torch.empty(0, dtype=torch.int64, device=self.model.output_device)
 
 
 def draft_model(path: str, target: Target) -> ModelProposer:

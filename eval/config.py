@@ -32,8 +32,8 @@ class EvalConfig:
         "topk",
     )
     tree: str | None = option(
-        "one or several, by semicolons: eagle, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, or a JSON file of "
-        "paths; default: each verifier's own",
+        "one or several, by semicolons: eagle, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, confident, or a "
+        "JSON file of paths; default: each verifier's own",
         None,
     )
     allow_lossy: bool = option("let verifiers change the law of the text", False)

@@ -83,7 +83,20 @@ def test_the_command_line_loads_nothing_heavy():
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "chat", "eval", "acceptance", "calibrate", "tree", "bench", "certify", "generate", "quickstart", "datastore"],
+    [
+        "train",
+        "chat",
+        "eval",
+        "acceptance",
+        "calibrate",
+        "tree",
+        "skip",
+        "bench",
+        "certify",
+        "generate",
+        "quickstart",
+        "datastore",
+    ],
 )
 def test_every_command_explains_its_options(command):
     code = f"import sys; sys.argv = ['treespec', '{command}', '--help']; from treespec.cli import main; main()"

@@ -8,7 +8,7 @@ import torch
 
 from treespec.draft.grow_dynamic import expand
 from treespec.trees.dynamic import DynamicTree, best_first, connect
-from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask
+from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask, positions, window_mask
 from treespec.trees.policy import policy
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, layout
 
@@ -40,7 +40,9 @@ def test_ancestor_mask_equals_following_parents(tree):
 
 
 def test_a_window_hides_positions_not_columns():
-    mask = attention_mask(ancestor_mask(FIVE, 2)[None], torch.tensor([[0, 1, 1, 2, 2]]), lengths=[4], window=3)[0]
+    depth = torch.tensor([[0, 1, 1, 2, 2]])
+    mask = attention_mask(ancestor_mask(FIVE, 2)[None], depth, lengths=[4])
+    mask = (mask & window_mask(positions(depth, lengths=[4]), 5, window=3))[0]
     # Positions: cache 0 1 2 3, root 4, nodes 1 and 2 at 5, nodes 3 and 4 at 6. Node 4 sees 4 (root), 5 (node 2), 6.
     assert mask[4].int().tolist() == [0, 0, 0, 0, 1, 0, 1, 0, 1]
     assert mask[0].int().tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0]
@@ -52,15 +54,16 @@ def test_texts_of_a_batch_see_their_own_columns():
     depth = torch.tensor([[0, 1, 0]]).expand(2, 3)
     mask = attention_mask(ancestors, depth, lengths=[3, 1])
     assert mask[:, 1].int().tolist() == [[1, 1, 1, 1, 1, 0], [1, 0, 0, 1, 1, 0]]
-    narrow = attention_mask(ancestors, depth, lengths=[3, 1], window=3)
+    places = positions(depth, lengths=[3, 1])
+    narrow = mask & window_mask(places, 3, window=3)
     assert narrow[:, 1].int().tolist() == [[0, 0, 1, 1, 1, 0], [1, 0, 0, 1, 1, 0]]
-    chunks = chunk_mask(depth, lengths=[3, 1], chunk=2)
+    chunks = chunk_mask(places, 3, chunk=2)
     assert chunks[:, 1].int().tolist() == [[0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 1, 0]]
     assert mask.any(-1).all()
 
 
 def test_a_chunk_hides_what_lies_before_it():
-    mask = chunk_mask(torch.tensor([[0, 1, 2]]), lengths=[3], chunk=4)
+    mask = chunk_mask(positions(torch.tensor([[0, 1, 2]]), lengths=[3]), 3, chunk=4)
     assert mask[0].int().tolist() == [[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]]
 
 

@@ -30,25 +30,28 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     return above > 0
 
 
-def attention_mask(ancestors: Tensor, depth: Tensor, lengths: Sequence[int], window: int | None = None) -> Tensor:
+def attention_mask(ancestors: Tensor, depth: Tensor, lengths: Sequence[int]) -> Tensor:
     """[B, N, end + N] bool: what each node sees of its own text's cache and of its own tree.
 
     ancestors: [B, N, N] bool. depth: [B, N] int64; a node stands at position length + depth. lengths: committed
-    positions of each of B texts; all trees are written at column `end`, behind the longest. window: how many
-    positions a sliding layer sees, itself included; None sees all. A node's own branch has consecutive
-    depths, so a window over positions cuts its oldest ancestors, not its siblings' columns.
+    positions of each of B texts; all trees are written at column `end`, behind the longest.
     """
-    visible = torch.cat([committed(lengths, depth.device).expand(-1, depth.shape[1], -1), ancestors], dim=2)
-    if window is None:
-        return visible
-    places = positions(depth, lengths)
-    return visible & (places[:, None] > places[:, -depth.shape[1] :, None] - window)
+    return torch.cat([committed(lengths, depth.device).expand(-1, depth.shape[1], -1), ancestors], dim=2)
 
 
-def chunk_mask(depth: Tensor, lengths: Sequence[int], chunk: int) -> Tensor:
-    """[B, N, end + N] bool: same chunk of `chunk` positions (Llama 4's local attention), to be and-ed."""
-    chunks = positions(depth, lengths) // chunk
-    return chunks[:, None] == chunks[:, -depth.shape[1] :, None]
+def window_mask(places: Tensor, nodes: int, window: int) -> Tensor:
+    """[B, N, T] bool: what a sliding layer lets the last N of T columns see, to be and-ed.
+
+    places: [B, T] as by `positions`. window: how many positions, a node's own included. A node's own branch has
+    consecutive depths, so a window over positions cuts its oldest ancestors, not its siblings' columns.
+    """
+    return places[:, None] > places[:, -nodes:, None] - window
+
+
+def chunk_mask(places: Tensor, nodes: int, chunk: int) -> Tensor:
+    """[B, N, T] bool: same chunk of `chunk` positions (Llama 4's local attention), as for `window_mask`."""
+    chunks = places // chunk
+    return chunks[:, None] == chunks[:, -nodes:, None]
 
 
 def committed(lengths: Sequence[int], device: torch.device) -> Tensor:

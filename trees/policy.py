@@ -5,15 +5,16 @@ from dataclasses import fields
 from typing import Any
 
 from treespec.trees.auto import AutoTree
+from treespec.trees.confident import ConfidentChain
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.sampled import SampledTree
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, from_file, medusa
 
-Policy = StaticTree | DynamicTree | SampledTree | AutoTree
+Policy = StaticTree | DynamicTree | SampledTree | AutoTree | ConfidentChain
 
 FORMS = (
     "auto, eagle, medusa, chain:5, balanced:2x4, dynamic, dynamic:depth=6,topk=10,nodes=60, sampled, "
-    "sampled:nodes=26,depth=6, or a JSON file of paths"
+    "sampled:nodes=26,depth=6, confident, confident:depth=8,threshold=0.8, or a JSON file of paths"
 )
 
 
@@ -32,6 +33,8 @@ def policy(spec: str) -> Policy:
         return DynamicTree(**_options(spec, rest, DynamicTree))
     if name == "sampled":
         return SampledTree(**_options(spec, rest, SampledTree))
+    if name == "confident":
+        return ConfidentChain(**_options(spec, rest, ConfidentChain))
     if name == "auto":
         return AutoTree(**_options(spec, rest, AutoTree))
     if spec.endswith(".json"):

@@ -10,7 +10,8 @@ behind the longest text; `commit` moves what a text keeps to its own end, and th
 Masks hide the gaps; they hold numbers all the same, as no weight hides what is not a number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -136,6 +137,18 @@ class TreeCache(Cache):
         self.lengths = list(lengths)
         for layer in self.tree_layers:
             layer.length = self.end
+
+    @contextmanager
+    def writing_at(self, column: int) -> Iterator[None]:
+        """Inside, forwards write at this column: behind nodes of earlier forwards that are not committed."""
+        before = [layer.length for layer in self.tree_layers]
+        try:
+            for layer in self.tree_layers:
+                layer.length = column
+            yield
+        finally:
+            for layer, length in zip(self.tree_layers, before, strict=True):
+                layer.length = length
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these texts, in this order."""

@@ -12,7 +12,7 @@ from treespec.decode import Decoder, Piece, Text
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.drafter import Drafter
 from treespec.draft.given import GivenDrafter, check_given
-from treespec.draft.grow import TreeDrafter
+from treespec.draft.grow import TreeDrafter, check_pair
 from treespec.draft.kinds import KINDS
 from treespec.draft.proposer import Proposer
 from treespec.draft.sources import source_of
@@ -95,6 +95,7 @@ class Spec:
         self.times = times
         drafter: Drafter | None = None
         if self.proposer and self.policy:
+            check_pair(self.policy, scheme, self.proposer)
             if isinstance(self.policy, AutoTree) and not times:
                 self.times = times_for(target, self.proposer)
             drafter = TreeDrafter(self.proposer.new(), self.policy, scheme, calibration, self.times)

@@ -22,8 +22,10 @@ from treespec.cache import TreeCache
 from treespec.errors import InputError, first_line
 from treespec.fixed import Fixed, padded, padded_mask, room
 from treespec.masks import additive_masks
+from treespec.plain import check_against_plain_model
 from treespec.taps import captured, layers_of, over_layers
 from treespec.tokenizers import load_tokenizer
+from treespec.trees.mask import attention_mask, positions
 from treespec.trees.tree import TokenTree
 
 
@@ -65,7 +67,7 @@ class Target:
         self.stack = layers_of(self.decoder, self.layers)
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries
         self.fixed: Fixed | None = None
-        self.output_device = self._check_against_plain_model()
+        self.output_device = check_against_plain_model(self)
 
     def compile(self, backend: str = "inductor") -> None:
         """From now on compile the forwards over up to 128 nodes, once for each of a few shapes (`treespec.fixed`).
@@ -147,11 +149,19 @@ class Target:
         return logits
 
     @torch.no_grad()
-    def prefill(self, cache: TreeCache, tokens: Tensor, taps: tuple[int, ...] = (), chunk: int | None = None) -> Tensor:
+    def prefill(
+        self,
+        cache: TreeCache,
+        tokens: Tensor,
+        taps: tuple[int, ...] = (),
+        chunk: int | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> Tensor:
         """Commit a stretch of each text, in chunks. tokens: [B, P] int64. Returns features [B, P, H].
 
         chunk: tokens, None for as many as keep their mask small beside the weights: 512, 256, … or 16, so that few
-        shapes occur, of each of which the libraries keep something.
+        shapes occur, of each of which the libraries keep something. counts: so many of each text's tokens, None for
+        all; the others fill up, and so do their features.
         """
         b, length = tokens.shape
         cache.reserve(cache.end + length)
@@ -165,7 +175,7 @@ class Target:
             if whole is None:
                 whole = features.new_empty(b, length, features.shape[-1])
             whole[:, start : start + n] = features
-            cache.commit([range(n)] * b)
+            cache.commit([range(max(0, min(count - start, n))) for count in counts or [length] * b])
             start += n
         return whole
 
@@ -225,28 +235,41 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """One forward of the decoder over [B, N] nodes: hidden states after the final norm, and features."""
         n, layers = tokens.shape[1], cache.tree_layers
-        if fixed := room(n, layers) if self.fixed else 0:
-            tokens, depth = padded(tokens, fixed), padded(depth, fixed)
-            ancestors = padded_mask(ancestors, fixed, fixed)
-        # Learned positions end at the context length; a node beyond it is never kept.
-        lengths = torch.tensor(cache.lengths, device=depth.device)
-        positions = (lengths[:, None] + depth).clamp_max(self.context_length - 1).to(self.device)
-        masks = additive_masks(
-            self.windows,
-            ancestors,
-            depth,
-            cache.lengths,
-            self.dtype,
-            self.device,
-            layers[0].capacity if fixed else None,
-        )
-        if fixed and self.fixed:
-            hidden, features = self.fixed(layers, fixed, tokens.to(self.device), positions, masks, taps)
+        nodes = room(n, layers) if self.fixed else 0
+        if nodes:
+            tokens, depth = padded(tokens, nodes), padded(depth, nodes)
+            ancestors = padded_mask(ancestors, nodes, nodes)
+        places, seen = positions(depth, cache.lengths), attention_mask(ancestors, depth, cache.lengths)
+        if nodes and self.fixed:
+            given = self._given(tokens, places, seen, layers[0].capacity)
+            hidden, features = self.fixed(layers, nodes, *given, taps)
             return hidden[:, :n], features[:, :n]
+        return self._forward(cache, tokens, places, seen, taps)
+
+    @torch.no_grad()
+    def forward_nodes(self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor) -> Tensor:
+        """[B, N, H] hidden states, after the final norm, of nodes below those that earlier calls have written.
+
+        tokens: [B, N] int64. seen: [B, N, T] bool, what each sees of the T - N columns before them and of the N that
+        they are written at. places: [B, T] where the tokens of all these columns stand in their texts. Two texts
+        with a root, one of them with two children and the other with one (the second is filled up):
+
+            columns   | a b c | r | x y |   places 0 1 2 3 4 4   x sees a b c r x, y sees a b c r y
+                      | p q . | r | x . |          0 1 . 2 3 3   x sees p q r x
+
+        Nothing is committed: the cache is left as it was found but for what stands behind its end.
+        """
+        with cache.writing_at(seen.shape[2] - tokens.shape[1]):
+            return self._forward(cache, tokens, places, seen, ())[0]
+
+    def _forward(
+        self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        given, own, masks = self._given(tokens, places, seen)
         with captured(self.stack, taps) as inputs:
             hidden = self.decoder(
-                input_ids=tokens.to(self.device),
-                position_ids=positions,
+                input_ids=given,
+                position_ids=own,
                 attention_mask=masks,
                 past_key_values=cache,
                 use_cache=True,
@@ -255,29 +278,12 @@ class Target:
             return hidden, hidden
         return hidden, torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1)
 
-    @torch.no_grad()
-    def _check_against_plain_model(self) -> torch.device:
-        """A three-node tree must give what the plain model gives. Returns the device of the features.
-
-          0 (token b)      the plain model on (a, b, d) against a committed `a` and this tree:
-         / \\               node 0 is its position 1, node 2 its position 2.
-        c   d
-        """
-        a, b, c, d = (i % self.vocab_size for i in (3, 5, 7, 11))
-        plain = self.model(input_ids=torch.tensor([[a, b, d]], device=self.device)).logits[0, 1:].float()
-        cache = self.new_cache(8)
-        self.prefill(cache, torch.tensor([[a]]))
-        parents = torch.tensor([-1, 0, 0])
-        ancestors = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
-        tree = TokenTree(torch.tensor([b, c, d]), parents, torch.tensor([0, 1, 1]), ancestors)
-        out = self.forward_tree(cache, tree)
-        difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()
-        if not difference <= 0.1 * plain.std():
-            raise InputError(
-                f"{type(self.model).__name__} cannot be used: its logits over a tree differ from its plain "
-                f"ones by {difference:.3g} on average, so its masks or output path are not understood"
-            )
-        return out.features.device
+    def _given(self, tokens: Tensor, places: Tensor, seen: Tensor, columns: int | None = None) -> tuple[Any, ...]:
+        """Tokens, positions [B, N] and masks, as the decoder takes them."""
+        # Learned positions end at the context length; a node beyond it is never kept.
+        own = places[:, -tokens.shape[1] :].clamp_max(self.context_length - 1)
+        masks = additive_masks(self.windows, places, seen, self.dtype, self.device, columns)
+        return tokens.to(self.device), own.to(self.device), masks
 
 
 def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:

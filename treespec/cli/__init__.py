@@ -17,6 +17,7 @@ from treespec.cli.datastore import app as datastore
 from treespec.cli.evaluate import evaluate
 from treespec.cli.generate import generate
 from treespec.cli.quickstart import quickstart
+from treespec.cli.skip import skip
 from treespec.cli.train import train
 from treespec.cli.tree import tree
 
@@ -36,6 +37,7 @@ app.command()(generate)
 app.command()(calibrate)
 app.command()(tree)
 app.command()(certify)
+app.command()(skip)
 app.command()(quickstart)
 app.add_typer(datastore, name="datastore")
 

@@ -9,25 +9,30 @@ from torch import Tensor
 from treespec.cache import TreeCache
 from treespec.draft.calibration import Calibration
 from treespec.draft.grow_auto import grow_auto, sampled_by
+from treespec.draft.grow_confident import Confidence, grow_confident
 from treespec.draft.grow_dynamic import grow_dynamic
 from treespec.draft.grow_sampled import Sampled, grow_sampled
 from treespec.draft.grow_static import grow_static
 from treespec.draft.growth import Growth, grow_together
 from treespec.draft.pace import Pace
 from treespec.draft.proposer import Proposer
+from treespec.draft.several import SeveralModels
 from treespec.draft.times import Times
 from treespec.draft.vocabulary import in_target
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
 from treespec.target import TreeOutput
 from treespec.trees.auto import AutoTree
+from treespec.trees.confident import ConfidentChain
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import Policy
 from treespec.trees.sampled import SampledTree
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
 from treespec.verify import SCHEMES
+from treespec.verify.is_lp import IsLp
 from treespec.verify.optimal import Optimal
+from treespec.verify.rrs import RRS
 from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 
@@ -40,12 +45,21 @@ def root_only(token: Tensor) -> TokenTree:
     return TokenTree(token, zero - 1, zero, torch.ones(1, 1, dtype=torch.bool, device=token.device))
 
 
-def check_pair(policy: Policy, scheme: Scheme) -> None:
+def check_pair(policy: Policy, scheme: Scheme, proposer: Proposer | None = None) -> None:
     """The pairing rule: raise InputError for a policy and scheme that may not go together.
 
     How many draws a node gets must be settled before they are made. Keeping nodes by what was drawn, as the
     dynamic tree does, is harmless only where the children are a function of the text, whose q is one-hot.
+    Draws of several draft models, a law each, are for static trees and schemes that take a law a draw.
     """
+    if isinstance(proposer, SeveralModels):
+        if not isinstance(policy, StaticTree):
+            raise InputError("draft models that take turns need a tree of fixed shape: take --tree eagle or 2x4")
+        if not (scheme.deterministic or isinstance(scheme, RRS | IsLp)):
+            raise InputError(
+                f"verifier {scheme.name} takes one draft law a node, several draft models have one each: "
+                "take --verifier rrs, is-lp or topk"
+            )
     if isinstance(policy, DynamicTree) and not scheme.deterministic:
         raise InputError(
             f"the dynamic tree cannot go with verifier {scheme.name}: it keeps children by the probability of "
@@ -62,7 +76,7 @@ def check_pair(policy: Policy, scheme: Scheme) -> None:
                 "optimal answer; take one of them, or --tree eagle"
             )
         return
-    widest = policy.max_draws if isinstance(policy, StaticTree) else policy.topk
+    widest = policy.topk if isinstance(policy, DynamicTree | AutoTree) else policy.max_draws
     if scheme.max_draws and widest > scheme.max_draws:
         raise InputError(
             f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, this tree makes {widest}; "
@@ -98,7 +112,7 @@ class TreeDrafter:
         calibration: Calibration | None = None,
         times: Times | None = None,
     ) -> None:
-        check_pair(policy, scheme)
+        check_pair(policy, scheme, proposer)
         check_depth(policy, proposer.max_depth)
         sampled = isinstance(policy, SampledTree) or (isinstance(policy, AutoTree) and not scheme.deterministic)
         if sampled and calibration is None:
@@ -138,6 +152,12 @@ class TreeDrafter:
         if isinstance(tree, DynamicTree):
             return (yield from grow_dynamic(root, logits, tree))
         scheme = SCHEMES["topk"] if params.greedy else self.scheme
+        if isinstance(tree, ConfidentChain):
+            pace = self.paces[row]
+            assert isinstance(pace, Confidence)
+            grown = yield from grow_confident(root, logits, tree.depth, pace.threshold, scheme, params, generator)
+            self.drafted[row] = 0.0, len(grown.tokens), len(grown.tokens) - 1, True
+            return grown
         return (yield from grow_static(root, logits, tree, scheme, params, generator))
 
     def _auto(
@@ -150,7 +170,7 @@ class TreeDrafter:
         generator: torch.Generator,
     ) -> Growth:
         pace = self.paces[row]
-        assert pace
+        assert isinstance(pace, Pace)
         if params.greedy or self.scheme.deterministic:
             grown, expected, levels = yield from grow_auto(root, logits, tree, params, pace, self.calibration)
             self.drafted[row] = expected, len(grown.tokens), levels, False
@@ -198,5 +218,7 @@ class TreeDrafter:
         self.proposer.select(rows)
         self.paces, self.drafted = [self.paces[row] for row in rows], [self.drafted[row] for row in rows]
 
-    def _pace(self) -> Pace | None:
+    def _pace(self) -> Pace | Confidence | None:
+        if isinstance(self.policy, ConfidentChain):
+            return Confidence(self.policy)
         return Pace(self.times) if isinstance(self.policy, AutoTree) and self.times else None

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.draft.growth import Frontier, Growth
+from treespec.draft.several import in_turns
 from treespec.sampling import SamplingParams, probs
 from treespec.trees.static import StaticTree, layout
 from treespec.trees.tree import Drafts, Draws, TokenTree
@@ -21,7 +22,7 @@ def grow_static(
     params: SamplingParams,
     generator: torch.Generator,
 ) -> Growth:
-    """root: [1] int64. logits: [1, V] draft logits of its children."""
+    """root: [1] int64. logits: [1, V] draft logits of its children, or [1, M, V] of M models (`draft_laws`)."""
     tokens = [root]
     laws, draws, nodes = [], [], []
     fixed = layout(tree, logits.device)
@@ -29,7 +30,11 @@ def grow_static(
         if above:
             frontier = tokens[-1][level.nodes - above.first].clamp_min(0)
             logits = yield Frontier(frontier, level.parent_rows)
-        q = logits if scheme.deterministic else draft_laws(logits, scheme, params, int(level.draws.max()))
+        k = int(level.draws.max())
+        if scheme.deterministic:
+            q = in_turns(logits, k) if logits.dim() == 3 else logits
+        else:
+            q = draft_laws(logits, scheme, params, k)
         drawn = scheme.draw(q, level.draws, generator)  # [F, K]
         tokens.append(drawn.tokens[level.rows, level.columns])
         if not scheme.deterministic:
@@ -41,8 +46,14 @@ def grow_static(
 
 
 def draft_laws(logits: Tensor, scheme: Scheme, params: SamplingParams, k: int) -> Tensor:
-    """The laws of k draws at F nodes: [F, V], or [F, K, V] where the scheme has a temperature for each draw."""
+    """The laws of k draws at F nodes: [F, V], or [F, K, V] where each draw has a model or a temperature of its own.
+
+    logits: [F, V], or [F, M, V] of M models, of which the draws take turns.
+    """
     multipliers: tuple[float, ...] = getattr(scheme, "draft_temperatures", ())
+    if logits.dim() == 3:
+        scale = logits.new_tensor([*multipliers, *multipliers[-1:] * k][:k] or [1.0] * k)
+        return probs(logits[:, torch.arange(k) % logits.shape[1]].float() / scale[:, None], params)
     if not multipliers:
         return probs(logits, params)
     laws = [probs(logits, replace(params, temperature=params.temperature * m)) for m in multipliers[:k]]

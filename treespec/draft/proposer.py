@@ -10,7 +10,10 @@ from treespec.draft.growth import Frontier
 
 
 class Proposer(Protocol):
-    """Holds what it knows of B texts. All calls of a cycle: begin, extend for each level, observe."""
+    """Holds what it knows of B texts. All calls of a cycle: begin, extend for each level, observe.
+
+    One that is made of M draft models gives logits [F, M, N] for [F, N] (`treespec.draft.several`).
+    """
 
     @property
     def taps(self) -> tuple[int, ...]:

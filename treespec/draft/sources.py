@@ -1,6 +1,7 @@
 """What `--drafter` names, `kind:value`: the source of the drafts."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,10 @@ from torch import nn
 from treespec.draft.eagle import embedding_of
 from treespec.draft.given_kinds import GIVEN, given_by
 from treespec.draft.kinds import KINDS
+from treespec.draft.model import ModelProposer, draft_model
+from treespec.draft.several import SeveralModels
+from treespec.draft.skip import skipped_target
+from treespec.draft.sparse import sparse_target
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
@@ -40,9 +45,19 @@ def head_of_kind(kind: str) -> Callable[[str, Target], Any]:
     return source
 
 
+def draft_models(paths: str, target: Target) -> ModelProposer | SeveralModels:
+    """A smaller model's directory or hub id; several are joined by +. Raises InputError."""
+    names = [paths] if Path(paths).exists() else paths.split("+")
+    models = [draft_model(name, target) for name in names]
+    return models[0] if len(models) == 1 else SeveralModels(models)
+
+
 # (value, target) -> a trained head, a proposer or a drafter
 SOURCES: dict[str, Callable[[str, Target], Any]] = {
     "head": trained_head,
+    "model": draft_models,
+    "self": skipped_target,
+    "sparse": sparse_target,
     **{kind: head_of_kind(kind) for kind in KINDS},
     **{name: given_by(name) for name in GIVEN},
 }

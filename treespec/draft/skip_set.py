@@ -1,0 +1,57 @@
+"""Which sublayers of a target its drafts leave out, kept as JSON: {"layers": 32, "attention": [5, 8], "mlp": [8]}."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treespec.errors import InputError
+
+
+@dataclass(frozen=True)
+class SkipSet:
+    """layers: of the target. attention, mlp: numbers of the layers whose attention, and whose MLP, is skipped."""
+
+    layers: int
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+
+
+def save_skip_set(skipped: SkipSet, file: str | Path, about: dict[str, Any]) -> None:
+    """Under a temporary name first. about: what it was made for and with, for people to read. Raises InputError."""
+    lists = {"layers": skipped.layers, "attention": skipped.attention, "mlp": skipped.mlp}
+    temporary = Path(file).with_name(f".{Path(file).name}-{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps({**about, **lists}) + "\n")
+        os.replace(temporary, file)
+    except OSError as error:
+        raise InputError(f"cannot save the skip set to {file}: {error.strerror}") from error
+
+
+def load_skip_set(file: str | Path, layers: int) -> SkipSet:
+    """For a target of so many layers. Raises InputError for a file that is none, or is for another depth."""
+    try:
+        found = json.loads(Path(file).read_text())
+        skipped = SkipSet(int(found["layers"]), numbers(found["attention"]), numbers(found["mlp"]))
+    except OSError as error:
+        raise InputError(f"cannot read skip set {file}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f'{file} is no skip set: it must hold {{"layers": L, "attention": [...], "mlp": [...]}}'
+        ) from error
+    if skipped.layers != layers:
+        raise InputError(
+            f"skip set {file} is for {skipped.layers} layers, the target has {layers}: make one with treespec skip"
+        )
+    if outside := [k for k in (*skipped.attention, *skipped.mlp) if not 0 <= k < layers]:
+        raise InputError(f"skip set {file} names layer {outside[0]}, the target's are 0 to {layers - 1}")
+    return skipped
+
+
+def numbers(values: Iterable[Any]) -> tuple[int, ...]:
+    """Ascending. Raises TypeError for what is no whole number."""
+    if not all(type(value) is int for value in values):
+        raise TypeError("a layer is no whole number")
+    return tuple(sorted(set(values)))

@@ -1,0 +1,90 @@
+"""Which positions of a text a budget of keys and values keeps: SnapKV's (Li et al. 2024, 2404.14469).
+
+The last tokens of a prompt look back once more, and each key-value head keeps the positions that they saw most:
+
+    position          0   1   2   3   4   5 | 6   7      the window is 6 and 7
+    seen by 6 and 7  .5  .1  .0  .3  .0  .1              two are kept: 0 and 3
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from treespec.attention import NAME, tree_attention
+from treespec.cache import TreeCache
+from treespec.errors import InputError
+from treespec.target import Target
+from treespec.trees.mask import committed
+
+POOL = 5  # neighbours whose scores are averaged, as MagicDec does
+
+
+def refuse_what_shows_no_attention(target: Target) -> None:
+    """Raise InputError for a model whose layers do not all see the whole text, or whose attention is not sdpa."""
+    name = type(target.model).__name__
+    if target.windows.keys() != {"full_attention"}:
+        raise InputError(f"snapkv is for layers that see the whole text, some of {name} do not: take sparse:N")
+    if target.config._attn_implementation != NAME:
+        raise InputError(f"snapkv reads the attention of sdpa, {name} has another: take sparse:N")
+
+
+@torch.no_grad()
+def most_seen(target: Target, cache: TreeCache, recent: Sequence[Tensor | None], keep: int) -> list[Tensor | None]:
+    """Of each text [layers, keep, key-value heads] int64 positions before its window; None where that is None.
+
+    recent: of each text its last committed tokens [W]. A forward over them, which leaves the cache as it was found.
+    For a moment it holds a layer's attention, [B, heads, W, T] in float32.
+    """
+    windows = [tokens if tokens is not None else torch.zeros(1, dtype=torch.int64) for tokens in recent]
+    tokens = pad_sequence([window.to(target.output_device) for window in windows], batch_first=True)  # [B, W]
+    sizes = [len(window) for window in windows]
+    before = [max(0, length - size) for length, size in zip(cache.lengths, sizes, strict=True)]
+    b, w = tokens.shape
+    device = tokens.device
+    column = torch.arange(cache.end, device=device)
+    earlier = column < torch.tensor(before, device=device)[:, None]  # [B, end]
+    causal = torch.ones(w, w, dtype=torch.bool, device=device).tril().expand(b, w, w)
+    seen = torch.cat([earlier[:, None].expand(b, w, -1), causal], dim=2)
+    own = torch.tensor(before, device=device)[:, None] + torch.arange(w, device=device)
+    places = torch.cat([column.expand(b, -1), own], dim=1)
+    looks = committed(sizes, device)[:, 0]  # [B, W] those that are not filled up
+    best: list[Tensor] = []
+
+    def choose(weights: Tensor) -> None:
+        """weights: [B, key-value heads, group, W, T]."""
+        mine = looks.to(weights.device)[:, None, None, :, None]
+        score = (weights[..., : cache.end] * mine).sum((2, 3))  # [B, heads, end]
+        score = F.avg_pool1d(score, POOL, stride=1, padding=POOL // 2)
+        score = score.masked_fill(~earlier.to(score.device)[:, None], -1.0)
+        best.append(score.topk(min(keep, cache.end), dim=-1).indices.transpose(1, 2).cpu())  # [B, keep, heads]
+
+    with watched(target.model, choose):
+        target.forward_nodes(cache, tokens, places, seen)
+    found = torch.stack(best, dim=1)  # [B, layers, keep, heads]
+    return [None if tokens is None else found[row] for row, tokens in enumerate(recent)]
+
+
+@contextmanager
+def watched(model: PreTrainedModel, see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, the attention weights of each layer are shown as it runs."""
+
+    def watch(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> tuple[Tensor, None]:
+        grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, heads, group, W, D]
+        scores = grouped @ k.float()[:, :, None].mT * (options.get("scaling") or q.shape[-1] ** -0.5)
+        see((scores + mask[:, :, None]).softmax(-1))
+        return tree_attention(module, q, k, v, mask, **options)
+
+    AttentionInterface.register("treespec_watched", watch)
+    AttentionMaskInterface.register("treespec_watched", sdpa_mask)
+    try:
+        model.set_attn_implementation("treespec_watched")
+        yield
+    finally:
+        model.set_attn_implementation(NAME)

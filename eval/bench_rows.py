@@ -9,7 +9,7 @@ from treespec.eval.bench_config import BenchConfig
 from treespec.eval.bench_figures import Timed
 from treespec.eval.bench_split import CPU, split
 from treespec.eval.config import listed, number
-from treespec.eval.run import paired
+from treespec.eval.pairs import paired
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec
 from treespec.trees.policy import Policy

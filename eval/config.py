@@ -12,6 +12,7 @@ from treespec.errors import InputError
 from treespec.options import DRAFTER, at_least, one_source, option
 
 if TYPE_CHECKING:
+    from treespec.eval.pairs import Pair
     from treespec.eval.questions import Question
 
 SUMMARY_ONLY = ("out", "resamples", "allow_lossy")  # options that change no answer
@@ -24,7 +25,7 @@ class EvalConfig:
     target: str = option("target model: a directory or a hub id")
     out: str = option("folder for answers and summary; the same command goes on where it stopped")
     head: str | None = option("draft head: a directory or a hub id", None)
-    drafter: str | None = option(DRAFTER, None)
+    drafter: str | None = option(f"{DRAFTER}; one or several, by commas, medusa:HEAD@medusa names its tree", None)
     questions: str = option("builtin, mt-bench or a JSONL file in FastChat's format", "builtin")
     verifier: str = option(
         "one or several, by commas: single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, otm-lp, optimal, topk, "
@@ -62,6 +63,8 @@ class EvalConfig:
 class Configuration:
     """What answers a question. verifier: None is the baseline. tree: None is the verifier's own.
 
+    drafter: `kind:value`, None of the baseline.
+
     model_id: its name in the answers and that of their file.
     """
 
@@ -69,25 +72,39 @@ class Configuration:
     verifier: str | None
     tree: str | None
     temperature: float
+    drafter: str | None = None
+
+
+def drafters_of(config: EvalConfig) -> list[str]:
+    """What `--drafter` lists, or the head."""
+    return [f"head:{config.head}"] if config.drafter is None else listed("drafter", config.drafter)
+
+
+def pairs_of(config: EvalConfig) -> tuple[list["Pair"], list[str]]:
+    """`treespec.eval.pairs.pairs` of the lists. Raises InputError for a bad one."""
+    from treespec.eval.pairs import pairs
+
+    trees = [None] if config.tree is None else listed("tree", config.tree)
+    return pairs(drafters_of(config), listed("verifier", config.verifier), trees, config.allow_lossy)
 
 
 def configurations(config: EvalConfig) -> list[Configuration]:
-    """The baselines and every verifier with every tree, or with the one that it names, by temperature.
+    """The baselines and every drafter with every verifier and tree that it goes with, by temperature.
 
     Raises InputError for a bad list.
     """
-    verifiers = listed("verifier", config.verifier)
-    trees = [None] if config.tree is None else listed("tree", config.tree)
-    pairs = [
-        (verifier, tree)
-        for verifier, _, own in (name.partition("@") for name in verifiers)
-        for tree in ([own] if own else trees)
-    ]
-    baseline = [(None, None)] if config.baseline else []
+    several = len(drafters_of(config)) > 1
+    baseline = [(None, None, None)] if config.baseline else []
     chosen = [
-        Configuration(_model_id(config.target, verifier, tree, temperature), verifier, tree, temperature)
+        Configuration(
+            _model_id(config.target, drafter if several else None, verifier, tree, temperature),
+            verifier,
+            tree,
+            temperature,
+            drafter,
+        )
         for temperature in dict.fromkeys(number("temperature", t) for t in listed("temperature", config.temperature))
-        for verifier, tree in [*baseline, *pairs]
+        for drafter, verifier, tree in [*baseline, *pairs_of(config)[0]]
     ]
     names = [configuration.model_id for configuration in chosen]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -143,7 +160,8 @@ def number(name: str, text: str) -> float:
         raise InputError(f"--{name}: {text!r} is not a number") from None
 
 
-def _model_id(target: str, verifier: str | None, tree: str | None, temperature: float) -> str:
+def _model_id(target: str, drafter: str | None, verifier: str | None, tree: str | None, temperature: float) -> str:
     tree = tree and tree.removesuffix(".json").rpartition("/")[2]
-    parts = (PurePath(target).name, verifier or "baseline", tree, f"t{temperature:g}")
+    kind, _, value = (drafter or "").partition(":")
+    parts = (PurePath(target).name, kind, PurePath(value).name, verifier or "baseline", tree, f"t{temperature:g}")
     return re.sub(r"[^\w.=-]+", "-", "-".join(part for part in parts if part))

@@ -15,21 +15,27 @@ from typing import Any, TypeVar
 import torch
 
 from treespec import templates
-from treespec.draft.given import check_given
-from treespec.draft.given_kinds import GIVEN
-from treespec.draft.grow import check_pair
 from treespec.errors import InputError
 from treespec.eval import answers
 from treespec.eval.answers import Answer
-from treespec.eval.config import Configuration, EvalConfig, configurations, read_record, record_of
+from treespec.eval.config import (
+    Configuration,
+    EvalConfig,
+    configurations,
+    drafters_of,
+    pairs_of,
+    read_record,
+    record_of,
+)
+from treespec.eval.pairs import paired
 from treespec.eval.questions import Question, load_questions
 from treespec.eval.summary import summarise
 from treespec.eval.table import markdown
 from treespec.sampling import SamplingParams
-from treespec.spec import Output, Spec, default_tree, load
+from treespec.spec import Output, Spec, calibration_of, load_sources
 from treespec.stats import Stats
 from treespec.target import Target
-from treespec.trees.policy import Policy, policy
+from treespec.trees.policy import Policy
 from treespec.verify.verifiers import verifier_by_name
 from treespec.verify.walk import Verifier
 
@@ -61,7 +67,7 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
     drafts = {configuration: _checked(configuration, config) for configuration in configurations(config)}
     questions, left_out = load_questions(config.questions)
     questions = [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]]
-    record = record_of(config, questions, left_out)
+    record = record_of(config, questions, left_out + pairs_of(config)[1])
     before = read_record(out / "config.json", record)
 
     files = {configuration: out / "answers" / f"{configuration.model_id}.jsonl" for configuration in drafts}
@@ -77,15 +83,24 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
     there = total - sum(len(group) for group, _ in plan)
     if plan:
         report(Step(there, total, f"loading {config.target} and {config.drafter or config.head}"))
-        spec = load(
+        target, sources = load_sources(
             config.target,
-            config.head,
-            drafter=config.drafter,
-            template=config.template,
+            [name.partition("@")[0] for name in drafters_of(config)],
             device_map=config.device_map,
             dtype=config.dtype,
             compile=config.compile,
         )
+        spec = Spec(target, None, template=config.template)
+        calibrations = {name: calibration_of(source, name) for name, source in sources.items()}
+
+        def fresh(configuration: Configuration) -> Spec:
+            """With nothing cached: all start alike, a resumed run too, and one cache is alive at a time."""
+            name, draft = configuration.drafter, drafts[configuration]
+            if name is None or draft is None:
+                return spec.baseline()
+            tree, verifier = draft
+            return Spec(target, sources[name], tree, verifier, config.template, config.allow_lossy, calibrations[name])
+
         spec.encode([{"role": "user", "content": questions[0].turns[0]}])  # refuses a missing chat template
         environment = describe(spec.target)
         if before and before["environment"] != environment:
@@ -100,9 +115,9 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
         for configuration in drafts if config.warm_up else ():
             report(Step(there, total, f"warm-up of {configuration.model_id}"))
             for _ in range(config.warm_up):
-                _ask(_fresh(spec, drafts[configuration]), groups[0], configuration, short)
+                _ask(fresh(configuration), groups[0], configuration, short)
         for group, configuration in plan:
-            for answer in _ask(_fresh(spec, drafts[configuration]), group, configuration, config):
+            for answer in _ask(fresh(configuration), group, configuration, config):
                 answers.append(files[configuration], answer)
                 there += 1
                 report(Step(there, total, _said(answer)))
@@ -159,23 +174,8 @@ def _checked(configuration: Configuration, config: EvalConfig) -> Draft:
     SamplingParams(configuration.temperature, config.top_k, config.top_p)
     if configuration.verifier is None:
         return None
-    return paired(verifier_by_name(configuration.verifier, config.allow_lossy), configuration.tree, config.drafter)
-
-
-def paired(verifier: Verifier, tree: str | None, drafter: str | None) -> tuple[Policy | None, Verifier]:
-    """With the tree that is named or the verifier's own; without one where the drafter makes it. Raises InputError."""
-    kind = (drafter or "").partition(":")[0]
-    if kind in GIVEN:
-        check_given(kind, verifier.scheme, tree)
-        return None, verifier
-    chosen = policy(tree) if tree else default_tree(verifier.scheme)
-    check_pair(chosen, verifier.scheme)
-    return chosen, verifier
-
-
-def _fresh(spec: Spec, draft: Draft) -> Spec:
-    """With nothing cached: all start alike, a resumed run too, and one cache is alive at a time."""
-    return spec.configured(*draft) if draft else spec.baseline()
+    verifier = verifier_by_name(configuration.verifier, config.allow_lossy)
+    return paired(verifier, configuration.tree, configuration.drafter)
 
 
 def _ask(spec: Spec, group: list[Question], configuration: Configuration, config: EvalConfig) -> list[Answer]:

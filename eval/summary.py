@@ -29,8 +29,8 @@ STAGES = ("head", "rest_of_drafting", "target", "verify", "commit", "rest")
 def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
     """The figures of an evaluation, from its files alone; lengths in tokens, times as their names say.
 
-    {config, environment, questions, left_out, few_questions, configurations: [{model_id, verifier, lossless, tree,
-    temperature, overall, categories: {name: …}, same_as_baseline, ended}]}; `overall` and each category are
+    {config, environment, questions, left_out, few_questions, configurations: [{model_id, drafter, verifier, lossless,
+    tree, temperature, overall, categories: {name: …}, same_as_baseline, ended}]}; `overall` and each category are
     `figures`. Only questions that every configuration has answered count. Raises InputError if there is none.
     """
     record = json.loads((out / "config.json").read_text())
@@ -57,6 +57,7 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
         rows.append(
             {
                 "model_id": configuration.model_id,
+                "drafter": configuration.drafter,
                 "verifier": configuration.verifier or "baseline",
                 "lossless": _lossless(configuration),
                 "tree": configuration.tree if configuration.verifier else None,

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Callable, Iterable
+from pathlib import PurePath
 from typing import Any
 
 from rich import box
@@ -38,6 +39,8 @@ def show(summary: dict[str, Any], console: Console, style: box.Box = box.SIMPLE_
     """Print headings, tables and notes. On a terminal what is in brackets stands below its value."""
     rows = summary["configurations"]
     names = ["verifier", "tree"] if any(row["tree"] for row in rows) else ["verifier"]
+    if len({row.get("drafter") for row in rows} - {None}) > 1:
+        names = ["drafter", *names]
     gap, padding = (" ", (0, 1)) if style is box.MARKDOWN else ("\n", (0, 1, 0, 0))
 
     def table(title: str, columns: Iterable[str], cells: Callable[[dict[str, Any]], list[str]]) -> None:
@@ -47,6 +50,7 @@ def show(summary: dict[str, Any], console: Console, style: box.Box = box.SIMPLE_
         for row in rows:
             figures = (cell.replace(" (", f"{gap}(") for cell in cells(row))
             label = row | {"verifier": row["verifier"] + ("" if row["lossless"] else " (lossy)")}
+            label["drafter"] = short(row.get("drafter"))
             grid.add_row(*(label[name] or "" for name in names), f"{row['temperature']:g}", *figures)
         console.print(f"\n## {title}", style="bold")
         console.print(grid)
@@ -66,6 +70,12 @@ def show(summary: dict[str, Any], console: Console, style: box.Box = box.SIMPLE_
     console.print()
     for note in notes(summary):
         console.print(f"- {note}", markup=False, highlight=False)
+
+
+def short(drafter: str | None) -> str:
+    """The kind of a drafter, and the last part of its path."""
+    kind, colon, value = (drafter or "").partition(":")
+    return kind + colon + PurePath(value).name
 
 
 def notes(summary: dict[str, Any]) -> list[str]:

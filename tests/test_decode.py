@@ -8,11 +8,12 @@ import torch
 from enumeration import STOCHASTIC
 from models import CONFIGS, random_head, random_model, target
 
+from treespec.default_tree import default_tree
 from treespec.draft.calibration import Calibration
 from treespec.draft.grow import check_pair
 from treespec.draft.times import Times
 from treespec.errors import InputError
-from treespec.spec import Spec, default_tree
+from treespec.spec import Spec
 from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import policy

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from evaluating import QUESTIONS, TURNS, answered, config_in, save_models, tokens_of
 
-from treespec.eval.config import EvalConfig, configurations
+from treespec.errors import InputError
+from treespec.eval.config import EvalConfig, configurations, pairs_of
 from treespec.eval.run import evaluate, seed_of
 from treespec.spec import Spec
 from treespec.target import Target
@@ -29,7 +30,6 @@ def home(tmp_path_factory):
         ({"tree": "nonsense"}, "nonsense"),
         ({"temperature": "0,-1"}, "temperature is -1"),
         ({"temperature": "hot"}, "'hot' is not a number"),
-        ({"tree": "a/x.json;b/x.json"}, "would both be called"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path, change, reason):
@@ -128,13 +128,49 @@ def test_lossy_verifiers_are_marked(home, tmp_path):
 
 def test_options_with_commas_stay_whole():
     config = EvalConfig(
-        "org/T-7B", "o", "h", verifier="is-lp:s=8,alphabet=50, topk", tree="chain:3;dynamic:depth=3,topk=2,nodes=8"
+        "org/T-7B", "o", "h", verifier="is-lp:s=8,alphabet=50, topk@dynamic:depth=3,topk=2,nodes=8", tree="chain:3;2x2"
     )
     names = [c.model_id for c in configurations(config)]
     assert names == [
         "T-7B-baseline-t0",
         "T-7B-is-lp-s=8-alphabet=50-chain-3-t0",
-        "T-7B-is-lp-s=8-alphabet=50-dynamic-depth=3-topk=2-nodes=8-t0",
-        "T-7B-topk-chain-3-t0",
+        "T-7B-is-lp-s=8-alphabet=50-2x2-t0",
         "T-7B-topk-dynamic-depth=3-topk=2-nodes=8-t0",
+    ]
+
+
+def test_two_trees_of_one_name_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.json").write_text("[[0]]")
+    config = EvalConfig("T", "o", "h", tree=f"{tmp_path}/a/x.json;{tmp_path}/b/x.json")
+    with pytest.raises(InputError, match="would both be called"):
+        configurations(config)
+
+
+def test_every_drafter_gets_what_it_goes_with():
+    """Three drafters, three verifiers: a tree of given tokens has `topk`, a named tree goes before the others."""
+    config = EvalConfig(
+        "T", "o", drafter="eagle:x/h, lookup:tokens=5,ngram=2, medusa:m@3x2", verifier="topk,rrs-wo@2x4", baseline=False
+    )
+    rows = [(c.drafter, c.verifier, c.tree) for c in configurations(config)]
+    assert rows == [
+        ("eagle:x/h", "topk", None),
+        ("eagle:x/h", "rrs-wo", "2x4"),
+        ("lookup:tokens=5,ngram=2", "topk", None),
+        ("medusa:m", "topk", "3x2"),
+        ("medusa:m", "rrs-wo", "3x2"),
+    ]
+    (left_out,) = pairs_of(config)[1]
+    assert "lookup:tokens=5,ngram=2 with rrs-wo" in left_out
+    names = [c.model_id for c in configurations(config)]
+    assert names[0] == "T-eagle-h-topk-t0"
+    assert names[2] == "T-lookup-tokens=5-ngram=2-topk-t0"
+
+
+def test_given_tokens_are_verified_by_topk_where_nothing_else_fits():
+    config = EvalConfig("T", "o", drafter="eagle:h,lookup", verifier="rrs-wo", tree="2x2", baseline=False)
+    assert [(c.drafter, c.verifier, c.tree) for c in configurations(config)] == [
+        ("eagle:h", "rrs-wo", "2x2"),
+        ("lookup", "topk", None),
     ]

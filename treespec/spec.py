@@ -2,13 +2,14 @@
 
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast, final, overload
 
 import torch
 
 from treespec import templates
 from treespec.decode import Decoder, Piece, Text
+from treespec.default_tree import default_tree
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.drafter import Drafter
 from treespec.draft.given import GivenDrafter, check_given
@@ -25,11 +26,7 @@ from treespec.sampling import SamplingParams
 from treespec.stats import Stats
 from treespec.target import Target
 from treespec.trees.auto import AutoTree
-from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import Policy, policy
-from treespec.trees.static import balanced, chain, eagle
-from treespec.verify.is_lp import IsLp
-from treespec.verify.scheme import Scheme
 from treespec.verify.verifiers import verifier_by_name
 from treespec.verify.walk import Verifier
 
@@ -231,24 +228,6 @@ def output_of(pieces: Sequence[Piece], stats: Stats) -> Output:
     return Output("".join(piece.text for piece in pieces), [t for piece in pieces for t in piece.token_ids], stats)
 
 
-def default_tree(scheme: Scheme, deepest: int | None = None) -> Policy:
-    """EAGLE-2's dynamic tree where the children are deterministic, else as much of EAGLE-1's as the scheme takes.
-
-    `is-lp` accepts either of two draws as readily, so that both have to go deep. deepest: levels that can be drafted,
-    None is any number.
-    """
-    if scheme.deterministic:
-        tree = DynamicTree()
-        return replace(tree, depth=min(tree.depth, deepest or tree.depth))
-    if isinstance(scheme, IsLp):
-        fixed = balanced(2, 3)
-    elif scheme.max_draws == 1:
-        fixed = chain(5)
-    else:
-        fixed = eagle().narrowed(scheme.max_draws) if scheme.max_draws else eagle()
-    return fixed.cut(deepest) if deepest else fixed
-
-
 def load(
     target: str,
     head: str | None = None,
@@ -274,14 +253,31 @@ def load(
     """
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
-    model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
     named = drafter or (f"head:{head}" if head else None)
-    source = source_of(named, model) if named else None
+    model, sources = load_sources(
+        target, [named] if named else [], device_map=device_map, dtype=dtype, max_memory=max_memory, compile=compile
+    )
+    source = sources[named] if named else None
+    return Spec(model, source, tree, verifier, template, allow_lossy, calibration_of(source, named))
+
+
+def load_sources(
+    target: str,
+    drafters: Sequence[str],
+    *,
+    device_map: Any = "auto",
+    dtype: str | torch.dtype = "auto",
+    max_memory: dict | None = None,
+    compile: bool = False,
+) -> tuple[Target, dict[str, Any]]:
+    """A target, and by its name whatever is to draft for it; options as for `load`."""
+    model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
+    sources = {name: source_of(name, model) for name in drafters}
     if compile:
         model.compile()
     else:
         pack(model.model)
-    return Spec(model, source, tree, verifier, template, allow_lossy, calibration_of(source, named))
+    return model, sources
 
 
 def calibration_of(source: Any, named: str | None) -> Calibration | None:

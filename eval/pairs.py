@@ -1,0 +1,62 @@
+"""Which drafter goes with which verifier and tree: the rows of an evaluation."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from treespec.draft.given import check_given
+from treespec.draft.given_kinds import GIVEN
+from treespec.draft.grow import check_pair
+from treespec.errors import InputError
+from treespec.trees.policy import Policy, policy
+from treespec.verify.verifiers import verifier_by_name
+from treespec.verify.walk import Verifier
+
+
+class Pair(NamedTuple):
+    """Names, as options have them. tree: None is the verifier's own, or the drafter's."""
+
+    drafter: str
+    verifier: str
+    tree: str | None
+
+
+def pairs(
+    drafters: Sequence[str], verifiers: Sequence[str], trees: Sequence[str | None], allow_lossy: bool
+) -> tuple[list[Pair], list[str]]:
+    """Every drafter with every verifier and tree that it goes with, and why others were left out.
+
+    A verifier may name its tree, rrs-wo@2x4, and so may a drafter, medusa:DIRECTORY@medusa, which comes first. A
+    drafter that hands over given tokens takes no tree, and `topk` where no other verifier fits. Of a single drafter
+    all pairs have to fit. Raises InputError.
+    """
+    found: list[Pair] = []
+    reasons: list[str] = []
+    for drafter, _, its_own in (name.partition("@") for name in drafters):
+        given = drafter.partition(":")[0] in GIVEN and len(drafters) > 1
+        rows: list[Pair] = []
+        for verifier, _, own in (name.partition("@") for name in verifiers):
+            for tree in [its_own or own] if its_own or own else trees:
+                pair = Pair(drafter, verifier, None if given else tree)
+                try:
+                    paired(verifier_by_name(verifier, allow_lossy), pair.tree, drafter)
+                except InputError as error:
+                    if len(drafters) == 1:
+                        raise
+                    reasons.append(f"{drafter} with {verifier}: {error}")
+                else:
+                    rows.append(pair)
+        found += rows or ([Pair(drafter, "topk", None)] if given else [])
+    if not found:
+        raise InputError(f"no drafter goes with a verifier and tree: {reasons[0]}")
+    return list(dict.fromkeys(found)), list(dict.fromkeys(reasons))
+
+
+def paired(verifier: Verifier, tree: str | None, drafter: str | None) -> tuple[Policy | None, Verifier]:
+    """With the tree that is named; None is the verifier's own, or the drafter's. Raises InputError."""
+    kind = (drafter or "").partition(":")[0]
+    if kind in GIVEN:
+        check_given(kind, verifier.scheme, tree)
+    chosen = policy(tree) if tree else None
+    if chosen:
+        check_pair(chosen, verifier.scheme)
+    return chosen, verifier

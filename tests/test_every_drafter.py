@@ -1,0 +1,76 @@
+"""Whatever `--drafter` names, loaded from disk: the target's very tokens, and the target's law."""
+
+import pytest
+import torch
+from models import save_model
+from scipy.stats import kstest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from treespec import load
+from treespec.datastore import build
+from treespec.draft.kinds import KINDS
+from treespec.draft.skip_set import SkipSet, save_skip_set
+from treespec.draft.sources import SOURCES
+from treespec.eval.certify import sampled
+from treespec.eval.certify_config import CertifyConfig
+from treespec.heads.checkpoint import save_head
+from treespec.target import Target
+
+TEXT = "the user asks and the assistant answers the question the user asks "
+DRAFTERS = {
+    **{kind: f"{kind}:{{home}}/{kind}" for kind in KINDS},
+    "head": "head:{home}/eagle3",
+    "model": "model:{home}/small",
+    "self": "self:{home}/skip.json",
+    "sparse": "sparse:16",
+    "rest": "rest:{home}/store",
+    "lookup": "lookup:matches=3",
+    "lookahead": "lookahead:window=4,ngram=3,guesses=4",
+    "jacobi": "jacobi:window=4",
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A target with sharp laws, and beside it whatever drafts for it."""
+    home = tmp_path_factory.mktemp("drafters")
+    folder = save_model(home / "target", tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(6)
+    model.save_pretrained(folder)
+    save_model(home / "small", num_hidden_layers=1)
+    target = Target(AutoModelForCausalLM.from_pretrained(folder))
+    for kind, made in KINDS.items():
+        torch.manual_seed(0)
+        save_head(made.new(target), home / kind)
+    words = AutoTokenizer.from_pretrained(folder)
+    build([words.encode(TEXT)] * 3, words, home / "store")
+    save_skip_set(SkipSet(3, attention=(1,), mlp=(2,)), home / "skip.json", {"target": str(folder)})
+    return home
+
+
+def test_no_drafter_is_left_out():
+    assert DRAFTERS.keys() == SOURCES.keys()
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_greedy_answers_are_the_targets_own_tokens(home, kind):
+    """Float32, one text and three together."""
+    spec = load(str(home / "target"), drafter=DRAFTERS[kind].format(home=home), dtype="float32")
+    prompts = [TEXT * 2, "the answer", TEXT]
+    plain = [spec.baseline().generate(prompt, max_new_tokens=24).token_ids for prompt in prompts]
+    assert spec.generate(prompts[0], max_new_tokens=24).token_ids == plain[0]
+    assert [output.token_ids for output in spec.generate(prompts, max_new_tokens=24)] == plain
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_sampled_answers_have_the_targets_law(home, kind):
+    """Their tokens' places in the plain model's laws are uniform: Kolmogorov and Smirnov, an error of 1e-4 each."""
+    drafter = DRAFTERS[kind].format(home=home)
+    given = kind in ("rest", "lookup", "lookahead", "jacobi")
+    verifier, tree = ("topk", None) if given else ("rrs-wo", "2x2")
+    spec = load(str(home / "target"), drafter=drafter, tree=tree, verifier=verifier, dtype="float32")
+    config = CertifyConfig("", "", tokens=300, length=6)
+    rows = sampled(spec, spec, spec.encode(TEXT), 1, config, seed=3)
+    assert kstest(torch.cat(rows)[:, 1].double().numpy(), "uniform").pvalue >= 1e-4

@@ -1,27 +1,30 @@
 """What is drafted where no tree is named."""
 
-from dataclasses import replace
-
-from treespec.trees.dynamic import DynamicTree
+from treespec.draft.proposer import Proposer
+from treespec.draft.several import SeveralModels
+from treespec.trees.auto import AutoTree
 from treespec.trees.policy import Policy
-from treespec.trees.static import balanced, chain, eagle
+from treespec.trees.static import StaticTree, balanced, chain, eagle
 from treespec.verify.is_lp import IsLp
 from treespec.verify.scheme import Scheme
 
 
-def default_tree(scheme: Scheme, deepest: int | None = None) -> Policy:
-    """EAGLE-2's dynamic tree where the children are deterministic, else as much of EAGLE-1's as the scheme takes.
+def default_tree(scheme: Scheme, proposer: Proposer | None = None) -> Policy:
+    """Where the children are deterministic a tree chosen by its cost, else as much of EAGLE-1's as the scheme takes.
 
-    `is-lp` accepts either of two draws as readily, so that both have to go deep. deepest: levels that can be drafted,
-    None is any number.
+    `is-lp` accepts either of two draws as readily, so that both have to go deep. Draft models that take turns have
+    a tree of fixed shape.
     """
-    if scheme.deterministic:
-        tree = DynamicTree()
-        return replace(tree, depth=min(tree.depth, deepest or tree.depth))
-    if isinstance(scheme, IsLp):
-        fixed = balanced(2, 3)
-    elif scheme.max_draws == 1:
-        fixed = chain(5)
-    else:
-        fixed = eagle().narrowed(scheme.max_draws) if scheme.max_draws else eagle()
+    deepest = proposer.max_depth if proposer else None
+    if scheme.deterministic and not isinstance(proposer, SeveralModels):
+        return AutoTree(depth=min(AutoTree.depth, deepest or AutoTree.depth))
+    fixed = fixed_tree(scheme)
     return fixed.cut(deepest) if deepest else fixed
+
+
+def fixed_tree(scheme: Scheme) -> StaticTree:
+    if isinstance(scheme, IsLp):
+        return balanced(2, 3)
+    if scheme.max_draws == 1:
+        return chain(5)
+    return eagle().narrowed(scheme.max_draws) if scheme.max_draws else eagle()

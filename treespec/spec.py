@@ -1,8 +1,9 @@
 """The public API: `load` a target and a head, `generate` and `stream`."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, cast, final, overload
 
 import torch
@@ -25,7 +26,6 @@ from treespec.packed import pack
 from treespec.sampling import SamplingParams
 from treespec.stats import Stats
 from treespec.target import Target
-from treespec.trees.auto import AutoTree
 from treespec.trees.policy import Policy, policy
 from treespec.verify.verifiers import verifier_by_name
 from treespec.verify.walk import Verifier
@@ -77,7 +77,7 @@ class Spec:
         template: str | None = None,
         allow_lossy: bool = False,
         calibration: Calibration | None = None,
-        times: Times | None = None,
+        times: Times | Callable[[], Times] | None = None,
     ) -> None:
         if kind := KINDS.get(getattr(source, "kind", "")):
             source = kind.proposer(source, target)
@@ -87,14 +87,13 @@ class Spec:
         if isinstance(source, GivenDrafter):
             check_given(source.name, scheme, tree)
         elif tree is None:
-            tree = default_tree(scheme, self.proposer.max_depth if self.proposer else None)
+            tree = default_tree(scheme, self.proposer)
         self.policy = policy(tree) if isinstance(tree, str) else tree
-        self.times = times
+        self.times = (lambda: times) if isinstance(times, Times) else times
         drafter: Drafter | None = None
         if self.proposer and self.policy:
             check_pair(self.policy, scheme, self.proposer)
-            if isinstance(self.policy, AutoTree) and not times:
-                self.times = times_for(target, self.proposer)
+            self.times = self.times or cache(partial(times_for, target, self.proposer))  # measured at the first draft
             drafter = TreeDrafter(self.proposer.new(), self.policy, scheme, calibration, self.times)
         elif source:
             drafter = source.new()
@@ -114,9 +113,7 @@ class Spec:
         self, tree: str | Policy | None = None, verifier: str | Verifier = "topk", allow_lossy: bool = False
     ) -> "Spec":
         """The same target and head with another tree and verifier; no weights are copied."""
-        spec = Spec(self.target, self.source, tree, verifier, self.template, allow_lossy, self.calibration, self.times)
-        self.times = spec.times
-        return spec
+        return Spec(self.target, self.source, tree, verifier, self.template, allow_lossy, self.calibration, self.times)
 
     def baseline(self) -> "Spec":
         """One token at a time through the same target and cache: what every speedup is measured against."""

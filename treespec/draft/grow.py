@@ -1,6 +1,6 @@
 """Growing a token tree: a proposer gives draft logits, a scheme draws, a policy shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -110,7 +110,7 @@ class TreeDrafter:
         policy: Policy,
         scheme: Scheme,
         calibration: Calibration | None = None,
-        times: Times | None = None,
+        times: Callable[[], Times] | None = None,
     ) -> None:
         check_pair(policy, scheme, proposer)
         check_depth(policy, proposer.max_depth)
@@ -170,6 +170,9 @@ class TreeDrafter:
         generator: torch.Generator,
     ) -> Growth:
         pace = self.paces[row]
+        if pace is None:
+            assert self.times
+            pace = self.paces[row] = Pace(self.times())
         assert isinstance(pace, Pace)
         if params.greedy or self.scheme.deterministic:
             grown, expected, levels = yield from grow_auto(root, logits, tree, params, pace, self.calibration)
@@ -221,4 +224,4 @@ class TreeDrafter:
     def _pace(self) -> Pace | Confidence | None:
         if isinstance(self.policy, ConfidentChain):
             return Confidence(self.policy)
-        return Pace(self.times) if isinstance(self.policy, AutoTree) and self.times else None
+        return None

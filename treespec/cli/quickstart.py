@@ -65,5 +65,5 @@ def quickstart(config: QuickstartConfig) -> None:
             limit=config.limit,
         )
     )
-    command = f"treespec chat --target {target} --head {out / 'head'} --tree {SMALL_TREE}"
+    command = f"treespec chat --target {target} --head {out / 'head'}"
     print(f"\nNow talk to it:\n\n  {Path(sys.executable).parent / command}\n")

@@ -100,7 +100,9 @@ def open_datastore(folder: str | Path, tokenizer: Any, vocab_size: int) -> Datas
         index = json.loads((folder / "index.json").read_text())
         form, vocabulary = index["format"], index["tokenizer"]
     except OSError as error:
-        raise InputError(f"no datastore at {folder}: it has no readable index.json") from error
+        raise InputError(
+            f"no datastore at {folder}: it has no readable index.json; make one with treespec datastore build"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder / 'index.json'} is not understood: {AGAIN}") from error
     if form != FORMAT:

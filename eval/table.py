@@ -106,7 +106,7 @@ def notes(summary: dict[str, Any]) -> list[str]:
         if cut := sum(row["ended"][end] for row in rows):
             lines.append(f"{cut} of {turns} answers were ended by {name}.")
     if left_out := summary["left_out"]:
-        lines.append(f"Lines of the question file left out, {len(left_out)}: {'; '.join(left_out[:3])}.")
+        lines.append(f"Left out, {len(left_out)}: {'; '.join(left_out[:3])}.")
     return lines
 
 

@@ -43,6 +43,7 @@ class BenchConfig:
         "0",
     )
     seed: int = option("each answer's seed follows from it, the question, the turn and what answers", 0)
+    allow_lossy: bool = option("let verifiers change the law of the text", False)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
     compile: bool = option("compile the forwards of target and head: for GPUs; on a CPU the default is faster", False)

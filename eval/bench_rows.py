@@ -47,7 +47,7 @@ def drafts(config: BenchConfig) -> dict[str, Draft]:
     found = {}
     for name in listed("verifier", config.verifier):
         called, _, own = name.partition("@")
-        found[name] = paired(verifier_by_name(called), own or None, config.drafter)
+        found[name] = paired(verifier_by_name(called, config.allow_lossy), own or None, config.drafter)
     return found
 
 

@@ -46,6 +46,7 @@ def certify(config: CertifyConfig, report: Callable[[Step], None] = lambda step:
         config.tree,
         config.verifier,
         drafter=config.drafter,
+        allow_lossy=config.allow_lossy,
         template=config.template,
         device_map=config.device_map,
         dtype=config.dtype,

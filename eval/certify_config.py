@@ -25,6 +25,7 @@ class CertifyConfig:
     seed: int = option("of all samples", 0)
     drafter: str | None = option(DRAFTER, None)
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
+    allow_lossy: bool = option("let verifiers change the law of the text", False)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option(
         "float32 for token-exact answers; in auto, bfloat16 or float16 margins are looked at", "float32"

@@ -131,7 +131,7 @@ def test_the_markdown_has_every_configuration_and_category(finished):
         expected = [(g["acceptance_length"]["value"], g["speedup"]["value"]) for g in groups]
         assert np.allclose(np.array(cells, dtype=float), expected, atol=0.005)
     assert "Fewer than 10 questions" in page
-    assert "Lines of the question file left out, 1: questions.jsonl:4" in page
+    assert "Left out, 1: questions.jsonl:4" in page
     assert re.search(rf"of {3 * TURNS} answers were ended by max_new_tokens", page)
 
 

@@ -38,6 +38,8 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, 
 def _untangled(config: dict[str, Any]) -> dict[str, Any]:
     """With SGLang's taps as treespec says them."""
     nested = config["eagle_config"]
+    if not isinstance(nested, dict):
+        raise ValueError(f"eagle_config is no set of fields: {nested!r}")
     if not nested.get("use_aux_hidden_state", True):
         raise ValueError("eagle_config.use_aux_hidden_state is false: a head without taps is not EAGLE-3's")
     config = {name: value for name, value in config.items() if name != "eagle_config"}
@@ -62,13 +64,13 @@ def to_sglang_ids(taps: tuple[int, ...]) -> list[int]:
 
 
 def to_eagle(head: Eagle3Head, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """For SafeAILab/EAGLE, which taps three given layers, and takes a target of another width to be said only then."""
+    """For SafeAILab/EAGLE, which reads no layer ids, and of a target of another width takes no embedding."""
     layers = served.layers
     if head.taps != (2, layers // 2, layers - 3):
         raise ValueError(
             f"it taps {', '.join(map(str, head.taps))}, and SafeAILab/EAGLE {2, layers // 2, layers - 3} in any case"
         )
-    config = _config(head, served, "LlamaForCausalLM")
+    config = _config(head, served, "LlamaForCausalLM") | {IDS: list(head.taps)}
     if config["target_hidden_size"] == head.hidden_size:
         del config["target_hidden_size"]
     return config, head.state_dict()

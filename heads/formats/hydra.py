@@ -9,7 +9,10 @@ MARK = re.compile(r"hydra_(mlp|lm_head)\.")
 PREFIX = "prefix_embeding_layer."
 LAYER = PREFIX + "layers.0."
 OUTPUTS = ("hydra_lm_head.0.weight", "hydra_lm_head.0.1.weight")  # of the first head, of Hydra and of Hydra++
-UNUSED = {PREFIX + "embed_tokens.weight"}  # of a Llama that is given states
+UNUSED = {  # the target's embedding, which treespec has from the target, and that of a Llama which is given states
+    "input_embed_fn.weight",
+    PREFIX + "embed_tokens.weight",
+}
 ANGLES = LAYER + "self_attn.rotary_emb.inv_freq"  # [D / 2], which follows from the config
 
 

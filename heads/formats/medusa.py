@@ -27,7 +27,9 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, 
     layers = config.get("medusa_num_layers", 1)
     known = {"medusa_num_heads": _heads(tensors), "medusa_num_layers": layers} | _widths(tensors, f"0.{layers}.weight")
     config = config | {name: value for name, value in known.items() if name not in config}
-    if 0 < config["medusa_num_heads"] < known["medusa_num_heads"]:
+    if type(given := config["medusa_num_heads"]) is not int:
+        raise ValueError(f"medusa_num_heads is {given!r}, must be a number")
+    if 0 < given < known["medusa_num_heads"]:
         config = config | {"medusa_num_heads": known["medusa_num_heads"]}
     return config, tensors
 

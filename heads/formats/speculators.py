@@ -9,7 +9,7 @@ from treespec.heads.formats import eagle3
 from treespec.heads.formats.engines import Served, llama_fields
 
 OWN = ("draft_vocab_size", "target_hidden_size", eagle3.IDS, *eagle3.UNKNOWN)
-VERSION = "0.3.0"  # of speculators, the first with these fields
+VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compares
 DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
 
 
@@ -43,7 +43,6 @@ def write(head: Eagle3Head, served: Served) -> tuple[dict[str, Any], dict[str, T
         "target_hidden_size": served.hidden_size,
         eagle3.IDS: list(head.taps),
         "norm_before_residual": head.midlayer.norm_before_residual,
-        "norm_before_fc": False,
         "tie_word_embeddings": False,
         "torch_dtype": str(head.dtype).removeprefix("torch."),
         "transformer_layer_config": {"architectures": ["LlamaForCausalLM"]} | llama_fields(head, served),

@@ -32,7 +32,7 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = 
     config, tensors = _config(folder), read_tensors(folder)
     try:
         name, config, tensors = formats.read(config, tensors)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise HeadError(f"{folder}: {error}") from error
     kind = HEADS[name]
     try:

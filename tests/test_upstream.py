@@ -1,6 +1,6 @@
 """Logits of other projects' own code beside treespec's, on the same files; skipped where that code is not installed.
 
-docs/formats.md says how to bring it beside. Logits are up to 25 in size here, and agree to 1e-4 in float32.
+docs/formats.md says how to bring it beside. Logits are up to 35 in size here, and agree to 1e-4 in float32.
 """
 
 import json

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -69,8 +70,8 @@ def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
         os.replace(temporary, out)
     except ValueError as error:
         raise HeadError(f"{head_path} is not exported to {to}: {error}") from error
-    except OSError as error:
-        raise HeadError(f"cannot write {out}: {error.strerror}") from error
+    except (OSError, SafetensorError) as error:
+        raise HeadError(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Exported(head.kind, compared, command(to, head, served, out))
@@ -100,7 +101,8 @@ def command(to: str, head: Any, served: Served, out: Path) -> str:
         )
     paths = f"--base-model-path {target} --ea-model-path {folder}"
     three = " --use_eagle3" if head.kind == "eagle3" else ""
-    return f"python -m eagle.evaluation.gen_ea_answer_llama3chat {paths}{three}"
+    prompts = "qwen3" if "Qwen3ForCausalLM" in served.architectures else "llama3chat"  # Vicuna has a script too
+    return f"python -m eagle.evaluation.gen_ea_answer_{prompts} {paths}{three}"
 
 
 def compare(one: Any, other: Any) -> int:

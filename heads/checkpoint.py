@@ -1,4 +1,4 @@
-"""Head directories: `config.json` with `model.safetensors` or `pytorch_model.bin`.
+"""Head directories: `config.json` with a file of tensors, by the names of `treespec.heads.tensors`.
 
 Each file is written under a temporary name and renamed, so a kill leaves the old file or the new one.
 """
@@ -10,45 +10,31 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
+from treespec.heads import formats
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.hydra import HydraHead
 from treespec.heads.medusa import MedusaHead
-
-
-class HeadError(ValueError):
-    """A head that cannot be used; the message names the file or tensor and the remedy."""
-
-    exit_code = 2
-
+from treespec.heads.tensors import HeadError, read_tensors
 
 HEADS: dict[str, Any] = {"eagle": EagleHead, "eagle3": Eagle3Head, "medusa": MedusaHead, "hydra": HydraHead}
-
-
-def kind_of(config: dict[str, Any]) -> str:
-    """Which of HEADS a config.json describes."""
-    for kind in ("medusa", "hydra"):
-        if f"{kind}_num_heads" in config:
-            return kind
-    three = "draft_vocab_size" in config or "eagle3" in str(config.get("architectures")).lower()
-    return "eagle3" if three else "eagle"
 
 
 def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = "cpu") -> Any:
     """The head in a directory or hub repository, in the file's own dtype unless `dtype` says otherwise.
 
+    The formats of other projects are read too (`treespec.heads.formats`).
     Raises HeadError for a missing or corrupt file, and for missing, unknown or misshapen tensors, by name.
     """
     folder = head_folder(path)
-    config = _config(folder)
-    kind = HEADS[kind_of(config)]
-    tensors = _tensors(folder)
-    if rename := getattr(kind, "renamed", None):
-        tensors = rename(tensors)
+    config, tensors = _config(folder), read_tensors(folder)
+    try:
+        name, config, tensors = formats.read(config, tensors)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise HeadError(f"{folder}: {error}") from error
+    kind = HEADS[name]
     try:
         with torch.device("meta"):
             shapes = {name: value.shape for name, value in kind(config).state_dict().items()}
@@ -117,21 +103,6 @@ def _config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise HeadError(f"{file} holds no fields: it is the configuration of no head")
     return config
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
-    file = safe if safe.exists() else pickled
-    if not file.exists():
-        raise HeadError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
-    try:
-        if file is safe:
-            return load_file(file)
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
-        raise HeadError(f"{file} is damaged: {error}; fetch or train the head again") from error
-    except Exception as error:
-        raise HeadError(f"{file} holds more than tensors and is not loaded: {type(error).__name__}") from error
 
 
 def _names(names: Any) -> str:

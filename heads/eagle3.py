@@ -28,11 +28,14 @@ TAPS = 3
 
 @final
 class Eagle3Layer(nn.Module):
-    """A decoder layer over an embedding and a feature: both are normed, the feature as it came is the residual."""
+    """A decoder layer over an embedding and a feature: both are normed, the feature as it came is the residual.
 
-    def __init__(self, config: LlamaConfig, qkv_bias: bool) -> None:
+    norm_before_residual: the normed feature is the residual, as in some of speculators' heads.
+    """
+
+    def __init__(self, config: LlamaConfig, qkv_bias: bool, norm_before_residual: bool = False) -> None:
         super().__init__()
-        width = config.hidden_size
+        width, self.norm_before_residual = config.hidden_size, norm_before_residual
         self.self_attn = Attention(config, qkv_bias, 2 * width)
         self.mlp = MLP(config)
         self.hidden_norm = RMSNorm(width, eps=config.rms_norm_eps)
@@ -41,8 +44,9 @@ class Eagle3Layer(nn.Module):
 
     def forward(self, embeddings: Tensor, features: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """embeddings, features: [B, T, H]. attend: [B, T, 2H] -> [B, T, H], the attention. Returns [B, T, H]."""
-        x = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(features)], dim=-1)
-        x = features + attend(x)
+        normed = self.hidden_norm(features)
+        x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        x = (normed if self.norm_before_residual else features) + attend(x)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -52,7 +56,7 @@ class Eagle3Head(nn.Module):
 
     config: the content of config.json, Llama's fields plus `draft_vocab_size` Vd (V if absent), `target_hidden_size`
     Ht (H if absent), `eagle_aux_hidden_state_layer_ids` (the taps; if absent they follow from the target's depth),
-    `qkv_bias` (false if absent) and `embed_scale` (1 if absent).
+    `qkv_bias` and `norm_before_residual` (false if absent) and `embed_scale` (1 if absent).
     Where Vd is not V, d2t [Vd] int64 says that draft token i is the target's i + d2t[i], and t2d [V] bool marks these.
     embed_tokens: None where the file has none and no target has given its own yet.
     """
@@ -74,7 +78,8 @@ class Eagle3Head(nn.Module):
         self.embed_tokens: nn.Embedding | None = nn.Embedding(self.vocab_size, width).requires_grad_(False)
         tapped = (len(self.taps) or TAPS) * (config.get("target_hidden_size") or width)
         self.fc = nn.Linear(tapped, width, bias=False)
-        self.midlayer = Eagle3Layer(llama, config.get("qkv_bias", False))
+        residual = config.get("norm_before_residual", False)
+        self.midlayer = Eagle3Layer(llama, config.get("qkv_bias", False), residual)
         self.norm = RMSNorm(width, eps=llama.rms_norm_eps)
         self.lm_head = nn.Linear(width, drafted, bias=False)
         self.rotary = Rotary(llama)
@@ -167,15 +172,6 @@ class Eagle3Head(nn.Module):
             raise ValueError(f"d2t leads to token {int(twice[0])} twice")
         if len(other := ((times > 0) != self.t2d).nonzero()):
             raise ValueError(f"t2d does not mark the tokens that d2t leads to: they differ at token {int(other[0])}")
-
-    @staticmethod
-    def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A file's tensors by the names here: its layer may be layers.0. A mapping of all tokens to themselves goes."""
-        tensors = {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
-        d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-        if d2t is not None and t2d is not None and d2t.shape == t2d.shape and not d2t.any() and t2d.all():
-            del tensors["d2t"], tensors["t2d"]
-        return tensors
 
     def _draft(self, tokens: Tensor | None) -> None:
         """Set d2t and t2d for these tokens of the target, [Vd]; None is all, without either."""

@@ -96,6 +96,7 @@ def test_the_command_line_loads_nothing_heavy():
         "generate",
         "quickstart",
         "datastore",
+        "export",
     ],
 )
 def test_every_command_explains_its_options(command):

@@ -15,6 +15,7 @@ from treespec.cli.certify import certify
 from treespec.cli.chat import chat
 from treespec.cli.datastore import app as datastore
 from treespec.cli.evaluate import evaluate
+from treespec.cli.export import export
 from treespec.cli.generate import generate
 from treespec.cli.quickstart import quickstart
 from treespec.cli.skip import skip
@@ -38,6 +39,7 @@ app.command()(calibrate)
 app.command()(tree)
 app.command()(certify)
 app.command()(skip)
+app.command()(export)
 app.command()(quickstart)
 app.add_typer(datastore, name="datastore")
 

@@ -1,0 +1,62 @@
+"""What the formats of the engines share: the target that is served, and Llama's fields as every version reads them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlamaConfig, PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Served:
+    """The target beside which an engine runs the head. name: its directory or hub id, as the engine is to load it."""
+
+    name: str
+    architectures: tuple[str, ...]
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+
+    @classmethod
+    def of(cls, name: str, config: PretrainedConfig) -> "Served":
+        """By the target's config, of which the text model's counts."""
+        text = config.get_text_config()
+        return cls(
+            name,
+            tuple(config.architectures or ()),
+            text.num_hidden_layers,
+            text.hidden_size,
+            text.vocab_size,
+            getattr(text, "max_position_embeddings", None) or 0,
+        )
+
+
+def llama_fields(head: Any, served: Served) -> dict[str, Any]:
+    """The fields of a Llama of one layer. Rotary positions are said in the three ways that versions look for.
+
+    The context is the target's at least: the engines stop where the shorter one ends.
+    """
+    llama = LlamaConfig(**head.config)
+    rope: dict[str, Any] = dict(llama.rope_parameters or {})
+    kind, theta = rope["rope_type"], rope["rope_theta"]
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"} | {"type": kind}
+    return {
+        "model_type": "llama",
+        "hidden_size": llama.hidden_size,
+        "intermediate_size": llama.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": llama.num_attention_heads,
+        "num_key_value_heads": llama.num_key_value_heads,
+        "head_dim": llama.head_dim,
+        "vocab_size": llama.vocab_size,
+        "hidden_act": llama.hidden_act,
+        "rms_norm_eps": llama.rms_norm_eps,
+        "max_position_embeddings": max(llama.max_position_embeddings, served.context_length),
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else scaling,
+        "rope_parameters": rope,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(head.dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,58 @@
+"""Hydra's heads of zankner/Hydra: their config says nothing of the target's sizes, their file has unused tensors."""
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+MARK = re.compile(r"hydra_(mlp|lm_head)\.")
+PREFIX = "prefix_embeding_layer."
+LAYER = PREFIX + "layers.0."
+OUTPUTS = ("hydra_lm_head.0.weight", "hydra_lm_head.0.1.weight")  # of the first head, of Hydra and of Hydra++
+UNUSED = {  # the target's embedding, which treespec has from the target, and that of a Llama which is given states
+    "input_embed_fn.weight",
+    PREFIX + "embed_tokens.weight",
+}
+ANGLES = LAYER + "self_attn.rotary_emb.inv_freq"  # [D / 2], which follows from the config
+
+
+def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Without the tensors that nothing uses, and with what the config does not say by the shapes of the others.
+
+    Raises ValueError for features of another layer than the last, and where neither the config nor the file says how
+    many attention heads the prefix layer has.
+    """
+    if config.get("hidden_state_offset"):
+        raise ValueError(f"hidden_state_offset is {config['hidden_state_offset']}, of which only 0 is known")
+    output = next((tensors[name] for name in OUTPUTS if name in tensors), None)
+    if output is None:
+        raise ValueError(f"the head lacks {OUTPUTS[0]}; is it Hydra or Hydra++ heads?")
+    vocab_size, hidden_size = output.shape
+    known: dict[str, Any] = {"hydra_num_heads": _heads(tensors), "hidden_size": hidden_size, "vocab_size": vocab_size}
+    if any(name.startswith(LAYER) for name in tensors):
+        known |= _attention(config, tensors, hidden_size)
+    config = config | {name: value for name, value in known.items() if name not in config}
+    return config, {name: value for name, value in tensors.items() if name not in UNUSED | {ANGLES}}
+
+
+def _heads(tensors: dict[str, Tensor]) -> int:
+    return max((int(found[1]) + 1 for name in tensors if (found := re.match(r"hydra_mlp\.(\d+)\.", name))), default=0)
+
+
+def _attention(config: dict[str, Any], tensors: dict[str, Tensor], width: int) -> dict[str, int]:
+    """Of the prefix layer. Its file holds an angle for every second number of a head."""
+    if "num_attention_heads" in config:
+        heads = config["num_attention_heads"]
+    elif ANGLES in tensors:
+        heads = width // (2 * len(tensors[ANGLES]))
+    else:
+        base = config.get("base_model_name_or_path", "the target")
+        raise ValueError(f"num_attention_heads is missing, and the file does not tell: add what {base} has")
+    known = {"num_attention_heads": heads}
+    for field, name, size in (
+        ("num_key_value_heads", "self_attn.k_proj.weight", width // heads),
+        ("intermediate_size", "mlp.gate_proj.weight", 1),
+    ):
+        if LAYER + name in tensors:
+            known[field] = len(tensors[LAYER + name]) // size
+    return known

@@ -1,0 +1,83 @@
+"""Medusa's heads of FasterDecoding/Medusa, in files of their own and within whole models, and of vLLM."""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treespec.heads.formats.engines import Served
+from treespec.heads.medusa import MedusaHead
+
+WHOLE = "medusa_head."  # before the names in a whole model
+BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.")  # vLLM's
+MARK = re.compile(r"\d+\.|blocks\.\d+\.|medusa_heads?\.")
+
+
+def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The heads alone, with what the config does not say of them by their tensors.
+
+    Published configs say 2 heads where there are 5, so that a file may have more than they say.
+    Raises ValueError for a file without the output layer of the first head.
+    """
+    if any(name.startswith(WHOLE) for name in tensors):
+        tensors = {name.removeprefix(WHOLE): value for name, value in tensors.items() if name.startswith(WHOLE)}
+    if any(BLOCK.match(name) for name in tensors):
+        config, tensors = _from_vllm(config, tensors)
+    layers = config.get("medusa_num_layers", 1)
+    known = {"medusa_num_heads": _heads(tensors), "medusa_num_layers": layers} | _widths(tensors, f"0.{layers}.weight")
+    config = config | {name: value for name, value in known.items() if name not in config}
+    if type(given := config["medusa_num_heads"]) is not int:
+        raise ValueError(f"medusa_num_heads is {given!r}, must be a number")
+    if 0 < given < known["medusa_num_heads"]:
+        config = config | {"medusa_num_heads": known["medusa_num_heads"]}
+    return config, tensors
+
+
+def to_vllm(head: MedusaHead, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """For vLLM: blocks.{head}.layers.{block} and lm_heads.{head}."""
+    layers = len(head.get_submodule("0")) - 1  # type: ignore[arg-type]
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": head.hidden_size,
+        "vocab_size": head.vocab_size,
+        "medusa_num_heads": head.max_depth,
+        "medusa_num_layers": layers,
+        "medusa_fc_bias": True,
+        "truncated_vocab_size": head.vocab_size,
+        "torch_dtype": str(head.dtype).removeprefix("torch."),
+    }
+    named = {
+        re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name): value
+        for name, value in head.state_dict().items()
+    }
+    return config, {re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name): v for name, v in named.items()}
+
+
+def _from_vllm(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Blocks without biases get zeros."""
+    layers = config.get("medusa_num_layers", config.get("num_hidden_layers", 1))
+    config = config | {"medusa_num_layers": layers}
+    if "num_heads" in config:
+        config = config | {"medusa_num_heads": config["num_heads"]}
+    named = {}
+    for name, value in tensors.items():
+        name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name.removeprefix("medusa_heads."))
+        named[re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", name)] = value
+    if not config.get("medusa_fc_bias", False):
+        blocks = {name: value for name, value in named.items() if name.endswith(".linear.weight")}
+        named |= {f"{name.removesuffix('weight')}bias": torch.zeros_like(w[:, 0]) for name, w in blocks.items()}
+    return config, named
+
+
+def _heads(tensors: dict[str, Tensor]) -> int:
+    return max((int(found[1]) + 1 for name in tensors if (found := re.match(r"(\d+)\.", name))), default=0)
+
+
+def _widths(tensors: dict[str, Tensor], output: str) -> dict[str, int]:
+    """By the first head's output layer, [V, H]."""
+    if output not in tensors:
+        raise ValueError(f"the head lacks {output}; is it Medusa heads?")
+    vocab_size, hidden_size = tensors[output].shape
+    return {"hidden_size": hidden_size, "vocab_size": vocab_size}

@@ -1,0 +1,56 @@
+"""EAGLE-3 heads of vllm-project/speculators: the decoder layer's config is nested, its tensors are layers.0."""
+
+from typing import Any
+
+from torch import Tensor
+
+from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.formats import eagle3
+from treespec.heads.formats.engines import Served, llama_fields
+
+OWN = ("draft_vocab_size", "target_hidden_size", eagle3.IDS, *eagle3.UNKNOWN)
+VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compares
+DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
+
+
+def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As EAGLE-3's. Raises ValueError for other speculators and for layers that are not Llama's."""
+    if (kind := config["speculators_model_type"]) != "eagle3":
+        raise ValueError(f"speculators_model_type is {kind!r}, of which only 'eagle3' is known")
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ValueError("transformer_layer_config is missing")
+    if (kind := layer.get("model_type", "qwen3")) != "llama":
+        raise ValueError(f"transformer_layer_config is of model_type {kind!r}, of which only 'llama' is known")
+    fields = {name: config[name] for name in OWN if config.get(name) is not None}
+    residual = {"norm_before_residual": config.get("norm_before_residual", True)}
+    return eagle3.read(layer | fields | residual | {"architectures": ["LlamaForCausalLMEagle3"]}, tensors)
+
+
+def write(head: Eagle3Head, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The directory that `vllm serve` loads by itself, with the target that it names."""
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": DRAFTED,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    config = {
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": head.lm_head.out_features,
+        "target_hidden_size": served.hidden_size,
+        eagle3.IDS: list(head.taps),
+        "norm_before_residual": head.midlayer.norm_before_residual,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(head.dtype).removeprefix("torch."),
+        "transformer_layer_config": {"architectures": ["LlamaForCausalLM"]} | llama_fields(head, served),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [greedy],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": served.name, "architectures": list(served.architectures)},
+        },
+    }
+    return config, {name.replace("midlayer.", "layers.0.", 1): value for name, value in head.state_dict().items()}

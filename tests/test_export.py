@@ -1,0 +1,283 @@
+"""Heads for other projects: what is written is read back to the same logits, and what has no place is refused."""
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+from models import GROUPED, random_eagle3, random_model
+from safetensors.torch import load_file
+from test_depth_heads import heads_for
+from test_formats import DRAFTED, EIGHT, IDS, one, three
+from transformers import LlamaConfig
+
+from treespec.cli import main
+from treespec.draft.sources import source_of
+from treespec.draft.vocabulary import save_vocabulary
+from treespec.heads.checkpoint import HeadError, load_head, save_head
+from treespec.heads.eagle import EagleHead
+from treespec.heads.formats.engines import Served
+from treespec.heads.formats.export import WRITERS, compare, export, outputs
+from treespec.spec import Spec
+from treespec.target import Target
+
+SERVED = Served.of("some/target", LlamaConfig(**GROUPED | {"num_hidden_layers": 8, "max_position_embeddings": 4096}))
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def saved(head, folder, **config):
+    """config: fields of its config.json that are said otherwise."""
+    head.config = head.config | config
+    save_head(head, folder)
+    return str(folder)
+
+
+def whole():
+    return three(drafted=None)
+
+
+def unbiased():
+    return one(bias=False)
+
+
+def biased():
+    """With biases on queries, keys and values, as for a Qwen2."""
+    torch.manual_seed(0)
+    head = EagleHead(one().config | {"qkv_bias": True, "bias": False}).eval()
+    torch.nn.init.normal_(head.layers[0].self_attn.q_proj.bias)
+    return head
+
+
+def medusa():
+    return heads_for(EIGHT, "medusa")
+
+
+PAIRS = [
+    ("sglang", one),
+    ("sglang", three),
+    ("sglang", whole),
+    ("vllm", unbiased),
+    ("vllm", biased),
+    ("vllm", three),
+    ("vllm", whole),
+    ("vllm", medusa),
+    ("speculators", three),
+    ("speculators", whole),
+    ("eagle", one),
+    ("eagle", biased),
+    ("eagle", three),
+    ("eagle", whole),
+]
+
+
+@pytest.mark.parametrize(("to", "make"), PAIRS)
+def test_what_is_written_is_read_back_to_the_same_head(to, make, tmp_path):
+    head = make()
+    done = export(saved(head, tmp_path / "head"), to, tmp_path / "out", SERVED)
+    loaded = load_head(tmp_path / "out")
+    assert done.kind == loaded.kind == head.kind
+    assert loaded.taps == head.taps
+    assert torch.equal(outputs(loaded), outputs(head))
+    assert done.compared == outputs(head).numel()
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["head", "out"]
+
+
+def test_every_writer_is_among_the_pairs():
+    assert {(to, make().kind) for to, make in PAIRS} == {(to, kind) for to, kinds in WRITERS.items() for kind in kinds}
+
+
+ABSENT = object()
+FIELDS = [
+    ("sglang", one, {"architectures": ["LlamaForCausalLMEagle"], "bias": ABSENT}, {"fc.bias"}, set()),
+    (
+        "sglang",
+        three,
+        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32, "eagle_config": {IDS: [1, 3, 4]}},
+        {"d2t", "midlayer.hidden_norm.weight", "lm_head.weight"},
+        set(),
+    ),
+    ("sglang", whole, {"draft_vocab_size": 64}, {"midlayer.hidden_norm.weight"}, {"d2t", "t2d"}),
+    ("vllm", unbiased, {"architectures": ["LlamaForCausalLM"], "bias": False}, set(), {"fc.bias", "lm_head.weight"}),
+    (
+        "vllm",
+        three,
+        {IDS: [2, 4, 5], "draft_vocab_size": 32, "target_hidden_size": 32, "norm_before_residual": False},
+        {"d2t", "embed_tokens.weight"},
+        set(),
+    ),
+    ("vllm", whole, {"draft_vocab_size": 64}, {"norm.weight"}, {"d2t", "t2d"}),
+    (
+        "vllm",
+        medusa,
+        {"architectures": ["MedusaModel"], "model_type": "medusa", "medusa_num_heads": 4, "medusa_fc_bias": True},
+        {"blocks.3.layers.0.weight", "blocks.3.layers.0.bias", "lm_heads.3.weight"},
+        {"0.0.linear.weight"},
+    ),
+    ("eagle", one, {"architectures": ["LlamaForCausalLM"], "bias": True, "qkv_bias": False}, {"fc.bias"}, set()),
+    ("eagle", three, {"draft_vocab_size": 32, "target_hidden_size": ABSENT}, {"d2t", "t2d"}, set()),
+    (
+        "speculators",
+        three,
+        {
+            "speculators_model_type": "eagle3",
+            "architectures": ["Eagle3Speculator"],
+            "draft_vocab_size": 32,
+            "norm_before_residual": False,
+            IDS: [2, 4, 5],
+        },
+        {"layers.0.hidden_norm.weight", "d2t"},
+        {"midlayer.hidden_norm.weight"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("to", "make", "fields", "there", "absent"), FIELDS)
+def test_the_engines_find_the_fields_and_tensors_that_they_ask_for(to, make, fields, there, absent, tmp_path):
+    export(saved(make(), tmp_path / "head"), to, tmp_path / "out", SERVED)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    for name, value in fields.items():
+        found = config.get(name, ABSENT)
+        assert found == value or (isinstance(value, dict) and value.items() <= found.items()), name
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert there <= names
+    assert not absent & names
+    if make is not medusa:
+        llama = config.get("transformer_layer_config", config)
+        assert llama["max_position_embeddings"] == 4096
+        assert llama["tie_word_embeddings"] is False
+        assert llama["vocab_size"] == 64
+
+
+def test_a_speculators_directory_names_its_target(tmp_path):
+    export(saved(three(), tmp_path / "head"), "speculators", tmp_path / "out", SERVED)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]
+    assert said["verifier"]["name_or_path"] == "some/target"
+    assert said["proposal_methods"][0]["proposal_type"] == said["default_proposal_method"] == "greedy"
+
+
+def test_rotary_positions_are_the_same_in_the_three_ways_that_they_are_said(tmp_path):
+    head = saved(three(), tmp_path / "head", rope_parameters=YARN, rope_theta=5e5)
+    export(head, "vllm", tmp_path / "out", SERVED)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    older = LlamaConfig(rope_theta=config["rope_theta"], rope_scaling=config["rope_scaling"])
+    for name, value in YARN.items():
+        assert config["rope_parameters"][name] == older.rope_parameters[name] == value
+    export(saved(three(), tmp_path / "plain"), "vllm", tmp_path / "out-plain", SERVED)
+    config = json.loads((tmp_path / "out-plain" / "config.json").read_text())
+    assert config["rope_scaling"] is None
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+
+
+def tapping(*taps):
+    def make():
+        head = random_eagle3(EIGHT, drafted=DRAFTED)
+        head.taps, head.config = taps, head.config | {IDS: list(taps)}
+        return head
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("to", "make", "config", "complaint"),
+    [
+        ("tensorrt", one, {}, "--to is 'tensorrt', must be one of sglang, vllm, speculators, eagle"),
+        ("speculators", one, {}, "speculators takes heads of kind eagle3: .*head is of kind eagle"),
+        ("sglang", medusa, {}, "sglang takes heads of kind eagle or eagle3: .* is of kind medusa"),
+        ("vllm", lambda: heads_for(EIGHT, "hydra"), {}, "is of kind hydra"),
+        ("vllm", one, {}, r"fc\.bias is not zero, and vLLM's EAGLE-1 has none: export it to sglang"),
+        ("sglang", biased, {}, "its queries, keys and values have biases"),
+        ("sglang", tapping(0, 4, 5), {}, "taps the target's embedding, which SGLang cannot: export it to vllm"),
+        ("eagle", tapping(1, 4, 5), {}, r"taps 1, 4, 5, and SafeAILab/EAGLE \(2, 4, 5\) in any case"),
+        ("vllm", tapping(2, 4, 8), {}, "taps layer 8, the target has 8"),
+        ("sglang", three, {"norm_before_residual": True}, "norm_before_residual.*only vllm and speculators"),
+        ("vllm", three, {"embed_scale": 2.0}, "embeddings are scaled by 2"),
+        ("vllm", three, {"hidden_act": "gelu"}, "its activation is gelu"),
+        ("eagle", three, {"rope_parameters": YARN}, "rotary positions are of type 'yarn'"),
+    ],
+)
+def test_what_has_no_place_in_a_format_is_refused_in_a_line(to, make, config, complaint, tmp_path):
+    head = saved(make(), tmp_path / "head", **config)
+    with pytest.raises(HeadError, match=complaint) as caught:
+        export(head, to, tmp_path / "out", SERVED)
+    assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == ["head"]
+
+
+def test_a_head_of_another_target_is_refused(tmp_path):
+    head = saved(three(), tmp_path / "head")
+    for field, complaint in (("vocab_size", "vocabulary of 64, the target's is 65"), ("hidden_size", "width 96")):
+        other = SERVED.__class__(**SERVED.__dict__ | {field: getattr(SERVED, field) + 1})
+        with pytest.raises(HeadError, match=complaint):
+            export(head, "vllm", tmp_path / "out", other)
+
+
+def test_an_out_that_is_there_or_cannot_be_written_is_left_alone(tmp_path):
+    head = saved(three(), tmp_path / "head")
+    (tmp_path / "out").mkdir()
+    export(head, "vllm", tmp_path / "out", SERVED)  # an empty folder is as good as none
+    before = (tmp_path / "out" / "config.json").read_bytes()
+    with pytest.raises(HeadError, match="out exists already: name a new folder"):
+        export(head, "sglang", tmp_path / "out", SERVED)
+    assert (tmp_path / "out" / "config.json").read_bytes() == before
+    with pytest.raises(HeadError, match=r"cannot write .*config\.json/out: Not a directory"):
+        export(head, "sglang", tmp_path / "out" / "config.json" / "out", SERVED)
+
+
+@torch.no_grad()
+def test_one_number_that_differs_is_found():
+    head, other = three(), three()
+    assert compare(head, other) == 2 * 8 * 32
+    other.midlayer.mlp.up_proj.weight[3, 5] += 0.01
+    with pytest.raises(ValueError, match="read back its logits differ by up to"):
+        compare(head, other)
+    other = tapping(1, 4, 5)()
+    with pytest.raises(ValueError, match=r"read back it taps \(1, 4, 5\), the head \(2, 4, 5\)"):
+        compare(three(), other)
+
+
+COMMANDS = {
+    ("vllm", three): "vllm serve {t} --speculative-config "
+    '\'{{"method":"eagle3","model":"{d}","num_speculative_tokens":3}}\'',
+    ("vllm", medusa): "vllm serve {t} --speculative-config "
+    '\'{{"method":"medusa","model":"{d}","num_speculative_tokens":4}}\'',
+    ("speculators", three): "vllm serve {d}",
+    ("sglang", one): "python -m sglang.launch_server --model-path {t} --speculative-algorithm EAGLE "
+    "--speculative-draft-model-path {d} --speculative-num-steps 3 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 4",
+    ("eagle", three): "python -m eagle.evaluation.gen_ea_answer_llama3chat --base-model-path {t} "
+    "--ea-model-path {d} --use_eagle3",
+}
+
+
+@pytest.mark.parametrize(("to", "make"), COMMANDS)
+def test_the_command_names_the_target_and_the_folder(to, make, tmp_path):
+    done = export(saved(make(), tmp_path / "head"), to, tmp_path / "out", SERVED)
+    assert done.command == COMMANDS[to, make].format(t="some/target", d=tmp_path / "out")
+
+
+def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, monkeypatch, capsys):
+    model = random_model(LlamaConfig(**GROUPED))
+    model.save_pretrained(tmp_path / "target")
+    target = Target(model)
+    head = saved(random_eagle3(target, drafted=DRAFTED), tmp_path / "head")
+    save_vocabulary(torch.arange(20), 0.5, tmp_path / "head")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["treespec", "export", *arguments, "--target", str(tmp_path / "target")])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code
+
+    out = str(tmp_path / "my out")
+    assert run("--head", head, "--to", "vllm", out) == 0
+    printed = capsys.readouterr().out
+    assert "holds the eagle3 head. Read back it gives the same 512 logits: difference 0." in printed
+    assert "draft_vocab.json has no place in the format: the engine drafts all tokens of the head" in printed
+    assert f"vllm serve {tmp_path / 'target'} --speculative-config" in printed
+    assert run("--head", head, "--to", "vllm", out) == 2
+    assert capsys.readouterr().err == f"treespec: {out} exists already: name a new folder\n"
+    spec = Spec(target, source_of(f"eagle3:{out}", target), "chain:3")
+    wanted = spec.baseline().generate([5, 9, 33], max_new_tokens=12).token_ids
+    assert spec.generate([5, 9, 33], max_new_tokens=12).token_ids == wanted

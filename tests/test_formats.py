@@ -1,0 +1,287 @@
+"""Directories of other projects, built by hand: each gives the head that it was built from, or says what is wrong."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import GROUPED, random_eagle3, random_head, random_model
+from safetensors.torch import load_file, save_file
+from test_depth_heads import heads_for
+from transformers import LlamaConfig
+
+from treespec.heads.checkpoint import HeadError, load_head
+from treespec.heads.eagle3 import Eagle3Layer
+from treespec.heads.formats import READERS, format_of
+from treespec.heads.formats.eagle3 import from_sglang, to_sglang_ids
+from treespec.heads.formats.export import outputs
+from treespec.target import Target
+
+DRAFTED = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
+IDS = "eagle_aux_hidden_state_layer_ids"
+EIGHT = Target(random_model(LlamaConfig(**GROUPED | {"num_hidden_layers": 8})))
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+}
+THREE = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32, "tie_word_embeddings": False}
+NESTED = {"eagle_config": {IDS: [1, 3, 4], "use_aux_hidden_state": True}}
+SPECULATORS = {
+    "speculators_model_type": "eagle3",
+    "architectures": ["Eagle3Speculator"],
+    "draft_vocab_size": 32,
+    IDS: [2, 4, 5],
+    "norm_before_residual": False,
+    "transformer_layer_config": LLAMA | {"model_type": "llama"},
+}
+
+
+def one(bias=True):
+    """An EAGLE-1 head; without bias it is zero."""
+    head = random_head(EIGHT)
+    if not bias:
+        head.fc.bias.data.zero_()
+    return head
+
+
+def three(residual=False, drafted=DRAFTED):
+    head = random_eagle3(EIGHT, drafted=drafted)
+    head.midlayer.norm_before_residual = residual
+    return head
+
+
+def layered(tensors):
+    return {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+
+
+def in_whole(tensors):
+    """Within the model that the heads are for."""
+    return {f"medusa_head.{name}": value for name, value in tensors.items()} | {"model.norm.weight": torch.ones(32)}
+
+
+def as_vllm(tensors):
+    """Medusa's heads of one block by vLLM's names."""
+    names = {"0.linear.weight": "blocks.{}.layers.0.weight", "0.linear.bias": "blocks.{}.layers.0.bias"}
+    names["1.weight"] = "lm_heads.{}.weight"
+    return {names[name[2:]].format(name[0]): value for name, value in tensors.items()}
+
+
+def with_unused(tensors):
+    return tensors | {"input_embed_fn.weight": torch.randn(64, 32)}
+
+
+def with_prefix_unused(tensors):
+    unused = {"embed_tokens.weight": torch.randn(64, 32), "layers.0.self_attn.rotary_emb.inv_freq": torch.randn(4)}
+    return with_unused(tensors) | {f"prefix_embeding_layer.{name}": value for name, value in unused.items()}
+
+
+def without_bias(tensors):
+    return {name: value for name, value in tensors.items() if name != "fc.bias"}
+
+
+# name: (head, config.json, how its tensors are told there, file)
+DIRECTORIES = {
+    "eagle": (one, LLAMA | {"architectures": ["LlamaForCausalLM"]}, dict, "pytorch_model.bin"),
+    "eagle-vllm": (
+        lambda: one(bias=False),
+        LLAMA | {"architectures": ["EagleLlamaForCausalLM"]},
+        without_bias,
+        "model.safetensors",
+    ),
+    "eagle-sglang": (one, LLAMA | {"architectures": ["LlamaForCausalLMEagle"]}, dict, "model.safetensors"),
+    "eagle3-safeailab": (three, THREE, dict, "pytorch_model.bin"),
+    "eagle3-vllm": (three, THREE | {IDS: [2, 4, 5]}, layered, "model.safetensors"),
+    "eagle3-vllm-residual": (lambda: three(True), THREE | {"norm_before_residual": True}, dict, "model.safetensors"),
+    "eagle3-sglang": (three, THREE | NESTED, dict, "model.safetensors"),
+    "speculators": (three, SPECULATORS, layered, "model.safetensors"),
+    "medusa": (lambda: heads_for(EIGHT, "medusa"), {"medusa_num_heads": 2}, dict, "medusa_lm_head.pt"),
+    "medusa-later": (lambda: heads_for(EIGHT, "medusa"), {}, dict, "medusa_lm_head.safetensors"),
+    "medusa-whole": (
+        lambda: heads_for(EIGHT, "medusa"),
+        LLAMA | {"medusa_num_heads": 4, "medusa_num_layers": 1},
+        in_whole,
+        "model.safetensors",
+    ),
+    "medusa-vllm": (
+        lambda: heads_for(EIGHT, "medusa"),
+        {"model_type": "medusa", "num_heads": 4, "num_hidden_layers": 1, "medusa_fc_bias": True},
+        as_vllm,
+        "model.safetensors",
+    ),
+    "hydra": (
+        lambda: heads_for(EIGHT, "hydra"),
+        {"hydra_head_arch": "mlp", "grounded_heads": True},
+        with_unused,
+        "hydra_lm_head.pt",
+    ),
+    "hydra++": (
+        lambda: heads_for(EIGHT, "hydra++"),
+        {"hydra_num_heads": 4, "hydra_num_layers": 4, "hydra_head_arch": "prefix-mlp"},
+        with_prefix_unused,
+        "hydra_lm_head.pt",
+    ),
+}
+
+
+def write(folder, config, tensors, file="model.safetensors"):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save = save_file if file.endswith("safetensors") else torch.save
+    save({name: value.detach().contiguous() for name, value in tensors.items()}, folder / file)
+    return folder
+
+
+def built(folder, name):
+    """The directory of that name, and the head that it was built from."""
+    make, config, told, file = DIRECTORIES[name]
+    head = make()
+    return write(folder, config, told(head.state_dict()), file), head
+
+
+@torch.no_grad()
+def logits_of(head):
+    if not head.kind.startswith("hydra"):
+        return outputs(head)
+    generator = torch.Generator().manual_seed(0)
+    features, embeddings = torch.randn(1, 6, 32, generator=generator), torch.randn(1, 9, 32, generator=generator)
+    return torch.stack(head(features, embeddings, torch.ones(1, 6, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_a_directory_gives_the_logits_of_the_head_that_it_was_built_from(name, tmp_path):
+    folder, head = built(tmp_path, name)
+    loaded = load_head(folder)
+    assert loaded.kind == head.kind
+    assert torch.equal(logits_of(loaded), logits_of(head))
+    if IDS in str(DIRECTORIES[name][1]):
+        assert loaded.taps == head.taps == (2, 4, 5)
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_a_missing_and_an_unknown_tensor_are_named(name, tmp_path):
+    make, config, told, file = DIRECTORIES[name]
+    tensors = make().state_dict()
+    absent = next(n for n in tensors if ("q_proj" in n or "linear" in n) and n != "0.0.linear.weight")
+    shown = absent if name != "speculators" else absent.replace("layers.0", "midlayer")
+    with pytest.raises(HeadError, match=f"lacks .*{shown}") as caught:
+        load_head(write(tmp_path, config, told({n: v for n, v in tensors.items() if n != absent}), file))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(HeadError, match=r"unknown tensors \S*stray\.weight"):
+        load_head(write(tmp_path, config, told(tensors) | {stray(name): torch.zeros(2)}, file))
+
+
+def stray(name):
+    """In a whole model, other tensors are the model's."""
+    return "medusa_head.stray.weight" if name == "medusa-whole" else "stray.weight"
+
+
+def test_the_files_of_a_whole_model_are_read_where_they_hold_heads(tmp_path):
+    folder, head = built(tmp_path, "medusa-whole")
+    tensors = load_file(folder / "model.safetensors")
+    places = {name: f"part-{int(name[12]) % 2}.safetensors" for name in tensors if name.startswith("medusa_head.")}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name, place in places.items() if place == file}, folder / file)
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": places | {"model.norm.weight": "absent.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(logits_of(load_head(folder)), logits_of(head))
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(HeadError, match=r"index\.json is damaged"):
+        load_head(folder)
+
+
+def test_speculators_heads_norm_their_residual_where_they_do_not_say(tmp_path):
+    config = {name: value for name, value in SPECULATORS.items() if name != "norm_before_residual"}
+    head = three(residual=True)
+    loaded = load_head(write(tmp_path, config, layered(head.state_dict())))
+    assert torch.equal(outputs(loaded), outputs(head))
+    assert (outputs(loaded) - outputs(three())).abs().max() > 0.1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_residual_is_the_feature_as_it_came_or_normed(residual):
+    torch.manual_seed(0)
+    layer = Eagle3Layer(LlamaConfig(**LLAMA), False, residual)
+    embeddings, features, attended = torch.randn(3, 1, 4, 32)
+    x = attended + (features * features.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt() if residual else features)
+    wanted = x + layer.mlp(layer.post_attention_layernorm(x))
+    torch.testing.assert_close(layer(embeddings, features, lambda _: attended), wanted)
+
+
+@pytest.mark.parametrize(("taps", "ids"), [((2, 4, 5), [1, 3, 4]), ((1, 3, 4), [0, 2, 3]), ((2, 40, 77), [1, 39, 76])])
+def test_a_tap_is_the_layer_that_it_enters_and_sglangs_id_the_one_it_leaves(taps, ids):
+    assert to_sglang_ids(taps) == ids
+    assert tuple(from_sglang(ids)) == taps
+    with pytest.raises(ValueError, match="taps the target's embedding"):
+        to_sglang_ids((0, 1, 2))
+
+
+@torch.no_grad()
+def test_layer_ids_name_the_same_features_by_what_enters_and_what_leaves():
+    """hidden_states[k] enters layer k and leaves layer k - 1."""
+    left = {}
+
+    def keep(k):
+        return lambda _, __, out: left.update({k: out[0] if isinstance(out, tuple) else out})
+
+    handles = [layer.register_forward_hook(keep(k)) for k, layer in enumerate(EIGHT.stack)]
+    features = EIGHT.features(torch.arange(3, 9)[None], (2, 4, 5))
+    assert torch.equal(features, torch.cat([left[k] for k in to_sglang_ids((2, 4, 5))], dim=-1))
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "complaint"),
+    [
+        ("eagle3-sglang", {IDS: [1, 3, 4]}, r"is \[1, 3, 4\], and in eagle_config \[1, 3, 4\], which is \[2, 4, 5\]"),
+        ("eagle3-sglang", {"eagle_config": {IDS: [1, 3]}}, r"fc\.weight is \[32, 96\], config\.json says \[32, 64\]"),
+        ("eagle3-sglang", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
+        ("eagle3-sglang", {"eagle_config": 3}, "eagle_config is no set of fields"),
+        ("eagle3-vllm", {IDS: [2, 4, 5, 7]}, r"fc\.weight is \[32, 96\], config\.json says \[32, 128\]"),
+        ("eagle3-vllm", {"norm_before_fc": True}, "norm_before_fc is true"),
+        ("speculators", {"norm_output": True}, "norm_output is true"),
+        ("speculators", {"speculators_model_type": "eagle"}, "'eagle', of which only 'eagle3' is known"),
+        ("speculators", {"transformer_layer_config": {"vocab_size": 64}}, "'qwen3', of which only 'llama' is known"),
+        ("speculators", {"transformer_layer_config": None}, "transformer_layer_config is missing"),
+        ("medusa", {"medusa_num_layers": 2}, r"lacks 0\.2\.weight"),
+        ("medusa", {"medusa_num_heads": "two"}, "medusa_num_heads is 'two'"),
+        ("hydra", {"hidden_state_offset": 1}, "hidden_state_offset is 1"),
+        ("hydra", {"grounded_heads": False}, "see no tokens"),
+    ],
+)
+def test_a_config_that_is_not_known_is_refused_by_its_field(name, changes, complaint, tmp_path):
+    folder, _ = built(tmp_path, name)
+    (folder / "config.json").write_text(json.dumps(DIRECTORIES[name][1] | changes))
+    with pytest.raises(HeadError, match=complaint) as caught:
+        load_head(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_hydra_heads_that_do_not_tell_their_attention_heads_ask_for_them(tmp_path):
+    make, config, _, file = DIRECTORIES["hydra++"]
+    folder = write(tmp_path, config | {"base_model_name_or_path": "vicuna"}, make().state_dict(), file)
+    with pytest.raises(HeadError, match=r"num_attention_heads is missing, .* add what vicuna has"):
+        load_head(folder)
+
+
+def test_every_reader_is_reached_by_a_directory_above():
+    reached = {format_of(config, told(make().state_dict())) for make, config, told, _ in DIRECTORIES.values()}
+    assert reached == set(READERS)
+
+
+def test_a_file_of_something_else_than_tensors_by_name_is_refused(tmp_path):
+    write(tmp_path, LLAMA, {}, "pytorch_model.bin")
+    torch.save([torch.zeros(2)], tmp_path / "pytorch_model.bin")
+    with pytest.raises(HeadError, match="no file of tensors by name"):
+        load_head(tmp_path)
+    torch.save({"fc.weight": SimpleNamespace()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(HeadError, match="more than tensors"):
+        load_head(tmp_path)

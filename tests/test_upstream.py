@@ -1,0 +1,122 @@
+"""Logits of other projects' own code beside treespec's, on the same files; skipped where that code is not installed.
+
+docs/formats.md says how to bring it beside. Logits are up to 35 in size here, and agree to 1e-4 in float32.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import random_eagle3, random_head
+from safetensors.torch import load_file
+from test_export import saved
+from test_formats import DRAFTED, EIGHT
+
+from treespec.heads.checkpoint import load_head
+from treespec.heads.formats.engines import Served
+from treespec.heads.formats.export import export
+
+TOKENS = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(2))
+N = TOKENS.shape[1] - 1  # pairs of a feature and the token after it
+
+
+def agree(theirs, ours):
+    assert ours.abs().max() > 1
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+
+
+def moved(module):
+    """Every parameter away from its start, so that a wrong one shows."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "embed" not in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return module.eval()
+
+
+def exported(head, to, folder):
+    """The target's directory is beside it, as speculators loads that too."""
+    EIGHT.model.save_pretrained(folder / "target")
+    served = Served.of(str(folder / "target"), EIGHT.model.config)
+    export(
+        saved(head, folder / "head", norm_before_residual=head.midlayer.norm_before_residual),
+        to,
+        folder / "out",
+        served,
+    )
+    return folder / "out"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("drafted", [None, DRAFTED])
+@pytest.mark.parametrize("residual", [False, True])
+def test_speculators_gives_the_logits_of_two_steps(drafted, residual, tmp_path):
+    model = pytest.importorskip("speculators.models.eagle3", exc_type=ImportError).Eagle3DraftModel
+    head = moved(random_eagle3(EIGHT, drafted=drafted))
+    head.midlayer.norm_before_residual = residual
+    out = exported(head, "speculators", tmp_path)
+    config = model.config_class.from_pretrained(out)
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs, rows = model.from_pretrained(out, config=config).eval(), N - 1
+    logits = []
+    theirs.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0]))
+    features = EIGHT.features(TOKENS, head.taps)[:, :rows]
+    theirs(features, TOKENS[:, 1:N], torch.zeros(1, rows, dtype=torch.int64), ttt_steps=2)
+    first, second = head(TOKENS, features, torch.ones(1, rows, dtype=torch.bool), 2)
+    agree(logits[0], first)
+    agree(logits[1][: rows - 1], second)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("drafted", [None, DRAFTED])
+def test_safeailabs_eagle3_gives_the_logits_of_two_steps(drafted, tmp_path):
+    cnets = pytest.importorskip("eagle.model.cnets", exc_type=ImportError)
+    head = moved(random_eagle3(EIGHT, drafted=drafted))
+    out = exported(head, "eagle", tmp_path)
+    config = json.loads((out / "config.json").read_text())
+    theirs = cnets.Model(SimpleNamespace(**config, pretraining_tp=1, pad_token_id=None)).eval()
+    if drafted is None:
+        del theirs.d2t, theirs.t2d  # as their loader does
+    theirs.load_state_dict(load_file(out / "model.safetensors"))
+    features, tokens = EIGHT.features(TOKENS, head.taps)[:, :N], TOKENS[:, 1:]
+    hidden, cache = theirs(features, tokens, use_cache=True)
+    ours = head.step(tokens, head.fuse(features), torch.arange(N))
+    agree(theirs.lm_head(theirs.norm(hidden)), head.logits(ours))
+    token = torch.tensor([[7]])
+    hidden, _ = theirs(hidden[:, -1:], token, past_key_values=cache, use_cache=True)
+    known = torch.cat([head.fuse(features), ours[:, -1:]], dim=1)
+    ours = head.step(torch.cat([tokens, token], dim=1), known, torch.arange(N + 1))[:, -1:]
+    agree(theirs.lm_head(theirs.norm(hidden)), head.logits(ours))
+
+
+@torch.no_grad()
+def test_safeailabs_eagle1_gives_the_features(tmp_path):
+    cnets = pytest.importorskip("eagle.model.cnets1", exc_type=ImportError)
+    head = moved(random_head(EIGHT))
+    export(saved(head, tmp_path / "head"), "eagle", tmp_path / "out", Served.of("T", EIGHT.model.config))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    theirs = cnets.Model(SimpleNamespace(**config, pretraining_tp=1, pad_token_id=None), bias=config["bias"]).eval()
+    theirs.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    features = EIGHT.features(TOKENS)[:, :N]
+    agree(theirs(features, TOKENS[:, 1:]), head(TOKENS[:, 1:], features, torch.arange(N)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("layers", "arch"), [(1, "mlp"), (4, "prefix-mlp")])
+def test_hydras_own_file_gives_hydras_logits(layers, arch, tmp_path):
+    module = pytest.importorskip(f"hydra.model.hydra_heads.{arch.replace('-', '_')}_head", exc_type=ImportError)
+    base = EIGHT.model.config.__class__(**EIGHT.model.config.to_dict() | {"attn_implementation": "eager"})
+    base.pretraining_tp, base.rope_parameters = 1, None  # as their transformers has them
+    make = module.HydraMLP if arch == "mlp" else module.HydraPrefixMLP
+    theirs = moved(make(layers, 4, True, EIGHT.model.get_input_embeddings(), base))
+    torch.save(theirs.state_dict(), tmp_path / "hydra_lm_head.pt")
+    config = {"hydra_num_heads": 4, "hydra_num_layers": layers, "hydra_head_arch": arch, "grounded_heads": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    features, embeddings = EIGHT.features(TOKENS), EIGHT.embeddings(TOKENS)
+    kept = torch.arange(N + 1)[None] < N - 4  # theirs turns the tokens round at the end
+    given = torch.cat([embeddings[:, 1:], embeddings[:, :4]], dim=1)[:, : N + 4]
+    ours = load_head(tmp_path)(features, given, kept)
+    for logits, own in zip(theirs(features, TOKENS)[0], ours, strict=True):
+        agree(logits[kept], own)

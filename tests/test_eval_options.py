@@ -7,7 +7,7 @@ import pytest
 from evaluating import QUESTIONS, TURNS, answered, config_in, save_models, tokens_of
 
 from treespec.errors import InputError
-from treespec.eval.config import EvalConfig, configurations, pairs_of
+from treespec.eval.config import EvalConfig, configurations, drafters_of, pairs_of
 from treespec.eval.run import evaluate, seed_of
 from treespec.spec import Spec
 from treespec.target import Target
@@ -137,6 +137,11 @@ def test_options_with_commas_stay_whole():
         "T-7B-is-lp-s=8-alphabet=50-2x2-t0",
         "T-7B-topk-dynamic-depth=3-topk=2-nodes=8-t0",
     ]
+
+
+def test_drafters_with_commas_stay_whole():
+    config = EvalConfig("T", "o", drafter="sparse:512,snapkv,rest:store,nodes=4,sparse:64,snapkv,lookup")
+    assert drafters_of(config) == ["sparse:512,snapkv", "rest:store,nodes=4", "sparse:64,snapkv", "lookup"]
 
 
 def test_two_trees_of_one_name_are_refused(tmp_path):

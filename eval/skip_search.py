@@ -77,7 +77,8 @@ def search(
     for number, limit in ((1, None), (trials - 1, seconds)):  # one at least
         study.optimize(lambda trial: speed(chosen_by(trial)), n_trials=number, timeout=limit, callbacks=[show])
     best = study.best_trial
-    return skip_set(layers, best.params.__getitem__), best.value, len(study.trials)
+    tried = sum(trial.state.is_finished() for trial in study.trials)  # not those that still wait
+    return skip_set(layers, best.params.__getitem__), best.value, tried
 
 
 def skip_set(layers: int, skips: Callable[[str], int]) -> SkipSet:

@@ -173,6 +173,13 @@ def test_every_drafter_gets_what_it_goes_with():
     assert names[2] == "T-lookup-tokens=5-ngram=2-topk-t0"
 
 
+def test_a_tree_that_a_drafter_cannot_draft_is_refused_before_any_answer(home, tmp_path):
+    config = config_in(home, tmp_path, verifier="traversal", tree="sampled", warm_up=0)
+    with pytest.raises(InputError, match="head:.*head with traversal: the sampled tree needs"):
+        evaluate(config)
+    assert not (tmp_path / "config.json").exists()
+
+
 def test_given_tokens_are_verified_by_topk_where_nothing_else_fits():
     config = EvalConfig("T", "o", drafter="eagle:h,lookup", verifier="rrs-wo", tree="2x2", baseline=False)
     assert [(c.drafter, c.verifier, c.tree) for c in configurations(config)] == [

@@ -128,7 +128,8 @@ def _given(config: AcceptanceConfig, spec: Spec) -> list[Text]:
         examples, _ = encode_conversations(tokenizer, found, config.template, length)
         return [Text(example.input_ids, example.loss_mask, i) for i, example in enumerate(examples)]
     tokens = torch.tensor(tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"], dtype=torch.int64)
-    return [Text(piece, torch.ones_like(piece, dtype=torch.bool), i) for i, piece in enumerate(tokens.split(length))]
+    pieces = tokens.split(length) if len(tokens) else ()
+    return [Text(piece, torch.ones_like(piece, dtype=torch.bool), i) for i, piece in enumerate(pieces)]
 
 
 def _own(

@@ -108,7 +108,9 @@ def configurations(config: EvalConfig) -> list[Configuration]:
     ]
     names = [configuration.model_id for configuration in chosen]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise InputError(f"two configurations would both be called {twice[0]}: rename a tree file")
+        raise InputError(
+            f"two configurations would both be called {twice[0]}: rename a tree file or a drafter's folder"
+        )
     return chosen
 
 
@@ -145,8 +147,11 @@ def read_record(file: Path, record: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def listed(name: str, values: str) -> list[str]:
-    """The different parts between commas or semicolons, but for the commas inside `is-lp:s=8,alphabet=50`."""
-    parts = [part.strip() for part in re.split(r"[;,](?!\s*[\w-]+=)", values)]
+    """The different parts between commas or semicolons.
+
+    But for the commas inside `is-lp:s=8,alphabet=50` and `sparse:512,snapkv`.
+    """
+    parts = [part.strip() for part in re.split(r"[;,](?!\s*[\w-]+=|snapkv\b)", values)]
     if not all(parts):
         raise InputError(f"--{name} {values!r} has an empty part: separate by single commas")
     return list(dict.fromkeys(parts))

@@ -36,6 +36,7 @@ from treespec.spec import Output, Spec, calibration_of, load_sources
 from treespec.stats import Stats
 from treespec.target import Target
 from treespec.trees.policy import Policy
+from treespec.trees.static import TreeError
 from treespec.verify.verifiers import verifier_by_name
 from treespec.verify.walk import Verifier
 
@@ -101,6 +102,11 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
             tree, verifier = draft
             return Spec(target, sources[name], tree, verifier, config.template, config.allow_lossy, calibrations[name])
 
+        for configuration in drafts:  # refuses trees that a drafter cannot draft
+            try:
+                fresh(configuration)
+            except (InputError, TreeError) as error:
+                raise InputError(f"{configuration.drafter} with {configuration.verifier}: {error}") from error
         spec.encode([{"role": "user", "content": questions[0].turns[0]}])  # refuses a missing chat template
         environment = describe(spec.target)
         if before and before["environment"] != environment:

@@ -74,9 +74,11 @@ def search(
         report(Step(trial.number + 1, trials, f"{study.best_value:.1f} tokens/s at best, now {trial.value:.1f}"))
 
     seconds = None if minutes is None else 60 * minutes
-    study.optimize(lambda trial: speed(chosen_by(trial)), n_trials=trials, timeout=seconds, callbacks=[show])
+    for number, limit in ((1, None), (trials - 1, seconds)):  # one at least
+        study.optimize(lambda trial: speed(chosen_by(trial)), n_trials=number, timeout=limit, callbacks=[show])
     best = study.best_trial
-    return skip_set(layers, best.params.__getitem__), best.value, len(study.trials)
+    tried = sum(trial.state.is_finished() for trial in study.trials)  # not those that still wait
+    return skip_set(layers, best.params.__getitem__), best.value, tried
 
 
 def skip_set(layers: int, skips: Callable[[str], int]) -> SkipSet:
@@ -104,6 +106,11 @@ def prompts_of(config: SkipConfig, target: Target) -> list[list[int]]:
     """Conversations up to their first answer, or pieces of plain text. Raises InputError where there are none."""
     path, room = Path(config.text), target.context_length - config.max_new_tokens
     length = min(config.max_length, room)
+    if room < 1:
+        raise InputError(
+            f"--max-new-tokens is {config.max_new_tokens}, the target's context holds {target.context_length}: "
+            "leave room for a prompt"
+        )
     if target.tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer to read --text with")
     if path.suffix in CONVERSATIONS:

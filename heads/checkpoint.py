@@ -32,14 +32,14 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = 
     config, tensors = _config(folder), read_tensors(folder)
     try:
         name, config, tensors = formats.read(config, tensors)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise HeadError(f"{folder}: {error}") from error
+    except Exception as error:  # a file may say anything
+        raise HeadError(f"{folder}: {_line(error)}") from error
     kind = HEADS[name]
     try:
         with torch.device("meta"):
             shapes = {name: value.shape for name, value in kind(config).state_dict().items()}
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise HeadError(f"{folder / 'config.json'} does not describe {kind.known_as}: {error}") from error
+    except Exception as error:
+        raise HeadError(f"{folder / 'config.json'} does not describe {kind.known_as}: {_line(error)}") from error
     absent = shapes.keys() - tensors.keys()
     if missing := absent - getattr(kind, "optional", frozenset()):
         raise HeadError(f"{folder}: the head lacks {_names(missing)}; is it {kind.known_as}?")
@@ -103,6 +103,11 @@ def _config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise HeadError(f"{file} holds no fields: it is the configuration of no head")
     return config
+
+
+def _line(error: Exception) -> str:
+    """All that it says, in a line."""
+    return " ".join(str(error).split())
 
 
 def _names(names: Any) -> str:

@@ -5,7 +5,8 @@ import json
 
 import pytest
 import torch
-from models import TableConfig, TableModel, random_head, target
+import transformers as hf
+from models import GROUPED, TableConfig, TableModel, random_head, random_model, target
 
 from treespec.draft.calibration import Calibration
 from treespec.draft.eagle import EagleProposer
@@ -79,6 +80,11 @@ def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path):
     (tmp_path / "file").write_text("")
     model = target("llama")
     assert times_for(model, EagleProposer(random_head(model), model), tmp_path / "file" / "below").begin > 0
+
+
+def test_a_short_context_is_measured_too(tmp_path):
+    model = Target(random_model(hf.LlamaConfig(**GROUPED | {"max_position_embeddings": 40})))
+    assert times_for(model, EagleProposer(random_head(model), model), tmp_path).nodes == NODES
 
 
 def test_the_pace_learns_how_far_the_chances_are_right():

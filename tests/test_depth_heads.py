@@ -103,14 +103,18 @@ def test_heads_survive_their_file_and_lacking_tensors_are_named(kind, tmp_path):
         ("hydra", {"hydra_head_arch": "cross-attn"}, "hydra_head_arch is 'cross-attn'"),
         ("hydra", {"grounded_heads": False}, "see no tokens"),
         ("hydra++", {"hydra_num_layers": 0}, "at least 1"),
+        ("hydra++", {"num_attention_heads": 0}, "integer division"),
+        ("hydra++", {"max_position_embeddings": "many"}, "does not describe Hydra.*max_position_embeddings"),
+        ("hydra++", {"hidden_act": "other"}, "does not describe Hydra.*other"),
     ],
 )
 def test_a_config_that_is_not_understood_is_one_line(kind, changes, complaint, tmp_path):
     save_head(heads_for(target("llama"), kind), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(HeadError, match=complaint):
+    with pytest.raises(HeadError, match=complaint) as caught:
         load_head(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
@@ -264,6 +268,8 @@ def test_a_tree_deeper_than_the_heads_is_refused(kind):
         Spec(model, head, "eagle")
     with pytest.raises(InputError, match="take --tree dynamic:depth=3"):
         Spec(model, head, "dynamic")
+    with pytest.raises(InputError, match="take --tree confident:depth=3"):
+        Spec(model, head, "confident")
     for verifier in ("topk", "rrs", "single", "is-lp", "spechub"):
         assert Spec(model, head, verifier=verifier).policy.max_depth == 3
 

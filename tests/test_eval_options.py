@@ -7,7 +7,7 @@ import pytest
 from evaluating import QUESTIONS, TURNS, answered, config_in, save_models, tokens_of
 
 from treespec.errors import InputError
-from treespec.eval.config import EvalConfig, configurations, pairs_of
+from treespec.eval.config import EvalConfig, configurations, drafters_of, pairs_of
 from treespec.eval.run import evaluate, seed_of
 from treespec.spec import Spec
 from treespec.target import Target
@@ -139,6 +139,11 @@ def test_options_with_commas_stay_whole():
     ]
 
 
+def test_drafters_with_commas_stay_whole():
+    config = EvalConfig("T", "o", drafter="sparse:512,snapkv,rest:store,nodes=4,sparse:64,snapkv,lookup")
+    assert drafters_of(config) == ["sparse:512,snapkv", "rest:store,nodes=4", "sparse:64,snapkv", "lookup"]
+
+
 def test_two_trees_of_one_name_are_refused(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
@@ -166,6 +171,13 @@ def test_every_drafter_gets_what_it_goes_with():
     names = [c.model_id for c in configurations(config)]
     assert names[0] == "T-eagle-h-topk-t0"
     assert names[2] == "T-lookup-tokens=5-ngram=2-topk-t0"
+
+
+def test_a_tree_that_a_drafter_cannot_draft_is_refused_before_any_answer(home, tmp_path):
+    config = config_in(home, tmp_path, verifier="traversal", tree="sampled", warm_up=0)
+    with pytest.raises(InputError, match="head:.*head with traversal: the sampled tree needs"):
+        evaluate(config)
+    assert not (tmp_path / "config.json").exists()
 
 
 def test_given_tokens_are_verified_by_topk_where_nothing_else_fits():

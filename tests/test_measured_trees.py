@@ -14,6 +14,7 @@ from treespec.cli import main
 from treespec.draft.kinds import KINDS
 from treespec.errors import InputError
 from treespec.eval.accuracies import accuracies
+from treespec.eval.tree import make_tree
 from treespec.eval.tree_config import TreeConfig
 from treespec.heads.checkpoint import save_head
 from treespec.sampling import SamplingParams, probs
@@ -198,6 +199,15 @@ def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, tmp_pa
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
+
+
+def test_an_empty_text_is_one_line(tmp_path):
+    model = save_model(tmp_path / "model")
+    save_head(heads_for(Target.load(str(model)), "medusa"), tmp_path / "head")
+    (tmp_path / "text.txt").write_text("")
+    paths = {"out": tmp_path / "tree.json", "target": model, "head": tmp_path / "head", "text": tmp_path / "text.txt"}
+    with pytest.raises(InputError, match="too short"):
+        make_tree(TreeConfig(**{name: str(path) for name, path in paths.items()}))
 
 
 @pytest.mark.parametrize(

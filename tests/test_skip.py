@@ -99,6 +99,7 @@ class TestSkipSet:
         [
             (None, "cannot read skip set"),
             ("{", "is no skip set"),
+            ('{"layers": Infinity, "attention": [], "mlp": []}', "is no skip set"),
             ('{"layers": 3, "mlp": []}', "is no skip set"),
             ('{"layers": 3, "attention": [1.5], "mlp": []}', "is no skip set"),
             ('{"layers": 3, "attention": [3], "mlp": []}', "names layer 3, the target's are 0 to 2"),

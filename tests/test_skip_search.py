@@ -28,6 +28,15 @@ def test_the_search_finds_what_is_useless():
     assert value == pytest.approx(1.3)
     assert tried[0] == SkipSet(4)
     assert search(speed, layers=4, trials=10_000, minutes=0.001, seed=1)[2] < 100
+    assert search(speed, layers=4, trials=3, minutes=0)[2] == 1
+
+
+def test_answers_that_fill_the_context_are_refused(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("optuna")
+    words, text = save_model(tmp_path / "target"), tmp_path / "text.txt"
+    text.write_text("the user asks")
+    assert run(monkeypatch, "skip", "--target", str(words), "--text", str(text), "--max-new-tokens", "512") == 2
+    assert "the target's context holds 512: leave room for a prompt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["text.txt", "text.jsonl"])

@@ -31,7 +31,9 @@ def test_the_drawn_five_node_mask():
     assert ancestor_mask(FIVE, max_depth=2).int().tolist() == drawn
 
 
-@pytest.mark.parametrize("tree", [chain(1), chain(7), balanced(3, 3), eagle()], ids=["1", "7", "3x3", "eagle"])
+@pytest.mark.parametrize(
+    "tree", [chain(1), chain(7), chain(600), balanced(3, 3), eagle()], ids=["1", "7", "600", "3x3", "eagle"]
+)
 def test_ancestor_mask_equals_following_parents(tree):
     shape = layout(tree, CPU)
     assert torch.equal(shape.ancestors, ancestors_one_by_one(shape.parents))

@@ -193,8 +193,9 @@ def test_a_kind_of_head_has_its_published_recipe_where_nothing_is_said():
     assert replace(made["eagle3"], learning_rate=0.0).recipe.learning_rate == 0.0
     with pytest.raises(InputError, match=r"--head is 'eagle9', must be one of eagle, eagle3"):
         replace(made["eagle"], head="eagle9")
-    with pytest.raises(InputError, match="--unrolled-steps is 0, must be at least 1"):
-        replace(made["eagle3"], unrolled_steps=0)
+    for name in ("unrolled_steps", "batch_size", "accumulate", "checkpoint_every", "draft_steps"):
+        with pytest.raises(InputError, match=f"--{name.replace('_', '-')} is 0, must be at least 1"):
+            replace(made["eagle3"], **{name: 0})
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.head not in RECIPES:
             raise InputError(f"--head is {self.head!r}, must be one of {', '.join(RECIPES)}")
-        at_least(self, unrolled_steps=1)
+        at_least(self, unrolled_steps=1, batch_size=1, accumulate=1, epochs=1, max_steps=0, warm_up=0)
+        at_least(self, draft_steps=1, validate_on=0, validate_every=0, checkpoint_every=1, seed=0)
 
     @property
     def recipe(self) -> Recipe:

@@ -26,7 +26,7 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     above = torch.eye(n, device=parents.device)
     above[torch.arange(1, n, device=parents.device), parents[1:]] = 1
     for _ in range(max(max_depth - 1, 0).bit_length()):
-        above = above @ above
+        above = (above @ above).clamp_max(1)  # sums of many paths would overflow
     return above > 0
 
 

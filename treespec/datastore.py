@@ -94,7 +94,8 @@ def build(texts: Iterable[list[int]], tokenizer: Any, folder: str | Path) -> int
 def open_datastore(folder: str | Path, tokenizer: Any, vocab_size: int) -> Datastore:
     """vocab_size: V of the target, which may lack tokens of its tokenizer.
 
-    Raises InputError for what is no datastore, or one of another format or tokenizer."""
+    Raises InputError for what is no datastore, or one of another format or tokenizer.
+    """
     folder = Path(folder)
     try:
         index = json.loads((folder / "index.json").read_text())
@@ -113,10 +114,11 @@ def open_datastore(folder: str | Path, tokenizer: Any, vocab_size: int) -> Datas
         arrays = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("tokens", "suffixes")]
         if {array.shape for array in arrays} != {(index["tokens"],)}:
             raise ValueError("its arrays are not of the length that index.json says")
-    except (OSError, ValueError, KeyError) as error:
+        end = min(index["end"], vocab_size)
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"datastore {folder} is damaged ({error}): {AGAIN}") from error
     tokens, suffixes = (array.view(np.ndarray) for array in arrays)
-    return Datastore(tokens, suffixes, min(index["end"], vocab_size))
+    return Datastore(tokens, suffixes, end)
 
 
 def encoded(file: str | Path, tokenizer: Any, template: str | None = None) -> Iterator[list[int]]:

@@ -23,7 +23,10 @@ def at_least(config: Any, **bounds: int) -> None:
             raise InputError(f"--{name.replace('_', '-')} is {value}, must be at least {bound}")
 
 
-DRAFTER = "what drafts in place of --head: lookup:tokens=10, rest:DATASTORE, lookahead, jacobi, or eagle:HEAD"
+DRAFTER = (
+    "what drafts in place of --head: eagle:HEAD (or eagle3, medusa, hydra, hydra++), model:PATH, self:FILE, sparse:512, "
+    "lookup, rest:DATASTORE, lookahead or jacobi"
+)
 
 
 def one_source(config: Any) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `treespec train | chat | eval | bench | acceptance | generate | tree | quickstart`.
+"""The command line: `treespec --help` lists the commands.
 
 Only names and options are imported here; torch and transformers load inside the command that runs.
 """

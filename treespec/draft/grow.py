@@ -88,7 +88,12 @@ def check_depth(policy: Policy, deepest: int | None) -> None:
     """Raise InputError for a tree with more levels than can be drafted. deepest: None is any number."""
     if deepest is None or policy.max_depth <= deepest:
         return
-    forms: dict[type, str] = {DynamicTree: "dynamic:depth=", SampledTree: "sampled:depth=", AutoTree: "auto:depth="}
+    forms: dict[type, str] = {
+        DynamicTree: "dynamic:depth=",
+        SampledTree: "sampled:depth=",
+        AutoTree: "auto:depth=",
+        ConfidentChain: "confident:depth=",
+    }
     raise InputError(
         f"the tree is {policy.max_depth} deep, the head drafts {deepest} tokens: "
         f"take --tree {forms.get(type(policy), 'chain:')}{deepest}"

@@ -37,7 +37,7 @@ def load_skip_set(file: str | Path, layers: int) -> SkipSet:
         skipped = SkipSet(int(found["layers"]), numbers(found["attention"]), numbers(found["mlp"]))
     except OSError as error:
         raise InputError(f"cannot read skip set {file}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise InputError(
             f'{file} is no skip set: it must hold {{"layers": L, "attention": [...], "mlp": [...]}}'
         ) from error

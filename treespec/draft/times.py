@@ -94,15 +94,14 @@ def key(target: Target, proposer: Proposer) -> str:
 @torch.inference_mode()
 def measure(target: Target, proposer: Proposer) -> Times:
     """Medians of interleaved rounds."""
-    context = min(CONTEXT, target.context_length - NODES[-1])
-    tokens = torch.arange(context, device=target.output_device) % target.vocab_size
+    tokens = torch.arange(CONTEXT, device=target.output_device) % target.vocab_size  # more than some contexts hold
     cache = target.new_cache()
     proposer = proposer.new()
     features = target.prefill(cache, tokens[None], proposer.taps)[0]
     proposer.observe([features[:-1]], [tokens])
 
     def drafts(depth: int, drawn: bool) -> None:
-        proposer.rewind([context - 1 - WAITING])
+        proposer.rewind([CONTEXT - 1 - WAITING])
         proposer.observe([features[-1 - WAITING : -1]], [tokens[-1 - WAITING :]])
         (logits,) = proposer.begin(tokens[-1:], cache)
         assert logits is not None

@@ -175,7 +175,7 @@ def test_every_drafter_gets_what_it_goes_with():
 
 def test_a_tree_that_a_drafter_cannot_draft_is_refused_before_any_answer(home, tmp_path):
     config = config_in(home, tmp_path, verifier="traversal", tree="sampled", warm_up=0)
-    with pytest.raises(InputError, match="head:.*head with traversal: the sampled tree needs"):
+    with pytest.raises(InputError, match=r"head:.*head with traversal: the sampled tree needs"):
         evaluate(config)
     assert not (tmp_path / "config.json").exists()
 

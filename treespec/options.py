@@ -24,8 +24,8 @@ def at_least(config: Any, **bounds: int) -> None:
 
 
 DRAFTER = (
-    "what drafts in place of --head: eagle:HEAD (or eagle3, medusa, hydra, hydra++), model:PATH, self:FILE, sparse:512, "
-    "lookup, rest:DATASTORE, lookahead or jacobi"
+    "what drafts in place of --head: eagle:HEAD (or eagle3, medusa, hydra, hydra++), model:PATH, self:FILE, "
+    "sparse:512, lookup, rest:DATASTORE, lookahead or jacobi"
 )
 
 

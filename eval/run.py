@@ -102,11 +102,19 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
             tree, verifier = draft
             return Spec(target, sources[name], tree, verifier, config.template, config.allow_lossy, calibrations[name])
 
-        for configuration in drafts:  # refuses trees that a drafter cannot draft
+        unfit = {}
+        for configuration in drafts:  # trees that a drafter cannot draft
             try:
                 fresh(configuration)
             except (InputError, TreeError) as error:
-                raise InputError(f"{configuration.drafter} with {configuration.verifier}: {error}") from error
+                unfit[configuration] = f"{configuration.drafter} with {configuration.verifier}: {error}"
+        if unfit and len(sources) == 1:
+            raise InputError(next(iter(unfit.values())))
+        record["unfit"] = [configuration.model_id for configuration in unfit]
+        record["left_out"] += unfit.values()
+        drafts = {configuration: draft for configuration, draft in drafts.items() if configuration not in unfit}
+        plan = [(group, configuration) for group, configuration in plan if configuration in drafts]
+        total -= len(questions) * len(unfit)
         spec.encode([{"role": "user", "content": questions[0].turns[0]}])  # refuses a missing chat template
         environment = describe(spec.target)
         if before and before["environment"] != environment:

@@ -35,7 +35,8 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
     """
     record = json.loads((out / "config.json").read_text())
     config = EvalConfig(**record["config"])
-    answered = {c: _answers(out / "answers" / f"{c.model_id}.jsonl") for c in configurations(config)}
+    asked = [c for c in configurations(config) if c.model_id not in record.get("unfit", ())]
+    answered = {c: _answers(out / "answers" / f"{c.model_id}.jsonl") for c in asked}
     first, *others = answered.values()
     questions = [i for i in first if all(i in other for other in others)]
     if not questions:

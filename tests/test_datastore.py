@@ -212,3 +212,8 @@ def test_the_command_line_builds_a_datastore_and_drafts_from_it(tmp_path, monkey
     assert run(monkeypatch, "generate", *options, "--max-new-tokens", "8") == 0
     wanted = spec.generate([{"role": "user", "content": "the question"}], max_new_tokens=8).text
     assert capsys.readouterr().out == wanted + "\n"
+
+
+def test_a_suffix_longer_than_the_order_is_refused():
+    with pytest.raises(InputError, match=f"longest is 30, datastores are sorted by {ORDER} tokens"):
+        RestOptions(shortest=20, longest=30)

@@ -180,6 +180,16 @@ def test_a_tree_that_a_drafter_cannot_draft_is_refused_before_any_answer(home, t
     assert not (tmp_path / "config.json").exists()
 
 
+def test_of_several_drafters_one_that_does_not_fit_is_left_out(home, tmp_path):
+    drafters = f"head:{home}/head, lookup"
+    changes = {"drafter": drafters, "head": None, "verifier": "traversal,topk", "tree": "sampled", "warm_up": 0}
+    config = replace(config_in(home, tmp_path, limit=1, turns=1), **changes)
+    summary = evaluate(config)
+    assert {row["drafter"] for row in summary["configurations"]} == {None, "lookup"}
+    assert any("traversal: the sampled tree needs" in reason for reason in summary["left_out"])
+    assert evaluate(config)["left_out"] == summary["left_out"]
+
+
 def test_given_tokens_are_verified_by_topk_where_nothing_else_fits():
     config = EvalConfig("T", "o", drafter="eagle:h,lookup", verifier="rrs-wo", tree="2x2", baseline=False)
     assert [(c.drafter, c.verifier, c.tree) for c in configurations(config)] == [

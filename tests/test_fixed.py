@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from models import CONFIGS, random_head, random_model
+from models import CONFIGS, random_head, random_model, save_model
 
 from treespec.cache import TreeLayer
 from treespec.draft.times import path
 from treespec.errors import InputError
 from treespec.fixed import BUCKETS, padded, padded_mask, room
-from treespec.spec import Spec
+from treespec.heads.checkpoint import save_head
+from treespec.packed import PackedLinear
+from treespec.spec import Spec, load
 from treespec.target import Target
 
 PROMPTS = [[5, 6, 7, 8, 9], [3, 4], [11, 12, 13, 14, 15, 16, 17]]
@@ -86,3 +88,11 @@ def test_a_model_that_accelerate_moves_is_not_compiled():
     model.model.model.layers[0]._hf_hook = object()
     with pytest.raises(InputError, match="lies on one device"):
         model.compile()
+
+
+def test_weights_are_not_packed_where_forwards_are_compiled(tmp_path):
+    """Packed ones have no place in generated code."""
+    folder = str(save_model(tmp_path / "model"))
+    save_head(random_head(Target.load(folder)), tmp_path / "head")
+    spec = load(folder, str(tmp_path / "head"), dtype="bfloat16", compile=True)
+    assert not any(isinstance(m, PackedLinear) for m in (*spec.target.model.modules(), *spec.head.modules()))

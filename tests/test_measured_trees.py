@@ -223,3 +223,7 @@ def test_an_empty_text_is_one_line(tmp_path):
 def test_bad_options_are_one_line(changes, complaint):
     with pytest.raises(InputError, match=complaint):
         TreeConfig(**{"target": "t", "head": "h", "out": "tree.json"} | changes)
+
+
+def test_a_rank_that_is_never_right_leaves_its_siblings():
+    assert measured(torch.tensor([[0, 0.5], [0.3, 0.1]]), 3).paths == ((), (1,), (1, 0))

@@ -82,9 +82,11 @@ def untrained(config: TrainConfig, target: Target) -> Any:
     kind = KINDS[config.head]
     if config.draft_heads is None:
         return kind.new(target)
-    if not kind.several or config.draft_heads < 1:
+    if not kind.several:
         several = ", ".join(name for name, one in KINDS.items() if one.several)
-        raise InputError(f"--draft-heads is {config.draft_heads}: it is at least 1, and for --head {several}")
+        raise InputError(f"--draft-heads is for --head {several}: leave it out for {config.head}")
+    if config.draft_heads < 1:
+        raise InputError(f"--draft-heads is {config.draft_heads}, must be at least 1")
     return kind.new(target, config.draft_heads)
 
 

@@ -24,18 +24,19 @@ def measured(accuracies: Tensor, nodes: int) -> StaticTree:
     paths: list[tuple[int, ...]] = []
     waiting: list[tuple[float, int, tuple[int, ...], float]] = []  # -worth, depth, path, worth of the parent
 
-    def offer(path: tuple[int, ...], above: float) -> None:
-        if len(path) <= len(table) and path[-1] < len(table[0]):
-            worth = above * table[len(path) - 1][path[-1]]
-            if worth > 0:
-                heappush(waiting, (-worth, len(path), path, above))
+    def offer(parent: tuple[int, ...], rank: int, above: float) -> None:
+        """The first child of that rank or later that is ever right."""
+        rates = table[len(parent)] if len(parent) < len(table) else []
+        found = next((r for r in range(rank, len(rates)) if above * rates[r] > 0), None)
+        if found is not None:
+            heappush(waiting, (-above * rates[found], len(parent), (*parent, found), above))
 
-    offer((0,), 1.0)
+    offer((), 0, 1.0)
     while waiting and len(paths) < nodes - 1:
         worth, _, path, above = heappop(waiting)
         paths.append(path)
-        offer((*path[:-1], path[-1] + 1), above)
-        offer((*path, 0), -worth)
+        offer(path[:-1], path[-1] + 1, above)
+        offer(path, 0, -worth)
     if not paths:
         raise TreeError("no tree can be measured: the head is never right, or nodes is below 2 (the root counts)")
     return StaticTree(tuple(paths))

@@ -17,7 +17,7 @@ from treespec.draft.given import GivenDrafter, check_given
 from treespec.draft.grow import TreeDrafter, check_pair
 from treespec.draft.kinds import KINDS
 from treespec.draft.proposer import Proposer
-from treespec.draft.sources import source_of
+from treespec.draft.sources import modules_of, source_of
 from treespec.draft.times import Times, times_for
 from treespec.ending import Ending
 from treespec.errors import InputError
@@ -276,7 +276,8 @@ def load_sources(
     if compile:
         model.compile()
     else:
-        pack(model.model)
+        for module in (model.model, *(module for source in sources.values() for module in modules_of(source))):
+            pack(module)
     return model, sources
 
 

@@ -121,7 +121,9 @@ class TreeDrafter:
         check_depth(policy, proposer.max_depth)
         sampled = isinstance(policy, SampledTree) or (isinstance(policy, AutoTree) and not scheme.deterministic)
         if sampled and calibration is None:
-            raise InputError("the sampled tree needs the head's calibration.json: make it with treespec calibrate")
+            remedy = "make it with treespec calibrate, or take" if hasattr(proposer, "head") else "without a head take"
+            name = "auto" if isinstance(policy, AutoTree) else "sampled"
+            raise InputError(f"the {name} tree needs a head's calibration.json: {remedy} --tree eagle")
         self.proposer, self.policy, self.scheme, self.calibration = proposer, policy, scheme, calibration
         self.times = times
         self.paces = [self._pace()]

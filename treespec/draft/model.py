@@ -13,7 +13,6 @@ from treespec.cache import TreeCache
 from treespec.draft.branch import Branch
 from treespec.draft.growth import Frontier
 from treespec.errors import InputError
-from treespec.packed import pack
 from treespec.target import Target
 
 MANY = 32  # tokens: more than a cycle brings
@@ -106,12 +105,11 @@ def draft_model(path: str, target: Target) -> ModelProposer:
     try:
         model = Target.load(path, dtype=target.dtype, device_map=None if place.type == "cpu" else {"": place})
     except InputError as error:
-        raise InputError(f"--drafter model:{path}: {error}") from error
+        raise InputError(f"--drafter model:{path}: {str(error).replace('the target', 'the draft model')}") from error
     if difference := tokens_differ(model, target):
         raise InputError(
             f"--drafter model:{path} has other tokens than the target ({difference}): take a model of its family"
         )
-    pack(model.model)
     return ModelProposer(model, target)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from treespec.datastore import ORDER, Datastore
 from treespec.draft.trie import trie
+from treespec.errors import InputError
 from treespec.options import bounded
 from treespec.target import TreeOutput
 from treespec.trees.tree import TokenTree
@@ -28,6 +29,8 @@ class RestOptions:
 
     def __post_init__(self) -> None:
         bounded(self, nodes=2, tokens=1, matches=1, longest=self.shortest, shortest=1)
+        if self.longest > ORDER:
+            raise InputError(f"longest is {self.longest}, datastores are sorted by {ORDER} tokens: take at most these")
 
 
 @final

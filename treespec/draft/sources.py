@@ -18,18 +18,16 @@ from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
 from treespec.heads.eagle3 import Eagle3Head, default_taps
-from treespec.packed import pack
 from treespec.target import Target
 
 
 def trained_head(folder: str, target: Target) -> Any:
-    """A head of any kind for a target that is not packed yet, with its draft vocabulary, packed. Raises HeadError."""
+    """A head of any kind for a target that is not packed yet, with its draft vocabulary. Raises HeadError."""
     path = head_folder(folder)
     head = load_head(path, target.dtype, target.output_device)
     fit(head, target, folder)
     if (tokens := load_vocabulary(path, target.vocab_size)) is not None:
         restrict(head, target, tokens)
-    pack(head)
     return head
 
 
@@ -69,6 +67,15 @@ def source_of(drafter: str, target: Target) -> Any:
     if kind not in SOURCES:
         raise InputError(f"unknown drafter {drafter!r}: choose {', '.join(SOURCES)}, as in eagle:DIRECTORY or lookup")
     return SOURCES[kind](value, target)
+
+
+def modules_of(source: Any) -> list[nn.Module]:
+    """The draft models of a source that are not the target's own."""
+    if isinstance(source, nn.Module):
+        return [source]
+    if isinstance(source, SeveralModels):
+        return [model.model.model for model in source.models]
+    return [source.model.model] if isinstance(source, ModelProposer) else []
 
 
 def fit(head: Any, target: Target, name: str) -> None:

@@ -13,9 +13,12 @@ import torch
 from accelerate.state import AcceleratorState
 from models import random_head, save_model, target
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
+from treespec.heads.formats.engines import Served
+from treespec.heads.formats.export import export
 from treespec.spec import load
 from treespec.target import Target
 from treespec.train.batches import epoch_batches
@@ -242,6 +245,13 @@ def test_a_draft_vocabulary_changes_no_weight_and_is_all_that_the_head_drafts(co
         train(replace(config, out=str(tmp_path / "large"), draft_vocab=9999))
 
 
+def test_a_head_without_a_bias_is_one_that_vllm_serves(config, tmp_path):
+    train(replace(config, bias=False, max_steps=1))
+    assert "fc.bias" not in weights(config)
+    served = Served.of(config.target, LlamaConfig.from_pretrained(config.target))
+    assert export(config.out, "vllm", tmp_path / "exported", served).compared > 0
+
+
 def test_batches_cover_an_epoch_once_in_a_settled_order():
     lengths = [3 + i % 7 for i in range(103)]
     batches = epoch_batches(lengths, 4, seed=1, epoch=2)
@@ -271,6 +281,7 @@ def test_the_learning_rate_rises_then_falls_to_nothing():
         ({"data": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"target": "nowhere/"}, "cannot load the target"),
         ({"template": "vicunia"}, "vicunia"),
+        ({"head": "medusa", "bias": False}, "--no-bias is for --head eagle"),
     ],
 )
 def test_bad_options_are_one_line(config, changes, complaint):

@@ -57,6 +57,7 @@ class TrainConfig:
     token_weight: float = option("eagle: weight of the soft cross-entropy between token laws", 0.1)
     unrolled_steps: int = option("eagle3: draft steps that it is trained over, on its own features", 7)
     step_decay: float = option("eagle3: weight of the loss of a step, of that of the step before", 0.8)
+    bias: bool = option("eagle: give fc a bias; vLLM serves heads without one", True)
     depth_decay: float = option("medusa: weight of a head's loss, to the power of the heads before it", 0.8)
     held_out: float = option("share of the conversations kept for validation", 0.02)
     validate_on: int = option("held-out conversations looked at in a validation", 64)

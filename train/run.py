@@ -78,8 +78,12 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
 
 
 def untrained(config: TrainConfig, target: Target) -> Any:
-    """A head of the kind that is asked for. Raises InputError for a number of heads that it does not take."""
+    """A head of the kind that is asked for. Raises InputError for an option that it does not take."""
     kind = KINDS[config.head]
+    if not config.bias and config.head != "eagle":
+        raise InputError(f"--no-bias is for --head eagle: leave it out for {config.head}")
+    if not config.bias:
+        return kind.new(target, bias=False)
     if config.draft_heads is None:
         return kind.new(target)
     if not kind.several:

@@ -21,9 +21,10 @@ from treespec.trees.mask import committed
 MANY = 32  # pairs: more than a cycle brings
 
 
-def new_head(target: Target) -> EagleHead:
-    """An untrained head for a target, in float32, with the target's embedding."""
-    head = EagleHead(config_for(target.config, target.feature_width, target.vocab_size, target.embed_scale))
+def new_head(target: Target, bias: bool = True) -> EagleHead:
+    """An untrained head for a target, in float32, with the target's embedding. bias: of fc."""
+    config = config_for(target.config, target.feature_width, target.vocab_size, target.embed_scale)
+    head = EagleHead(config | {"bias": bias})
     head.embed_tokens.weight = embedding_of(target)
     return head
 

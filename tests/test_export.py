@@ -186,7 +186,7 @@ def tapping(*taps):
         ("speculators", one, {}, "speculators takes heads of kind eagle3: .*head is of kind eagle"),
         ("sglang", medusa, {}, "sglang takes heads of kind eagle or eagle3: .* is of kind medusa"),
         ("vllm", lambda: heads_for(EIGHT, "hydra"), {}, "is of kind hydra"),
-        ("vllm", one, {}, r"fc\.bias is not zero, and vLLM's EAGLE-1 has none: export it to sglang"),
+        ("vllm", one, {}, r"fc\.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias"),
         ("sglang", biased, {}, "its queries, keys and values have biases"),
         ("sglang", tapping(0, 4, 5), {}, "taps the target's embedding, which SGLang cannot: export it to vllm"),
         ("eagle", tapping(1, 4, 5), {}, r"taps 1, 4, 5, and SafeAILab/EAGLE \(2, 4, 5\) in any case"),

@@ -25,9 +25,7 @@ def to_eagle(head: EagleHead, served: Served) -> tuple[dict[str, Any], dict[str,
 def to_vllm(head: EagleHead, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """For vLLM, whose `fc` has no bias, and where `bias` would give one to the attention."""
     if head.fc.bias is not None and head.fc.bias.any():
-        raise ValueError(
-            "fc.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias, or export to sglang"
-        )
+        raise ValueError("fc.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias, or export to sglang")
     tensors = {name: value for name, value in head.state_dict().items() if name != "fc.bias"}
     biases = {"bias": False, "qkv_bias": head.config.get("qkv_bias", False)}
     return _config(head, served, "LlamaForCausalLM") | biases, tensors

@@ -89,16 +89,9 @@ class EagleHead(nn.Module):
         """[..., H] the target's features -> [..., H] the features that a step takes: the same."""
         return features
 
-    def step(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        cache: KeyValues | None = None,
-    ) -> Tensor:
-        """A step of drafting, by `forward`."""
-        return self(tokens, features, positions, mask, cache)
+    def step(self, *given: Any) -> Tensor:
+        """A step of drafting: `forward`."""
+        return self(*given)
 
     def logits(self, hidden: Tensor, target: Any) -> Tensor:
         """[..., H] what a step gave -> [..., N] logits of its draft tokens, by the target's output path."""

@@ -2,11 +2,14 @@
 
 import re
 from dataclasses import MISSING, field, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from treespec.errors import InputError
 
-Options = TypeVar("Options")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 def option(help: str, default: Any = MISSING) -> Any:
@@ -44,7 +47,7 @@ def bounded(options: Any, **bounds: int) -> None:
 
 def parsed(kind: type[Options], text: str, named: str) -> Options:
     """A dataclass of whole numbers from `tokens=10,ngram=3`. Raises InputError, of what is `named`."""
-    known = {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type]
+    known = {field.name: field.default for field in fields(kind)}
     values: dict[str, Any] = {}
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"(\w+)=(\d+)", part)

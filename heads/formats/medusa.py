@@ -36,7 +36,7 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, 
 
 def to_vllm(head: MedusaHead, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """For vLLM: blocks.{head}.layers.{block} and lm_heads.{head}."""
-    layers = len(head.get_submodule("0")) - 1  # type: ignore[arg-type]
+    layers = int(head.config.get("medusa_num_layers", 1))
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",

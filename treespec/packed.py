@@ -4,6 +4,7 @@ torch brings a bfloat16 weight into oneDNN's blocked order at every call, which 
 multiply. Here that is done once, when a model is loaded to decode.
 """
 
+from collections.abc import Iterable
 from typing import final
 
 import torch
@@ -29,13 +30,17 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def pack(model: nn.Module) -> None:
-    """Replace the linear layers of a model that lie on a CPU in bfloat16; all others stay as they are."""
+def pack(model: nn.Module, without: Iterable[nn.Module] = ()) -> None:
+    """Replace the linear layers of a model that lie on a CPU in bfloat16; all others stay as they are.
+
+    without: modules of it that are left alone, with all that is in them.
+    """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
+    alone = {part for module in without for part in module.modules()}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and fits(child):
+            if isinstance(child, nn.Linear) and fits(child) and child not in alone:
                 setattr(parent, name, PackedLinear(child))
 
 

@@ -275,9 +275,9 @@ def load_sources(
     sources = {name: source_of(name, model) for name in drafters}
     if compile:
         model.compile()
-    else:
-        for module in (model.model, *(module for source in sources.values() for module in modules_of(source))):
-            pack(module)
+    pack(model.model, without=[model.decoder] if compile else [])
+    for head in (module for source in sources.values() for module in modules_of(source)):
+        pack(head, without=getattr(head, "stepped", []) if compile else [])
     return model, sources
 
 

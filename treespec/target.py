@@ -19,8 +19,8 @@ from treespec.allocator import keep_freed_memory
 from treespec.attention import stack_query_heads
 from treespec.branching import decoder_of, end_tokens, layer_windows, refuse_what_cannot_branch
 from treespec.cache import TreeCache
+from treespec.compiled import Compiled, Room, padded, padded_mask
 from treespec.errors import InputError, first_line
-from treespec.fixed import Fixed, padded, padded_mask, room
 from treespec.masks import additive_masks
 from treespec.plain import check_against_plain_model
 from treespec.taps import captured, layers_of, over_layers
@@ -66,17 +66,17 @@ class Target:
         self.windows = layer_windows(self.config)
         self.stack = layers_of(self.decoder, self.layers)
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries
-        self.fixed: Fixed | None = None
+        self.compiled: Compiled | None = None
         self.output_device = check_against_plain_model(self)
 
-    def compile(self, backend: str = "inductor") -> None:
-        """From now on compile the forwards over up to 128 nodes, once for each of a few shapes (`treespec.fixed`).
+    def compile(self, backend: str = "inductor", buckets: bool | None = None) -> None:
+        """From now on compile the forwards over nodes, once or for each of a few shapes; arguments as of `Compiled`.
 
-        backend: torch.compile's. Raises InputError for a model that accelerate moves between devices.
+        Raises InputError for a model that accelerate moves between devices.
         """
         if any(hasattr(module, "_hf_hook") for module in self.model.modules()):
             raise InputError("--compile takes a model that lies on one device: leave it out, or take a larger device")
-        self.fixed = Fixed(partial(over_layers, self.decoder), self.device, backend)
+        self.compiled = Compiled(partial(over_layers, self.decoder), self.device, backend, buckets)
 
     @classmethod
     def load(
@@ -235,14 +235,14 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """One forward of the decoder over [B, N] nodes: hidden states after the final norm, and features."""
         n, layers = tokens.shape[1], cache.tree_layers
-        nodes = room(n, layers) if self.fixed else 0
-        if nodes:
-            tokens, depth = padded(tokens, nodes), padded(depth, nodes)
-            ancestors = padded_mask(ancestors, nodes, nodes)
+        room = self.compiled.room(n, layers) if self.compiled else None
+        if room:
+            tokens, depth = padded(tokens, room.nodes), padded(depth, room.nodes)
+            ancestors = padded_mask(ancestors, Room(room.nodes, room.nodes))
         places, seen = positions(depth, cache.lengths), attention_mask(ancestors, depth, cache.lengths)
-        if nodes and self.fixed:
-            given = self._given(tokens, places, seen, layers[0].capacity)
-            hidden, features = self.fixed(layers, nodes, *given, taps)
+        if room and self.compiled:
+            given = self._given(tokens, places, seen, room.columns)
+            hidden, features = self.compiled(layers, room, *given, taps)
             return hidden[:, :n], features[:, :n]
         return self._forward(cache, tokens, places, seen, taps)
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from treespec.cache import TreeCache
+from treespec.compiled import Compiled, FixedLayer, padded, padded_mask
 from treespec.draft.growth import Frontier
 from treespec.errors import InputError
-from treespec.fixed import Fixed, FixedLayer, padded, padded_mask, room
 from treespec.heads.eagle import EagleHead, config_for
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.target import Target, unpadded
@@ -57,13 +57,13 @@ class EagleProposer:
         head: EagleHead | Eagle3Head,
         target: Target,
         chunk: int | None = None,
-        fixed: Fixed | None = None,
+        compiled: Compiled | None = None,
     ) -> None:
-        """chunk: pairs that go through the head at a time, None as the target takes them. fixed: the compiled head."""
+        """chunk: pairs that go through the head at a time, None as the target takes them. compiled: the head's step."""
         self.head, self.target, self.chunk = head, target, chunk
-        if target.fixed and not fixed:
-            fixed = Fixed(partial(over_layer, head), target.output_device, target.fixed.backend)
-        self.fixed = fixed
+        if target.compiled and not compiled:
+            compiled = target.compiled.likewise(partial(over_layer, head), target.output_device)
+        self.compiled = compiled
         self.forward_seconds = 0.0
         self.cache = TreeCache(layers=1)
         self.waiting = [self._nothing()]  # of each text features [n, F] and tokens [n]
@@ -110,7 +110,7 @@ class EagleProposer:
         self.cache.rewind([min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)])
 
     def new(self) -> "EagleProposer":
-        return EagleProposer(self.head, self.target, self.chunk, self.fixed)
+        return EagleProposer(self.head, self.target, self.chunk, self.compiled)
 
     def join(self, others: Sequence["EagleProposer"]) -> None:
         self.waiting += [pairs for proposer in others for pairs in proposer.waiting]
@@ -175,10 +175,10 @@ class EagleProposer:
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """tokens: [B, T]; features: [B, T, H]; positions: [B, T or 1]; mask: [B, T, P + T]. Returns [B, T, H]."""
         layer, n = self.cache.tree_layers[0], tokens.shape[1]
-        if self.fixed and (nodes := room(n, [layer])):
-            mask = padded_mask(mask, nodes, layer.capacity)[:, None]
-            positions = padded(positions.expand(-1, n), nodes)
-            hidden = self.fixed([layer], nodes, padded(tokens, nodes), padded(features, nodes), positions, mask)[:, :n]
+        if self.compiled and (room := self.compiled.room(n, [layer])):
+            seen, positions = padded_mask(mask, room)[:, None], padded(positions.expand(-1, n), room.nodes)
+            tokens, features = padded(tokens, room.nodes), padded(features, room.nodes)
+            hidden = self.compiled([layer], room, tokens, features, positions, seen)[:, :n]
             hidden = hidden.clone()  # the next step would write over a graph's output
         else:
             hidden = self.head.step(tokens, features, positions, mask[:, None], layer)

@@ -87,7 +87,7 @@ def key(target: Target, proposer: Proposer) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {os.cpu_count()}"
     model = target.config.to_json_string()
     parts = [name, torch.get_num_threads(), str(target.dtype), torch.__version__]
-    parts += [target.layers, model, proposer.identity]
+    parts += [target.layers, model, proposer.identity, target.compiled is not None]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
 
 

@@ -1,13 +1,14 @@
-"""Forwards of fixed shapes: what they pad is never seen, and they change no token."""
+"""Compiled forwards: what they are filled up with is never seen, and they change no token."""
 
 import pytest
 import torch
 from models import CONFIGS, random_head, random_model, save_model
 
 from treespec.cache import TreeLayer
+from treespec.compiled import BUCKETS, Compiled, Room, padded, padded_mask
+from treespec.draft import eagle, eagle3
 from treespec.draft.times import path
 from treespec.errors import InputError
-from treespec.fixed import BUCKETS, padded, padded_mask, room
 from treespec.heads.checkpoint import save_head
 from treespec.packed import PackedLinear
 from treespec.spec import Spec, load
@@ -19,24 +20,26 @@ PROMPTS = [[5, 6, 7, 8, 9], [3, 4], [11, 12, 13, 14, 15, 16, 17]]
 def test_the_drawing():
     """Three nodes in a bucket of four over eight columns, of which three are committed."""
     seen = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1]]).bool()
-    whole = padded_mask(seen[None], 4, 8)[0].int()
+    whole = padded_mask(seen[None], Room(4, 8))[0].int()
     assert whole[:3].tolist() == [[*row, 0, 0] for row in seen.int().tolist()]
     assert whole[3].tolist() == [0, 0, 0, 0, 0, 0, 1, 0]
     assert padded(torch.tensor([[5, 6, 7]]), 4).tolist() == [[5, 6, 7, 0]]
 
 
-def test_a_bucket_has_room_in_the_cache_or_there_is_none():
-    layer = TreeLayer(capacity=4)
-    assert room(3, [layer]) == 0
+@pytest.mark.parametrize(("buckets", "three"), [(True, Room(4, 8)), (False, Room(3, 6))])
+def test_nodes_have_room_in_the_cache_or_there_is_none(buckets, three):
+    compiled, layer = Compiled(lambda: None, torch.device("cpu"), "eager", buckets), TreeLayer(capacity=4)
+    assert compiled.room(3, [layer]) is None
     layer.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
     layer.length = 3
-    assert room(3, [layer]) == 4
+    assert compiled.room(3, [layer]) == three
     assert layer.capacity == 8
-    assert room(BUCKETS[-1] + 1, [layer]) == 0
+    assert (compiled.room(BUCKETS[-1] + 1, [layer]) is None) == buckets
 
 
+@pytest.mark.parametrize("buckets", [True, False])
 @pytest.mark.parametrize("name", ["gemma3", "gpt2"])
-def test_compiling_changes_no_token(name):
+def test_compiling_changes_no_token(name, buckets):
     """Temperature 0 in float32: full and sliding layers, learned positions, one text and three, tree and baseline."""
     model = Target(random_model(CONFIGS[name]()))
     head = random_head(model)
@@ -47,12 +50,13 @@ def test_compiling_changes_no_token(name):
         return [output.token_ids for output in (*alone, *spec.generate(PROMPTS, max_new_tokens=8))]
 
     plain = answers()
-    model.compile(backend="eager")  # the same shapes and graphs, without waiting for a code generator
+    model.compile("eager", buckets)  # the same shapes and graphs, without waiting for a code generator
     assert answers() == plain
     assert plain[0] == plain[1]
 
 
-def test_a_compiled_forward_is_the_plain_one_at_every_size_and_through_a_growing_cache():
+@pytest.mark.parametrize("buckets", [True, False])
+def test_a_compiled_forward_is_the_plain_one_at_every_size_and_through_a_growing_cache(buckets):
     model, text = Target(random_model(CONFIGS["llama"]())), torch.randint(3, 64, (1, 12))
     trees = [path(n, text[0]) for n in (1, 3, 8, 11)]
     taps = (0, 2)
@@ -69,7 +73,7 @@ def test_a_compiled_forward_is_the_plain_one_at_every_size_and_through_a_growing
         return found
 
     plain = outputs()
-    model.compile(backend="eager")
+    model.compile("eager", buckets)
     for one, other in zip(plain, outputs(), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
@@ -90,9 +94,13 @@ def test_a_model_that_accelerate_moves_is_not_compiled():
         model.compile()
 
 
-def test_weights_are_not_packed_where_forwards_are_compiled(tmp_path):
-    """Packed ones have no place in generated code."""
+@pytest.mark.parametrize("new", [eagle.new_head, eagle3.new_head])
+def test_only_what_is_not_compiled_is_packed(tmp_path, new):
+    """Packed weights have no place in generated code; the output embedding is beside it."""
     folder = str(save_model(tmp_path / "model"))
-    save_head(random_head(Target.load(folder)), tmp_path / "head")
+    save_head(new(Target.load(folder)), tmp_path / "head")
     spec = load(folder, str(tmp_path / "head"), dtype="bfloat16", compile=True)
-    assert not any(isinstance(m, PackedLinear) for m in (*spec.target.model.modules(), *spec.head.modules()))
+    packs = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert isinstance(spec.target.model.get_output_embeddings(), PackedLinear) == packs
+    compiled = [spec.target.decoder, *spec.head.stepped]
+    assert not any(isinstance(part, PackedLinear) for module in compiled for part in module.modules())

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from treespec.draft.calibrate import Row
@@ -56,7 +57,7 @@ def shaped(config: TreeConfig, spec: Spec, table: Tensor) -> StaticTree:
     assert spec.proposer
     times = times_for(spec.target, spec.proposer)
     best = best_trees(rates, LARGEST, depth)
-    return best.tree(*best_shape(best, times.forward(LARGEST), times.begin, times.step))
+    return best.tree(*best_shape(best, torch.from_numpy(times.forward(LARGEST)), times.begin, times.step))
 
 
 def rows_of(config: TreeConfig, spec: Spec, report: Callable[[Step], None]) -> Iterator[Row]:

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -11,20 +13,22 @@ from models import GROUPED, TableConfig, TableModel, random_head, random_model, 
 from treespec.draft.calibration import Calibration
 from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow import check_pair
-from treespec.draft.grow_auto import sampled_by
+from treespec.draft.grow_auto import shape_for
 from treespec.draft.pace import Pace
 from treespec.draft.times import NODES, Times, key, times_for
 from treespec.errors import InputError
 from treespec.spec import Spec
 from treespec.target import Target
 from treespec.trees.auto import AutoTree, best_size
+from treespec.trees.measured import expected_length
 from treespec.trees.policy import policy
-from treespec.trees.static import TreeError
+from treespec.trees.sequoia import sequoia
+from treespec.trees.static import TreeError, chain
 from treespec.verify import SCHEMES
-from treespec.verify.verifiers import verifier_by_name
 
+RATES = {"1": (0.5, 0.2, 0.1)}
 CALIBRATION = Calibration(
-    (0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0), (0.01, 30.0)]}, (0.1, 0.8, -1, 0)
+    (0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0), (0.01, 30.0)]}, (0.1, 0.8, -1, 0), RATES
 )
 
 
@@ -34,20 +38,20 @@ def times(node: float = 0.001, step: float = 0.002) -> Times:
 
 
 def test_the_drawing():
-    reach, forward = torch.tensor([0.7, 0.5, 0.3, 0.2, 0.1]), torch.tensor([1, 1.1, 1.2, 1.5, 2.0, 2.5])
+    reach, forward = np.array([0.7, 0.5, 0.3, 0.2, 0.1]), np.array([1, 1.1, 1.2, 1.5, 2.0, 2.5])
     worth = [best_size(reach[:n], forward[: n + 1], 1.0)[1] for n in range(6)]
     assert worth == pytest.approx([0, 0.6, 1.0, 1.0, 1.0, 1.0])
-    size, value = best_size(reach, forward + torch.tensor([0, 0, 0, 1e-3, 0, 0]), 1.0)
+    size, value = best_size(reach, forward + np.array([0, 0, 0, 1e-3, 0, 0]), 1.0)
     assert (size, value) == (3, pytest.approx(1.0))
 
 
 def test_the_best_size_at_its_own_rate_maximises_tokens_a_second():
     """Dinkelbach's iteration against every size, for 50 random reaches and costs."""
-    generator = torch.Generator().manual_seed(0)
+    generator = np.random.default_rng(0)
     for _ in range(50):
-        reach = torch.rand(30, generator=generator).sort(descending=True).values
-        forward = 0.01 + 0.01 * torch.rand(31, generator=generator).cumsum(0)
-        ratios = torch.cat([torch.ones(1), 1 + reach.cumsum(0)]) / forward
+        reach = np.sort(generator.random(30))[::-1]
+        forward = 0.01 + 0.01 * generator.random(31).cumsum()
+        ratios = np.concatenate([[1], 1 + reach.cumsum()]) / forward
         rate = float(ratios[0])
         for _ in range(20):
             size, _ = best_size(reach, forward, rate)
@@ -93,7 +97,6 @@ def test_the_pace_learns_how_far_the_chances_are_right():
     for _ in range(100):
         pace.settle(accepted=1, expected=2.0, nodes=8, levels=4)
     assert 0.5 < pace.trust < 0.6
-    assert pace.persistence == pytest.approx(0.5, abs=0.06)
     assert pace.rate == pytest.approx(2 / pace.cost(8, 4), rel=0.1)
 
 
@@ -115,14 +118,25 @@ def test_dearer_nodes_give_smaller_trees_and_dearer_steps_shallower_ones(tempera
     assert grown(1e-5, 1.0, temperature)[1] <= 1
 
 
-def test_a_sampled_tree_is_settled_by_the_pace_alone():
-    pace, tree = Pace(times(1e-4, 1e-4)), AutoTree()
-    depth, price = sampled_by(pace, tree, CALIBRATION, 1.0)
-    assert 1 < depth <= tree.depth
-    assert CALIBRATION.price(tree.nodes, 1.0) <= price <= CALIBRATION.price(2, 1.0)
+def test_the_shape_for_draws_is_the_fastest_of_sequoias_by_what_was_accepted_so_far():
+    pace, tree, rates = Pace(times(5e-4, 1e-3)), AutoTree(nodes=20, depth=5), RATES["1"]
+
+    def speed(nodes: int, depth: int, trust: float) -> float:
+        tree = sequoia(torch.tensor(rates), nodes, depth)
+        expected = expected_length(tree, torch.tensor([rates] * depth)) - 1
+        return (1 + trust * expected) / pace.cost(tree.size, tree.max_depth, drawn=True)
+
+    for trust in (1.0, 0.3):
+        shape, expected = shape_for(pace, tree, rates)
+        table = torch.tensor([rates] * shape.max_depth)
+        assert expected == pytest.approx(expected_length(shape, table) - 1)
+        fastest = max(speed(n, d, trust) for d in range(1, 6) for n in range(2, 21))
+        assert speed(shape.size, shape.max_depth, trust) == pytest.approx(fastest)
+        pace.accepted, pace.expected = 0.3, 1.0
+    assert shape_for(pace, tree, rates[:1])[0] == chain(shape_for(pace, tree, rates[:1])[0].max_depth)
 
 
-@pytest.mark.parametrize("verifier", ["topk", "rrs-wo", "traversal", "optimal"])
+@pytest.mark.parametrize("verifier", ["topk", "rrs-wo", "traversal", "optimal", "block", "is-lp"])
 def test_the_same_seed_gives_the_same_text_whatever_was_said_before(verifier):
     model = Target(TableModel(TableConfig(8, seed=1)))
     spec = Spec(model, random_head(model, seed=2), "auto", verifier, calibration=CALIBRATION, times=times())
@@ -131,13 +145,13 @@ def test_the_same_seed_gives_the_same_text_whatever_was_said_before(verifier):
     assert one.stats.accepted == again.stats.accepted
 
 
-def test_an_auto_tree_goes_with_what_a_sampled_or_a_dynamic_one_goes_with():
+def test_an_auto_tree_goes_with_every_scheme_but_needs_the_rates_of_draws():
     for name, scheme in SCHEMES.items():
-        if scheme.deterministic or name in ("rrs-wo", "optimal"):
-            check_pair(AutoTree(), scheme)
-        else:
-            with pytest.raises(InputError, match=f"the auto tree cannot go with verifier {name}"):
-                check_pair(AutoTree(), verifier_by_name(name, allow_lossy=True).scheme)
+        check_pair(AutoTree(), scheme)
+        model = target("llama")
+        if not scheme.deterministic:
+            with pytest.raises(InputError, match="treespec calibrate"):
+                Spec(model, random_head(model), "auto", name, True, calibration=replace(CALIBRATION, rates={}))
 
 
 def test_an_auto_tree_is_named_with_its_options():

@@ -11,8 +11,8 @@ import torch
 from enumeration import law
 from models import TableConfig, TableModel, random_head
 
-from treespec.draft.calibrate import Row, calibrate, logistic
-from treespec.draft.calibration import FILE, Calibration, features, load_calibration, save_calibration
+from treespec.draft.calibrate import Row, calibrate, logistic, rates_of, tried
+from treespec.draft.calibration import DRAWS, FILE, Calibration, features, load_calibration, outline, save_calibration
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
 from treespec.target import Target
@@ -125,6 +125,19 @@ def test_calibrating_gives_finite_weights_and_larger_trees_at_lower_prices(table
         assert sorted(prices, reverse=True) == [*prices]
         assert sizes[0] < sizes[-1]
         assert min(sizes) >= 1
+    for rates in found.rates.values():
+        assert len(rates) == DRAWS
+        assert rates[0] > 0
+        assert sum(rates) <= 1
+
+
+def test_the_first_rate_is_the_mass_that_target_and_head_share() -> None:
+    """E over draws of min(1, p/q) is Σ min(p, q); 400 positions, of an error of 0.02 at most, held to four of it."""
+    generator = torch.Generator().manual_seed(5)
+    p, q = (torch.randn(400, 8, generator=generator).softmax(-1) for _ in range(2))
+    weight = torch.rand(400, generator=generator)
+    found = rates_of([(*tried(p, q, 0, generator), weight)])
+    assert found[0] == pytest.approx(float((weight * torch.minimum(p, q).sum(-1)).sum() / weight.sum()), abs=0.08)
 
 
 @pytest.mark.parametrize(("lengths", "counted"), [([], True), ([5, 3], True), ([40], False)])
@@ -142,10 +155,10 @@ def test_chances_are_the_fitted_models_of_the_features() -> None:
     q = (3 * torch.randn(6, 40, generator=generator)).softmax(-1)
     calibration = Calibration((-0.2, 0.9, -0.1, 0.05), (0.3, 0.2, -0.3, 0.1, -0.2, 0.05, -0.1), {})
     of_tops, of_draws = features(q, 2)
-    tops = torch.sigmoid(of_tops @ torch.tensor(calibration.tops))
+    tops = torch.sigmoid(of_tops @ torch.tensor(calibration.tops, dtype=torch.float64))
     tops = tops / tops.sum(-1, keepdim=True).clamp(min=1)
-    accept = torch.sigmoid(of_draws @ torch.tensor(calibration.draws))
-    found_tops, found_draws = calibration.chances(q, 2)
+    accept = torch.sigmoid(of_draws @ torch.tensor(calibration.draws, dtype=torch.float64))
+    found_tops, found_draws = map(torch.from_numpy, calibration.chances(outline(q), 2))
     assert torch.allclose(found_tops, tops, atol=1e-6)
     for j in range(accept.shape[1]):
         reach = (1 - tops[:, :j].sum(-1)).clamp(min=0)

@@ -56,7 +56,8 @@ def test_greedy_is_the_same_under_every_verifier(llama, verifier):
 @pytest.mark.parametrize("tree", ["sampled:nodes=12,depth=3", "auto:topk=4"])
 @pytest.mark.parametrize("verifier", ["rrs-wo", "traversal", "optimal"])
 def test_greedy_is_the_same_with_a_sampled_tree_and_one_chosen_by_its_cost(llama, verifier, tree):
-    calibration = Calibration((0.0,) * 4, (0.0,) * 7, {"1": [(0.1, 4.0), (0.01, 30.0)]})
+    rates = {"1": (0.5, 0.2)}
+    calibration = Calibration((0.0,) * 4, (0.0,) * 7, {"1": [(0.1, 4.0), (0.01, 30.0)]}, rates=rates)
     times = Times((1, 4, 16), (1.0, 1.1, 1.4), 0.01, 0.02, (0.01, 0.02))
     spec = Spec(llama.target, llama.head, tree, verifier, calibration=calibration, times=times)
     out = spec.generate(prompt(), max_new_tokens=24)

@@ -10,8 +10,7 @@ more than R (T(n + 1) - T(n)), and a level while it brings more than R times the
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from treespec.trees.static import TreeError
 
@@ -34,13 +33,14 @@ class AutoTree:
         return self.depth
 
 
-def best_size(reach: Tensor, forward: Tensor, rate: float) -> tuple[int, float]:
+def best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> tuple[int, float]:
     """How many nodes pay best, the root included, and what they are worth, E - R T, in tokens.
 
     reach: [M] Pr(a node is on the accepted path), without the root, descending. forward: [M + 1] or more, seconds of
     the target's forward over 1, 2, … nodes. rate: R, tokens a second.
     """
-    expected = torch.nn.functional.pad(reach.cumsum(0), (1, 0)) + 1
+    expected = np.ones(len(reach) + 1)
+    expected[1:] += reach.cumsum()
     worth = expected[: len(forward)] - rate * forward[: len(expected)]
-    best = worth.max(0)
-    return int(best.indices) + 1, float(best.values)
+    best = int(worth.argmax())
+    return best + 1, float(worth[best])

@@ -13,9 +13,7 @@ verifiers that visit leaves first may have such a tree too.
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+import numpy as np
 
 from treespec.trees.static import TreeError
 
@@ -44,8 +42,10 @@ class SampledTree:
         return self.depth
 
 
-def allot(reach: Tensor, tops: Tensor, draws: Tensor, price: float, even: bool = False) -> tuple[Tensor, Tensor]:
-    """What each of F nodes gets, and how likely its children are reached.
+def allot(
+    reach: np.ndarray, tops: np.ndarray, draws: np.ndarray, price: float, even: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """What each of F nodes gets, and how likely its children are reached; on the host, as it settles a tree's shape.
 
     reach: [F] Pr(the node is reached). tops: [F, J] Pr(the i-th likeliest token is output). draws: [F, J + 1, M]
     Pr(the i-th draw is accepted) where j tokens are taken for sure. price: of a node, in tokens. even: any draw is
@@ -53,17 +53,17 @@ def allot(reach: Tensor, tops: Tensor, draws: Tensor, price: float, even: bool =
     Returns k [F, 2] int64, sampled draws and tokens for sure, and [F, J + M] the reach of the children, the sampled
     ones first, 0 beyond k.
     """
-    j, m = tops.shape[1], draws.shape[2]
-    sure = pad(tops.cumsum(-1), (1, 0))  # [F, J + 1]
-    accepted = pad(draws.cumsum(-1), (1, 0))  # [F, J + 1, M + 1]
-    taken, number = torch.arange(j + 1, device=reach.device), torch.arange(m + 1, device=reach.device)
-    worth = (sure[..., None] + accepted).mul_(reach[:, None, None]).sub_((taken[:, None] + number) * price)
-    best = worth.flatten(1).argmax(-1, keepdim=True)
-    taken, number = best // (m + 1), best % (m + 1)
-    own = draws.take_along_dim(taken[..., None], dim=1).squeeze(1)  # [F, M]
+    (f, j), m = tops.shape, draws.shape[2]
+    worth = np.zeros((f, j + 1, m + 1))
+    draws.cumsum(-1, out=worth[..., 1:])
+    worth[:, 1:] += tops.cumsum(-1)[..., None]
+    worth *= reach[:, None, None]
+    worth -= (np.arange(j + 1)[:, None] + np.arange(m + 1)) * price
+    taken, number = np.divmod(worth.reshape(f, -1).argmax(-1)[:, None], m + 1)
+    own = np.take_along_axis(draws, taken[..., None], 1)[:, 0]  # [F, M]
     if even:
-        own = (own.cumsum(-1).take_along_dim((number - 1).clamp_(min=0), dim=1) / number.clamp(min=1)).expand_as(own)
-    place = torch.arange(j + m, device=reach.device)
-    after = (place - number).clamp_(0, j - 1)
-    children = torch.where(place < number, pad(own, (0, j)), tops.gather(1, after))
-    return torch.cat([number, taken], dim=1), children * (reach[:, None] * (place < number + taken))
+        own = np.take_along_axis(own.cumsum(-1), (number - 1).clip(0), 1) / number.clip(1)
+    place = np.arange(j + m)
+    children = np.take_along_axis(tops, (place - number).clip(0, j - 1), 1)
+    children[:, :m] = np.where(place[:m] < number, own, children[:, :m])
+    return np.concatenate([number, taken], 1), children * (reach[:, None] * (place < number + taken))

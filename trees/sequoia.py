@@ -70,14 +70,15 @@ def sequoia(rates: Tensor, nodes: int, depth: int) -> StaticTree:
     return best.tree(int(best.tokens[depth].isfinite().nonzero().max()), depth)
 
 
-def best_shape(best: Best, forward: Tensor, begin: float, step: float) -> tuple[int, int]:
+def best_shape(best: Best, forward: Tensor, begin: float, step: float, trust: float = 1.0) -> tuple[int, int]:
     """The nodes and depth with most tokens a second, G(n, d) / (T(n) + time to draft) (section 3.3).
 
     forward: [N] seconds T of the target's forward over 1, 2, … nodes. begin, step: seconds of the first level of
-    drafts and of each further one.
+    drafts and of each further one. trust: accepted tokens for one that G expects to be.
     """
     depth, nodes = best.tokens.shape[0] - 1, min(best.tokens.shape[1] - 1, len(forward))
     drafting = begin + step * torch.arange(depth, dtype=torch.float64)
-    speed = best.tokens[1:, 2 : nodes + 1] / (forward[1:nodes].double() + drafting[:, None])
+    tokens = 1 + trust * (best.tokens[1:, 2 : nodes + 1] - 1)
+    speed = tokens / (forward[1:nodes].double() + drafting[:, None])
     place = int(speed.argmax())
     return place % (nodes - 1) + 2, place // (nodes - 1) + 1

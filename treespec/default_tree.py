@@ -1,22 +1,28 @@
 """What is drafted where no tree is named."""
 
+from treespec.draft.calibration import Calibration
 from treespec.draft.proposer import Proposer
 from treespec.draft.several import SeveralModels
 from treespec.trees.auto import AutoTree
 from treespec.trees.policy import Policy
 from treespec.trees.static import StaticTree, balanced, chain, eagle
 from treespec.verify.is_lp import IsLp
+from treespec.verify.optimal import Optimal
+from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 
 
-def default_tree(scheme: Scheme, proposer: Proposer | None = None) -> Policy:
-    """Where the children are deterministic a tree chosen by its cost, else as much of EAGLE-1's as the scheme takes.
+def default_tree(scheme: Scheme, proposer: Proposer | None = None, calibration: Calibration | None = None) -> Policy:
+    """A tree chosen by its cost where what its nodes bring is known, else as much of EAGLE-1's as the scheme takes.
 
-    `is-lp` accepts either of two draws as readily, so that both have to go deep. Draft models that take turns have
-    a tree of fixed shape.
+    That is known of children that are deterministic, and with a head's rates of draws that are accepted one after
+    another. `is-lp` accepts either of two draws as readily, so that both have to go deep. Draft models that take turns
+    have a tree of fixed shape.
     """
     deepest = proposer.max_depth if proposer else None
-    if scheme.deterministic and not isinstance(proposer, SeveralModels):
+    in_turn = isinstance(scheme, RRSWithoutReplacement | Optimal) or scheme.max_draws == 1
+    known = scheme.deterministic or (in_turn and calibration is not None and bool(calibration.rates))
+    if known and not isinstance(proposer, SeveralModels):
         return AutoTree(depth=min(AutoTree.depth, deepest or AutoTree.depth))
     fixed = fixed_tree(scheme)
     return fixed.cut(deepest) if deepest else fixed

@@ -88,7 +88,7 @@ class Spec:
         if isinstance(source, GivenDrafter):
             check_given(source.name, scheme, tree)
         elif tree is None:
-            tree = default_tree(scheme, self.proposer)
+            tree = default_tree(scheme, self.proposer, calibration)
         self.policy = policy(tree) if isinstance(tree, str) else tree
         self.times = (lambda: times) if isinstance(times, Times) else times
         drafter: Drafter | None = None

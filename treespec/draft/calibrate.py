@@ -39,7 +39,8 @@ def calibrate(
     Raises InputError where the text is too short.
     """
     generator, depth = torch.Generator(device=target.output_device).manual_seed(seed), draft_steps(head, depth)
-    found = [seen for t in temperatures for seen in outcomes(head, target, rows, depth, positions, t, generator)]
+    by_temperature = {t: outcomes(head, target, rows, depth, positions, t, generator) for t in temperatures}
+    found = [seen for own in by_temperature.values() for seen in own]
     if not sum(len(seen[0]) for seen in found):
         raise InputError("the text is too short to calibrate a head on: give longer conversations")
     top, top_hit, draw, draw_hit, room, weight = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -50,7 +51,14 @@ def calibrate(
     greedy = logistic(seen, taken, share)
     fitted = Calibration(tuple(tops.tolist()), tuple(draws.tolist()), {}, tuple(greedy.tolist()))
     sizes = {f"{t:g}": tree_sizes(head, target, rows, fitted, depth, t, generator) for t in temperatures}
-    return replace(fitted, sizes=sizes)
+    rates = {f"{t:g}": rates_of(own) for t, own in by_temperature.items() if sum(len(seen[0]) for seen in own)}
+    return replace(fitted, sizes=sizes, rates=rates)
+
+
+def rates_of(outcomes: Sequence[tuple[Tensor, ...]]) -> tuple[float, ...]:
+    """[M] how often each of the draws without replacement is accepted where no token is taken for sure."""
+    hit, weight = (torch.cat([one[i] for one in outcomes]).double() for i in (3, 5))
+    return tuple(((weight[:, None] * hit[:, 0]).sum(0) / weight.sum()).tolist())
 
 
 @torch.no_grad()
@@ -79,7 +87,7 @@ def outcomes(
             q = probs(logits, params)
             p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
             chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:: depth + 1]
-            found.append((*tried(p[chosen], q[chosen], step, generator), weight[chosen]))
+            found.append((*tried(p[chosen], q[chosen], step, generator), weight[chosen].cpu()))
             ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
             weight = weight * ratio.squeeze(1).clamp(max=1)
         positions -= len(chosen)
@@ -101,18 +109,18 @@ def choices(head: Any, target: Target, row: Row, depth: int, positions: int) -> 
         p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
         chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:positions]
         best = largest(q[chosen], min(TOPS, q.shape[-1]))[1]
-        hit = (best == p[chosen].argmax(-1, keepdim=True)).double()
+        hit = (best == p[chosen].argmax(-1, keepdim=True)).double().cpu()
         top = features(q[chosen], step)[0][:, : best.shape[1]]
-        found.append((top.flatten(0, 1), hit.flatten(), weight[chosen, None].expand_as(hit).flatten()))
+        found.append((top.flatten(0, 1), hit.flatten(), weight[chosen, None].cpu().expand_as(hit).flatten()))
         weight = weight * (q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)).squeeze(1).clamp(max=1)
     if not found:
-        return known.new_zeros(0, TOP_FEATURES), known.new_zeros(0), known.new_zeros(0)
+        return torch.zeros(0, TOP_FEATURES), torch.zeros(0), torch.zeros(0)
     one, two, three = (torch.cat(parts) for parts in zip(*found, strict=True))
     return one, two, three
 
 
 def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Features and outcomes of one tree node for each row of p and q, [n, V]."""
+    """Features and outcomes of one tree node for each row of p and q, [n, V]; on the host."""
     top, draw = features(q, depth)
     best = q.topk(min(TOPS, q.shape[-1])).indices
     hit = torch.zeros(top.shape[:2], device=q.device)
@@ -124,7 +132,7 @@ def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple
         mass = rejections(p, laws_of(rest, tokens), tokens)[0]
         accepted.append(mass)
         room.append((1 - hit[:, :j].sum(-1, keepdim=True) - mass.cumsum(-1) + mass).clamp(min=1e-6))
-    return top, hit, draw, torch.stack(accepted, dim=1), torch.stack(room, dim=1)
+    return top, hit.cpu(), draw, torch.stack(accepted, dim=1).cpu(), torch.stack(room, dim=1).cpu()
 
 
 def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:

@@ -7,26 +7,33 @@ depth; and Pr(the i-th draw is accepted | those before it were not) from the sha
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 import torch
+from scipy.special import expit
 from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.errors import InputError
 from treespec.sampling import largest
 
+Known = TypeVar("Known")
 FILE = "calibration.json"
 TOPS, DRAWS = 5, 6  # at most, at one node
 TOP_FEATURES, DRAW_FEATURES = 4, 7
+RANKS, TURNS = np.log(np.arange(1, TOPS + 1)), np.log(np.arange(1, DRAWS + 1))
 
 
 @dataclass(frozen=True)
 class Calibration:
     """tops, draws: weights of the two models. sizes: by temperature, pairs (price of a node, mean nodes of a tree).
 
-    greedy: weights of the first model where the target takes its likeliest token; none in a file of an older version.
+    greedy: weights of the first model where the target takes its likeliest token. rates: by temperature, how often
+    the first, second, … draw without replacement is accepted. None of either in a file of an older version.
     Saved as calibration.json beside the head.
     """
 
@@ -34,27 +41,27 @@ class Calibration:
     draws: tuple[float, ...]
     sizes: dict[str, list[tuple[float, float]]]
     greedy: tuple[float, ...] = ()
+    rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def price(self, nodes: int, temperature: float) -> float:
         """The price of a node at which trees have so many nodes on average."""
         return float(self.prices(nodes, temperature)[-1])
 
-    def prices(self, most: int, temperature: float) -> Tensor:
+    def prices(self, most: int, temperature: float) -> np.ndarray:
         """[most - 1] the prices at which trees have 2, 3, … nodes on average; log-log interpolation.
 
         Of prices that give equally many the lowest counts.
         """
-        nearest = min(self.sizes, key=lambda t: abs(math.log(float(t) / temperature)))
-        cheapest = {size: price for price, size in sorted(self.sizes[nearest], reverse=True)}
-        size, price = torch.tensor(sorted(cheapest.items()), dtype=torch.float64).log().T.contiguous()
-        wanted = torch.arange(2, most + 1, dtype=torch.float64).log()
+        cheapest = {size: price for price, size in sorted(nearest(self.sizes, temperature), reverse=True)}
+        size, price = np.log(sorted(cheapest.items())).T
+        wanted = np.log(np.arange(2, most + 1))
         if len(size) == 1:
-            return price.expand_as(wanted).exp()
-        right = torch.searchsorted(size, wanted).clamp_(1, len(size) - 1)
-        slope = price.diff() / size.diff().clamp_(min=1e-9)
-        return (price[right - 1] + slope[right - 1] * (wanted - size[right - 1])).exp()
+            return np.exp(price.repeat(len(wanted)))
+        right = np.searchsorted(size, wanted).clip(1, len(size) - 1)
+        slope = np.diff(price) / np.diff(size).clip(1e-9)
+        return np.exp(price[right - 1] + slope[right - 1] * (wanted - size[right - 1]))
 
-    def sure(self, law: Tensor, depth: int) -> Tensor:
+    def sure(self, law: np.ndarray, depth: int) -> np.ndarray:
         """[F, K] Pr(the r-th likeliest token is the target's choice at temperature 0), of nodes at a depth.
 
         law: [F, K] of the likeliest tokens at temperature 1, descending; it is the answer where nothing was fitted.
@@ -62,52 +69,73 @@ class Calibration:
         if not self.greedy:
             return law
         one, odds, rank, deep = self.greedy
-        place = torch.arange(1, law.shape[1] + 1, device=law.device, dtype=law.dtype).log_()
-        chance = torch.sigmoid(law.logit(1e-6) * odds + place.mul_(rank).add_(one + deep * depth))
-        return chance / chance.sum(-1, keepdim=True).clamp_(min=1)
+        place = np.log(np.arange(1, law.shape[1] + 1))
+        chance = expit(log_odds(law, 1e-6) * odds + (place * rank + (one + deep * depth)))
+        return chance / chance.sum(-1, keepdims=True).clip(1)
 
-    def chances(self, q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def chances(self, outlines: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """Of F nodes at a depth: [F, J] Pr(the r-th likeliest is output), [F, J + 1, M] Pr(the i-th draw is accepted).
 
-        q: [F, V] probabilities. The second is for 0 to J tokens taken for sure.
+        outlines: [F, J + 2] of their laws. The second is for 0 to J tokens taken for sure.
         """
-        top, largest_left, square, left = seen(q)
+        top, largest_left, square, left = seen(outlines)
         one, odds, rank, deep = self.tops
-        place = torch.arange(1, TOPS + 1, device=q.device, dtype=q.dtype).log_()
-        tops = torch.sigmoid(top * odds + place.mul_(rank).add_(one + deep * depth))
-        tops = tops / tops.sum(-1, keepdim=True).clamp_(min=1)
+        tops = expit(top * odds + (RANKS * rank + (one + deep * depth)))
+        tops /= tops.sum(-1, keepdims=True).clip(1)
         one, odds, even, room, turn, turn_even, deep = self.draws
-        place = torch.arange(1, DRAWS + 1, device=q.device, dtype=q.dtype).log_()
-        first = (largest_left * odds).add_(square, alpha=even).add_(left, alpha=room).add_(one + deep * depth)
-        score = torch.addcmul(first[..., None], (square * turn_even).add_(turn)[..., None], place)
-        refused = torch.sigmoid(-score).cumprod(-1)  # [F, J + 1, M]
-        untaken = (1 - pad(tops.cumsum(-1), (1, 0))).clamp_(min=0)
-        return tops, untaken[..., None] * -pad(refused, (1, 0), value=1).diff(dim=-1)
+        first = largest_left * odds + square * even + left * room + (one + deep * depth)
+        refused = np.ones((*first.shape, DRAWS + 1))
+        score = first[..., None] + (square * turn_even + turn)[..., None] * TURNS
+        expit(-score).cumprod(-1, out=refused[..., 1:])  # [F, J + 1, M]
+        untaken = np.ones(first.shape)
+        untaken[:, 1:] -= tops.cumsum(-1)
+        return tops, untaken.clip(0)[..., None] * (refused[..., :-1] - refused[..., 1:])
 
 
-def seen(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of F nodes: [F, J] log-odds of the tops, and, [F, J + 1] where 0 to J tops are taken, of what is left of q the
+def nearest(known: Mapping[str, Known], temperature: float) -> Known:
+    """What is known of the temperature nearest to one above 0."""
+    return known[min(known, key=lambda t: abs(math.log(float(t) / temperature)))]
 
-    log-odds of the largest, the log of the sum of squares, and the log of its mass. q: [F, V] probabilities.
+
+def outline(q: Tensor) -> np.ndarray:
+    """[F, J + 2] float64 on the host, all that the models see of the laws q [F, V]: the J + 1 largest probabilities
+
+    of each, and the sum of its squares.
     """
     count = min(TOPS + 1, q.shape[-1])
-    top = pad(largest(q, count)[0], (0, TOPS + 1 - count)).clamp(1e-9, 1 - 1e-6)  # [F, J + 1]
-    taken = pad(top[:, :-1], (1, 0))
-    left = (1 - taken.cumsum(-1)).clamp_(min=1e-6)
-    square = (q.square().sum(-1, keepdim=True) - taken.square().cumsum(-1)) / left.square()
-    return top[:, :-1].logit(), (top / left).logit(1e-6), square.clamp_(1e-6, 1).log_(), left.log()
+    top = pad(largest(q, count)[0], (0, TOPS + 1 - count))
+    return torch.cat([top, torch.linalg.vecdot(q, q)[:, None]], dim=1).double().cpu().numpy()
+
+
+def seen(outlines: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of F nodes: [F, J] log-odds of the tops, and, [F, J + 1] where 0 to J tops are taken, of what is left of q the
+
+    log-odds of the largest, the log of the sum of squares, and the log of its mass.
+    """
+    top = outlines[:, :-1].clip(1e-9, 1 - 1e-6)  # [F, J + 1]
+    taken = np.zeros(top.shape)
+    taken[:, 1:] = top[:, :-1]
+    left = (1 - taken.cumsum(-1)).clip(1e-6)
+    square = (outlines[:, -1:] - (taken * taken).cumsum(-1)) / (left * left)
+    return log_odds(top[:, :-1], 0), log_odds(top / left, 1e-6), np.log(square.clip(1e-6, 1)), np.log(left)
+
+
+def log_odds(chance: np.ndarray, least: float) -> np.ndarray:
+    """Of a chance brought to no less than `least` and no more than one less it."""
+    chance = chance.clip(least, 1 - least)
+    return np.log(chance / (1 - chance))
 
 
 def features(q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """What the models see of F nodes: [F, J, 4] of each top, [F, J + 1, M, 7] of each draw. q: [F, V]."""
-    top, largest_left, square, left = seen(q)
-    rank = torch.arange(1, TOPS + 1, device=q.device, dtype=q.dtype).log().expand(len(q), -1)
-    of_tops = [torch.ones_like(rank), top, rank, torch.full_like(rank, depth)]
-    turn = torch.arange(1, DRAWS + 1, device=q.device, dtype=q.dtype).log().expand(len(q), TOPS + 1, -1)
-    one = torch.ones_like(turn)
-    largest_left, square, left = (x[..., None] * one for x in (largest_left, square, left))
-    of_draws = [one, largest_left, square, left, turn, square * turn, depth * one]
-    return torch.stack(of_tops, dim=-1), torch.stack(of_draws, dim=-1)
+    """What the models see of F nodes: [F, J, 4] of each top, [F, J + 1, M, 7] of each draw, float64 on the host.
+
+    q: [F, V] probabilities.
+    """
+    top, largest_left, square, left = seen(outline(q))
+    of_tops = np.broadcast_arrays(1.0, top, RANKS, depth)
+    largest_left, square, left = (x[..., None] for x in (largest_left, square, left))
+    of_draws = np.broadcast_arrays(1.0, largest_left, square, left, TURNS, square * TURNS, depth)
+    return torch.from_numpy(np.stack(of_tops, -1)), torch.from_numpy(np.stack(of_draws, -1))
 
 
 def save_calibration(calibration: Calibration, folder: str | Path) -> None:
@@ -127,9 +155,14 @@ def load_calibration(folder: str | Path) -> Calibration | None:
         sizes = {t: [(float(a), float(b)) for a, b in pairs] for t, pairs in given["sizes"].items()}
         tops, draws = (tuple(map(float, given[name])) for name in ("tops", "draws"))
         greedy = tuple(map(float, given.get("greedy", ())))
+        rates = {t: tuple(map(float, known)) for t, known in given.get("rates", {}).items()}
         lengths = len(tops), len(draws), len(greedy) or TOP_FEATURES
-        if lengths != (TOP_FEATURES, DRAW_FEATURES, TOP_FEATURES) or not sizes or not all(sizes.values()):
-            raise ValueError("weights or sizes are missing")
-        return Calibration(tops, draws, sizes, greedy)
+        if (
+            lengths != (TOP_FEATURES, DRAW_FEATURES, TOP_FEATURES)
+            or not sizes
+            or not all((*sizes.values(), *rates.values()))
+        ):
+            raise ValueError("weights, sizes or rates are missing")
+        return Calibration(tops, draws, sizes, greedy, rates)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is not understood: make it again with treespec calibrate") from error

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
-from treespec.draft.calibration import Calibration
-from treespec.draft.grow_auto import grow_auto, sampled_by
+from treespec.draft.calibration import Calibration, nearest
+from treespec.draft.grow_auto import grow_auto, shape_for
 from treespec.draft.grow_confident import Confidence, grow_confident
 from treespec.draft.grow_dynamic import grow_dynamic
 from treespec.draft.grow_sampled import Sampled, grow_sampled
@@ -66,17 +66,16 @@ def check_pair(policy: Policy, scheme: Scheme, proposer: Proposer | None = None)
             "what was drawn, which biases sampled draws; take --tree eagle (or another static tree), "
             "or --verifier topk"
         )
-    if isinstance(policy, AutoTree) and scheme.deterministic:
+    if isinstance(policy, AutoTree):
         return
-    if isinstance(policy, SampledTree | AutoTree):
+    if isinstance(policy, SampledTree):
         if not isinstance(scheme, RRSWithoutReplacement | Optimal):
             raise InputError(
-                f"the {'auto' if isinstance(policy, AutoTree) else 'sampled'} tree cannot go with verifier "
-                f"{scheme.name}: it takes tops and draws from the rest of the draft law, which rrs-wo, traversal and "
-                "optimal answer; take one of them, or --tree eagle"
+                f"the sampled tree cannot go with verifier {scheme.name}: it takes tops and draws from the rest of the "
+                "draft law, which rrs-wo, traversal and optimal answer; take one of them, or --tree eagle"
             )
         return
-    widest = policy.topk if isinstance(policy, DynamicTree | AutoTree) else policy.max_draws
+    widest = policy.topk if isinstance(policy, DynamicTree) else policy.max_draws
     if scheme.max_draws and widest > scheme.max_draws:
         raise InputError(
             f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, this tree makes {widest}; "
@@ -119,10 +118,10 @@ class TreeDrafter:
     ) -> None:
         check_pair(policy, scheme, proposer)
         check_depth(policy, proposer.max_depth)
-        sampled = isinstance(policy, SampledTree) or (isinstance(policy, AutoTree) and not scheme.deterministic)
-        if sampled and calibration is None:
+        auto = isinstance(policy, AutoTree) and not scheme.deterministic
+        if (isinstance(policy, SampledTree) and not calibration) or (auto and not (calibration and calibration.rates)):
             remedy = "make it with treespec calibrate, or take" if hasattr(proposer, "head") else "without a head take"
-            name = "auto" if isinstance(policy, AutoTree) else "sampled"
+            name = "auto" if auto else "sampled"
             raise InputError(f"the {name} tree needs a head's calibration.json: {remedy} --tree eagle")
         self.proposer, self.policy, self.scheme, self.calibration = proposer, policy, scheme, calibration
         self.times = times
@@ -186,11 +185,10 @@ class TreeDrafter:
             self.drafted[row] = expected, len(grown.tokens), levels, False
             return grown
         assert self.calibration
-        depth, price = sampled_by(pace, tree, self.calibration, params.temperature)
-        by = Sampled(self.scheme, self.calibration, depth, price)
-        grown = yield from grow_sampled(root, logits, by, params, generator)
-        self.drafted[row] = 0.0, len(grown.tokens), int(grown.depth[-1]), True
-        return grown
+        rates = nearest(self.calibration.rates, params.temperature)[: self.scheme.max_draws]
+        shape, expected = shape_for(pace, tree, rates)
+        self.drafted[row] = expected, shape.size, shape.max_depth, True
+        return (yield from grow_static(root, logits, shape, self.scheme, params, generator))
 
     @property
     def taps(self) -> tuple[int, ...]:

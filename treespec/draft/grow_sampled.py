@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.calibration import Calibration
+from treespec.draft.calibration import Calibration, outline
 from treespec.draft.grow_static import stack
-from treespec.draft.growth import Frontier, Growth
+from treespec.draft.growth import Growth
+from treespec.draft.nodes import Nodes
 from treespec.sampling import SamplingParams, probs
-from treespec.trees.mask import ancestor_mask
 from treespec.trees.sampled import allot
-from treespec.trees.tree import Drafts, TokenTree
+from treespec.trees.tree import Drafts
 from treespec.verify.optimal import Optimal
 from treespec.verify.scheme import Scheme
 
@@ -34,36 +35,32 @@ def grow_sampled(
     generator: torch.Generator,
 ) -> Growth:
     """root: [1] int64. logits: [1, V] draft logits of its children."""
-    device = logits.device
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    tokens, parents, depths = [root], [zero - 1], [zero]
-    laws, draws, inner = [], [], []
-    frontier, reach, count = zero, torch.ones(1, device=device), 1  # node numbers, Pr(reached), nodes so far
+    nodes, laws, draws, inner = Nodes(root), [], [], []
+    frontier, reach = np.zeros(1, dtype=np.int64), np.ones(1)  # node numbers, Pr(reached)
     even = isinstance(by.scheme, Optimal) and not by.scheme.first
     for level in range(1, by.depth + 1):
         q = probs(logits, params)
-        k, child_reach = allot(reach, *by.calibration.chances(q, level - 1), by.price, even)
-        some = k.any(-1).nonzero().squeeze(1)
+        k, child_reach = allot(reach, *by.calibration.chances(outline(q), level - 1), by.price, even)
+        (some,) = np.nonzero(k.any(-1))
         if not len(some):
             break
         if len(some) < len(q):
             q, k, child_reach, frontier = q[some], k[some], child_reach[some], frontier[some]
-        drawn = by.scheme.draw(q, k, generator)
-        slots = drawn.tokens[:, : child_reach.shape[1]]
-        row, column = ((slots >= 0) & (child_reach[:, : slots.shape[1]] > 0)).nonzero(as_tuple=True)
+        drawn = by.scheme.draw(q, torch.from_numpy(k), generator)
+        slots = drawn.tokens[:, : child_reach.shape[1]].cpu().numpy()
+        row, column = np.nonzero((slots >= 0) & (child_reach[:, : slots.shape[1]] > 0))
         laws.append(q)
         draws.append(drawn)
         inner.append(frontier)
-        tokens.append(slots[row, column])
-        parents.append(frontier[row])
-        depths.append(torch.full_like(row, level))
+        first = nodes.count
+        nodes.add(slots[row, column], frontier[row])
         reach = child_reach[row, column]
-        likely = (reach > by.price).nonzero().squeeze(1)
+        (likely,) = np.nonzero(reach > by.price)
         if level == by.depth or not len(likely):
             break
-        frontier, reach = count + likely, reach[likely]
-        count += len(row)
-        logits = yield Frontier(tokens[-1][likely], some[row[likely]])
-    links = torch.cat(parents)
-    drafts = Drafts(torch.cat(inner), torch.cat(laws), stack(draws)) if inner else None
-    return TokenTree(torch.cat(tokens), links, torch.cat(depths), ancestor_mask(links, by.depth), drafts)
+        frontier, reach = first + likely, reach[likely]
+        logits = yield nodes.frontier(likely, some[row[likely]])
+    if not inner:
+        return nodes.tree()
+    numbers = torch.from_numpy(np.concatenate(inner)).to(logits.device)
+    return nodes.tree(drafts=Drafts(numbers, torch.cat(laws), stack(draws)))

@@ -9,7 +9,6 @@ from treespec.draft.times import Times
 
 CYCLES = 6  # that the first guess counts for
 TYPICAL = (2.5, 16, 4)  # the guess: tokens a cycle, nodes, levels
-PERSISTENCE = 0.65  # and the chance that one more level is accepted
 
 
 @final
@@ -22,7 +21,6 @@ class Pace:
         self.forward = times.forward(times.nodes[-1])
         self.tokens, self.seconds = CYCLES * tokens, CYCLES * self.cost(nodes, levels)
         self.expected = self.accepted = CYCLES * (tokens - 1)
-        self.tried, self.right = CYCLES / (1 - PERSISTENCE), CYCLES * PERSISTENCE / (1 - PERSISTENCE)
 
     def cost(self, nodes: int, levels: int, drawn: bool = False) -> float:
         """Seconds of a cycle."""
@@ -38,11 +36,6 @@ class Pace:
         """Accepted nodes for one that was expected."""
         return self.accepted / self.expected
 
-    @property
-    def persistence(self) -> float:
-        """Pr(one more level is accepted)."""
-        return self.right / self.tried
-
     def settle(self, accepted: int, expected: float, nodes: int, levels: int, drawn: bool = False) -> None:
         """A cycle has ended. expected: accepted nodes by the drafter's own chances, 0 if not known."""
         self.tokens += accepted + 1
@@ -50,5 +43,3 @@ class Pace:
         if expected:
             self.accepted += accepted
             self.expected += expected
-        self.right += accepted
-        self.tried += min(accepted + 1, levels)

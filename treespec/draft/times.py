@@ -10,18 +10,19 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.calibration import Calibration
 from treespec.draft.grow_dynamic import grow_dynamic
-from treespec.draft.grow_sampled import Sampled, grow_sampled
+from treespec.draft.grow_static import grow_static
 from treespec.draft.growth import grow_together
 from treespec.draft.proposer import Proposer
 from treespec.sampling import SamplingParams
 from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.mask import ancestor_mask
+from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
 from treespec.verify.rrs_wo import RRSWithoutReplacement
 
@@ -29,15 +30,13 @@ NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and those that a cycle has committed
 DEEP = 5  # levels, at most
 ROUNDS = 7
-# A tree of three nodes a level whatever the laws are: draws are accepted with .62, .29 of the rest, …
-EVEN, PRICE = Calibration((-9, 0, 0, 0), (0.5, 0, 0, 0, -2, 0, 0), {"1": [(0.03, 12)]}), 0.03
 
 
 @dataclass(frozen=True)
 class Times:
     """Seconds. target: of the forward over as many nodes as `nodes` says. begin: of the first level of drafts.
 
-    step: of every further level. drawn: both where the tokens are drawn, as in a sampled tree.
+    step: of every further level. drawn: both where the tokens are drawn.
     """
 
     nodes: tuple[int, ...]
@@ -51,14 +50,12 @@ class Times:
         begin, step = self.drawn if drawn else (self.begin, self.step)
         return begin + step * max(levels - 1, 0)
 
-    def forward(self, most: int) -> Tensor:
+    def forward(self, most: int) -> np.ndarray:
         """[most] seconds of the target's forward over 1, 2, … nodes: no less for more, straight lines between."""
-        known = torch.tensor(self.target, dtype=torch.float64).cummax(0).values
-        at = torch.tensor(self.nodes, dtype=torch.float64)
-        n = torch.arange(1, most + 1, dtype=torch.float64)
-        right = torch.searchsorted(at, n).clamp(1, len(at) - 1)
+        known, at, n = np.maximum.accumulate(self.target), np.array(self.nodes), np.arange(1, most + 1)
+        right = np.searchsorted(at, n).clip(1, len(at) - 1)
         slope = (known[right] - known[right - 1]) / (at[right] - at[right - 1])
-        return (known[right - 1] + slope * (n - at[right - 1])).float()
+        return known[right - 1] + slope * (n - at[right - 1])
 
 
 def times_for(target: Target, proposer: Proposer, folder: Path | None = None) -> Times:
@@ -106,8 +103,8 @@ def measure(target: Target, proposer: Proposer) -> Times:
         (logits,) = proposer.begin(tokens[-1:], cache)
         assert logits is not None
         if drawn:
-            by = Sampled(RRSWithoutReplacement(), EVEN, depth, PRICE)
-            growth = grow_sampled(tokens[-1:], logits, by, SamplingParams(1.0), generator)
+            tree = StaticTree(tuple((0,) * level + (rank,) for level in range(depth) for rank in range(2)))
+            growth = grow_static(tokens[-1:], logits, tree, RRSWithoutReplacement(), SamplingParams(1.0), generator)
         else:
             growth = grow_dynamic(tokens[-1:], logits, DynamicTree(depth))
         grow_together(proposer, [growth])

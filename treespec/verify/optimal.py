@@ -83,11 +83,11 @@ class Optimal:
     def _arranged(self, q: Tensor, k: Tensor, generator: torch.Generator) -> Draws:
         """As a tree asks for them, k: [B, 2]: so many distinct draws are expected, and behind them the tops."""
         number, sure = k.split(1, dim=1)
-        tops = keep_first(likeliest(q, int(sure.max())), sure)
+        tops = keep_first(likeliest(q, int(sure.max())), sure.to(q.device))
         independent_only = Optimal(threshold=1, extra=self.extra)
         drawn = independent_only.draw(without(q, tops), number.squeeze(1), generator)
         assert drawn.scores is not None
-        width = int(number.max())
+        width, number = int(number.max()), number.to(q.device)
         tokens = torch.cat([drawn.tokens[:, :width], tops, drawn.tokens[:, width:]], dim=1)
         own = drawn.scores.new_full((*tops.shape, 2), -1)
         uniform = torch.cat([drawn.scores[:, :width], own, drawn.scores[:, width:]], dim=1)

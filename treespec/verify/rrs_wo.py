@@ -71,7 +71,7 @@ class RRSWithoutReplacement:
         if not tops.any():
             drawn = self.draw(q, number, generator).tokens
             return Draws(drawn, torch.zeros_like(drawn, dtype=q.dtype))
-        sure = keep_first(likeliest(q, int(tops.max())), tops[:, None])
+        sure = keep_first(likeliest(q, int(tops.max())), tops[:, None].to(q.device))
         sure = sure.masked_fill(q.gather(1, sure.clamp(min=0)) == 0, -1)
         drawn = sure[:, :0] if not number.any() else self.draw(without(q, sure), number, generator).tokens
         tokens = torch.cat([drawn, sure], dim=1)

@@ -185,9 +185,10 @@ def test_the_law_told_must_be_the_one_after_top_p(name: str) -> None:
 def test_a_uniform_of_0_draws_no_token_of_no_mass() -> None:
     """A token is drawn where u < the law cumulated up to it; u <= would draw token 0 at u = 0."""
     q, zero = law([[0, 0, 0.5, 0.5]]), torch.zeros(1, 1, dtype=torch.float64)
-    inside = "share[..., None] * inside[..., -1:], right="
-    assert sampling.invert(q, zero).item() == 2
-    assert mutant(sampling, (inside + "True", inside + "False")).invert(q, zero).item() == 0
+    by_blocks = "FEW_CUMULATED = 1 << 16", "FEW_CUMULATED = 0"
+    for place, ways in (("uniform * ends[..., -1:]", []), ("share[..., None] * inside[..., -1:]", [by_blocks])):
+        assert mutant(sampling, *ways).invert(q, zero).item() == 2
+        assert mutant(sampling, *ways, (f"{place}, right=True", f"{place}, right=False")).invert(q, zero).item() == 0
 
 
 PRUNED = law([0.2, 0.3, 0.5]), law([0.5, 0.3, 0.2])

@@ -5,6 +5,7 @@ import torch
 import transformers as hf
 from scipy.stats import chi2
 
+from treespec import sampling
 from treespec.sampling import SamplingParams, greedy_choice, invert, largest, probs, sample
 
 ERROR = 1e-4  # probability that a χ² test of this file fails by chance
@@ -51,9 +52,11 @@ def test_sample_follows_the_law_and_never_draws_mass_0():
     assert float(((drawn[law > 0] - expected) ** 2 / expected).sum()) < chi2.isf(ERROR, 2)
 
 
+@pytest.mark.parametrize("few", [0, sampling.FEW_CUMULATED])
 @pytest.mark.parametrize("v", [5, 128, 300])
-def test_places_of_the_cumulated_law_are_those_of_a_plain_search(v):
+def test_places_of_the_cumulated_law_are_those_of_a_plain_search(v, few, monkeypatch):
     """Over several blocks, tokens of no mass among them, at the ends too; rows of zeros or NaN have no token."""
+    monkeypatch.setattr(sampling, "FEW_CUMULATED", few)
     generator = torch.Generator().manual_seed(0)
     law = torch.rand(20, v, generator=generator, dtype=torch.float64)
     law[:, torch.rand(v, generator=generator) < 0.4] = 0
@@ -69,10 +72,12 @@ def test_places_of_the_cumulated_law_are_those_of_a_plain_search(v):
     assert (invert(torch.full((1, v), torch.nan), uniform[:1]) == v).all()
 
 
+@pytest.mark.parametrize("few", [0, sampling.FEW])
 @pytest.mark.parametrize("v", [5, 64, 300, 4096, 5000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_largest_by_blocks_are_the_largest(v, dtype):
+def test_the_largest_by_blocks_are_the_largest(v, dtype, few, monkeypatch):
     """In bfloat16 with ties, and minus infinity; each place is given once."""
+    monkeypatch.setattr(sampling, "FEW", few)
     scores = torch.randn(2, 20, v, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     scores[0, 0, 3:] = -torch.inf
     for k in (1, 5):
@@ -82,7 +87,9 @@ def test_the_largest_by_blocks_are_the_largest(v, dtype):
         assert (places.sort(-1).values.diff(dim=-1) > 0).all()
 
 
-def test_a_greedy_law_of_logits_that_are_not_numbers_has_no_token():
+@pytest.mark.parametrize("few", [0, sampling.FEW])
+def test_a_greedy_law_of_logits_that_are_not_numbers_has_no_token(few, monkeypatch):
+    monkeypatch.setattr(sampling, "FEW", few)
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
     logits[1, 4321] = torch.nan
     expected = logits.argmax(-1)

@@ -6,6 +6,9 @@ more than R (T(n + 1) - T(n)), and a level while it brings more than R times the
 
     reach of nodes, best first    1  .7  .5  .3  .2  .1
     R T(n), n = 1 .. 6            1  1.1 1.2 1.5 2.0 2.5     E - R T   0  .6  1.0  1.0  .7  .3     three nodes
+
+That is for the likeliest tokens. How many draws a node gets must not depend on what is drawn: for sampled children the
+tree is one of Sequoia's, the one with most tokens a second by the rates of acceptance so far.
 """
 
 from dataclasses import dataclass

@@ -12,6 +12,8 @@ from treespec.errors import InputError
 
 BLOCK = 128  # tokens
 NARROW = 64  # tokens of a block where the largest are sought
+FEW = 1 << 17  # probabilities that are searched in one pass sooner than in blocks, whose many steps cost more
+FEW_CUMULATED = 1 << 16  # and those that are cumulated so
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class TargetLaws:
 
 def greedy_choice(logits: Tensor) -> Tensor:
     """[N] int64 the sure token of each one-hot law at temperature 0; V, which is none, for NaN. logits: [N, V]."""
-    values, indices = largest(logits, 1)
+    values, indices = logits.max(-1, keepdim=True) if logits.numel() <= FEW else largest(logits, 1)
     return indices.masked_fill_(values.isnan(), logits.shape[-1]).squeeze(-1)
 
 
@@ -95,11 +97,11 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row, the largest first, and where they are; NaN counts as largest.
 
     scores: [..., V], k <= V. Returns [..., k], float32 at least, and [..., k] int64.
-    They lie in the k blocks with the largest maxima, which a pass finds faster than `topk` searches the row.
+    They lie in the k blocks with the largest maxima, which a pass finds faster than `topk` searches long rows.
     """
     scores = scores if scores.dtype == torch.float64 else scores.float()
     v = scores.shape[-1]
-    if v < 4 * NARROW * k:
+    if v < 4 * NARROW * k or scores.numel() <= FEW:
         values, indices = scores.topk(k)
         return values, indices
     blocks = (pad(scores, (0, -v % NARROW), value=-math.inf) if v % NARROW else scores).unflatten(-1, (-1, NARROW))
@@ -119,12 +121,15 @@ def sample(law: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def invert(law: Tensor, uniform: Tensor) -> Tensor:
-    """The tokens that stand at places of the cumulated law: first the block, then the token in it, in float64.
+    """The tokens that stand at places of the cumulated law, in float64.
 
     law: [..., V]; uniform: [..., K] float64, shares of a row's mass. Returns [..., K] int64, V as in `sample`.
-    Blocks spare the cumulated row, whose memory costs more than the sums.
+    Of long rows first the block is found, then the token in it: the memory of a cumulated row costs more than its sums.
     """
     v = law.shape[-1]
+    if law.numel() <= FEW_CUMULATED:
+        ends = law.cumsum(-1, dtype=torch.float64)
+        return torch.searchsorted(ends, uniform * ends[..., -1:], right=True)
     blocks = (pad(law, (0, -v % BLOCK)) if v % BLOCK else law).unflatten(-1, (-1, BLOCK))
     ends = blocks.sum(-1).double().cumsum(-1)  # [..., V / BLOCK]
     place = uniform * ends[..., -1:]

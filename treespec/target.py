@@ -12,7 +12,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from treespec.allocator import keep_freed_memory
@@ -23,6 +22,7 @@ from treespec.compiled import Compiled, Room, padded, padded_mask
 from treespec.errors import InputError, first_line
 from treespec.masks import additive_masks
 from treespec.plain import check_against_plain_model
+from treespec.rows import together, unpadded
 from treespec.taps import captured, layers_of, over_layers
 from treespec.tokenizers import load_tokenizer
 from treespec.trees.mask import attention_mask, positions
@@ -216,11 +216,13 @@ class Target:
         nothing, which no other node sees.
         """
         given, depths, seen = zip(*(tree.forwarded() for tree in trees), strict=True)
-        tokens = pad_sequence(list(given), batch_first=True).clamp_min(0)  # [B, N + M]
-        depth = pad_sequence(list(depths), batch_first=True)
-        ancestors = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device).repeat(len(trees), 1, 1)
-        for row, mask in enumerate(seen):
-            ancestors[row, : len(mask), : len(mask)] = mask
+        tokens, depth = together(given).clamp_min(0), together(depths)  # [B, N + M]
+        if len(trees) == 1:
+            ancestors = seen[0][None]
+        else:
+            ancestors = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device).repeat(len(trees), 1, 1)
+            for row, mask in enumerate(seen):
+                ancestors[row, : len(mask), : len(mask)] = mask
         hidden, features = self._hidden(cache, tokens, depth, ancestors, taps)
         nodes = [len(tree.tokens) for tree in trees]
         sizes = [n + (tree.rows.asked if tree.rows else 0) for n, tree in zip(nodes, trees, strict=True)]
@@ -284,10 +286,3 @@ class Target:
         own = places[:, -tokens.shape[1] :].clamp_max(self.context_length - 1)
         masks = additive_masks(self.windows, places, seen, self.dtype, self.device, columns)
         return tokens.to(self.device), own.to(self.device), masks
-
-
-def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """[B, N, ...] -> [sum of sizes, ...]: the first so many of each row, one after another."""
-    if min(sizes) == rows.shape[1]:
-        return rows.flatten(0, 1)
-    return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])

@@ -5,12 +5,11 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from treespec.cache import TreeCache
-from treespec.draft.eagle import rows_of
 from treespec.draft.growth import Frontier
-from treespec.target import Target, unpadded
+from treespec.rows import rows_of, together, unpadded
+from treespec.target import Target
 from treespec.trees.mask import committed
 
 
@@ -39,8 +38,8 @@ class Branch:
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         """Of each text [F, V] logits of the model below its frontier, [0, V] where it has none."""
         nothing = torch.empty(0, dtype=torch.int64, device=self.seen.device)
-        tokens = pad_sequence([f.tokens if f else nothing for f in frontiers], batch_first=True)  # [B, F]
-        above = pad_sequence([f.parent_rows if f else nothing for f in frontiers], batch_first=True)
+        tokens = together([f.tokens if f else nothing for f in frontiers])  # [B, F]
+        above = together([f.parent_rows if f else nothing for f in frontiers])
         b, n = tokens.shape
         own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
         self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)

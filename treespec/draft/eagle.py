@@ -7,7 +7,6 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from treespec.cache import TreeCache
 from treespec.compiled import Compiled, FixedLayer, padded, padded_mask
@@ -15,7 +14,8 @@ from treespec.draft.growth import Frontier
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead, config_for
 from treespec.heads.eagle3 import Eagle3Head
-from treespec.target import Target, unpadded
+from treespec.rows import rows_of, together, unpadded
+from treespec.target import Target
 from treespec.trees.mask import committed
 
 MANY = 32  # pairs: more than a cycle brings
@@ -132,8 +132,8 @@ class EagleProposer:
         while start < max(counts):
             end = start + (self.chunk or self.target.rows_beside(self.cache.end))
             part = [(f[start:end], t[start:end]) for f, t in self.waiting]
-            features = self.head.fuse(pad_sequence([f for f, _ in part], batch_first=True))  # [B, n, H]
-            tokens = pad_sequence([t for _, t in part], batch_first=True)  # [B, n]
+            features = self.head.fuse(together([f for f, _ in part]))  # [B, n, H]
+            tokens = together([t for _, t in part])  # [B, n]
             b, n = tokens.shape
             causal = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril().expand(b, n, n)
             known = committed(self.cache.lengths, tokens.device).expand(b, n, -1)
@@ -158,8 +158,8 @@ class EagleProposer:
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         started = time.perf_counter()
         nothing = torch.empty(0, dtype=torch.int64, device=self.frontier.device)
-        tokens = pad_sequence([f.tokens if f else nothing for f in frontiers], batch_first=True)  # [B, F]
-        above = pad_sequence([f.parent_rows if f else nothing for f in frontiers], batch_first=True)
+        tokens = together([f.tokens if f else nothing for f in frontiers])  # [B, F]
+        above = together([f.parent_rows if f else nothing for f in frontiers])
         b, n = tokens.shape
         own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
         self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
@@ -201,11 +201,3 @@ def over_layer(
     mask: Tensor,
 ) -> Tensor:
     return head.step(tokens, features, positions, mask, layers[0])
-
-
-def rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """[B, N, ...] and [B, F] -> [B, F, ...]: of each text its own rows."""
-    b, n = x.shape[:2]
-    if b > 1:
-        rows = rows + torch.arange(0, b * n, n, device=rows.device)[:, None]
-    return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, (b, -1))

@@ -6,17 +6,16 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from treespec.cache import TreeCache
-from treespec.draft.eagle import rows_of
 from treespec.draft.growth import Frontier
 from treespec.draft.medusa import output_weight
 from treespec.draft.states import LastStates, PrefixStates, stacked
 from treespec.draft.vocabulary import spread
 from treespec.heads.eagle import config_for
 from treespec.heads.hydra import ARCHITECTURES, HydraHead
-from treespec.target import Target, unpadded
+from treespec.rows import rows_of, together, unpadded
+from treespec.target import Target
 
 
 def new_hydra(target: Target, heads: int = 4, kind: str = "hydra") -> HydraHead:
@@ -86,8 +85,8 @@ class HydraProposer:
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         started = time.perf_counter()
         nothing = torch.empty(0, dtype=torch.int64, device=self.inputs.device)
-        tokens = pad_sequence([f.tokens if f else nothing for f in frontiers], batch_first=True)  # [B, F]
-        above = pad_sequence([f.parent_rows if f else nothing for f in frontiers], batch_first=True)
+        tokens = together([f.tokens if f else nothing for f in frontiers])  # [B, F]
+        above = together([f.parent_rows if f else nothing for f in frontiers])
         if self.vocabulary is not None:
             tokens = self.vocabulary[tokens]
         self.inputs = torch.cat([rows_of(self.inputs, above), self._embedded(tokens, self.inputs)], dim=-1)

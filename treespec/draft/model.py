@@ -7,12 +7,12 @@ from typing import final
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from treespec.cache import TreeCache
 from treespec.draft.branch import Branch
 from treespec.draft.growth import Frontier
 from treespec.errors import InputError
+from treespec.rows import together
 from treespec.target import Target
 
 MANY = 32  # tokens: more than a cycle brings
@@ -90,7 +90,7 @@ class ModelProposer:
         """Bring texts into the cache; [B, H] hidden states at the last token of those that were not there whole."""
         waiting = [tokens[done:] for tokens, done in zip(texts, self.cache.lengths, strict=True)]
         counts = [len(tokens) for tokens in waiting]
-        tokens = pad_sequence(waiting, batch_first=True).clamp_max(self.model.vocab_size - 1)
+        tokens = together(waiting).clamp_max(self.model.vocab_size - 1)
         hidden = self.model.prefill(self.cache, tokens, counts=counts)
         return torch.stack([row[count - 1] for row, count in zip(hidden, counts, strict=True)])
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from treespec.attention import NAME, tree_attention
 from treespec.cache import TreeCache
 from treespec.errors import InputError
+from treespec.rows import together
 from treespec.target import Target
 from treespec.trees.mask import committed
 
@@ -43,7 +43,7 @@ def most_seen(target: Target, cache: TreeCache, recent: Sequence[Tensor | None],
     For a moment it holds a layer's attention, [B, heads, W, T] in float32.
     """
     windows = [tokens if tokens is not None else torch.zeros(1, dtype=torch.int64) for tokens in recent]
-    tokens = pad_sequence([window.to(target.output_device) for window in windows], batch_first=True)  # [B, W]
+    tokens = together([window.to(target.output_device) for window in windows])  # [B, W]
     sizes = [len(window) for window in windows]
     before = [max(0, length - size) for length, size in zip(cache.lengths, sizes, strict=True)]
     b, w = tokens.shape

@@ -5,10 +5,10 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from treespec.cache import TreeCache
 from treespec.heads.hydra import HydraHead
+from treespec.rows import together
 from treespec.trees.mask import committed
 
 MANY = 32  # states: more than a cycle brings
@@ -80,7 +80,7 @@ class PrefixStates:
         layer = self.cache.tree_layers[0]
         for start in range(0, max(map(len, self.waiting)), self.chunk):
             part = [states[start : start + self.chunk] for states in self.waiting]
-            features = pad_sequence(part, batch_first=True)  # [B, n, H]
+            features = together(part)  # [B, n, H]
             b, n = features.shape[:2]
             causal = torch.ones(n, n, dtype=torch.bool, device=features.device).tril().expand(b, n, n)
             before = committed(self.cache.lengths, features.device).expand(b, n, -1)

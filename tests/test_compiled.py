@@ -1,8 +1,11 @@
 """Compiled forwards: what they are filled up with is never seen, and they change no token."""
 
+from functools import partial
+
 import pytest
 import torch
 from models import CONFIGS, random_head, random_model, save_model
+from torch import nn
 
 from treespec.cache import TreeLayer
 from treespec.compiled import BUCKETS, Compiled, Room, padded, padded_mask
@@ -76,6 +79,22 @@ def test_a_compiled_forward_is_the_plain_one_at_every_size_and_through_a_growing
     model.compile("eager", buckets)
     for one, other in zip(plain, outputs(), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_forwards_of_one_kind_keep_their_own_weights():
+    """Two modules of a class in one process: generated code holds weights as constants."""
+    cpu, layer, x = torch.device("cpu"), TreeLayer(capacity=8), torch.randn(1, 3, 4)
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    layer.update(x[None], x[None])
+
+    def step(module, layers, x):
+        return module(x)
+
+    with torch.inference_mode():
+        compiled = Compiled(partial(step, one), cpu)
+        beside = compiled.likewise(other, step, cpu)
+        for forward, module in ((compiled, one), (beside, other), (compiled.likewise(other, step, cpu), other)):
+            assert torch.allclose(forward([layer], forward.room(3, [layer]), x), module(x), atol=1e-6)
 
 
 @pytest.mark.slow

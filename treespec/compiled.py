@@ -10,10 +10,11 @@ holds     c c c 0 1 2 . _       the fourth node `.` is nothing: it is written, a
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
@@ -84,6 +85,7 @@ class Compiled:
         self.backend, self.buckets = backend, device.type != "cpu" if buckets is None else buckets
         self.graphs = device.type == "cuda" and backend == "inductor" and self.buckets
         self.freezing = device.type == "cpu" and not self.buckets
+        self.others: dict[nn.Module, Compiled] = {}
         # No module changes any more, so that none is looked at before a call.
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         if self.graphs:
@@ -93,11 +95,14 @@ class Compiled:
             layers = [FixedLayer(k, v, places, columns) for k, v in zip(keys, values, strict=True)]
             return forward(layers, *given)
 
+        over.__code__ = over.__code__.replace()  # graphs belong to a code object, of which all models would share one
         self.run = torch.compile(over, backend=backend, dynamic=not self.buckets, options=options)
 
-    def likewise(self, forward: Callable[..., Any], device: torch.device) -> "Compiled":
-        """Another forward, compiled as this one."""
-        return Compiled(forward, device, self.backend, self.buckets)
+    def likewise(self, module: nn.Module, forward: Callable[..., Any], device: torch.device) -> "Compiled":
+        """`forward(module, …)` of another module, compiled as this one, and once."""
+        if module not in self.others:
+            self.others[module] = Compiled(partial(forward, module), device, self.backend, self.buckets)
+        return self.others[module]
 
     def room(self, nodes: int, layers: Sequence[TreeLayer]) -> Room | None:
         """What so many nodes are filled up to, with room for it in the layers; None where a plain forward has to do.

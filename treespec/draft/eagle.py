@@ -2,14 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from treespec.cache import TreeCache
-from treespec.compiled import Compiled, FixedLayer, padded, padded_mask
+from treespec.compiled import FixedLayer, padded, padded_mask
 from treespec.draft.growth import Frontier
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead, config_for
@@ -57,13 +56,10 @@ class EagleProposer:
         head: EagleHead | Eagle3Head,
         target: Target,
         chunk: int | None = None,
-        compiled: Compiled | None = None,
     ) -> None:
-        """chunk: pairs that go through the head at a time, None as the target takes them. compiled: the head's step."""
+        """chunk: pairs that go through the head at a time, None as the target takes them."""
         self.head, self.target, self.chunk = head, target, chunk
-        if target.compiled and not compiled:
-            compiled = target.compiled.likewise(partial(over_layer, head), target.output_device)
-        self.compiled = compiled
+        self.compiled = target.compiled and target.compiled.likewise(head, over_layer, target.output_device)
         self.forward_seconds = 0.0
         self.cache = TreeCache(layers=1)
         self.waiting = [self._nothing()]  # of each text features [n, F] and tokens [n]
@@ -110,7 +106,7 @@ class EagleProposer:
         self.cache.rewind([min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)])
 
     def new(self) -> "EagleProposer":
-        return EagleProposer(self.head, self.target, self.chunk, self.compiled)
+        return EagleProposer(self.head, self.target, self.chunk)
 
     def join(self, others: Sequence["EagleProposer"]) -> None:
         self.waiting += [pairs for proposer in others for pairs in proposer.waiting]

@@ -22,6 +22,7 @@ from treespec.cache import TreeLayer
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 SHAPES = 256  # graphs of one function at most
+CONTIGUOUS = torch.contiguous_format  # graphs are for strides, too
 
 
 @final
@@ -79,7 +80,7 @@ class Compiled:
         self,
         forward: Callable[..., Any],
         device: torch.device,
-        backend: str = "inductor",
+        backend: str | Callable[..., Any] = "inductor",
         buckets: bool | None = None,
     ) -> None:
         self.backend, self.buckets = backend, device.type != "cpu" if buckets is None else buckets
@@ -107,12 +108,12 @@ class Compiled:
     def room(self, nodes: int, layers: Sequence[TreeLayer]) -> Room | None:
         """What so many nodes are filled up to, with room for it in the layers; None where a plain forward has to do.
 
-        That is in layers that hold nothing yet, and beyond the largest bucket.
+        That is behind layers that hold nothing yet, and beyond the largest bucket.
         """
-        if self.buckets:
-            nodes = next((size for size in BUCKETS if size >= nodes), 0)
-        if not nodes or not layers[0].is_initialized:
+        if nodes > BUCKETS[-1] or not layers[0].length:
             return None
+        if self.buckets:
+            nodes = next(size for size in BUCKETS if size >= nodes)
         for layer in layers:
             layer.reserve(layer.length + nodes)
         return Room(nodes, layers[0].capacity if self.buckets else layers[0].length + nodes)
@@ -125,9 +126,12 @@ class Compiled:
             for states in (*keys, *values):
                 torch._dynamo.mark_static_address(states)
         places = torch.arange(layers[0].length, layers[0].length + room.nodes, device=keys[0].device)
+        given = tuple(x.clone(memory_format=CONTIGUOUS) if isinstance(x, Tensor) else x for x in given)
+        # Frozen are weights, in the order in which a CPU multiplies them. Sizes that are equal once may differ again.
         with (
             torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES),
-            torch._inductor.config.patch(freezing=self.freezing),  # weights as the CPU multiplies them
+            torch._inductor.config.patch(freezing=self.freezing),
+            torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):
             return self.run(keys, values, places, room.columns, *given)
 

@@ -120,6 +120,10 @@ class Spec:
         """One token at a time through the same target and cache: what every speedup is measured against."""
         return Spec(self.target, None, template=self.template)
 
+    def warm_up(self) -> None:
+        """Decode a few tokens, so that what is compiled or measured at first is there."""
+        self.generate([0] * 8, max_new_tokens=8)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Text, messages (by the chat template) or token ids -> token ids. Raises InputError if empty."""
         given: Any = prompt.flatten().tolist() if isinstance(prompt, torch.Tensor) else prompt

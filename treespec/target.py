@@ -5,7 +5,7 @@ mask (a dict of them where layer types alternate), explicit `position_ids`, and 
 cannot hold a tree is refused by name, and the first forward after loading is checked against the plain model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -69,7 +69,7 @@ class Target:
         self.compiled: Compiled | None = None
         self.output_device = check_against_plain_model(self)
 
-    def compile(self, backend: str = "inductor", buckets: bool | None = None) -> None:
+    def compile(self, backend: str | Callable[..., Any] = "inductor", buckets: bool | None = None) -> None:
         """From now on compile the forwards over nodes, once or for each of a few shapes; arguments as of `Compiled`.
 
         Raises InputError for a model that accelerate moves between devices.

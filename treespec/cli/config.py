@@ -1,5 +1,6 @@
 """What every command that decodes needs to know: which target, head, tree and verifier, placed how."""
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class AnswerConfig(ModelConfig):
 def load_spec(config: ModelConfig) -> "Spec":
     from treespec.spec import load
 
-    return load(
+    spec = load(
         config.target,
         config.head,
         config.tree,
@@ -67,3 +68,7 @@ def load_spec(config: ModelConfig) -> "Spec":
         dtype=config.dtype,
         compile=config.compile,
     )
+    if config.compile:
+        print("compiling, which may take a minute …", file=sys.stderr)
+        spec.warm_up()
+    return spec

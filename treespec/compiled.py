@@ -87,6 +87,7 @@ class Compiled:
         self.graphs = device.type == "cuda" and backend == "inductor" and self.buckets
         self.freezing = device.type == "cpu" and not self.buckets
         self.others: dict[nn.Module, Compiled] = {}
+        self.made: set[tuple[Any, ...]] = set()  # what graphs there are for
         # No module changes any more, so that none is looked at before a call.
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         if self.graphs:
@@ -127,13 +128,19 @@ class Compiled:
                 torch._dynamo.mark_static_address(states)
         places = torch.arange(layers[0].length, layers[0].length + room.nodes, device=keys[0].device)
         given = tuple(x.clone(memory_format=CONTIGUOUS) if isinstance(x, Tensor) else x for x in given)
+        call = partial(self.run, keys, values, places, room.columns, *given)
+        constants = [x for x in given if isinstance(x, tuple)]
+        graph = (room if self.buckets else room.nodes > 1, len(given[0]), *constants)
+        if graph in self.made:
+            return call()
         # Frozen are weights, in the order in which a CPU multiplies them. Sizes that are equal once may differ again.
         with (
             torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES),
             torch._inductor.config.patch(freezing=self.freezing),
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):
-            return self.run(keys, values, places, room.columns, *given)
+            self.made.add(graph)
+            return call()
 
 
 def padded(x: Tensor, nodes: int) -> Tensor:

@@ -57,7 +57,8 @@ def shaped(config: TreeConfig, spec: Spec, table: Tensor) -> StaticTree:
     assert spec.proposer
     times = times_for(spec.target, spec.proposer)
     best = best_trees(rates, LARGEST, depth)
-    return best.tree(*best_shape(best, torch.from_numpy(times.forward(LARGEST)), times.begin, times.step))
+    nodes, depth, _ = best_shape(best, torch.from_numpy(times.forward(LARGEST)), times.begin, times.step)
+    return best.tree(nodes, depth)
 
 
 def rows_of(config: TreeConfig, spec: Spec, report: Callable[[Step], None]) -> Iterator[Row]:

@@ -34,7 +34,7 @@ CALIBRATION = Calibration(
 
 def times(node: float = 0.001, step: float = 0.002) -> Times:
     """A forward of 10 ms and what each further node and each level of drafts add, in seconds."""
-    return Times(NODES, tuple(0.01 + node * (n - 1) for n in NODES), step, step, (step, step))
+    return Times(NODES, tuple(0.01 + node * (n - 1) for n in NODES), step, step, (step, step), (step, step))
 
 
 def test_the_drawing():
@@ -60,7 +60,7 @@ def test_the_best_size_at_its_own_rate_maximises_tokens_a_second():
 
 
 def test_forward_times_go_through_the_measured_ones_and_never_fall():
-    measured = Times((1, 4, 8), (0.010, 0.016, 0.012), 0.0, 0.0, (0.0, 0.0))
+    measured = Times((1, 4, 8), (0.010, 0.016, 0.012), 0.0, 0.0, (0.0, 0.0), (0.0, 0.0))
     found = measured.forward(8)
     assert found.tolist() == pytest.approx([0.010, 0.012, 0.014, 0.016, 0.016, 0.016, 0.016, 0.016])
 
@@ -124,7 +124,7 @@ def test_the_shape_for_draws_is_the_fastest_of_sequoias_by_what_was_accepted_so_
     def speed(nodes: int, depth: int, trust: float) -> float:
         tree = sequoia(torch.tensor(rates), nodes, depth)
         expected = expected_length(tree, torch.tensor([rates] * depth)) - 1
-        return (1 + trust * expected) / pace.cost(tree.size, tree.max_depth, drawn=True)
+        return (1 + trust * expected) / pace.cost(tree.size, tree.max_depth, draws=tree.max_draws)
 
     for trust in (1.0, 0.3):
         shape, expected = shape_for(pace, tree, rates)

@@ -58,7 +58,7 @@ def test_greedy_is_the_same_under_every_verifier(llama, verifier):
 def test_greedy_is_the_same_with_a_sampled_tree_and_one_chosen_by_its_cost(llama, verifier, tree):
     rates = {"1": (0.5, 0.2)}
     calibration = Calibration((0.0,) * 4, (0.0,) * 7, {"1": [(0.1, 4.0), (0.01, 30.0)]}, rates=rates)
-    times = Times((1, 4, 16), (1.0, 1.1, 1.4), 0.01, 0.02, (0.01, 0.02))
+    times = Times((1, 4, 16), (1.0, 1.1, 1.4), 0.01, 0.02, (0.01, 0.02), (0.01, 0.02))
     spec = Spec(llama.target, llama.head, tree, verifier, calibration=calibration, times=times)
     out = spec.generate(prompt(), max_new_tokens=24)
     assert out.token_ids == plain_generate(llama.target, prompt(), 24)

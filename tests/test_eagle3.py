@@ -24,7 +24,7 @@ from treespec.target import Target
 
 HALF = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
 CALIBRATION = Calibration((0.2, 0.1, -0.5, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0), (0.01, 30.0)]})
-TIMES = Times((1, 8, 64), (1.0, 1.0, 1.2), 0.01, 0.01, (0.01, 0.01))
+TIMES = Times((1, 8, 64), (1.0, 1.0, 1.2), 0.01, 0.01, (0.01, 0.01), (0.01, 0.01))
 PROMPTS = [[5, 9, 33, 12, 7], [8, 4], [11, 60, 3, 3, 21, 40, 17, 9]]
 PUBLISHED = {
     "architectures": ["LlamaForCausalLM"],

@@ -121,13 +121,13 @@ def test_the_shape_is_the_fastest_of_all_sizes_and_depths(step):
     rates, begin = table_of(4, 1, 4)[0], 0.2
     forward = 1 + 0.03 * torch.arange(20.0) ** 1.3
     best = best_trees(rates, 16, 6)
-    nodes, depth = best_shape(best, forward, begin, step)
+    nodes, depth, fastest = best_shape(best, forward, begin, step)
     speeds = {
         (n, d): float(best.tokens[d, n]) / (float(forward[n - 1]) + begin + step * (d - 1))
         for n in range(2, 17)
         for d in range(1, 7)
     }
-    assert speeds[nodes, depth] == pytest.approx(max(speeds.values()))
+    assert speeds[nodes, depth] == pytest.approx(fastest) == pytest.approx(max(speeds.values()))
 
 
 def test_slower_draft_steps_give_shallower_trees_and_slower_targets_larger_ones():

@@ -110,7 +110,7 @@ class TestSequenceLaw:
     def test_trees_chosen_by_their_cost_give_it_too(self, table, verifier):
         """Times by which sizes and depths change from cycle to cycle."""
         calibration = Calibration((0.0,) * 4, (0.0,) * 7, {"1": [(0.1, 4.0)]}, rates={"1": (0.5, 0.3, 0.1)})
-        times = Times((1, 4, 16), (1.0, 1.5, 4.0), 0.1, 0.25, (0.1, 0.02))
+        times = Times((1, 4, 16), (1.0, 1.5, 4.0), 0.1, 0.25, (0.1, 0.02), (0.1, 0.02))
         spec = Spec(table.target, table.head, "auto:depth=3,topk=3", verifier, calibration=calibration, times=times)
         self.check(spec, SamplingParams(temperature=0.8), texts=2)
 

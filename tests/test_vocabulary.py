@@ -25,7 +25,7 @@ from treespec.verify.verifiers import verifier_by_name
 
 CALIBRATION = Calibration((0.2, 0.1, -0.5, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0), (0.01, 30.0)]})
 SAMPLED = ("traversal", "sampled:price=.02,depth=3")
-TIMES = Times((1, 8, 64), (1.0, 1.0, 1.2), 0.01, 0.01, (0.01, 0.01))
+TIMES = Times((1, 8, 64), (1.0, 1.0, 1.2), 0.01, 0.01, (0.01, 0.01), (0.01, 0.01))
 PROMPT = [5, 9, 33, 12, 7]
 
 

@@ -70,8 +70,8 @@ def sequoia(rates: Tensor, nodes: int, depth: int) -> StaticTree:
     return best.tree(int(best.tokens[depth].isfinite().nonzero().max()), depth)
 
 
-def best_shape(best: Best, forward: Tensor, begin: float, step: float, trust: float = 1.0) -> tuple[int, int]:
-    """The nodes and depth with most tokens a second, G(n, d) / (T(n) + time to draft) (section 3.3).
+def best_shape(best: Best, forward: Tensor, begin: float, step: float, trust: float = 1.0) -> tuple[int, int, float]:
+    """The nodes and depth with most tokens a second, G(n, d) / (T(n) + time to draft) (section 3.3), and how many.
 
     forward: [N] seconds T of the target's forward over 1, 2, … nodes. begin, step: seconds of the first level of
     drafts and of each further one. trust: accepted tokens for one that G expects to be.
@@ -81,4 +81,4 @@ def best_shape(best: Best, forward: Tensor, begin: float, step: float, trust: fl
     tokens = 1 + trust * (best.tokens[1:, 2 : nodes + 1] - 1)
     speed = tokens / (forward[1:nodes].double() + drafting[:, None])
     place = int(speed.argmax())
-    return place % (nodes - 1) + 2, place // (nodes - 1) + 1
+    return place % (nodes - 1) + 2, place // (nodes - 1) + 1, float(speed.max())

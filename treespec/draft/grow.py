@@ -36,7 +36,7 @@ from treespec.verify.rrs import RRS
 from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 
-NOTHING = (0.0, 1, 0, False)  # of auto trees: accepted nodes expected, nodes, levels, whether tokens were drawn
+NOTHING = (0.0, 1, 0, 0)  # of auto trees: accepted nodes expected, nodes, levels, draws at a node
 
 
 def root_only(token: Tensor) -> TokenTree:
@@ -162,7 +162,7 @@ class TreeDrafter:
             pace = self.paces[row]
             assert isinstance(pace, Confidence)
             grown = yield from grow_confident(root, logits, tree.depth, pace.threshold, scheme, params, generator)
-            self.drafted[row] = 0.0, len(grown.tokens), len(grown.tokens) - 1, True
+            self.drafted[row] = 0.0, len(grown.tokens), len(grown.tokens) - 1, 1
             return grown
         return (yield from grow_static(root, logits, tree, scheme, params, generator))
 
@@ -182,12 +182,12 @@ class TreeDrafter:
         assert isinstance(pace, Pace)
         if params.greedy or self.scheme.deterministic:
             grown, expected, levels = yield from grow_auto(root, logits, tree, params, pace, self.calibration)
-            self.drafted[row] = expected, len(grown.tokens), levels, False
+            self.drafted[row] = expected, len(grown.tokens), levels, 0
             return grown
         assert self.calibration
         rates = nearest(self.calibration.rates, params.temperature)[: self.scheme.max_draws]
         shape, expected = shape_for(pace, tree, rates)
-        self.drafted[row] = expected, shape.size, shape.max_depth, True
+        self.drafted[row] = expected, shape.size, shape.max_depth, shape.max_draws
         return (yield from grow_static(root, logits, shape, self.scheme, params, generator))
 
     @property

@@ -75,12 +75,16 @@ def shapes(rates: tuple[float, ...], nodes: int, depth: int) -> Best:
 
 
 def shape_for(pace: Pace, tree: AutoTree, rates: tuple[float, ...]) -> tuple[StaticTree, float]:
-    """For sampled children, settled before anything is drafted: Sequoia's tree with most tokens a second.
+    """For sampled children, settled before anything is drafted: the chain or Sequoia's tree with most tokens a second.
 
     rates: at which the first, second, … child of a node is accepted, and trusted as far as they were right of late.
     Returns the tree and the accepted nodes that it expects.
     """
-    best = shapes(rates, tree.nodes, tree.depth)
-    trust = round(pace.trust * GRAINS) / GRAINS  # few different trees
-    nodes, depth = best_shape(best, torch.from_numpy(pace.forward), *pace.times.drawn, trust)
+    trust, forward = round(pace.trust * GRAINS) / GRAINS, torch.from_numpy(pace.forward)  # few different trees
+    found = []
+    for known, (begin, step) in ((rates, pace.times.drawn), (rates[:1], pace.times.single)):
+        best = shapes(known, tree.nodes, tree.depth)
+        nodes, depth, speed = best_shape(best, forward, begin, step, trust)
+        found.append((speed, nodes, depth, best))
+    _, nodes, depth, best = max(found[-1:] if len(rates) == 1 else found, key=lambda one: one[0])
     return best.tree(nodes, depth), float(best.tokens[depth, nodes]) - 1

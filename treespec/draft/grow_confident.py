@@ -20,7 +20,7 @@ class Confidence:
     def __init__(self, chain: ConfidentChain) -> None:
         self.chain, self.threshold, self.rate = chain, chain.threshold, 0.0
 
-    def settle(self, accepted: int, expected: float, nodes: int, levels: int, drawn: bool) -> None:
+    def settle(self, accepted: int, expected: float, nodes: int, levels: int, draws: int) -> None:
         """A cycle has ended, whose chain had so many levels."""
         if levels:
             self.threshold, self.rate = self.chain.update(self.threshold, self.rate, accepted, levels)

@@ -22,9 +22,9 @@ class Pace:
         self.tokens, self.seconds = CYCLES * tokens, CYCLES * self.cost(nodes, levels)
         self.expected = self.accepted = CYCLES * (tokens - 1)
 
-    def cost(self, nodes: int, levels: int, drawn: bool = False) -> float:
+    def cost(self, nodes: int, levels: int, draws: int = 0) -> float:
         """Seconds of a cycle."""
-        return float(self.forward[min(nodes, len(self.forward)) - 1]) + self.times.drafting(levels, drawn)
+        return float(self.forward[min(nodes, len(self.forward)) - 1]) + self.times.drafting(levels, draws)
 
     @property
     def rate(self) -> float:
@@ -36,10 +36,10 @@ class Pace:
         """Accepted nodes for one that was expected."""
         return self.accepted / self.expected
 
-    def settle(self, accepted: int, expected: float, nodes: int, levels: int, drawn: bool = False) -> None:
+    def settle(self, accepted: int, expected: float, nodes: int, levels: int, draws: int = 0) -> None:
         """A cycle has ended. expected: accepted nodes by the drafter's own chances, 0 if not known."""
         self.tokens += accepted + 1
-        self.seconds += self.cost(nodes, levels, drawn)
+        self.seconds += self.cost(nodes, levels, draws)
         if expected:
             self.accepted += accepted
             self.expected += expected

@@ -36,7 +36,7 @@ ROUNDS = 7
 class Times:
     """Seconds. target: of the forward over as many nodes as `nodes` says. begin: of the first level of drafts.
 
-    step: of every further level. drawn: both where the tokens are drawn.
+    step: of every further level. drawn: both where several tokens a node are drawn. single: both where one is.
     """
 
     nodes: tuple[int, ...]
@@ -44,10 +44,11 @@ class Times:
     begin: float
     step: float
     drawn: tuple[float, float]
+    single: tuple[float, float]
 
-    def drafting(self, levels: int, drawn: bool) -> float:
-        """Seconds of so many levels of drafts."""
-        begin, step = self.drawn if drawn else (self.begin, self.step)
+    def drafting(self, levels: int, draws: int) -> float:
+        """Seconds of so many levels of drafts. draws: at a node at most, 0 where the likeliest tokens are taken."""
+        begin, step = (self.begin, self.step) if not draws else self.single if draws == 1 else self.drawn
         return begin + step * max(levels - 1, 0)
 
     def forward(self, most: int) -> np.ndarray:
@@ -64,8 +65,9 @@ def times_for(target: Target, proposer: Proposer, folder: Path | None = None) ->
     file = folder / f"times-{key(target, proposer)}.json"
     try:
         kept = json.loads(file.read_text())
-        drawn = float(kept["drawn"][0]), float(kept["drawn"][1])
-        return Times(tuple(kept["nodes"]), tuple(kept["target"]), float(kept["begin"]), float(kept["step"]), drawn)
+        drawn, single = ((float(begin), float(step)) for begin, step in (kept["drawn"], kept["single"]))
+        begin, step = float(kept["begin"]), float(kept["step"])
+        return Times(tuple(kept["nodes"]), tuple(kept["target"]), begin, step, drawn, single)
     except (OSError, ValueError, LookupError, TypeError):
         times = measure(target, proposer)
     try:
@@ -97,13 +99,13 @@ def measure(target: Target, proposer: Proposer) -> Times:
     features = target.prefill(cache, tokens[None], proposer.taps)[0]
     proposer.observe([features[:-1]], [tokens])
 
-    def drafts(depth: int, drawn: bool) -> None:
+    def drafts(draws: int, depth: int) -> None:
         proposer.rewind([CONTEXT - 1 - WAITING])
         proposer.observe([features[-1 - WAITING : -1]], [tokens[-1 - WAITING :]])
         (logits,) = proposer.begin(tokens[-1:], cache)
         assert logits is not None
-        if drawn:
-            tree = StaticTree(tuple((0,) * level + (rank,) for level in range(depth) for rank in range(2)))
+        if draws:
+            tree = StaticTree(tuple((0,) * level + (rank,) for level in range(depth) for rank in range(draws)))
             growth = grow_static(tokens[-1:], logits, tree, RRSWithoutReplacement(), SamplingParams(1.0), generator)
         else:
             growth = grow_dynamic(tokens[-1:], logits, DynamicTree(depth))
@@ -112,10 +114,13 @@ def measure(target: Target, proposer: Proposer) -> Times:
     generator = torch.Generator(device=target.output_device).manual_seed(0)
     most = min(DEEP, proposer.max_depth or DEEP)
     forwards = [partial(target.forward_tree, cache, path(n, tokens)) for n in NODES]
-    levels = [partial(drafts, depth, drawn) for drawn in (False, True) for depth in (1, most)]
-    *found, first, deep, first_drawn, deep_drawn = medians([*forwards, *levels], target.output_device)
-    step, step_drawn = (max(b - a, 0) / max(most - 1, 1) for a, b in ((first, deep), (first_drawn, deep_drawn)))
-    return Times(NODES, tuple(found), first, step, (first_drawn, step_drawn))
+    levels = [partial(drafts, draws, depth) for draws in (0, 2, 1) for depth in (1, most)]
+    found = medians([*forwards, *levels], target.output_device)
+    costs = found[len(NODES) :]
+    likely, drawn, single = (
+        (first, max(deep - first, 0) / max(most - 1, 1)) for first, deep in zip(costs[::2], costs[1::2], strict=True)
+    )
+    return Times(NODES, tuple(found[: len(NODES)]), *likely, drawn, single)
 
 
 def path(nodes: int, tokens: Tensor) -> TokenTree:

@@ -93,11 +93,6 @@ class EagleHead(nn.Module):
         """A step of drafting: `forward`."""
         return self(*given)
 
-    @property
-    def stepped(self) -> list[nn.Module]:
-        """What a step goes through."""
-        return [self.fc, self.layers]
-
     def logits(self, hidden: Tensor, target: Any) -> Tensor:
         """[..., H] what a step gave -> [..., N] logits of its draft tokens, by the target's output path."""
         return target.output_logits(hidden, self.output)

@@ -143,11 +143,6 @@ class Eagle3Head(nn.Module):
         embeddings = self._embedded(tokens, features.dtype)
         return self.midlayer(embeddings, features, lambda x: attention(x, angles, mask, cache))
 
-    @property
-    def stepped(self) -> list[nn.Module]:
-        """What a step goes through."""
-        return [self.midlayer]
-
     def logits(self, hidden: Tensor, target: Any = None) -> Tensor:
         """[..., H] what a step gave -> [..., Vd] logits of its draft tokens. The target's output path has no part."""
         return self.lm_head(self.norm(hidden))

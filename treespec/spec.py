@@ -280,8 +280,8 @@ def load_sources(
     if compile:
         model.compile()
     pack(model.model, without=[model.decoder] if compile else [])
-    for head in (module for source in sources.values() for module in modules_of(source)):
-        pack(head, without=getattr(head, "stepped", []) if compile else [])
+    for module in (module for source in sources.values() for module in modules_of(source)):
+        pack(module)
     return model, sources
 
 

@@ -59,7 +59,9 @@ class EagleProposer:
     ) -> None:
         """chunk: pairs that go through the head at a time, None as the target takes them."""
         self.head, self.target, self.chunk = head, target, chunk
-        self.compiled = target.compiled and target.compiled.likewise(head, over_layer, target.output_device)
+        compiled, self.compiled = target.compiled, None
+        if compiled and compiled.buckets:  # on a CPU a layer is no more work than to call its graph
+            self.compiled = compiled.likewise(head, over_layer, target.output_device)
         self.forward_seconds = 0.0
         self.cache = TreeCache(layers=1)
         self.waiting = [self._nothing()]  # of each text features [n, F] and tokens [n]

@@ -33,7 +33,7 @@ class EvalConfig:
         "topk",
     )
     tree: str | None = option(
-        "one or several, by semicolons: eagle, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, confident, or a "
+        "one or several, by semicolons: auto, eagle, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, confident, or a "
         "JSON file of paths; default: each verifier's own",
         None,
     )

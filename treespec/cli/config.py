@@ -16,7 +16,7 @@ class ModelConfig:
     head: str | None = option("draft head: a directory or a hub id; none decodes one token at a time", None)
     drafter: str | None = option(DRAFTER, None)
     tree: str | None = option(
-        "eagle, medusa, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, confident, or a JSON file of paths; "
+        "auto, eagle, medusa, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, confident, or a JSON file of paths; "
         "default: the verifier's own",
         None,
     )

@@ -119,10 +119,10 @@ class TreeDrafter:
         check_pair(policy, scheme, proposer)
         check_depth(policy, proposer.max_depth)
         auto = isinstance(policy, AutoTree) and not scheme.deterministic
-        if (isinstance(policy, SampledTree) and not calibration) or (auto and not (calibration and calibration.rates)):
+        if (auto or isinstance(policy, SampledTree)) and (calibration is None or (auto and not calibration.rates)):
             remedy = "make it with treespec calibrate, or take" if hasattr(proposer, "head") else "without a head take"
-            name = "auto" if auto else "sampled"
-            raise InputError(f"the {name} tree needs a head's calibration.json: {remedy} --tree eagle")
+            what = "the auto tree needs the rates of a head's" if auto else "the sampled tree needs a head's"
+            raise InputError(f"{what} calibration.json: {remedy} --tree eagle")
         self.proposer, self.policy, self.scheme, self.calibration = proposer, policy, scheme, calibration
         self.times = times
         self.paces = [self._pace()]

@@ -45,16 +45,17 @@ def best_trees(rates: Tensor, nodes: int, depth: int) -> Best:
     worth = torch.full((depth + 1, nodes + 1), -torch.inf, dtype=torch.float64)
     worth[:, 1] = 1
     first = torch.zeros(depth + 1, len(rates), nodes, dtype=torch.int64)
+    number = torch.arange(1, nodes)
+    left = number[:, None] - number  # [m, j] of m nodes those that j in this subtree leave for the ones after it
     for d in range(1, depth + 1):
         after = torch.full((nodes,), -torch.inf, dtype=torch.float64)  # C(m, r + 1, d), m < nodes
         after[0] = 0
         for r in range(len(rates) - 1, -1, -1):
-            below, here = worth[d - 1, 1:nodes], torch.zeros_like(after)
+            below = worth[d - 1, 1:nodes]
             own = torch.where(below > 0, rates[r] * below, -torch.inf)
-            for m in range(1, nodes):
-                best = (own[:m] + after[:m].flip(0)).max(0)  # j nodes in this subtree, m - j in those after it
-                here[m], first[d, r, m] = best.values, best.indices + 1
-            after = here
+            best = (own + after[left.clamp(min=0)].masked_fill(left < 0, -torch.inf)).max(1)
+            after = torch.cat([after.new_zeros(1), best.values])
+            first[d, r, 1:] = best.indices + 1
         worth[d, 1:] = 1 + after
     return Best(worth, first)
 

@@ -10,6 +10,7 @@ from treespec.draft.calibration import Calibration
 from treespec.draft.growth import Growing
 from treespec.draft.nodes import Nodes
 from treespec.draft.pace import Pace
+from treespec.draft.times import Times
 from treespec.sampling import SamplingParams, largest, probs
 from treespec.trees.auto import AutoTree, best_size
 from treespec.trees.sequoia import Best, best_shape, best_trees
@@ -69,22 +70,25 @@ def likely(
     return tokens, calibration.sure(chance, depth) if calibration and params.greedy else chance
 
 
-@lru_cache
-def shapes(rates: tuple[float, ...], nodes: int, depth: int) -> Best:
-    return best_trees(torch.tensor(rates), nodes, depth)
-
-
 def shape_for(pace: Pace, tree: AutoTree, rates: tuple[float, ...]) -> tuple[StaticTree, float]:
     """For sampled children, settled before anything is drafted: the chain or Sequoia's tree with most tokens a second.
 
     rates: at which the first, second, … child of a node is accepted, and trusted as far as they were right of late.
     Returns the tree and the accepted nodes that it expects.
     """
-    trust, forward = round(pace.trust * GRAINS) / GRAINS, torch.from_numpy(pace.forward)  # few different trees
-    found = []
-    for known, (begin, step) in ((rates, pace.times.drawn), (rates[:1], pace.times.single)):
-        best = shapes(known, tree.nodes, tree.depth)
-        nodes, depth, speed = best_shape(best, forward, begin, step, trust)
-        found.append((speed, nodes, depth, best))
-    _, nodes, depth, best = max(found[-1:] if len(rates) == 1 else found, key=lambda one: one[0])
+    return _shape(pace.times, round(pace.trust * GRAINS) / GRAINS, tree, rates)
+
+
+@lru_cache(1024)
+def _shape(times: Times, trust: float, tree: AutoTree, rates: tuple[float, ...]) -> tuple[StaticTree, float]:
+    forward, found = torch.from_numpy(times.forward(times.nodes[-1])), []
+    for known, cost in ((rates, times.drawn), (rates[:1], times.single)):
+        best = _best(known, tree.nodes, tree.depth)
+        found.append((best, *best_shape(best, forward, *cost, trust)))
+    best, nodes, depth, _ = max(found[-1:] if len(rates) == 1 else found, key=lambda one: one[-1])
     return best.tree(nodes, depth), float(best.tokens[depth, nodes]) - 1
+
+
+@lru_cache
+def _best(rates: tuple[float, ...], nodes: int, depth: int) -> Best:
+    return best_trees(torch.tensor(rates), nodes, depth)

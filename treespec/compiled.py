@@ -130,7 +130,8 @@ class Compiled:
         given = tuple(x.clone(memory_format=CONTIGUOUS) if isinstance(x, Tensor) else x for x in given)
         call = partial(self.run, keys, values, places, room.columns, *given)
         constants = [x for x in given if isinstance(x, tuple)]
-        graph = (room if self.buckets else room.nodes > 1, len(given[0]), *constants)
+        kind = (room, keys[0].data_ptr()) if self.buckets else room.nodes > 1
+        graph = (kind, len(given[0]), *constants)
         if graph in self.made:
             return call()
         # Frozen are weights, in the order in which a CPU multiplies them. Sizes that are equal once may differ again.

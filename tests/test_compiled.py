@@ -13,6 +13,7 @@ from treespec.draft.times import path
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.packed import PackedLinear
+from treespec.regions import CompiledLayers
 from treespec.spec import Spec, load
 from treespec.target import Target
 
@@ -28,15 +29,18 @@ def test_the_drawing():
     assert padded(torch.tensor([[5, 6, 7]]), 4).tolist() == [[5, 6, 7, 0]]
 
 
-@pytest.mark.parametrize(("buckets", "three"), [(True, Room(4, 8)), (False, Room(3, 6))])
-def test_nodes_have_room_in_the_cache_or_there_is_none(buckets, three):
-    compiled, layer = Compiled(lambda: None, torch.device("cpu"), "eager", buckets), TreeLayer(capacity=4)
-    assert compiled.room(3, [layer]) is None
-    layer.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
-    layer.length = 3
-    assert compiled.room(3, [layer]) == three
-    assert layer.capacity == 8
-    assert compiled.room(BUCKETS[-1] + 1, [layer]) is None
+def test_nodes_have_room_in_the_cache_or_there_is_none():
+    cpu, model = torch.device("cpu"), random_model(CONFIGS["llama"]())
+    by_bucket = Compiled(lambda: None, cpu, "eager")
+    by_layer = CompiledLayers(model.model, model.model.layers, "eager")
+    for compiled, three in ((by_bucket, Room(4, 8)), (by_layer, Room(3, 6))):
+        layer = TreeLayer(capacity=4)
+        assert compiled.room(3, [layer]) is None
+        layer.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
+        layer.length = 3
+        assert compiled.room(3, [layer]) == three
+        assert layer.capacity == 8
+        assert compiled.room(BUCKETS[-1] + 1, [layer]) is None
 
 
 @pytest.mark.parametrize("buckets", [True, False])
@@ -81,8 +85,8 @@ def test_a_compiled_forward_is_the_plain_one_at_every_size_and_through_a_growing
 
 
 def test_forwards_of_one_kind_keep_their_own_weights():
-    """Two modules of a class in one process: generated code holds weights as constants."""
-    cpu, layer, x = torch.device("cpu"), TreeLayer(capacity=8), torch.randn(1, 3, 4)
+    """Two modules of a class in one process."""
+    cpu, layer, x = torch.device("cpu"), TreeLayer(capacity=8), torch.randn(1, 4, 4)
     one, other = nn.Linear(4, 4), nn.Linear(4, 4)
     layer.update(x[None], x[None])
     layer.length = 3
@@ -91,21 +95,22 @@ def test_forwards_of_one_kind_keep_their_own_weights():
         return module(x)
 
     with torch.inference_mode():
-        compiled = Compiled(partial(step, one), cpu)
+        compiled = Compiled(partial(step, one), cpu, "eager")
         beside = compiled.likewise(other, step, cpu)
         for forward, module in ((compiled, one), (beside, other), (compiled.likewise(other, step, cpu), other)):
             assert torch.allclose(forward([layer], forward.room(3, [layer]), x), module(x), atol=1e-6)
 
 
-def test_one_graph_serves_all_sizes_but_a_single_node():
-    """Through prompts and trees of many sizes and a cache that grows."""
+@pytest.mark.parametrize(("name", "forms"), [("llama", 1), ("gpt2", 1), ("gemma3", 2)])
+def test_layers_that_are_alike_share_a_graph_of_all_sizes(name, forms):
+    """Through prompts and trees of many sizes and a cache that grows; gemma3 has sliding layers and full ones."""
     graphs = []
 
     def counting(graph, inputs, **options):
         graphs.append(graph)
         return graph.forward
 
-    model = Target(random_model(CONFIGS["llama"]()))
+    model = Target(random_model(CONFIGS[name]()))
     head = random_head(model)
     model.compile(counting)
     for tree in ("eagle", "chain:1", "2x3", "dynamic:nodes=12,depth=3"):
@@ -113,7 +118,26 @@ def test_one_graph_serves_all_sizes_but_a_single_node():
         for length in (1, 2, 3, 30):
             spec.generate(list(range(3, 3 + length)), max_new_tokens=9)
             spec.baseline().generate(list(range(3, 3 + length)), max_new_tokens=3)
-    assert len(graphs) <= 2
+    assert len(graphs) == forms
+    for texts in (3, 2):  # begun by the single nodes of a baseline
+        spec.baseline().generate([[3, 4, 5]] * texts, max_new_tokens=3)
+        spec.generate([[3, 4, 5]] * texts, max_new_tokens=9)
+    assert len(graphs) == 2 * forms
+
+
+def test_a_graph_that_computes_something_else_is_refused():
+    """A layer whose weights depend on its number in a way that nothing but its number tells."""
+    model = random_model(CONFIGS["llama"]())
+    kind = type(model.model.layers[0])
+    scaled = type(kind.__name__, (kind,), {"forward": lambda self, x, **rest: scale(self, x, kind.forward, rest)})
+    for layer in model.model.layers:
+        layer.__class__ = scaled
+    with pytest.raises(InputError, match=r"--compile is nothing for LlamaForCausalLM, leave it out: .* differ"):
+        Target(model).compile("eager")
+
+
+def scale(layer, x, forward, rest):
+    return forward(layer, x, **rest) * (1 + 10 * layer.self_attn.layer_idx)
 
 
 @pytest.mark.slow
@@ -132,12 +156,20 @@ def test_a_model_that_accelerate_moves_is_not_compiled():
         model.compile()
 
 
-def test_only_what_is_not_compiled_is_packed(tmp_path):
-    """Packed weights have no place in generated code; the output embedding and, on a CPU, the head are beside it."""
+@pytest.mark.slow
+def test_generated_code_takes_packed_weights(tmp_path):
+    """Every linear layer of target and head, and within what bfloat16 rounds to."""
     folder = str(save_model(tmp_path / "model"))
     save_head(random_head(Target.load(folder)), tmp_path / "head")
-    spec = load(folder, str(tmp_path / "head"), dtype="bfloat16", compile=True)
+    spec, plain = (load(folder, str(tmp_path / "head"), dtype="bfloat16", compile=c) for c in (True, False))
     packs = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert isinstance(spec.target.model.get_output_embeddings(), PackedLinear) == packs
-    assert isinstance(spec.head.fc, PackedLinear) == packs
-    assert not any(isinstance(part, PackedLinear) for part in spec.target.decoder.modules())
+    linear = [m for m in (*spec.target.model.modules(), *spec.head.modules()) if hasattr(m, "out_features")]
+    assert all(isinstance(m, PackedLinear) == packs for m in linear)
+    tokens = torch.arange(3, 15)
+    for n in (1, 7):
+        rows = []
+        for one in (spec, plain):
+            cache = one.target.new_cache()
+            one.target.prefill(cache, tokens[None])
+            rows.append(one.target.forward_tree(cache, path(n, tokens)).logits)
+        assert torch.allclose(rows[0], rows[1], atol=0.05 * float(rows[1].std()), rtol=0.05)

@@ -1,7 +1,6 @@
-"""Forwards that torch.compile has made: of any shape on a CPU, of few shapes on a GPU, for CUDA graphs.
+"""Forwards that torch.compile has made for few shapes, as CUDA graphs want them; `regions` is what a CPU runs.
 
-On a CPU one graph serves all sizes. On a GPU nodes come by the bucket, and attention goes over all columns that a
-cache has:
+Nodes come by the bucket, and attention goes over all columns that a cache has:
 
 three nodes in a bucket of four, over a cache of eight columns of which three are committed:
 
@@ -70,22 +69,15 @@ class Room(NamedTuple):
 
 @final
 class Compiled:
-    """A forward over layers of a cache, compiled once, or by the bucket; on a GPU that is replayed as a CUDA graph.
+    """A forward over layers of a cache, compiled by the bucket and on a GPU replayed as a CUDA graph.
 
-    forward: (layers, tensors and constants) -> tensors [B, N, …]. backend: torch.compile's. buckets: None is for all
-    devices but a CPU.
+    forward: (layers, tensors and constants) -> tensors [B, N, …]. backend: torch.compile's.
     """
 
     def __init__(
-        self,
-        forward: Callable[..., Any],
-        device: torch.device,
-        backend: str | Callable[..., Any] = "inductor",
-        buckets: bool | None = None,
+        self, forward: Callable[..., Any], device: torch.device, backend: str | Callable[..., Any] = "inductor"
     ) -> None:
-        self.backend, self.buckets = backend, device.type != "cpu" if buckets is None else buckets
-        self.graphs = device.type == "cuda" and backend == "inductor" and self.buckets
-        self.freezing = device.type == "cpu" and not self.buckets
+        self.backend, self.graphs = backend, device.type == "cuda" and backend == "inductor"
         self.others: dict[nn.Module, Compiled] = {}
         self.made: set[tuple[Any, ...]] = set()  # what graphs there are for
         # No module changes any more, so that none is looked at before a call.
@@ -98,12 +90,12 @@ class Compiled:
             return forward(layers, *given)
 
         over.__code__ = over.__code__.replace()  # graphs belong to a code object, of which all models would share one
-        self.run = torch.compile(over, backend=backend, dynamic=not self.buckets, options=options)
+        self.run = torch.compile(over, backend=backend, dynamic=False, options=options)
 
     def likewise(self, module: nn.Module, forward: Callable[..., Any], device: torch.device) -> "Compiled":
         """`forward(module, …)` of another module, compiled as this one, and once."""
         if module not in self.others:
-            self.others[module] = Compiled(partial(forward, module), device, self.backend, self.buckets)
+            self.others[module] = Compiled(partial(forward, module), device, self.backend)
         return self.others[module]
 
     def room(self, nodes: int, layers: Sequence[TreeLayer]) -> Room | None:
@@ -113,11 +105,10 @@ class Compiled:
         """
         if nodes > BUCKETS[-1] or not layers[0].length:
             return None
-        if self.buckets:
-            nodes = next(size for size in BUCKETS if size >= nodes)
+        nodes = next(size for size in BUCKETS if size >= nodes)
         for layer in layers:
             layer.reserve(layer.length + nodes)
-        return Room(nodes, layers[0].capacity if self.buckets else layers[0].length + nodes)
+        return Room(nodes, layers[0].capacity)
 
     def __call__(self, layers: Sequence[TreeLayer], room: Room, *given: Any) -> Any:
         """So many nodes are written behind the layers' length."""
@@ -129,17 +120,10 @@ class Compiled:
         places = torch.arange(layers[0].length, layers[0].length + room.nodes, device=keys[0].device)
         given = tuple(x.clone(memory_format=CONTIGUOUS) if isinstance(x, Tensor) else x for x in given)
         call = partial(self.run, keys, values, places, room.columns, *given)
-        constants = [x for x in given if isinstance(x, tuple)]
-        kind = (room, keys[0].data_ptr()) if self.buckets else room.nodes > 1
-        graph = (kind, len(given[0]), *constants)
+        graph = (room, keys[0].data_ptr(), len(given[0]), *(x for x in given if isinstance(x, tuple)))
         if graph in self.made:
             return call()
-        # Frozen are weights, in the order in which a CPU multiplies them. Sizes that are equal once may differ again.
-        with (
-            torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES),
-            torch._inductor.config.patch(freezing=self.freezing),
-            torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        ):
+        with torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
             self.made.add(graph)
             return call()
 

@@ -4,7 +4,7 @@ torch brings a bfloat16 weight into oneDNN's blocked order at every call, which 
 multiply. Here that is done once, when a model is loaded to decode.
 """
 
-from collections.abc import Iterable
+from functools import cache
 from typing import final
 
 import torch
@@ -19,28 +19,49 @@ class PackedLinear(nn.Module):
         """rows: of the typical input; the order fits any number."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
+        self.packed = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], no gradient."""
+        if torch.compiler.is_compiling():
+            return torch.ops.treespec.packed_linear(x, self.packed, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def pack(model: nn.Module, without: Iterable[nn.Module] = ()) -> None:
-    """Replace the linear layers of a model that lie on a CPU in bfloat16; all others stay as they are.
+@torch.library.custom_op("treespec::packed_linear", mutates_args=())
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """What `PackedLinear` does, for graphs: those of torch's own know packed weights as constants alone."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
-    without: modules of it that are left alone, with all that is in them.
-    """
+
+@packed_linear.register_fake
+def _(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0])
+
+
+@cache
+def make_packed_compilable() -> None:
+    """From now on generated code calls oneDNN where a graph has a `packed_linear`."""
+    from torch._inductor.lowering import fallback_handler, register_lowering  # takes a second to import
+
+    call = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
+    register_lowering(torch.ops.treespec.packed_linear.default, type_promotion_kind=None)(
+        lambda x, packed, bias: call(x, packed, bias, "none", [], "")
+    )
+
+
+def pack(model: nn.Module) -> None:
+    """Replace the linear layers of a model that lie on a CPU in bfloat16; all others stay as they are."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
-    alone = {part for module in without for part in module.modules()}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and fits(child) and child not in alone:
+            if isinstance(child, nn.Linear) and fits(child):
                 setattr(parent, name, PackedLinear(child))
 
 

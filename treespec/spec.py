@@ -277,9 +277,9 @@ def load_sources(
     """A target, and by its name whatever is to draft for it; options as for `load`."""
     model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
     sources = {name: source_of(name, model) for name in drafters}
+    pack(model.model)
     if compile:
         model.compile()
-    pack(model.model, without=[model.decoder] if compile else [])
     for module in (module for source in sources.values() for module in modules_of(source)):
         pack(module)
     return model, sources

@@ -52,3 +52,26 @@ def captured(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int,
     finally:
         for handle in handles:
             handle.remove()
+
+
+def tapped(
+    decoder: nn.Module,
+    layers: nn.ModuleList,
+    cache: Cache,
+    tokens: Tensor,
+    positions: Tensor,
+    masks: Any,
+    taps: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    """The decoder over [B, N] nodes behind a cache: hidden states after the final norm, and features."""
+    with captured(layers, taps) as inputs:
+        hidden = decoder(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=masks,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+    if not taps:
+        return hidden, hidden
+    return hidden, torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1)

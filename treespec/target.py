@@ -22,8 +22,9 @@ from treespec.compiled import Compiled, Room, padded, padded_mask
 from treespec.errors import InputError, first_line
 from treespec.masks import additive_masks
 from treespec.plain import check_against_plain_model
+from treespec.regions import CompiledLayers
 from treespec.rows import together, unpadded
-from treespec.taps import captured, layers_of, over_layers
+from treespec.taps import captured, layers_of, over_layers, tapped
 from treespec.tokenizers import load_tokenizer
 from treespec.trees.mask import attention_mask, positions
 from treespec.trees.tree import TokenTree
@@ -66,17 +67,26 @@ class Target:
         self.windows = layer_windows(self.config)
         self.stack = layers_of(self.decoder, self.layers)
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries
-        self.compiled: Compiled | None = None
+        self.compiled: Compiled | CompiledLayers | None = None
         self.output_device = check_against_plain_model(self)
 
     def compile(self, backend: str | Callable[..., Any] = "inductor", buckets: bool | None = None) -> None:
-        """From now on compile the forwards over nodes, once or for each of a few shapes; arguments as of `Compiled`.
+        """From now on compile the forwards over nodes: on a CPU by the layer and at once, else by the bucket.
 
-        Raises InputError for a model that accelerate moves between devices.
+        backend: torch.compile's. buckets: None is for all devices but a CPU. Raises InputError for a model that
+        accelerate moves between devices, and for layers that torch.compile makes no graph of, or a wrong one.
         """
         if any(hasattr(module, "_hf_hook") for module in self.model.modules()):
             raise InputError("--compile takes a model that lies on one device: leave it out, or take a larger device")
-        self.compiled = Compiled(partial(over_layers, self.decoder), self.device, backend, buckets)
+        if self.device.type != "cpu" if buckets is None else buckets:
+            self.compiled = Compiled(partial(over_layers, self.decoder), self.device, backend)
+            return
+        self.compiled = CompiledLayers(self.decoder, self.stack, backend)
+        try:
+            check_against_plain_model(self)
+        except (InputError, torch._dynamo.exc.TorchDynamoException) as error:
+            name = type(self.model).__name__
+            raise InputError(f"--compile is nothing for {name}, leave it out: {first_line(error)}") from error
 
     @classmethod
     def load(
@@ -267,20 +277,11 @@ class Target:
     def _forward(
         self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        given, own, masks = self._given(tokens, places, seen)
-        with captured(self.stack, taps) as inputs:
-            hidden = self.decoder(
-                input_ids=given,
-                position_ids=own,
-                attention_mask=masks,
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state
-        if not taps:
-            return hidden, hidden
-        return hidden, torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1)
+        return tapped(self.decoder, self.stack, cache, *self._given(tokens, places, seen), taps)
 
-    def _given(self, tokens: Tensor, places: Tensor, seen: Tensor, columns: int | None = None) -> tuple[Any, ...]:
+    def _given(
+        self, tokens: Tensor, places: Tensor, seen: Tensor, columns: int | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
         """Tokens, positions [B, N] and masks, as the decoder takes them."""
         # Learned positions end at the context length; a node beyond it is never kept.
         own = places[:, -tokens.shape[1] :].clamp_max(self.context_length - 1)

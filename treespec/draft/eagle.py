@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from treespec.cache import TreeCache
-from treespec.compiled import FixedLayer, padded, padded_mask
+from treespec.compiled import Compiled, FixedLayer, padded, padded_mask
 from treespec.draft.growth import Frontier
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead, config_for
@@ -60,7 +60,7 @@ class EagleProposer:
         """chunk: pairs that go through the head at a time, None as the target takes them."""
         self.head, self.target, self.chunk = head, target, chunk
         compiled, self.compiled = target.compiled, None
-        if compiled and compiled.buckets:  # on a CPU a layer is no more work than to call its graph
+        if isinstance(compiled, Compiled):  # on a CPU a layer is no more work than to call its graph
             self.compiled = compiled.likewise(head, over_layer, target.output_device)
         self.forward_seconds = 0.0
         self.cache = TreeCache(layers=1)

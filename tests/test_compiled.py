@@ -64,7 +64,7 @@ def test_compiling_changes_no_token(name, buckets):
 @pytest.mark.parametrize("buckets", [True, False])
 def test_a_compiled_forward_is_the_plain_one_at_every_size_and_through_a_growing_cache(buckets):
     model, text = Target(random_model(CONFIGS["llama"]())), torch.randint(3, 64, (1, 12))
-    trees = [path(n, text[0]) for n in (1, 3, 8, 11)]
+    trees = [path(n, torch.randint(3, 64, (n,))) for n in (1, 3, 8, 11, 100)]
     taps = (0, 2)
 
     def outputs():
@@ -118,11 +118,11 @@ def test_layers_that_are_alike_share_a_graph_of_all_sizes(name, forms):
         for length in (1, 2, 3, 30):
             spec.generate(list(range(3, 3 + length)), max_new_tokens=9)
             spec.baseline().generate(list(range(3, 3 + length)), max_new_tokens=3)
-    assert len(graphs) == forms
+    assert len(graphs) == forms + 1  # the head's
     for texts in (3, 2):  # begun by the single nodes of a baseline
         spec.baseline().generate([[3, 4, 5]] * texts, max_new_tokens=3)
         spec.generate([[3, 4, 5]] * texts, max_new_tokens=9)
-    assert len(graphs) == 2 * forms
+    assert len(graphs) == 2 * (forms + 1)
 
 
 def test_a_graph_that_computes_something_else_is_refused():

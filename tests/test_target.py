@@ -179,5 +179,7 @@ def test_stacked_query_heads_attend_as_repeated_keys_and_values():
     ours, theirs = (
         f(module, query, key, value, mask, scaling=0.3)[0] for f in (tree_attention, sdpa_attention_forward)
     )
+    repeated = tree_attention(module, query, key, value, mask.repeat(1, 1, 3, 1), scaling=0.3)[0]
     assert torch.allclose(ours, theirs, atol=1e-6)
+    assert torch.equal(repeated, ours)
     assert target("llama").config._attn_implementation == NAME

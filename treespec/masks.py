@@ -17,11 +17,12 @@ def additive_masks(
     dtype: torch.dtype,
     device: torch.device,
     columns: int | None = None,
+    repeated: int = 1,
 ) -> Any:
     """Additive [B, 1, N, T] masks by layer type; one tensor where all layers are alike.
 
     windows: by layer type (`layer_windows`). places: [B, T] positions. seen: [B, N, T] bool by the tree and the cache.
-    columns: so many in the place of T, the ones behind unseen.
+    columns: so many in the place of T, the ones behind unseen. repeated: all rows so many times, below one another.
     """
     masks = {}
     for kind, window in windows.items():
@@ -30,5 +31,5 @@ def additive_masks(
         if columns:
             unseen = pad(unseen, (0, columns - unseen.shape[2]), value=True)
         additive = torch.zeros(unseen.shape, dtype=dtype, device=device)
-        masks[kind] = additive.masked_fill_(unseen, torch.finfo(dtype).min)[:, None]
+        masks[kind] = additive.masked_fill_(unseen, torch.finfo(dtype).min)[:, None].repeat(1, 1, repeated, 1)
     return masks if len(masks) > 1 else masks.popitem()[1]

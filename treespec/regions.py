@@ -9,7 +9,7 @@ So what a graph is made for is looked up here: how layers are built, what consta
 there is one text or several.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -23,6 +23,8 @@ from treespec.cache import TreeLayer
 from treespec.compiled import BUCKETS, FixedLayer, Room
 from treespec.packed import make_packed_compilable
 from treespec.taps import tapped
+
+Backend = str | Callable[..., Any]
 
 
 @final
@@ -46,26 +48,23 @@ class CompiledLayers:
     From now on the layers run a graph over a `FixedLayer`, and as before over all other caches.
     """
 
-    def __init__(self, decoder: nn.Module, layers: nn.ModuleList, backend: str | Callable[..., Any]) -> None:
+    def __init__(self, decoder: nn.Module, layers: nn.ModuleList, backend: Backend) -> None:
         make_packed_compilable()
         self.decoder, self.layers, self.backend = decoder, layers, backend
         self.graphs: dict[Any, Callable[..., Any]] = {}
+        self.others: dict[nn.Module, CompiledStep] = {}
         self.several: set[bool] = set()  # texts that graphs are there for
         for number, layer in enumerate(layers):
             layer.forward = partial(self._layer, number, layer, layer.forward, {})
 
-    def room(self, nodes: int, layers: Sequence[TreeLayer]) -> Room | None:
-        """What so many nodes are filled up to, with room for it in the layers; None where a plain forward has to do.
+    def likewise(self, module: nn.Module, forward: Callable[..., Any], device: torch.device) -> "CompiledStep":
+        """`forward(module, …)` of a module with one layer, once."""
+        if module not in self.others:
+            self.others[module] = CompiledStep(module, forward, self.backend)
+        return self.others[module]
 
-        A graph is made from two nodes or more: what is one when it is made, torch takes for one forever.
-        """
-        if nodes > BUCKETS[-1] or not layers[0].length:
-            return None
-        if nodes == 1 and (len(layers[0].storage[0]) > 1) not in self.several:
-            nodes = 2
-        for layer in layers:
-            layer.reserve(layer.length + nodes)
-        return Room(nodes, layers[0].length + nodes)
+    def room(self, nodes: int, layers: Sequence[TreeLayer]) -> Room | None:
+        return room_behind(layers, nodes, self.several)
 
     def __call__(
         self,
@@ -77,8 +76,7 @@ class CompiledLayers:
         taps: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """`tapped` over [B, N] nodes, which are written behind the layers' length."""
-        places = torch.arange(room.columns - room.nodes, room.columns)
-        cache = Cache(layers=[FixedLayer(*layer.storage, places, room.columns) for layer in layers])
+        cache = Cache(layers=[fixed(layer, room) for layer in layers])
         out = tapped(self.decoder, self.layers, cache, tokens, positions, masks, taps)
         self.several.add(len(tokens) > 1)
         return out
@@ -88,7 +86,7 @@ class CompiledLayers:
         number: int,
         layer: nn.Module,
         plain: Callable[..., Any],
-        own: dict[bool, tuple[int | str, Callable[..., Any]]],
+        own: dict[bool, tuple[Any, Callable[..., Any]]],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -100,41 +98,68 @@ class CompiledLayers:
         else:
             named: Iterator[tuple[Any, Any]] = chain(enumerate(args), kwargs.items())
             spot, cache = next(((k, v) for k, v in named if isinstance(v, Cache)), (0, None))
-        if cache is None or not isinstance(fixed := cache.layers[number], FixedLayer):
+        if cache is None or not isinstance(storage := cache.layers[number], FixedLayer):
             return plain(*args, **kwargs)
-        if isinstance(spot, int):
-            args = (*args[:spot], None, *args[spot + 1 :])
-        else:
-            kwargs[spot] = None
-        call = (layer, spot, fixed.keys, fixed.values, fixed.places, fixed.columns, args, kwargs)
+        args = tuple(None if k == spot else dense(v) for k, v in enumerate(args))
+        kwargs = {k: None if k == spot else dense(v) for k, v in kwargs.items()}
         if several in own:
-            return graph(*call)
-        kind = (form(layer), several, spot, *map(constant, args), *((k, constant(v)) for k, v in kwargs.items()))
-        new = kind not in self.graphs
-        if new:
-            self.graphs[kind] = compiled_layer(self.backend)
+            return graph(layer, storage.keys, storage.values, storage.places, storage.columns, args, kwargs)
+        kind = (form(layer), several, spot, *map(constant, args), constant(kwargs))
+        if new := kind not in self.graphs:
+            self.graphs[kind] = graph_of(partial(call_layer, spot), self.backend)
         own[several] = spot, self.graphs[kind]
-        with making(fixed) if new else nullcontext():
-            return self.graphs[kind](*call)
+        with making(storage) if new else nullcontext():
+            return self.graphs[kind](layer, storage.keys, storage.values, storage.places, storage.columns, args, kwargs)
 
 
-def compiled_layer(backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    """(layer, where its cache stands, keys, values, places, columns, arguments, named arguments) -> what it returns."""
+@final
+class CompiledStep:
+    """`forward(module, [layer of a cache], *tensors)` over [B, N] nodes, by a graph."""
 
-    def over(
-        layer: nn.Module,
-        spot: int | str,
-        keys: Tensor,
-        values: Tensor,
-        places: Tensor,
-        columns: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        cache = OneLayer(FixedLayer(keys, values, places, columns))
-        if isinstance(spot, int):
-            return type(layer).forward(layer, *args[:spot], cache, *args[spot + 1 :], **kwargs)
-        return type(layer).forward(layer, *args, **{**kwargs, spot: cache})
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], backend: Backend) -> None:
+        self.module, self.backend = module, backend
+        self.forward = lambda module, storage, *given: forward(module, [storage], *given)
+        self.graphs: dict[bool, Callable[..., Any]] = {}  # by several texts
+
+    def room(self, nodes: int, layers: Sequence[TreeLayer]) -> Room | None:
+        return room_behind(layers, nodes, self.graphs)
+
+    def __call__(self, layers: Sequence[TreeLayer], room: Room, *given: Tensor) -> Any:
+        storage, several = fixed(layers[0], room), len(given[0]) > 1
+        if new := several not in self.graphs:
+            self.graphs[several] = graph_of(self.forward, self.backend)
+        with making(storage) if new else nullcontext():
+            return self.graphs[several](
+                self.module, storage.keys, storage.values, storage.places, storage.columns, *map(dense, given)
+            )
+
+
+def room_behind(layers: Sequence[TreeLayer], nodes: int, made: Container[bool]) -> Room | None:
+    """What so many nodes are filled up to, with room for it in the layers; None where a plain forward has to do.
+
+    made: whether graphs are there for several texts, and for one. A graph is made from two nodes or more: what is one
+    when it is made, torch takes for one forever.
+    """
+    if nodes > BUCKETS[-1] or not layers[0].length:
+        return None
+    if nodes == 1 and (len(layers[0].storage[0]) > 1) not in made:
+        nodes = 2
+    for layer in layers:
+        layer.reserve(layer.length + nodes)
+    return Room(nodes, layers[0].length + nodes)
+
+
+def fixed(layer: TreeLayer, room: Room) -> FixedLayer:
+    """The layer's storage, to write the nodes of a room behind its length."""
+    places = torch.arange(room.columns - room.nodes, room.columns)
+    return FixedLayer(*layer.storage, places, room.columns)
+
+
+def graph_of(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """(module, keys, values, places, columns, *given) -> `forward(module, layer of a cache, *given)`, not made yet."""
+
+    def over(module: nn.Module, keys: Tensor, values: Tensor, places: Tensor, columns: int, *given: Any) -> Any:
+        return forward(module, FixedLayer(keys, values, places, columns), *given)
 
     over.__code__ = over.__code__.replace()  # graphs belong to a code object
     options: dict[str, Any] = {"guard_filter_fn": lambda guards: [False] * len(guards)}
@@ -143,16 +168,33 @@ def compiled_layer(backend: str | Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(over, backend=backend, fullgraph=True, dynamic=True, options=options)
 
 
+def call_layer(
+    spot: int | str, layer: nn.Module, storage: FixedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A layer's own forward, with its cache where it stands among the arguments."""
+    cache = OneLayer(storage)
+    if isinstance(spot, int):
+        return type(layer).forward(layer, *args[:spot], cache, *args[spot + 1 :], **kwargs)
+    return type(layer).forward(layer, *args, **{**kwargs, spot: cache})
+
+
 @contextmanager
-def making(fixed: FixedLayer) -> Iterator[None]:
+def making(storage: FixedLayer) -> Iterator[None]:
     """Inside, a graph is made for heads of the size that they have."""
-    for states in (fixed.keys, fixed.values):
+    for states in (storage.keys, storage.values):
         torch._dynamo.mark_static(states, [2, 3])
     with (
         torch._dynamo.config.patch(specialize_float=True),
         torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
     ):
         yield
+
+
+def dense(value: Any) -> Any:
+    """A graph is for strides, too: tensors come as rows behind one another, those of a tuple as well."""
+    if isinstance(value, Tensor):
+        return value.contiguous()
+    return tuple(map(dense, value)) if type(value) is tuple else value
 
 
 def form(layer: nn.Module) -> tuple[Any, ...]:

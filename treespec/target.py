@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from treespec.allocator import keep_freed_memory
-from treespec.attention import stack_query_heads
+from treespec.attention import repeats, stack_query_heads
 from treespec.branching import decoder_of, end_tokens, layer_windows, refuse_what_cannot_branch
 from treespec.cache import TreeCache
 from treespec.compiled import Compiled, Room, padded, padded_mask
@@ -285,5 +285,6 @@ class Target:
         """Tokens, positions [B, N] and masks, as the decoder takes them."""
         # Learned positions end at the context length; a node beyond it is never kept.
         own = places[:, -tokens.shape[1] :].clamp_max(self.context_length - 1)
-        masks = additive_masks(self.windows, places, seen, self.dtype, self.device, columns)
+        repeated = repeats(self.config, tokens.shape[1])
+        masks = additive_masks(self.windows, places, seen, self.dtype, self.device, columns, repeated)
         return tokens.to(self.device), own.to(self.device), masks

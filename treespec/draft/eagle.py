@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from treespec.cache import TreeCache
-from treespec.compiled import Compiled, FixedLayer, padded, padded_mask
+from treespec.compiled import FixedLayer, padded, padded_mask
 from treespec.draft.growth import Frontier
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead, config_for
@@ -59,9 +59,8 @@ class EagleProposer:
     ) -> None:
         """chunk: pairs that go through the head at a time, None as the target takes them."""
         self.head, self.target, self.chunk = head, target, chunk
-        compiled, self.compiled = target.compiled, None
-        if isinstance(compiled, Compiled):  # on a CPU a layer is no more work than to call its graph
-            self.compiled = compiled.likewise(head, over_layer, target.output_device)
+        compiled = target.compiled
+        self.compiled = compiled.likewise(head, over_layer, target.output_device) if compiled else None
         self.forward_seconds = 0.0
         self.cache = TreeCache(layers=1)
         self.waiting = [self._nothing()]  # of each text features [n, F] and tokens [n]

@@ -52,9 +52,7 @@ class EvalConfig:
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
-    compile: bool = option(
-        "compile the target's forwards, on a GPU the head's too: faster after a minute that it takes", False
-    )
+    compile: bool = option("compile the forwards of target and head: faster after up to a minute that it takes", False)
 
     def __post_init__(self) -> None:
         one_source(self)

@@ -132,7 +132,7 @@ def test_a_graph_that_computes_something_else_is_refused():
     scaled = type(kind.__name__, (kind,), {"forward": lambda self, x, **rest: scale(self, x, kind.forward, rest)})
     for layer in model.model.layers:
         layer.__class__ = scaled
-    with pytest.raises(InputError, match=r"--compile is nothing for LlamaForCausalLM, leave it out: .* differ"):
+    with pytest.raises(InputError, match=r"--compile fails for LlamaForCausalLM, leave it out: .* differ"):
         Target(model).compile("eager")
 
 

@@ -86,7 +86,7 @@ class Target:
             check_against_plain_model(self)
         except (InputError, torch._dynamo.exc.TorchDynamoException) as error:
             name = type(self.model).__name__
-            raise InputError(f"--compile is nothing for {name}, leave it out: {first_line(error)}") from error
+            raise InputError(f"--compile fails for {name}, leave it out: {first_line(error)}") from error
 
     @classmethod
     def load(

@@ -29,9 +29,7 @@ class ModelConfig:
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
-    compile: bool = option(
-        "compile the target's forwards, on a GPU the head's too: faster after a minute that it takes", False
-    )
+    compile: bool = option("compile the forwards of target and head: faster after up to a minute that it takes", False)
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,8 @@ class AnswerConfig(ModelConfig):
 def load_spec(config: ModelConfig) -> "Spec":
     from treespec.spec import load
 
+    if config.compile:
+        print("compiling, which may take a minute …", file=sys.stderr)
     spec = load(
         config.target,
         config.head,
@@ -71,6 +71,5 @@ def load_spec(config: ModelConfig) -> "Spec":
         compile=config.compile,
     )
     if config.compile:
-        print("compiling, which may take a minute …", file=sys.stderr)
         spec.warm_up()
     return spec

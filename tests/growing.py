@@ -42,7 +42,7 @@ def level_logits(proposer, cache, texts=TEXTS):
 def contents(cache):
     """What of a cache may not change while drafts are made."""
     kept = [
-        (layer.length, *(states[row, :n].clone() for states in layer.storage for row, n in enumerate(cache.lengths)))
+        (layer.length, *(states[row, :, :n].clone() for states in layer.storage for row, n in enumerate(cache.lengths)))
         for layer in cache.tree_layers
     ]
     return list(cache.lengths), kept

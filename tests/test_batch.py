@@ -189,7 +189,7 @@ class TestCache:
     def rows(self, cache):
         keys, values = cache.tree_layers[0].storage
         assert torch.equal(keys, -values)
-        return [row[:n, 0, 0].int().tolist() for row, n in zip(keys, cache.lengths, strict=True)]
+        return [row[0, :n, 0].int().tolist() for row, n in zip(keys, cache.lengths, strict=True)]
 
     def test_the_drawn_example(self):
         cache = self.cache([4, 2])

@@ -1,7 +1,7 @@
 """Keys and values of B texts: a forward writes N nodes in every row, of which each text keeps its accepted ones.
 
-A layer's storage is [B, capacity, heads, head_dim], by row and column. A forward writes all rows at the same columns,
-behind the longest text; `commit` moves what a text keeps to its own end, and the rest is forgotten:
+A layer's storage is [B, heads, capacity, head_dim]: what one head attends to lies together. A forward writes all rows
+at the same columns, behind the longest text; `commit` moves what a text keeps to its own end, and forgets the rest:
 
     committed      a forward over 4 nodes       commit([[0, 2], [0, 1, 3]])
     | a b c d      | a b c d 0 1 2 3            | a b c d 0 2
@@ -33,7 +33,7 @@ class TreeLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Room for the rows of [B, heads, N, D]."""
-        self._allocate(len(key_states), key_states.transpose(1, 2), value_states.transpose(1, 2))
+        self._allocate(len(key_states), key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, heads, N, D] behind what there is; returns all, [B, heads, length + N, D]."""
@@ -42,13 +42,13 @@ class TreeLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.storage
-        keys[:, self.length : end] = key_states.transpose(1, 2)
-        values[:, self.length : end] = value_states.transpose(1, 2)
-        return keys[:, :end].transpose(1, 2), values[:, :end].transpose(1, 2)
+        keys[:, :, self.length : end] = key_states
+        values[:, :, self.length : end] = value_states
+        return keys[:, :, :end], values[:, :, :end]
 
     @property
     def storage(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, [B, capacity, heads, D] each."""
+        """Keys and values, [B, heads, capacity, D] each."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
@@ -73,14 +73,13 @@ class TreeLayer(CacheLayerMixin):
         for storage, length, rows in before:
             if storage:
                 for states, old in zip(self.storage, storage, strict=True):
-                    states[first : first + rows, :length] = old[:, :length]
+                    states[first : first + rows, :, :length] = old[:, :, :length]
             first += rows
 
     def _allocate(self, rows: int, keys: Tensor, values: Tensor) -> None:
-        """Zeros for so many rows of the kind of [B, N, heads, D]."""
+        """Zeros for so many rows of the kind of [B, heads, N, D]."""
         self.dtype, self.device = keys.dtype, keys.device
-        self.keys = keys.new_zeros(rows, self.capacity, *keys.shape[2:])
-        self.values = values.new_zeros(rows, self.capacity, *values.shape[2:])
+        self.keys, self.values = (x.new_zeros(rows, x.shape[1], self.capacity, x.shape[3]) for x in (keys, values))
         self.is_initialized = True
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -124,11 +123,12 @@ class TreeCache(Cache):
             for layer in self.tree_layers:
                 if not layer.is_initialized:
                     continue
-                kind = layer.device, layer.capacity
-                if kind not in flat:
-                    flat[kind] = (row * layer.capacity + torch.stack([source, place])).to(layer.device)
                 for states in layer.storage:
-                    columns = states.flatten(0, 1)
+                    kind = device, heads, capacity = states.device, *states.shape[1:3]
+                    if kind not in flat:
+                        head = row * heads + torch.arange(heads)[:, None]  # [heads, moves]
+                        flat[kind] = (head * capacity + torch.stack([source, place])[:, None]).flatten(1).to(device)
+                    columns = states.flatten(0, 2)
                     columns.index_copy_(0, flat[kind][1], columns.index_select(0, flat[kind][0]))
         self.rewind([length + len(kept) for length, kept in zip(self.lengths, nodes, strict=True)])
 

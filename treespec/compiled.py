@@ -46,9 +46,9 @@ class FixedLayer(CacheLayerMixin):
         """Write [B, heads, N, D]; returns all, [B, heads, columns, D]."""
         assert self.keys is not None
         assert self.values is not None
-        self.keys.index_copy_(1, self.places, key_states.transpose(1, 2))
-        self.values.index_copy_(1, self.places, value_states.transpose(1, 2))
-        return self.keys[:, : self.columns].transpose(1, 2), self.values[:, : self.columns].transpose(1, 2)
+        self.keys.index_copy_(2, self.places, key_states)
+        self.values.index_copy_(2, self.places, value_states)
+        return self.keys[:, :, : self.columns], self.values[:, :, : self.columns]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.columns, 0

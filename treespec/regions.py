@@ -182,7 +182,7 @@ def call_layer(
 def making(storage: FixedLayer) -> Iterator[None]:
     """Inside, a graph is made for heads of the size that they have."""
     for states in (storage.keys, storage.values):
-        torch._dynamo.mark_static(states, [2, 3])
+        torch._dynamo.mark_static(states, [1, 3])
     with (
         torch._dynamo.config.patch(specialize_float=True),
         torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]

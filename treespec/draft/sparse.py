@@ -170,15 +170,15 @@ class SparseProposer:
             if not source.is_initialized:
                 continue
             if not layer.is_initialized:
-                layer.lazy_initialization(*(states.transpose(1, 2) for states in source.storage))
+                layer.lazy_initialization(*source.storage)
             text, to, position = moves.to(source.device)
             for states, known in zip(layer.storage, source.storage, strict=True):
-                states[text, to] = known[text, position]
+                states[text, :, to] = known[text, :, position]
                 for one in whole:
                     chosen = self.texts[one].chosen
                     assert chosen is not None
-                    index = chosen[i, :, :, None].to(known.device).expand(-1, -1, known.shape[-1])
-                    states[one, : len(index)] = known[one].gather(0, index)
+                    index = chosen[i].T[..., None].to(known.device).expand(-1, -1, known.shape[-1])
+                    states[one, :, : len(chosen[i])] = known[one].gather(1, index)
         self.held = wanted
         return small
 

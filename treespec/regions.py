@@ -76,7 +76,7 @@ class CompiledLayers:
         taps: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """`tapped` over [B, N] nodes, which are written behind the layers' length."""
-        cache = Cache(layers=[fixed(layer, room) for layer in layers])
+        cache = Cache(layers=list(fixed(layers, room)))
         out = tapped(self.decoder, self.layers, cache, tokens, positions, masks, taps)
         self.several.add(len(tokens) > 1)
         return out
@@ -125,7 +125,7 @@ class CompiledStep:
         return room_behind(layers, nodes, self.graphs)
 
     def __call__(self, layers: Sequence[TreeLayer], room: Room, *given: Tensor) -> Any:
-        storage, several = fixed(layers[0], room), len(given[0]) > 1
+        (storage,), several = fixed(layers, room), len(given[0]) > 1
         if new := several not in self.graphs:
             self.graphs[several] = graph_of(self.forward, self.backend)
         with making(storage) if new else nullcontext():
@@ -149,10 +149,10 @@ def room_behind(layers: Sequence[TreeLayer], nodes: int, made: Container[bool]) 
     return Room(nodes, layers[0].length + nodes)
 
 
-def fixed(layer: TreeLayer, room: Room) -> FixedLayer:
-    """The layer's storage, to write the nodes of a room behind its length."""
+def fixed(layers: Sequence[TreeLayer], room: Room) -> list[FixedLayer]:
+    """The layers' storage, to write the nodes of a room behind their length."""
     places = torch.arange(room.columns - room.nodes, room.columns)
-    return FixedLayer(*layer.storage, places, room.columns)
+    return [FixedLayer(*layer.storage, places, room.columns) for layer in layers]
 
 
 def graph_of(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
@@ -180,11 +180,15 @@ def call_layer(
 
 @contextmanager
 def making(storage: FixedLayer) -> Iterator[None]:
-    """Inside, a graph is made for heads of the size that they have."""
+    """Inside, a graph is made for heads of the size that they have.
+
+    What a processor says of itself is believed: torch would compile six programs to see.
+    """
     for states in (storage.keys, storage.values):
         torch._dynamo.mark_static(states, [1, 3])
     with (
         torch._dynamo.config.patch(specialize_float=True),
+        torch._inductor.config.patch({"cpp.vec_isa_ok": True}),
         torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
     ):
         yield

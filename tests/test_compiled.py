@@ -140,6 +140,21 @@ def scale(layer, x, forward, rest):
     return forward(layer, x, **rest) * (1 + 10 * layer.self_attn.layer_idx)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
+def test_without_a_tree_a_compiled_model_is_what_it_was(name):
+    """Features without a cache, and transformers' own generation over its own cache, after graphs were made."""
+    model = Target(random_model(CONFIGS[name]()))
+    one, two = torch.randint(3, 64, (1, 9)), torch.randint(3, 64, (2, 9))
+
+    def outputs():
+        return model.features(one), model.features(two), model.model.generate(one, max_new_tokens=5, do_sample=False)
+
+    plain = outputs()
+    model.compile("eager")
+    assert all(torch.equal(a, b) for a, b in zip(plain, outputs(), strict=True))
+
+
 @pytest.mark.slow
 def test_generated_code_changes_no_token():
     model = Target(random_model(CONFIGS["llama"]()))

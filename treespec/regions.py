@@ -94,7 +94,7 @@ class CompiledLayers:
         several = len(args[0] if args else kwargs["hidden_states"]) > 1
         if several in own:
             spot, graph = own[several]
-            cache = args[spot] if isinstance(spot, int) else kwargs[spot]
+            cache = args[spot] if isinstance(spot, int) else kwargs.get(spot)
         else:
             named: Iterator[tuple[Any, Any]] = chain(enumerate(args), kwargs.items())
             spot, cache = next(((k, v) for k, v in named if isinstance(v, Cache)), (0, None))

@@ -1,0 +1,42 @@
+"""Checksums inside the files that they protect, so that a file and its checksum are never of two ages.
+
+A JSON object carries its checksum as one more field, a safetensors file as metadata of its header. A file without one
+was written by another project, or by a treespec that wrote none: it is read as it is.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FIELD = "checksum"
+
+
+def of_fields(fields: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON object without its checksum, whatever the order of its fields."""
+    content = {name: value for name, value in fields.items() if name != FIELD}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def of_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes, and of the header's other metadata."""
+    found = hashlib.sha256(of_fields(metadata).encode())
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        found.update(value.flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def sealed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The same fields, the checksum last."""
+    content = {name: value for name, value in fields.items() if name != FIELD}
+    return {**content, FIELD: of_fields(content)}
+
+
+def intact(fields: Mapping[str, Any]) -> bool:
+    """Whether a JSON object is what was written; True where it carries no checksum."""
+    return fields.get(FIELD, of_fields(fields)) == of_fields(fields)

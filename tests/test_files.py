@@ -1,0 +1,103 @@
+"""Files that survive: whole or not at all, checked when read, owned by one process."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+import torch
+
+from treespec.errors import InputError
+from treespec.files import (
+    locked,
+    new_folder,
+    read_json,
+    read_tensors,
+    remove_leftovers,
+    write_json,
+    write_tensors,
+    writing,
+)
+
+REMEDY = "make it again"
+
+
+@pytest.mark.parametrize("name", ["file.json", "file.safetensors"])
+def test_no_flipped_bit_changes_what_is_read_unseen(tmp_path, name):
+    path = tmp_path / name
+    if path.suffix == ".json":
+        write_json(path, {"rate": 0.1, "names": ["é", "b"], "none": None})
+        before = read_json(path, REMEDY)
+    else:
+        write_tensors(path, {"a": torch.arange(5.0), "b": torch.ones(2, 3).bfloat16()}, {"step": "3"})
+        before = read_tensors(path, REMEDY)
+    whole, told = path.read_bytes(), []
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        try:
+            after = read_json(path, REMEDY) if path.suffix == ".json" else read_tensors(path, REMEDY)
+        except InputError as error:
+            told.append(str(error))
+            continue
+        if path.suffix == ".json":  # the checksum's own name, or white space: what it protects is right
+            assert {key: after.get(key) for key in before} == before
+        else:
+            assert all(torch.equal(after[0][key], before[0][key]) for key in before[0])
+            assert after[1]["step"] == "3"
+    assert len(told) > len(whole) // 2
+    assert all(str(path) in line and REMEDY in line for line in told)
+
+
+def test_a_file_of_another_project_is_read_without_a_checksum(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"a": 1}))
+    assert read_json(tmp_path / "config.json", REMEDY) == {"a": 1}
+
+
+def test_a_block_that_fails_leaves_the_old_file_alone(tmp_path):
+    write_json(tmp_path / "a.json", {"a": 1})
+    with suppress(RuntimeError), writing(tmp_path / "a.json") as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert read_json(tmp_path / "a.json", REMEDY) == {"a": 1}
+    with suppress(RuntimeError), new_folder(tmp_path / "folder") as unfinished:
+        (unfinished / "x").write_text("half")
+        raise RuntimeError
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_what_cannot_be_written_is_an_input_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write"):
+        write_json(tmp_path / "file" / "a.json", {})
+    with pytest.raises(InputError, match="cannot write"), new_folder(tmp_path / "file" / "folder"):
+        pass
+    with pytest.raises(InputError, match="cannot write"), locked(tmp_path / "file"):
+        pass
+
+
+def test_a_second_process_is_told_which_one_writes(tmp_path):
+    second = (
+        "import sys\nfrom treespec.files import locked\nfrom treespec.errors import InputError\n"
+        "try:\n    with locked(sys.argv[1]): print('held')\nexcept InputError as error: print(error)"
+    )
+
+    def other() -> str:
+        command = [sys.executable, "-c", second, str(tmp_path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with locked(tmp_path):
+        assert f"process {os.getpid()}" in other()
+    assert "held" in other()
+
+
+def test_temporaries_of_processes_that_ended_are_removed(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    dead = ended.stdout.strip()
+    (tmp_path / f".a.json.{dead}.tmp").write_text("half")
+    (tmp_path / f".store.{dead}.tmp").mkdir()
+    (tmp_path / f".store.{dead}.tmp" / "x").write_text("half")
+    (tmp_path / f".b.json.{os.getppid()}.tmp").write_text("being written")
+    remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == [f".b.json.{os.getppid()}.tmp"]

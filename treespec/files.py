@@ -1,0 +1,173 @@
+"""Files that survive a kill: written whole or not at all, checked when they are read, owned by one process at a time.
+
+A file is first written under a temporary name beside its own, `.NAME.PID.tmp`, and then renamed. A process that is
+killed in between leaves that temporary; `remove_leftovers` takes it away at the next start.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from treespec.errors import InputError
+from treespec.heads import checksum
+
+TEMPORARY = re.compile(r"\.(.+)\.(\d+)\.tmp")
+LOCK = ".lock"
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[Path]:
+    """Yields the temporary file to write; it takes its place when the block ends, and is removed if the block fails.
+
+    Raises InputError where the file cannot be written: a full disk, a missing permission, a parent that is a file.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        with suppress(OSError):  # its parent is no directory: nothing was written
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: str | Path) -> Iterator[Path]:
+    """Yields a temporary folder to fill; it becomes `path` when the block ends. Raises InputError as `writing` does."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        os.rename(temporary, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Replace a file by UTF-8 text, as `writing` does."""
+    with writing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, fields: Mapping[str, Any]) -> None:
+    """Replace a file by a JSON object with its checksum, as `writing` does."""
+    write_text(path, json.dumps(checksum.sealed(fields), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str | Path, remedy: str) -> dict[str, Any]:
+    """The fields of a JSON object without its checksum.
+
+    remedy: what to do about a damaged file, such as "delete it to measure again". Raises InputError for a file that
+    cannot be read, is no JSON object, or is not what was written.
+    """
+    path = Path(path)
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is damaged, it is not JSON: {remedy}") from error
+    if not isinstance(fields, dict):
+        raise InputError(f"{path} is damaged, it holds no fields: {remedy}")
+    if not checksum.intact(fields):
+        raise InputError(f"{path} is damaged, its checksum does not match: {remedy}")
+    fields.pop(checksum.FIELD, None)
+    return fields
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Replace a safetensors file, its checksum in the header, as `writing` does."""
+    values = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    about = dict(metadata or {})
+    about[checksum.FIELD] = checksum.of_tensors(values, about)
+    with writing(path) as temporary:
+        save_file(values, temporary, metadata=about)
+
+
+def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors, metadata) of a safetensors file, on the CPU. Raises InputError as `read_json` does."""
+    path = Path(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+            about = dict(file.metadata() or {})
+    except FileNotFoundError as error:
+        raise InputError(f"cannot read {path}: there is no such file") from error
+    except Exception as error:  # safetensors raises what its header's bytes lead to
+        raise InputError(f"{path} is damaged: {remedy}") from error
+    expected = about.pop(checksum.FIELD, None)
+    if expected is not None and expected != checksum.of_tensors(tensors, about):
+        raise InputError(f"{path} is damaged, its checksum does not match: {remedy}")
+    return tensors, about
+
+
+@contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Inside the block this process alone writes into the folder, which is made if it is missing.
+
+    The lock is the operating system's: it ends with the process, however that ends. Raises InputError with the number
+    of the process that holds it. Temporaries of killed processes are removed once the lock is held.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise InputError(f"cannot write into {folder}: {error.strerror or error}") from error
+    with file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            pass  # no such locks on this system
+        except OSError as error:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise InputError(f"{folder} is being written by {holder}: wait for it, or take another folder") from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()}")
+        file.flush()
+        remove_leftovers(folder)
+        yield
+
+
+def remove_leftovers(folder: str | Path) -> None:
+    """Remove the temporaries in a folder whose processes no longer run."""
+    for path in Path(folder).iterdir():
+        match = TEMPORARY.fullmatch(path.name)
+        if not match or runs(int(match[2])):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def runs(process: int) -> bool:
+    """Whether a process of that number is running, other than this one."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,8 +1,7 @@
 """The public API: `load` a target and a head, `generate` and `stream`."""
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, cast, final, overload
 
@@ -11,55 +10,25 @@ import torch
 from treespec import templates
 from treespec.decode import Decoder, Piece, Text
 from treespec.default_tree import default_tree
-from treespec.draft.calibration import Calibration, load_calibration
+from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Drafter
 from treespec.draft.given import GivenDrafter, check_given
 from treespec.draft.grow import TreeDrafter, check_pair
 from treespec.draft.kinds import KINDS
 from treespec.draft.proposer import Proposer
-from treespec.draft.sources import modules_of, source_of
 from treespec.draft.times import Times, times_for
 from treespec.ending import Ending
 from treespec.errors import InputError
-from treespec.heads.checkpoint import head_folder
-from treespec.packed import pack
+from treespec.loading import calibration_of, load_sources
+from treespec.prompts import Prompt, Prompts, encode
 from treespec.sampling import SamplingParams
 from treespec.stats import Stats
+from treespec.stream import Output, Stream, output_of
 from treespec.target import Target
 from treespec.trees.auto import AutoTree
 from treespec.trees.policy import Policy, policy
 from treespec.verify.verifiers import verifier_by_name
 from treespec.verify.walk import Verifier
-
-Prompt = str | Sequence[int] | Sequence[dict[str, str]] | torch.Tensor
-Prompts = list[str] | list[list[int]] | list[list[dict[str, str]]] | list[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Output:
-    """text: without special tokens and stop strings. token_ids: the new ones, the end-of-sequence included."""
-
-    text: str
-    token_ids: list[int]
-    stats: Stats
-
-
-@final
-class Stream:
-    """Iterate over the pieces of an answer; `output` is what there is so far."""
-
-    def __init__(self, pieces: Iterator[Piece], stats: Stats) -> None:
-        self._pieces, self._stats = pieces, stats
-        self._seen: list[Piece] = []
-
-    def __iter__(self) -> Iterator[Piece]:
-        for piece in self._pieces:
-            self._seen.append(piece)
-            yield piece
-
-    @property
-    def output(self) -> Output:
-        return output_of(self._seen, self._stats)
 
 
 @final
@@ -125,21 +94,8 @@ class Spec:
         self.generate([0] * 8, max_new_tokens=8)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Text, messages (by the chat template) or token ids -> token ids. Raises InputError if empty."""
-        given: Any = prompt.flatten().tolist() if isinstance(prompt, torch.Tensor) else prompt
-        if self.target.tokenizer is None and not all(isinstance(token, int) for token in given):
-            raise InputError("the target has no tokenizer: give token ids")
-        if isinstance(given, str):
-            ids = self.target.tokenizer.encode(given) if given else []
-        elif given and isinstance(given[0], dict):
-            ids = templates.encode(self.target.tokenizer, given, self.template)
-        else:
-            ids = [int(token) for token in given]
-        if not ids:
-            raise InputError("the prompt is empty: give text, messages or token ids")
-        if bad := [token for token in ids if not 0 <= token < self.target.vocab_size]:
-            raise InputError(f"token id {bad[0]} is outside the vocabulary of {self.target.vocab_size}")
-        return ids
+        """The token ids of a prompt, by `treespec.prompts.encode`. Raises InputError."""
+        return encode(self.target, prompt, self.template)
 
     def request(
         self,
@@ -227,11 +183,6 @@ class Spec:
         return [output_of(pieces[text], text.stats) for text in texts]
 
 
-def output_of(pieces: Sequence[Piece], stats: Stats) -> Output:
-    """What the pieces amount to."""
-    return Output("".join(piece.text for piece in pieces), [t for piece in pieces for t in piece.token_ids], stats)
-
-
 def load(
     target: str,
     head: str | None = None,
@@ -263,28 +214,3 @@ def load(
     )
     source = sources[named] if named else None
     return Spec(model, source, tree, verifier, template, allow_lossy, calibration_of(source, named))
-
-
-def load_sources(
-    target: str,
-    drafters: Sequence[str],
-    *,
-    device_map: Any = "auto",
-    dtype: str | torch.dtype = "auto",
-    max_memory: dict | None = None,
-    compile: bool = False,
-) -> tuple[Target, dict[str, Any]]:
-    """A target, and by its name whatever is to draft for it; options as for `load`."""
-    model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
-    sources = {name: source_of(name, model) for name in drafters}
-    pack(model.model)
-    if compile:
-        model.compile()
-    for module in (module for source in sources.values() for module in modules_of(source)):
-        pack(module)
-    return model, sources
-
-
-def calibration_of(source: Any, named: str | None) -> Calibration | None:
-    """What lies beside a trained head."""
-    return load_calibration(head_folder(named.partition(":")[2])) if named and hasattr(source, "kind") else None

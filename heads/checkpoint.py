@@ -17,6 +17,7 @@ from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.hydra import HydraHead
 from treespec.heads.medusa import MedusaHead
+from treespec.heads.places import mistyped
 from treespec.heads.tensors import HeadError, read_tensors
 
 HEADS: dict[str, Any] = {"eagle": EagleHead, "eagle3": Eagle3Head, "medusa": MedusaHead, "hydra": HydraHead}
@@ -81,10 +82,13 @@ def save_head(head: Any, path: str | Path) -> None:
 
 def head_folder(path: str | Path) -> Path:
     """The directory itself, or a local copy of the hub repository. Raises HeadError where there is neither."""
-    if Path(path).is_dir():
-        return Path(path)
-    if Path(path).exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") != 1:
-        raise HeadError(f"no head directory at {path}")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if problem := mistyped(path, "head directory"):
+        raise HeadError(problem)
+    if str(path).count("/") != 1:
+        raise HeadError(f"no head directory at {path}, and hub ids are of the form OWNER/NAME")
     try:
         return Path(snapshot_download(str(path)))
     except Exception as error:  # hub errors are many; each says in its first line what is wrong

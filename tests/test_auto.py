@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -15,8 +15,9 @@ from treespec.draft.eagle import EagleProposer
 from treespec.draft.grow import check_pair
 from treespec.draft.grow_auto import shape_for
 from treespec.draft.pace import Pace
-from treespec.draft.times import NODES, Times, key, times_for
+from treespec.draft.times import NODES, Times, kept_times, key, times_for
 from treespec.errors import InputError
+from treespec.files import write_json
 from treespec.spec import Spec
 from treespec.target import Target
 from treespec.trees.auto import AutoTree, best_size
@@ -73,11 +74,21 @@ def test_times_are_measured_once_and_kept_in_a_file(tmp_path):
     assert key(model, head) in file.name
     assert first.nodes == NODES
     assert min(*first.target, first.begin, first.drawn[0]) > 0
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"begin": 12.5}))
+    write_json(file, asdict(first) | {"begin": 12.5})
     assert times_for(model, head, tmp_path / "new").begin == 12.5
     file.write_text("{")
     assert times_for(model, head, tmp_path / "new").begin < 12.5
     assert json.loads(file.read_text())["begin"] < 12.5
+
+
+@pytest.mark.parametrize(
+    "damage", [{"target": [0.1]}, {"begin": float("nan")}, {"drawn": [0.1]}, {"single": None}, {"nodes": [1]}]
+)
+def test_kept_times_that_cannot_be_right_are_not_used(tmp_path, damage):
+    write_json(tmp_path / "times.json", asdict(times()))
+    assert kept_times(tmp_path / "times.json") == times()
+    write_json(tmp_path / "times.json", asdict(times()) | damage)
+    assert kept_times(tmp_path / "times.json") is None
 
 
 def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path):

@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,6 +21,8 @@ from treespec.draft.grow_dynamic import grow_dynamic
 from treespec.draft.grow_static import grow_static
 from treespec.draft.growth import grow_together
 from treespec.draft.proposer import Proposer
+from treespec.errors import InputError
+from treespec.files import read_json, write_json
 from treespec.sampling import SamplingParams
 from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
@@ -63,21 +68,38 @@ def times_for(target: Target, proposer: Proposer, folder: Path | None = None) ->
     """Kept times, or new ones (a few seconds). folder: None is treespec's in the user's cache."""
     folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
     file = folder / f"times-{key(target, proposer)}.json"
-    try:
-        kept = json.loads(file.read_text())
-        drawn, single = ((float(begin), float(step)) for begin, step in (kept["drawn"], kept["single"]))
-        begin, step = float(kept["begin"]), float(kept["step"])
-        return Times(tuple(kept["nodes"]), tuple(kept["target"]), begin, step, drawn, single)
-    except (OSError, ValueError, LookupError, TypeError):
-        times = measure(target, proposer)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}-{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(times)))
-        os.replace(temporary, file)
-    except OSError:
-        pass  # a cache that cannot be written is measured again
+    if (kept := kept_times(file)) is not None:
+        return kept
+    times = measure(target, proposer)
+    with suppress(InputError):  # a cache that cannot be written is measured again
+        write_json(file, asdict(times))
     return times
+
+
+def kept_times(file: Path) -> Times | None:
+    """What an earlier run measured; None for a file that is missing, damaged or not understood."""
+    try:
+        fields = read_json(file, "it is measured again")
+        if fields["nodes"] != list(NODES):
+            return None  # of an older version
+        return Times(
+            nodes=NODES,
+            target=seconds(fields["target"], len(NODES)),
+            begin=seconds([fields["begin"]], 1)[0],
+            step=seconds([fields["step"]], 1)[0],
+            drawn=cast(tuple[float, float], seconds(fields["drawn"], 2)),
+            single=cast(tuple[float, float], seconds(fields["single"], 2)),
+        )
+    except (InputError, LookupError, TypeError, ValueError):
+        return None
+
+
+def seconds(values: Sequence[float], count: int) -> tuple[float, ...]:
+    """`count` finite times that are not negative. Raises ValueError for anything else."""
+    found = tuple(map(float, values))
+    if len(found) != count or not all(0 <= value < math.inf for value in found):
+        raise ValueError("no such times")
+    return found
 
 
 def key(target: Target, proposer: Proposer) -> str:

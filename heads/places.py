@@ -1,0 +1,46 @@
+"""Is a name a directory, a mistyped one or a hub id? Answered from the disk alone, so a typing error is told at once."""
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+
+def mistyped(name: str | Path, what: str = "directory") -> str | None:
+    """Why a name that is no directory cannot be one, with the nearest name; None where it may be a hub id.
+
+    what: the directory is to be, such as "head directory". A name is meant as a path if it looks like one, or if a directory beside it has a similar name.
+    """
+    path, text = Path(name).expanduser(), str(name)
+    if path.is_file():
+        return f"{name} is a file, not a {what}"
+    similar = nearest(path)
+    looks = text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1 or not text
+    if not looks and (similar is None or cached(text)):
+        return None
+    return f"no {what} at {name}" + (f"; did you mean {similar}?" if similar else "")
+
+
+def nearest(path: Path) -> Path | None:
+    """The path with its first component that is not there replaced by the most similar directory beside it."""
+    there = Path(path.anchor)
+    for number, part in enumerate(path.parts):
+        if (there / part).is_dir():
+            there /= part
+            continue
+        try:
+            beside = [entry.name for entry in there.iterdir() if entry.is_dir()]
+        except OSError:
+            return None
+        if not (similar := get_close_matches(part, beside, n=1)):
+            return None
+        return nearest(there / similar[0] / Path(*path.parts[number + 1 :]))
+    return path
+
+
+def cached(name: str) -> bool:
+    """Whether the hub's cache holds a repository of that name."""
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:  # no name that the hub could have
+        return False

@@ -1,0 +1,75 @@
+"""What a target, head or other source of drafts is, whatever its path: records know models by it.
+
+A model that is trained again at the same path gets another identity, one that is moved or named by another path keeps
+its own.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+
+from treespec.errors import InputError, first_line
+from treespec.heads.places import mistyped
+
+SUFFIXES = {
+    ".json",
+    ".jinja",
+    ".model",
+    ".txt",
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".npy",
+    ".py",
+}  # what models are loaded from
+BLOCK = 1 << 16  # bytes
+BLOCKS = 256  # of a file: all of one of up to 16 MiB, 16 MiB of a larger one
+
+
+def identity_of(name: str | Path) -> str:
+    """A digest of a file, of a directory's own files (not those of its folders), or a hub repository's commit.
+
+    Of a large file its size, its first block and evenly spaced other blocks count: 16 MiB a file, so that 16 GB of
+    weights take about a tenth of a second. The first block holds a safetensors header, and in it our own checksum of
+    all tensors. Weights of others that differ in a few small tensors alone may keep their identity.
+    Raises InputError where there is no such file, directory or repository.
+    """
+    path = Path(name).expanduser()
+    try:
+        if path.is_dir():
+            files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
+            return digest({file.name: sampled(file) for file in files if file.is_file()})
+        if path.is_file():
+            return digest({"": sampled(path)})
+    except OSError as error:
+        raise InputError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+    if problem := mistyped(name):
+        raise InputError(problem)
+    return f"commit {commit_of(str(name))}"
+
+
+def digest(parts: dict[str, str]) -> str:
+    """Of digests by name, short enough to be read aloud."""
+    return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:16]
+
+
+def sampled(file: Path) -> str:
+    """SHA-256 of a file's size and of evenly spaced blocks, its first and last among them."""
+    size = file.stat().st_size
+    content = hashlib.sha256(str(size).encode())
+    whole = size <= BLOCKS * BLOCK
+    with file.open("rb", buffering=0) as data:
+        for number in range(BLOCKS):
+            data.seek(number * BLOCK if whole else number * (size - BLOCK) // (BLOCKS - 1), os.SEEK_SET)
+            content.update(data.read(BLOCK))
+    return content.hexdigest()
+
+
+def commit_of(name: str) -> str:
+    """The commit of a hub repository that loading takes: the newest one, or offline the one in the cache."""
+    try:
+        return Path(hf_hub_download(name, "config.json")).parent.name
+    except Exception as error:  # hub errors are many; each says in its first line what is wrong
+        raise InputError(f"no directory {name}, and the hub did not give it: {first_line(error)}") from error

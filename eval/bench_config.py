@@ -21,7 +21,7 @@ class BenchConfig:
     questions: str = option("builtin, mt-bench or a JSONL file in FastChat's format", "builtin")
     limit: int | None = option("only the first so many questions", None)
     turns: int = option("only the first so many turns of a question", 1)
-    verifier: str = option("one or several, by commas, as in eval; rrs-wo@2x4 names its tree", "topk")
+    verifier: str = option("one or several, by commas, as in eval; rrs-wo@2x4 names its tree", "auto")
     temperature: str = option("one or several, by commas; 0 is greedy", "0,1")
     max_new_tokens: int = option("end an answer after so many tokens", 64)
     contexts: str | None = option(

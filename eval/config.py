@@ -28,9 +28,9 @@ class EvalConfig:
     drafter: str | None = option(f"{DRAFTER}; one or several, by commas, medusa:HEAD@medusa names its tree", None)
     questions: str = option("builtin, mt-bench or a JSONL file in FastChat's format", "builtin")
     verifier: str = option(
-        "one or several, by commas: single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, otm-lp, optimal, topk, "
-        "typical (lossy), block, traversal, layer:greedy; rrs-wo@2x4 names its tree",
-        "topk",
+        "one or several, by commas: auto, single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, otm-lp, optimal, "
+        "valued, topk, typical (lossy), block, traversal, layer:greedy; rrs-wo@2x4 names its tree",
+        "auto",
     )
     tree: str | None = option(
         "one or several, by semicolons: auto, eagle, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, confident, or a "

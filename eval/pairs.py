@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from treespec.default_tree import verifier_for
 from treespec.draft.given import check_given
 from treespec.draft.given_kinds import GIVEN
 from treespec.draft.grow import check_pair
@@ -55,8 +56,9 @@ def paired(verifier: Verifier, tree: str | None, drafter: str | None) -> tuple[P
     """With the tree that is named; None is the verifier's own, or the drafter's. Raises InputError."""
     kind = (drafter or "").partition(":")[0]
     if kind in GIVEN:
-        check_given(kind, verifier.scheme, tree)
+        check_given(kind, verifier, tree)
     chosen = policy(tree) if tree else None
+    verifier = verifier_for(verifier, None, chosen)
     if chosen:
         check_pair(chosen, verifier.scheme)
     return chosen, verifier

@@ -11,8 +11,11 @@ import torch
 from enumeration import law
 from models import TableConfig, TableModel, random_head
 
-from treespec.draft.calibrate import Row, calibrate, logistic, rates_of, tried
-from treespec.draft.calibration import DRAWS, FILE, Calibration, features, load_calibration, outline, save_calibration
+from treespec.draft.calibrate import Row, calibrate, logistic
+from treespec.draft.calibration import FILE, Calibration, features, load_calibration, outline, save_calibration
+from treespec.draft.eagle import EagleProposer
+from treespec.draft.model import ModelProposer
+from treespec.draft.own_rates import own_rates
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
 from treespec.target import Target
@@ -126,18 +129,26 @@ def test_calibrating_gives_finite_weights_and_larger_trees_at_lower_prices(table
         assert sizes[0] < sizes[-1]
         assert min(sizes) >= 1
     for rates in found.rates.values():
-        assert len(rates) == DRAWS
         assert rates[0] > 0
         assert sum(rates) <= 1
 
 
-def test_the_first_rate_is_the_mass_that_target_and_head_share() -> None:
-    """E over draws of min(1, p/q) is Σ min(p, q); 400 positions, of an error of 0.02 at most, held to four of it."""
-    generator = torch.Generator().manual_seed(5)
-    p, q = (torch.randn(400, 8, generator=generator).softmax(-1) for _ in range(2))
-    weight = torch.rand(400, generator=generator)
-    found = rates_of([(*tried(p, q, 0, generator), weight)])
-    assert found[0] == pytest.approx(float((weight * torch.minimum(p, q).sum(-1)).sum() / weight.sum()), abs=0.08)
+def test_a_draft_model_that_is_the_target_has_its_first_draw_always_accepted() -> None:
+    """Only a first draw can be accepted then: p = q leaves nothing to the others."""
+    model = Target(TableModel(TableConfig(6, seed=1)))
+    for temperature in (0.0, 1.0):
+        rates = own_rates(model, ModelProposer(model, model), [[1, 2], [3]], temperature, tokens=30)
+        assert rates[0] == 1
+        assert set(rates[1:]) == {0}
+
+
+def test_rates_are_counted_by_draw_and_never_sum_to_more_than_one(table: tuple[Target, EagleHead]) -> None:
+    model, head = table
+    for temperature in (0.0, 0.6, 1.0):
+        rates = own_rates(model, EagleProposer(head, model), [[1, 2], [3]], temperature, tokens=60)
+        assert 0 < rates[0] < 1
+        assert len(rates) > 1
+        assert sum(rates) <= 1 + 1e-9
 
 
 @pytest.mark.parametrize(("lengths", "counted"), [([], True), ([5, 3], True), ([40], False)])

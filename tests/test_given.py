@@ -181,7 +181,7 @@ def test_right_guesses_are_accepted_whole(drafter, most):
 
 
 class TestWhatDoesNotGoTogether:
-    @pytest.mark.parametrize("verifier", [name for name in NAMES if name not in ("topk", "typical")])
+    @pytest.mark.parametrize("verifier", [name for name in NAMES if name not in ("auto", "topk", "typical")])
     def test_verifiers_that_need_a_draft_law_are_refused(self, verifier):
         with pytest.raises(InputError, match=r"lookup hands over given tokens.* take --verifier topk"):
             spec_of("llama", "lookup", verifier=verifier)

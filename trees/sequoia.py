@@ -11,6 +11,7 @@ at most d is expected to give G(n, d) tokens a cycle (section 3.1):
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,23 +42,26 @@ class Best:
 
 def best_trees(rates: Tensor, nodes: int, depth: int) -> Best:
     """The programme for all sizes up to `nodes`, root too, and depths up to `depth`. rates: [R]."""
-    rates = rates.double()
-    worth = torch.full((depth + 1, nodes + 1), -torch.inf, dtype=torch.float64)
+    known = rates.double().tolist()
+    worth = np.full((depth + 1, nodes + 1), -np.inf)
     worth[:, 1] = 1
-    first = torch.zeros(depth + 1, len(rates), nodes, dtype=torch.int64)
-    number = torch.arange(1, nodes)
+    first = np.zeros((depth + 1, len(known), nodes), dtype=np.int64)
+    number = np.arange(1, nodes)
     left = number[:, None] - number  # [m, j] of m nodes those that j in this subtree leave for the ones after it
+    room = np.where(left < 0, -np.inf, 0.0)
+    left = left.clip(min=0)
     for d in range(1, depth + 1):
-        after = torch.full((nodes,), -torch.inf, dtype=torch.float64)  # C(m, r + 1, d), m < nodes
+        after = np.full(nodes, -np.inf)  # C(m, r + 1, d), m < nodes
         after[0] = 0
-        for r in range(len(rates) - 1, -1, -1):
-            below = worth[d - 1, 1:nodes]
-            own = torch.where(below > 0, rates[r] * below, -torch.inf)
-            best = (own + after[left.clamp(min=0)].masked_fill(left < 0, -torch.inf)).max(1)
-            after = torch.cat([after.new_zeros(1), best.values])
-            first[d, r, 1:] = best.indices + 1
+        below = worth[d - 1, 1:nodes]
+        for r in range(len(known) - 1, -1, -1):
+            own = np.where(below > 0, known[r] * below.clip(min=0), -np.inf)
+            total = own + after[left] + room
+            best = total.argmax(1)
+            after = np.concatenate([[0.0], total[number - 1, best]])
+            first[d, r, 1:] = best + 1
         worth[d, 1:] = 1 + after
-    return Best(worth, first)
+    return Best(torch.from_numpy(worth), torch.from_numpy(first))
 
 
 def sequoia(rates: Tensor, nodes: int, depth: int) -> StaticTree:

@@ -79,3 +79,9 @@ class TokenTree:
             return self.tokens, self.depth, self.ancestors
         seen = torch.cat([pad(self.ancestors, (0, len(rows.tokens))), rows.mask])
         return torch.cat([self.tokens, rows.tokens]), torch.cat([self.depth, rows.depth]), seen
+
+
+def root_only(token: Tensor) -> TokenTree:
+    """The tree of one-token-at-a-time decoding. token: [1] int64."""
+    zero = torch.zeros(1, dtype=torch.int64, device=token.device)
+    return TokenTree(token, zero - 1, zero, torch.ones(1, 1, dtype=torch.bool, device=token.device))

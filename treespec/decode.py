@@ -10,14 +10,13 @@ from torch import Tensor
 
 from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
-from treespec.draft.grow import root_only
 from treespec.ending import Ending
 from treespec.errors import InputError
 from treespec.prefix import common_prefix
 from treespec.sampling import SamplingParams, TargetLaws, greedy_choice
 from treespec.stats import Stats, shared
 from treespec.target import Target
-from treespec.trees.tree import TokenTree
+from treespec.trees.tree import TokenTree, root_only
 from treespec.verify.walk import Verdict, Verifier, follow_all
 
 STRETCH = 1024  # prompt tokens whose features are held at a time
@@ -106,7 +105,7 @@ class Decoder:
                 if drafter:
                     features = [out.features[kept] for out, kept in zip(outs, nodes, strict=True)]
                     new = zip(roots.tolist(), verdicts, strict=True)
-                    drafter.settle([len(verdict.path) for verdict in verdicts], outs)
+                    drafter.settle([verdict.path for verdict in verdicts], outs)
                     drafter.observe(features, [torch.tensor([root, *v.tokens], device=device) for root, v in new])
             for text, tree, verdict in zip(texts, trees, verdicts, strict=True):
                 pieces += [(text, piece) for piece in _take(text, tree, verdict)]

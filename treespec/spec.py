@@ -9,7 +9,7 @@ import torch
 
 from treespec import templates
 from treespec.decode import Decoder, Piece, Text
-from treespec.default_tree import default_tree
+from treespec.default_tree import default_tree, verifier_for
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Drafter
 from treespec.draft.given import GivenDrafter, check_given
@@ -27,6 +27,7 @@ from treespec.stream import Output, Stream, output_of
 from treespec.target import Target
 from treespec.trees.auto import AutoTree
 from treespec.trees.policy import Policy, policy
+from treespec.verify.auto import Auto
 from treespec.verify.verifiers import verifier_by_name
 from treespec.verify.walk import Verifier
 
@@ -43,7 +44,7 @@ class Spec:
         target: Target,
         source: Any,
         tree: str | Policy | None = None,
-        verifier: str | Verifier = "topk",
+        verifier: str | Verifier = "auto",
         template: str | None = None,
         allow_lossy: bool = False,
         calibration: Calibration | None = None,
@@ -52,19 +53,21 @@ class Spec:
         if kind := KINDS.get(getattr(source, "kind", "")):
             source = kind.proposer(source, target)
         self.target, self.source, self.template, self.calibration = target, source, template, calibration
-        self.verifier = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
-        scheme = self.verifier.scheme
-        if isinstance(source, GivenDrafter):
-            check_given(source.name, scheme, tree)
-        elif tree is None:
-            tree = default_tree(scheme, self.proposer, calibration)
+        named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         self.policy = policy(tree) if isinstance(tree, str) else tree
-        self.times = (lambda: times) if isinstance(times, Times) else times
+        self.verifier = verifier_for(named, self.proposer, self.policy)
+        scheme = self.verifier.scheme
+        known = (lambda: times) if isinstance(times, Times) else times
+        self.times: Callable[[], Times] = known or cache(partial(times_for, target, self.proposer))
         drafter: Drafter | None = None
-        if self.proposer and self.policy:
+        if self.proposer:
+            paced = isinstance(self.verifier, Auto)
+            self.policy = self.policy or default_tree(scheme, self.proposer, calibration, paced)
             check_pair(self.policy, scheme, self.proposer)
-            self.times = self.times or cache(partial(times_for, target, self.proposer))
             drafter = TreeDrafter(self.proposer.new(), self.policy, scheme, calibration, self.times)
+        elif isinstance(source, GivenDrafter):
+            check_given(source.name, self.verifier, tree)
+            drafter = source.paced(self.times) if isinstance(self.verifier, Auto) else source.new()
         elif source:
             drafter = source.new()
         self.decoder = Decoder(target, drafter, self.verifier)
@@ -80,7 +83,7 @@ class Spec:
         return getattr(self.source, "head", None)
 
     def configured(
-        self, tree: str | Policy | None = None, verifier: str | Verifier = "topk", allow_lossy: bool = False
+        self, tree: str | Policy | None = None, verifier: str | Verifier = "auto", allow_lossy: bool = False
     ) -> "Spec":
         """The same target and head with another tree and verifier; no weights are copied."""
         return Spec(self.target, self.source, tree, verifier, self.template, allow_lossy, self.calibration, self.times)
@@ -113,7 +116,7 @@ class Spec:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}, must be at least 1")
         params = SamplingParams(temperature, top_k, top_p, min_p)
-        if isinstance(self.policy, AutoTree) and self.times:
+        if isinstance(self.policy, AutoTree) or (isinstance(self.verifier, Auto) and self.source):
             self.times()  # measured here, where nothing is timed
         ids = self.encode(prompt)
         room = self.target.context_length - len(ids)
@@ -187,7 +190,7 @@ def load(
     target: str,
     head: str | None = None,
     tree: str | None = None,
-    verifier: str = "topk",
+    verifier: str = "auto",
     *,
     drafter: str | None = None,
     allow_lossy: bool = False,

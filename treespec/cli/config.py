@@ -21,9 +21,9 @@ class ModelConfig:
         None,
     )
     verifier: str = option(
-        "single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, otm-lp, optimal, topk, typical (lossy), "
-        "block, traversal or layer:greedy",
-        "topk",
+        "auto: what is fastest, chosen anew each cycle; or single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, "
+        "otm-lp, optimal, valued, topk, typical (lossy), block, traversal or layer:greedy",
+        "auto",
     )
     allow_lossy: bool = option("let the verifier change the law of the text", False)
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)

@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 from treespec.draft.calibration import DRAWS, TOP_FEATURES, TOPS, Calibration, features
 from treespec.draft.grow import TreeDrafter
 from treespec.draft.kinds import KINDS, draft_steps
+from treespec.draft.own_rates import COLDEST, own_rates
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams, largest, probs
 from treespec.target import Target
@@ -22,6 +23,7 @@ Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool,
 
 TEMPERATURES = (0.3, 0.6, 1.0)
 PRICES = (0.1, 0.05, 0.025, 0.0125, 0.006)
+PROMPTS = 12  # whose answers tell the rates
 ROOTS = 24  # positions at which trees are grown for each price, a temperature
 
 
@@ -51,14 +53,16 @@ def calibrate(
     greedy = logistic(seen, taken, share)
     fitted = Calibration(tuple(tops.tolist()), tuple(draws.tolist()), {}, tuple(greedy.tolist()))
     sizes = {f"{t:g}": tree_sizes(head, target, rows, fitted, depth, t, generator) for t in temperatures}
-    rates = {f"{t:g}": rates_of(own) for t, own in by_temperature.items() if sum(len(seen[0]) for seen in own)}
+    proposer = KINDS[head.kind].proposer(head, target)
+    prompts = prompts_of(rows, target)
+    rates = {f"{t:g}": own_rates(target, proposer, prompts, t, seed=seed) for t in (COLDEST, *temperatures)}
     return replace(fitted, sizes=sizes, rates=rates)
 
 
-def rates_of(outcomes: Sequence[tuple[Tensor, ...]]) -> tuple[float, ...]:
-    """[M] how often each of the draws without replacement is accepted where no token is taken for sure."""
-    hit, weight = (torch.cat([one[i] for one in outcomes]).double() for i in (3, 5))
-    return tuple(((weight[:, None] * hit[:, 0]).sum(0) / weight.sum()).tolist())
+def prompts_of(rows: Sequence[Row], target: Target) -> list[list[int]]:
+    """What comes before the first token that counts, of some of the rows; at least a token, and room for an answer."""
+    firsts = [(tokens, max(int(counts.int().argmax()), 1)) for tokens, counts, _ in rows[:PROMPTS]]
+    return [tokens[: min(first, target.context_length // 2)].tolist() for tokens, first in firsts]
 
 
 @torch.no_grad()

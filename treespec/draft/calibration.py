@@ -33,7 +33,8 @@ class Calibration:
     """tops, draws: weights of the two models. sizes: by temperature, pairs (price of a node, mean nodes of a tree).
 
     greedy: weights of the first model where the target takes its likeliest token. rates: by temperature, how often
-    the first, second, … draw without replacement is accepted. None of either in a file of an older version.
+    the first, second, … draw without replacement is accepted while the target writes; 0.01 stands for temperature 0.
+    None of either in a file of an older version.
     Saved as calibration.json beside the head.
     """
 

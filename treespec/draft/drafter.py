@@ -42,8 +42,8 @@ class Drafter(Protocol):
         """
         ...
 
-    def settle(self, accepted: Sequence[int], outs: Sequence[TreeOutput]) -> None:
-        """So many drafted tokens of each tree were accepted. outs: what the target said of each."""
+    def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
+        """A cycle has ended. paths: each tree's accepted nodes, without the root. outs: the target's on each tree."""
         ...
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:

@@ -17,7 +17,8 @@ from treespec.rows import rows_of, together, unpadded
 from treespec.target import Target
 from treespec.trees.mask import committed
 
-MANY = 32  # pairs: more than a cycle brings
+MANY = 32  # new pairs: more than a cycle brings, so this is a prompt
+MOST = 512  # pairs that wait while nothing is drafted
 
 
 def new_head(target: Target, bias: bool = True) -> EagleHead:
@@ -95,7 +96,8 @@ class EagleProposer:
             if len(before[1]):
                 new, following = torch.cat([before[0], new]), torch.cat([before[1], following])
             self.waiting[row] = (new, following)
-        if max(len(tokens) for _, tokens in self.waiting) > MANY:
+        fresh, waiting = max(map(len, tokens)) - 1, max(len(known) for _, known in self.waiting)
+        if fresh > MANY or waiting > MOST:
             ends = [(f[-1:], t[-1:]) for f, t in self.waiting]
             self.waiting = [(f[:-1], t[:-1]) for f, t in self.waiting]
             self.begin()

@@ -4,7 +4,7 @@ The children are a function of the text and of draws made before, so their law i
 `topk`: sample p and see whether the token is a child. No other scheme's q describes them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, Self, final
 
@@ -13,15 +13,24 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
+from treespec.draft.budget import part, rows_pay
+from treespec.draft.pace import Pace
+from treespec.draft.times import Times
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
 from treespec.target import TreeOutput
-from treespec.trees.tree import Rows, TokenTree
-from treespec.verify.scheme import Scheme
+from treespec.trees.tree import Rows, TokenTree, root_only
+from treespec.verify.auto import Auto
+from treespec.verify.walk import Verifier
 
 
 class TextDrafter(Protocol):
     """Drafts for one text."""
+
+    @property
+    def widest(self) -> int:
+        """Nodes and rows of a forward at most, where it brings rows of its own every cycle; 0: it brings none."""
+        ...
 
     def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
         """text: [T] int64, the root last. The tree, without laws, is on the host."""
@@ -36,14 +45,15 @@ class TextDrafter(Protocol):
         ...
 
 
-def check_given(name: str, scheme: Scheme, tree: object) -> None:
+def check_given(name: str, verifier: Verifier, tree: object) -> None:
     """The pairing rule of trees of given tokens. Raises InputError for a scheme that needs draft laws, and for a tree.
 
     At temperature 0 all schemes agree; which one is refused does not hang on it.
     """
-    if not scheme.deterministic:
+    if not verifier.scheme.deterministic and not isinstance(verifier, Auto):
         raise InputError(
-            f"{name} hands over given tokens, which have no draft law for verifier {scheme.name}: take --verifier topk"
+            f"{name} hands over given tokens, which have no draft law for verifier {verifier.name}: "
+            "take --verifier topk, or auto"
         )
     if tree is not None:
         raise InputError(f"{name} makes its own tree: leave out --tree, and see --drafter {name}:… for its options")
@@ -51,14 +61,19 @@ def check_given(name: str, scheme: Scheme, tree: object) -> None:
 
 @final
 class GivenDrafter:
-    """A `TextDrafter` for each of B texts; all that was observed of a text is kept. name: as `--drafter` has it."""
+    """A `TextDrafter` for each of B texts; all that was observed of a text is kept. name: as `--drafter` has it.
+
+    times: given, only the part of a tree that pays is drafted (`treespec.draft.budget`); None: all of it.
+    """
 
     taps: tuple[int, ...] = ()
     forward_seconds = 0.0
 
-    def __init__(self, drafter: TextDrafter, name: str) -> None:
-        self.name, self.drafters = name, [drafter]
+    def __init__(self, drafter: TextDrafter, name: str, times: Callable[[], Times] | None = None) -> None:
+        self.name, self.drafters, self.times = name, [drafter], times
         self.texts = [np.empty(0, dtype=np.int64)]  # of each the observed tokens [T]
+        self.paces: list[Pace | None] = [None]
+        self.resting = [False]  # texts whose drafter was not asked this cycle
 
     @property
     def lengths(self) -> list[int]:
@@ -67,13 +82,26 @@ class GivenDrafter:
     def draft_trees(
         self, roots: Tensor, params: SamplingParams, generators: Sequence[torch.Generator], cache: TreeCache
     ) -> list[TokenTree]:
-        texts = zip(self.drafters, self.texts, roots.tolist(), generators, strict=True)
-        trees = [drafter.draft(np.append(text, root), generator) for drafter, text, root, generator in texts]
+        trees = [self._draft(row, root, generators[row]) for row, root in enumerate(roots.tolist())]
         return [moved(tree, roots.device) for tree in trees]
 
-    def settle(self, accepted: Sequence[int], outs: Sequence[TreeOutput]) -> None:
-        for drafter, number, out in zip(self.drafters, accepted, outs, strict=True):
-            drafter.settle(number, out)
+    def _draft(self, row: int, root: int, generator: torch.Generator) -> TokenTree:
+        drafter, text = self.drafters[row], np.append(self.texts[row], root)
+        if not self.times:
+            return drafter.draft(text, generator)
+        pace = self.paces[row] = self.paces[row] or Pace(self.times())
+        pace.promise = None
+        self.resting[row] = drafter.widest > 0 and not rows_pay(drafter.widest, pace)
+        if self.resting[row]:
+            return root_only(torch.tensor([root]))
+        return part(drafter.draft(text, generator), pace)
+
+    def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
+        for row, (path, out) in enumerate(zip(paths, outs, strict=True)):
+            if pace := self.paces[row]:
+                pace.settle(path)
+            if not self.resting[row]:
+                self.drafters[row].settle(len(path), out)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         new = [known[:-1].cpu().numpy() for known in tokens]
@@ -82,17 +110,26 @@ class GivenDrafter:
     def rewind(self, lengths: Sequence[int]) -> None:
         self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
         self.drafters = [drafter.new() for drafter in self.drafters]
+        self.paces, self.resting = [None] * len(lengths), [False] * len(lengths)
 
     def new(self) -> "GivenDrafter":
-        return GivenDrafter(self.drafters[0].new(), self.name)
+        return GivenDrafter(self.drafters[0].new(), self.name, self.times)
+
+    def paced(self, times: Callable[[], Times]) -> "GivenDrafter":
+        """Another of its kind that drafts only what pays."""
+        return GivenDrafter(self.drafters[0].new(), self.name, times)
 
     def join(self, others: Sequence["GivenDrafter"]) -> None:
         self.texts = self.texts + [text for other in others for text in other.texts]
         self.drafters = self.drafters + [drafter for other in others for drafter in other.drafters]
+        self.paces = self.paces + [pace for other in others for pace in other.paces]
+        self.resting = self.resting + [resting for other in others for resting in other.resting]
 
     def select(self, rows: Sequence[int]) -> None:
         self.texts = [self.texts[row] for row in rows]
         self.drafters = [self.drafters[row] for row in rows]
+        self.paces = [self.paces[row] for row in rows]
+        self.resting = [self.resting[row] for row in rows]
 
 
 def moved(tree: TokenTree, device: torch.device) -> TokenTree:

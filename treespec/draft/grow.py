@@ -28,7 +28,7 @@ from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import Policy
 from treespec.trees.sampled import SampledTree
 from treespec.trees.static import StaticTree
-from treespec.trees.tree import TokenTree
+from treespec.trees.tree import TokenTree, root_only
 from treespec.verify import SCHEMES
 from treespec.verify.is_lp import IsLp
 from treespec.verify.optimal import Optimal
@@ -36,13 +36,7 @@ from treespec.verify.rrs import RRS
 from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 
-NOTHING = (0.0, 1, 0, 0)  # of auto trees: accepted nodes expected, nodes, levels, draws at a node
-
-
-def root_only(token: Tensor) -> TokenTree:
-    """The tree of one-token-at-a-time decoding. token: [1] int64."""
-    zero = torch.zeros(1, dtype=torch.int64, device=token.device)
-    return TokenTree(token, zero - 1, zero, torch.ones(1, 1, dtype=torch.bool, device=token.device))
+COLDEST = 0.01  # whose rates are those of temperature 0
 
 
 def check_pair(policy: Policy, scheme: Scheme, proposer: Proposer | None = None) -> None:
@@ -118,22 +112,25 @@ class TreeDrafter:
     ) -> None:
         check_pair(policy, scheme, proposer)
         check_depth(policy, proposer.max_depth)
-        auto = isinstance(policy, AutoTree) and not scheme.deterministic
-        if (auto or isinstance(policy, SampledTree)) and (calibration is None or (auto and not calibration.rates)):
+        if isinstance(policy, SampledTree) and calibration is None:
             remedy = "make it with treespec calibrate, or take" if hasattr(proposer, "head") else "without a head take"
-            what = "the auto tree needs the rates of a head's" if auto else "the sampled tree needs a head's"
-            raise InputError(f"{what} calibration.json: {remedy} --tree eagle")
+            raise InputError(f"the sampled tree needs a head's calibration.json: {remedy} --tree eagle")
         self.proposer, self.policy, self.scheme, self.calibration = proposer, policy, scheme, calibration
         self.times = times
         self.paces = [self._pace()]
-        self.drafted = [NOTHING]
 
     @torch.no_grad()
     def draft_trees(
         self, roots: Tensor, params: SamplingParams, generators: Sequence[torch.Generator], cache: TreeCache
     ) -> list[TokenTree]:
+        rests = [self._rests(row, params) for row in range(len(roots))]
+        if all(rests):
+            return [root_only(root) for root in roots.split(1)]
         texts = enumerate(zip(roots.split(1), self.proposer.begin(roots, cache), generators, strict=True))
-        growths = [self._grow(row, root, logits, params, generator) for row, (root, logits, generator) in texts]
+        growths = [
+            self._grow(row, root, None if rests[row] else logits, params, generator)
+            for row, (root, logits, generator) in texts
+        ]
         trees, vocabulary = grow_together(self.proposer, growths), self.proposer.vocabulary
         return (
             trees if vocabulary is None else [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
@@ -162,9 +159,26 @@ class TreeDrafter:
             pace = self.paces[row]
             assert isinstance(pace, Confidence)
             grown = yield from grow_confident(root, logits, tree.depth, pace.threshold, scheme, params, generator)
-            self.drafted[row] = 0.0, len(grown.tokens), len(grown.tokens) - 1, 1
+            pace.levels = len(grown.tokens) - 1
             return grown
         return (yield from grow_static(root, logits, tree, scheme, params, generator))
+
+    def _rests(self, row: int, params: SamplingParams) -> bool:
+        """Whether a text goes without drafts this cycle, as auto trees may."""
+        if not isinstance(self.policy, AutoTree):
+            return False
+        pace = self.paces[row]
+        if pace is None:
+            assert self.times
+            known = self.calibration.rates if self.calibration else {}
+            rates = nearest(known, max(params.temperature, COLDEST)) if known else None
+            pace = self.paces[row] = Pace(self.times(), rates)
+        assert isinstance(pace, Pace)
+        likeliest = params.greedy or self.scheme.deterministic
+        speed = shape_for(pace, self.policy, 0 if likeliest else self.scheme.max_draws).speed
+        if likeliest:
+            pace.start(speed)
+        return pace.rests(pace.speed if likeliest else speed)
 
     def _auto(
         self,
@@ -176,19 +190,12 @@ class TreeDrafter:
         generator: torch.Generator,
     ) -> Growth:
         pace = self.paces[row]
-        if pace is None:
-            assert self.times
-            pace = self.paces[row] = Pace(self.times())
         assert isinstance(pace, Pace)
         if params.greedy or self.scheme.deterministic:
-            grown, expected, levels = yield from grow_auto(root, logits, tree, params, pace, self.calibration)
-            self.drafted[row] = expected, len(grown.tokens), levels, 0
-            return grown
-        assert self.calibration
-        rates = nearest(self.calibration.rates, params.temperature)[: self.scheme.max_draws]
-        shape, expected = shape_for(pace, tree, rates)
-        self.drafted[row] = expected, shape.size, shape.max_depth, shape.max_draws
-        return (yield from grow_static(root, logits, shape, self.scheme, params, generator))
+            return (yield from grow_auto(root, logits, tree, params, pace, self.calibration))
+        shape = shape_for(pace, tree, self.scheme.max_draws)
+        pace.promise = shape.promise(pace)
+        return (yield from grow_static(root, logits, shape.tree, self.scheme, params, generator))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -205,14 +212,14 @@ class TreeDrafter:
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         self.proposer.observe(features, tokens)
 
-    def settle(self, accepted: Sequence[int], outs: Sequence[TreeOutput]) -> None:
-        for pace, number, drafted in zip(self.paces, accepted, self.drafted, strict=True):
+    def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
+        for pace, path in zip(self.paces, paths, strict=True):
             if pace:
-                pace.settle(number, *drafted)
+                pace.settle(path)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)
-        self.paces, self.drafted = [self._pace() for _ in lengths], [NOTHING] * len(lengths)
+        self.paces = [self._pace() for _ in lengths]
 
     def new(self) -> "TreeDrafter":
         return TreeDrafter(self.proposer.new(), self.policy, self.scheme, self.calibration, self.times)
@@ -220,11 +227,10 @@ class TreeDrafter:
     def join(self, others: Sequence["TreeDrafter"]) -> None:
         self.proposer.join([other.proposer for other in others])
         self.paces += [pace for other in others for pace in other.paces]
-        self.drafted += [drafted for other in others for drafted in other.drafted]
 
     def select(self, rows: Sequence[int]) -> None:
         self.proposer.select(rows)
-        self.paces, self.drafted = [self.paces[row] for row in rows], [self.drafted[row] for row in rows]
+        self.paces = [self.paces[row] for row in rows]
 
     def _pace(self) -> Pace | Confidence | None:
         if isinstance(self.policy, ConfidentChain):

@@ -1,5 +1,7 @@
 """A tree chosen each cycle by what nodes and levels bring and cost (`treespec.trees.auto`)."""
 
+import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -7,17 +9,17 @@ import torch
 from torch import Tensor
 
 from treespec.draft.calibration import Calibration
-from treespec.draft.growth import Growing
+from treespec.draft.growth import Growth
 from treespec.draft.nodes import Nodes
-from treespec.draft.pace import Pace
+from treespec.draft.pace import CERTAIN, Pace, Promise
 from treespec.draft.times import Times
 from treespec.sampling import SamplingParams, largest, probs
 from treespec.trees.auto import AutoTree, best_size
-from treespec.trees.sequoia import Best, best_shape, best_trees
+from treespec.trees.sequoia import best_trees
 from treespec.trees.static import StaticTree
-from treespec.trees.tree import TokenTree
 
-GRAINS = 20  # of trust in what is expected
+SLOPE = 4  # nodes over which the price of one more is averaged: measured times have steps
+GRAIN = 0.1  # in the logarithm of trust
 
 
 def grow_auto(
@@ -27,32 +29,69 @@ def grow_auto(
     params: SamplingParams,
     pace: Pace,
     calibration: Calibration | None,
-) -> Growing[tuple[TokenTree, float, int]]:
-    """The likeliest tokens: EAGLE-2's expansion, but a level more only while that is likely to pay, and the best size.
+) -> Growth:
+    """The likeliest tokens: a level more, of the nodes that pay, while that is likely to pay; then the best size.
 
-    One more level is expected to bring less than the last by the factor that the last brought less than the one
-    before. root: [1] int64. logits: [1, V]. Returns the tree, the accepted nodes it expects, and levels drafted.
+    root: [1] int64. logits: [1, V] draft logits of its children. Tells the pace what the tree promises.
     """
-    nodes, scores = Nodes(root), []
+    nodes, promises, scores = Nodes(root), [], []
     frontier, above = np.zeros(1, dtype=np.int64), np.ones(1)  # node numbers, Pr(each is the target's choice)
-    forward = pace.forward[: tree.nodes]
-    worth, before = 1 - pace.rate * float(forward[0]), 1.0
+    forward, inner, tops = pace.forward[: tree.nodes], 0, pace.rates[0]
     for level in range(1, tree.depth + 1):
+        # 1. Candidates below the frontier, by how often such promises were kept.
         children, chance = likely(logits, tree.topk, level - 1, params, calibration)
         first, width = nodes.count, children.shape[1]
         nodes.add(children.ravel(), frontier.repeat(width))
-        scores.append((above[:, None] * chance).ravel())
+        promises.append(chance.ravel())
+        scores.append((above[:, None] * pace.trusted(chance)).ravel())
+        inner += len(frontier)
+
+        # 2. The best size of all candidates so far, and what one more node costs there.
         reach = np.concatenate(scores)
-        size, found = best_size(np.sort(reach)[::-1] * pace.trust, forward, pace.rate)
-        gain, worth = found - worth, found
-        if level == tree.depth or gain * min(gain / before, 1) <= pace.rate * pace.times.step:
-            break
-        before = max(gain, 1e-9)
+        size, _ = best_size(np.sort(reach)[::-1], forward, pace.rate)
+        end = min(size + SLOPE, len(forward))
+        price = pace.rate * float(forward[end - 1] - forward[size - 1]) / max(end - size, 1)
+
+        # 3. Nodes of the last level whose children are likely to pay.
         best = best_of(scores[-1], tree.topk)
+        step, row = pace.rate * pace.times.step, pace.rate * pace.times.row
+        tops += float(chance[0, 0])
+        next_chance = min(tops / (level + 1) * float(pace.trust[0]), CERTAIN)
+        ahead = tree.depth - level
+        expanded = expansion(scores[-1][best], next_chance, price, step, row, ahead) if ahead else 0
+        if not expanded:
+            break
+        best = best[:expanded]
         frontier, above = first + best, scores[-1][best]
         logits = yield nodes.frontier(best, best // width)
-    kept = best_of(reach, size - 1)
-    return nodes.tree(np.concatenate([[0], 1 + np.sort(kept)])), float(reach[kept].sum()), level
+
+    # 4. The best candidates, and what they promise.
+    size = max(size, 2) if pace.trying else size
+    kept = np.concatenate([[0], 1 + best_of(reach, size - 1)])  # best first: the likely path is not moved in caches
+    grown = nodes.tree(kept)
+    parents = grown.parents.cpu().numpy()
+    chances = np.concatenate([[1.0], *promises])[kept]
+    pace.promise = Promise(pace.cost(len(kept), level, inner=inner), parents, chances)
+    return grown
+
+
+def expansion(reach: np.ndarray, chance: float, price: float, step: float, row: float, levels: int) -> int:
+    """How many of the best nodes of a level to expand; 0 ends the tree.
+
+    Below a node of reach r a chain is expected, of reach r·chance, r·chance², …; each of its nodes costs `price`. A
+    level costs `step`, and `row` for each node but one. The number of nodes and levels that brings most decides. All
+    in tokens. reach: [M] descending.
+
+        reach .8 .2   chance .7   price .1   step .2    one level of the first node    .56 - .1 - .2         = .26
+                                                        two levels of it              .26 + .39 - .1 - .2   = .35
+                                                        two levels, the second too    .35 + .14 - .1        = .39
+    """
+    depth = np.arange(1, levels + 1)
+    gain = (reach[:, None] * chance**depth - price).clip(min=0) - row  # [M, L]
+    gain[0] += row - step
+    worth = gain.cumsum(1).cumsum(0)
+    nodes, _ = np.unravel_index(int(worth.argmax()), worth.shape)
+    return int(nodes) + 1 if worth.max() > 0 else 0
 
 
 def best_of(scores: np.ndarray, count: int) -> np.ndarray:
@@ -70,25 +109,60 @@ def likely(
     return tokens, calibration.sure(chance, depth) if calibration and params.greedy else chance
 
 
-def shape_for(pace: Pace, tree: AutoTree, rates: tuple[float, ...]) -> tuple[StaticTree, float]:
-    """For sampled children, settled before anything is drafted: the chain or Sequoia's tree with most tokens a second.
+@dataclass(frozen=True)
+class Shape:
+    """A tree settled before anything is drafted. inner: its nodes that have children. speed: tokens/s, as trusted.
 
-    rates: at which the first, second, … child of a node is accepted, and trusted as far as they were right of late.
-    Returns the tree and the accepted nodes that it expects.
+    parents: [N]. chances: [N] Pr(a node is accepted | its parent is), as promised.
     """
-    return _shape(pace.times, round(pace.trust * GRAINS) / GRAINS, tree, rates)
+
+    tree: StaticTree
+    inner: int
+    speed: float
+    parents: np.ndarray
+    chances: np.ndarray
+
+    def promise(self, pace: Pace) -> Promise:
+        cost = pace.cost(self.tree.size, self.tree.max_depth, self.tree.max_draws, self.inner)
+        return Promise(cost, self.parents, self.chances)
 
 
-@lru_cache(1024)
-def _shape(times: Times, trust: float, tree: AutoTree, rates: tuple[float, ...]) -> tuple[StaticTree, float]:
-    forward, found = torch.from_numpy(times.forward(times.nodes[-1])), []
-    for known, cost in ((rates, times.drawn), (rates[:1], times.single)):
-        best = _best(known, tree.nodes, tree.depth)
-        found.append((best, *best_shape(best, forward, *cost, trust)))
-    best, nodes, depth, _ = max(found[-1:] if len(rates) == 1 else found, key=lambda one: one[-1])
-    return best.tree(nodes, depth), float(best.tokens[depth, nodes]) - 1
+def shape_for(pace: Pace, tree: AutoTree, draws: int | None) -> Shape:
+    """The chain or Sequoia's tree with most tokens a second, by the rates as far as they can be trusted.
+
+    draws: at a node, at most; None: any number; 0: the likeliest tokens are taken.
+    """
+    first, others = (round(math.log(trust) / GRAIN) for trust in pace.trust.tolist())
+    rates = pace.rates[: draws or None]
+    return _shape(pace.times, rates, draws == 0, (first, others if len(rates) > 1 else 0), tree)
 
 
-@lru_cache
-def _best(rates: tuple[float, ...], nodes: int, depth: int) -> Best:
-    return best_trees(torch.tensor(rates), nodes, depth)
+@lru_cache(4096)
+def _shape(times: Times, rates: tuple[float, ...], likeliest: bool, grains: tuple[int, int], tree: AutoTree) -> Shape:
+    """grains: of trust, on a grid that is fine enough."""
+    first, others = (math.exp(grain * GRAIN) for grain in grains)
+    trusted = np.array([rates[0] * first, *(rate * others for rate in rates[1:])])
+    known = tuple((trusted / max(trusted.sum() / CERTAIN, 1)).tolist())
+    forward = times.forward(min(times.nodes[-1], tree.nodes))
+    shapes = [_fastest(known[0], (), forward, times, 0 if likeliest else 1, tree.depth)]
+    if len(rates) > 1:
+        shapes.append(_fastest(known[0], known[1:], forward, times, 0 if likeliest else 2, tree.depth))
+    found, speed = max(shapes, key=lambda one: one[1])
+    number = {path: node for node, path in enumerate(found.paths)}
+    parents = np.array([-1, *(number[path[:-1]] for path in found.paths[1:])])
+    chances = np.array([1.0, *(rates[path[-1]] for path in found.paths[1:])])
+    return Shape(found, len(set(parents[1:].tolist())), speed, parents, chances)
+
+
+def _fastest(
+    first: float, others: tuple[float, ...], forward: np.ndarray, times: Times, draws: int, depth: int
+) -> tuple[StaticTree, float]:
+    """Of all sizes and depths the tree with most tokens a second (`trees.sequoia`), and how many."""
+    best = best_trees(torch.tensor([first, *others]), len(forward), depth)
+    levels, nodes = np.arange(1, depth + 1)[:, None], np.arange(2, len(forward) + 1)
+    inner = np.maximum(nodes / 2, levels) if others else levels
+    begin, step = times.levels(draws)
+    seconds = forward[1:] + begin + step * (levels - 1) + times.row * (inner - levels) + times.resting(draws)
+    speed = best.tokens[1:, 2:].numpy() / seconds
+    place = np.unravel_index(int(speed.argmax()), speed.shape)
+    return best.tree(int(place[1]) + 2, int(place[0]) + 1), float(speed[place])

@@ -1,5 +1,6 @@
 """A chain that ends where the draft is unsure (`treespec.trees.confident`); the host waits once a level."""
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -19,11 +20,13 @@ class Confidence:
 
     def __init__(self, chain: ConfidentChain) -> None:
         self.chain, self.threshold, self.rate = chain, chain.threshold, 0.0
+        self.levels = 0  # of the chain that is being verified
 
-    def settle(self, accepted: int, expected: float, nodes: int, levels: int, draws: int) -> None:
-        """A cycle has ended, whose chain had so many levels."""
-        if levels:
-            self.threshold, self.rate = self.chain.update(self.threshold, self.rate, accepted, levels)
+    def settle(self, path: Sequence[int]) -> None:
+        """A cycle has ended. path: the accepted nodes, without the root."""
+        if self.levels:
+            self.threshold, self.rate = self.chain.update(self.threshold, self.rate, len(path), self.levels)
+        self.levels = 0
 
 
 def grow_confident(

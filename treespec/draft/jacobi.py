@@ -4,7 +4,7 @@ The guesses are the draft, a chain; the target's likeliest token behind each is 
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ class JacobiOptions:
 @final
 class Jacobi:
     """Where nothing is guessed yet stand tokens of the text, at random."""
+
+    widest: ClassVar[int] = 0
 
     def __init__(self, options: JacobiOptions) -> None:
         self.options = options

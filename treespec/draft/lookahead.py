@@ -62,6 +62,11 @@ class Lookahead:
         self.window: list[list[int]] = []
         self.pool: dict[int, dict[tuple[int, ...], None]] = {}
 
+    @property
+    def widest(self) -> int:
+        by = self.options
+        return 1 + by.window * (by.ngram - 1) + by.guesses * (by.ngram - 1)
+
     def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
         root = int(text[-1])
         if not self.window:

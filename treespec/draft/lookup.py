@@ -4,7 +4,7 @@ transformers has it as `prompt_lookup_num_tokens`, for one text at a time and on
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ class Lookup:
     tokens: int = 10
     ngram: int = 3
     matches: int = 1
+    widest: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         bounded(self, tokens=1, ngram=1, matches=1)

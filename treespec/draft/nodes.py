@@ -32,7 +32,7 @@ class Nodes:
         return Frontier(self._given(self.tokens[-1][places]), self._given(rows))
 
     def tree(self, kept: np.ndarray | None = None, drafts: Drafts | None = None) -> TokenTree:
-        """kept: [N] ascending numbers of the nodes to keep, the root's 0 first, closed under parents; None is all."""
+        """kept: [N] numbers of the nodes to keep, parents before children, the root's 0 first; None is all."""
         tokens, parents, depths = (np.concatenate(x) for x in (self.tokens, self.parents, self.depths))
         if kept is not None:
             number = np.zeros(self.count, dtype=np.int64)

@@ -1,45 +1,117 @@
-"""How fast a text advances, by the measured times and what was accepted of it so far: what an auto tree is chosen by.
+"""What drafting brings to one text and costs: measured times, promised acceptance, and what was accepted so far.
 
-Modelled seconds, not a clock, so that the same seed gives the same text.
+Modelled seconds, not a clock: the choice of each cycle depends on the text's own past alone, so it stays lossless, and
+the same seed gives the same text.
+
+A drafter promises of each node Pr(it is accepted | its parent is). `trust` is how many of these promises were kept at
+the nodes that were reached, of first children and of the others apart:
+
+    root - a .6 - c .5       accepted: a, and the target's own token after it
+         \ b .2              promised to first children .6 + .5, kept 1; to others .2, kept 0
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
+
+import numpy as np
 
 from treespec.draft.times import Times
 
-CYCLES = 6  # that the first guess counts for
-TYPICAL = (2.5, 16, 4)  # the guess: tokens a cycle, nodes, levels
+FORGET = 0.97  # weight of the cycles before, a cycle: texts change their manner
+FITTED, GUESSED = 4.0, 2.0  # acceptances that rates fitted on text, and rates guessed, count for
+GUESS = (0.7, 0.1, 0.05)  # rates of a drafter that nothing is known of
+CYCLES = 4  # cycles that the first estimate of the speed counts for
+LEAST, MOST = 0.02, 1.5  # bounds of trust
+CERTAIN = 0.98  # the most that is believed of a child
+GAP = 32  # cycles without drafts before one is tried again; twice as many after each that brings nothing
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Of one cycle. seconds: modelled. parents: [N] of each node. chances: [N] Pr(it is accepted | its parent is)."""
+
+    seconds: float
+    parents: np.ndarray
+    chances: np.ndarray
 
 
 @final
 class Pace:
-    """Of one text."""
+    """Of one text. rates: how often the first, second, … child of a node is accepted; None where nobody knows."""
 
-    def __init__(self, times: Times) -> None:
-        tokens, nodes, levels = TYPICAL
-        self.times = times
-        self.forward = times.forward(times.nodes[-1])
-        self.tokens, self.seconds = CYCLES * tokens, CYCLES * self.cost(nodes, levels)
-        self.expected = self.accepted = CYCLES * (tokens - 1)
-
-    def cost(self, nodes: int, levels: int, draws: int = 0) -> float:
-        """Seconds of a cycle."""
-        return float(self.forward[min(nodes, len(self.forward)) - 1]) + self.times.drafting(levels, draws)
+    def __init__(self, times: Times, rates: tuple[float, ...] | None = None) -> None:
+        self.times, self.rates = times, rates or GUESS
+        self.forward = times.forward(times.nodes[-1])  # [M] seconds over 1, 2, … nodes
+        self.promised = np.full(2, FITTED if rates else GUESSED)  # to first children, to others
+        self.kept = self.promised.copy()
+        self.tokens = self.seconds = 0.0  # of cycles with drafts
+        self.idle, self.gap, self.trying = 0, GAP, False
+        self.promise: Promise | None = None  # of the cycle that runs; None: without drafts
 
     @property
-    def rate(self) -> float:
-        """Tokens a second."""
+    def plain(self) -> float:
+        """Tokens a second without drafts."""
+        return 1 / (float(self.forward[0]) + self.times.rest[0])
+
+    @property
+    def trust(self) -> np.ndarray:
+        """[2] acceptances for one that was promised, of first children and of others."""
+        return (self.kept / self.promised).clip(LEAST, MOST)
+
+    def trusted(self, chances: np.ndarray) -> np.ndarray:
+        """[F, K] as promised to the children of F nodes, the likeliest first -> as far as it can be believed."""
+        believed = chances * self.trust[1]
+        believed[:, 0] = chances[:, 0] * self.trust[0]
+        return believed / (believed.sum(1, keepdims=True) / CERTAIN).clip(1)
+
+    def start(self, speed: float) -> None:
+        """Begin with an estimate of the drafting speed, in tokens a second, that counts for some cycles."""
+        if not self.seconds:
+            self.tokens, self.seconds = CYCLES * speed / self.plain, CYCLES / self.plain
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of the cycles with drafts."""
         return self.tokens / self.seconds
 
     @property
-    def trust(self) -> float:
-        """Accepted nodes for one that was expected."""
-        return self.accepted / self.expected
+    def rate(self) -> float:
+        """Tokens a second that a second is worth: those of the better of drafting and not drafting."""
+        return max(self.plain, self.speed)
 
-    def settle(self, accepted: int, expected: float, nodes: int, levels: int, draws: int = 0) -> None:
-        """A cycle has ended. expected: accepted nodes by the drafter's own chances, 0 if not known."""
-        self.tokens += accepted + 1
-        self.seconds += self.cost(nodes, levels, draws)
-        if expected:
-            self.accepted += accepted
-            self.expected += expected
+    def cost(self, nodes: int, levels: int, draws: int = 0, inner: int = 0) -> float:
+        """Seconds of a cycle with drafts. inner: nodes that have children."""
+        forward = float(self.forward[min(nodes, len(self.forward)) - 1])
+        return forward + self.times.drafting(levels, draws, inner) + self.times.resting(draws)
+
+    def rests(self, speed: float) -> bool:
+        """Whether this cycle goes without drafts. speed: what drafting is expected to reach, in tokens a second."""
+        self.promise, self.trying = None, False
+        if speed > self.plain:
+            self.idle = 0
+            return False
+        if self.idle >= self.gap:
+            self.idle, self.gap, self.trying = 0, 2 * self.gap, True
+            return False
+        self.idle += 1
+        return True
+
+    def settle(self, path: Sequence[int]) -> None:
+        """A cycle has ended. path: the accepted nodes, without the root."""
+        if not self.promise:
+            return
+        parents, chances = self.promise.parents, self.promise.chances
+        self.promised, self.kept = FORGET * self.promised, FORGET * self.kept
+        reached = [0, *path]
+        for place, node in enumerate(reached):
+            (children,) = np.nonzero(parents == node)
+            if not len(children):
+                continue
+            self.promised += chances[children[0]], chances[children[1:]].sum()
+            if place < len(path):
+                self.kept[int(path[place] != children[0])] += 1
+        self.tokens = FORGET * self.tokens + len(reached)
+        self.seconds = FORGET * self.seconds + self.promise.seconds
+        if path:
+            self.gap = GAP

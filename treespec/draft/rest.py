@@ -1,7 +1,7 @@
 """REST (He et al. 2024, 2311.08252): what followed the text's last tokens in a datastore, merged into a tree."""
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ class Rest:
 
     store: Datastore
     options: RestOptions
+    widest: ClassVar[int] = 0
 
     def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
         by = self.options

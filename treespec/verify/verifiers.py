@@ -2,13 +2,14 @@
 
 from treespec.errors import InputError
 from treespec.verify import SCHEMES, scheme_by_name
+from treespec.verify.auto import Auto
 from treespec.verify.block import Block
 from treespec.verify.layer import Layer
 from treespec.verify.partial import LayerScheme
 from treespec.verify.traversal import Traversal
 from treespec.verify.walk import Verifier, Walk
 
-BEYOND_THE_NODE: dict[str, Verifier] = {verifier.name: verifier for verifier in (Block(), Traversal())}
+BEYOND_THE_NODE: dict[str, Verifier] = {verifier.name: verifier for verifier in (Auto(), Block(), Traversal())}
 LAYERS = ("layer:greedy", "layer:single")
 NAMES = (*SCHEMES, *BEYOND_THE_NODE, *LAYERS)
 

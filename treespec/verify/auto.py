@@ -1,0 +1,42 @@
+"""The verifier of the default: whatever tree a cycle has, the best verification of that tree.
+
+A tree is chosen anew each cycle from the text's past alone (`treespec.draft.grow_auto`), and each verifier is lossless
+for its tree, so the text keeps the target's law:
+
+    no tree, or the likeliest tokens     sample p, see whether it is a child
+    a chain of draws                     block verification
+    a tree of draws without replacement  traversal verification
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from treespec.sampling import TargetLaws
+from treespec.trees.tree import TokenTree
+from treespec.verify.block import Block
+from treespec.verify.rrs_wo import RRSWithoutReplacement
+from treespec.verify.scheme import Scheme
+from treespec.verify.topk import TopK
+from treespec.verify.traversal import Traversal
+from treespec.verify.walk import Verdict, Walk
+
+
+@final
+@dataclass(frozen=True)
+class Auto:
+    """Children that are drawn are drawn as for `rrs-wo`."""
+
+    name: ClassVar[str] = "auto"
+    scheme: ClassVar[Scheme] = RRSWithoutReplacement()
+
+    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+        """p: [N, V] probabilities."""
+        if tree.drafts is None:
+            return Walk(TopK())(tree, p, generator)
+        draws = tree.drafts.draws
+        if draws.tokens.shape[1] == 1 and draws.scores is None:
+            return Block()(tree, p, generator)
+        return Traversal()(tree, p, generator)

@@ -149,7 +149,9 @@ def locked(folder: str | Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Remove the temporaries in a folder whose processes no longer run."""
+    """Remove the temporaries in a folder whose processes no longer run. No folder has none."""
+    if not Path(folder).is_dir():
+        return
     for path in Path(folder).iterdir():
         match = TEMPORARY.fullmatch(path.name)
         if not match or runs(int(match[2])):

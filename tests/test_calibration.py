@@ -37,7 +37,17 @@ def test_a_calibration_is_read_as_it_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"{", b"\xff\xfe", b"[]", "tops", "draws", "sizes", {"tops": [1.0]}, {"draws": "x"}, {"sizes": {}}]
+    "damage",
+    [
+        *(b"", b"{", b"\xff\xfe", b"[]", "tops", "draws", "sizes", {"tops": [1.0]}, {"draws": "x"}, {"sizes": {}}),
+        *({"greedy": [math.nan] * 4}, {"sizes": {"1": [(0.1, math.inf)]}}, {"sizes": {"1": [(-0.1, 4.0)]}}),
+        *(
+            {"sizes": {"warm": [(0.1, 4.0)]}},
+            {"sizes": {"1": [0.1]}},
+            {"rates": {"0": [0.5]}},
+            {"sizes": {"1": [(1,)]}},
+        ),
+    ],
 )
 def test_a_damaged_calibration_is_refused_with_a_remedy(
     tmp_path: Path, damage: bytes | str | dict[str, object]

@@ -11,6 +11,7 @@ import torch
 
 from treespec.errors import InputError
 from treespec.files import (
+    check_writable,
     locked,
     new_folder,
     read_json,
@@ -75,6 +76,16 @@ def test_what_cannot_be_written_is_an_input_error(tmp_path):
         pass
     with pytest.raises(InputError, match="cannot write"), locked(tmp_path / "file"):
         pass
+
+
+def test_what_cannot_be_written_is_told_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("file/a.json", "file/b/a.json", "", "x" * 300 + "/a.json"):
+        with pytest.raises(InputError, match="cannot write"):
+            check_writable(tmp_path / name)
+    check_writable(tmp_path / "new" / "folder" / "a.json")
+    check_writable(tmp_path / "file")
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_second_process_is_told_which_one_writes(tmp_path):

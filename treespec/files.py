@@ -43,6 +43,20 @@ def writing(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def check_writable(path: str | Path) -> None:
+    """Raises InputError, before any work, where `writing` would fail in the end. Writes nothing itself."""
+    path = Path(path).absolute()
+    try:
+        if path.is_dir():
+            raise InputError(f"cannot write {path}: it is a folder, name a file")
+        folder = next(folder for folder in path.parents if folder.exists())
+        reason = "permission denied" if folder.is_dir() else f"{folder} is a file, not a folder"
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write {path}: {reason}")
+
+
 @contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
     """Yields a temporary folder to fill; it becomes `path` when the block ends. Raises InputError as `writing` does."""

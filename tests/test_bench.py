@@ -288,4 +288,4 @@ def test_bad_input_is_one_line_and_exit_code_2(home, tmp_path, monkeypatch, caps
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("treespec: ")]
     assert len(lines) == 1
     assert complaint in lines[0]
-    assert not list(tmp_path.glob("out/*"))
+    assert not list(tmp_path.glob("out/[!.]*"))

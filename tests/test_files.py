@@ -84,6 +84,7 @@ def test_what_cannot_be_written_is_told_before_the_work(tmp_path):
         with pytest.raises(InputError, match="cannot write"):
             check_writable(tmp_path / name)
     check_writable(tmp_path / "new" / "folder" / "a.json")
+    (tmp_path / f".file.{ended()}.tmp").write_text("half")
     check_writable(tmp_path / "file")
     assert os.listdir(tmp_path) == ["file"]
 
@@ -103,9 +104,14 @@ def test_a_second_process_is_told_which_one_writes(tmp_path):
     assert "held" in other()
 
 
+def ended() -> int:
+    """The number of a process that runs no more."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        return process.pid
+
+
 def test_temporaries_of_processes_that_ended_are_removed(tmp_path):
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    dead = ended.stdout.strip()
+    dead = ended()
     (tmp_path / f".a.json.{dead}.tmp").write_text("half")
     (tmp_path / f".store.{dead}.tmp").mkdir()
     (tmp_path / f".store.{dead}.tmp" / "x").write_text("half")

@@ -44,7 +44,10 @@ def writing(path: str | Path) -> Iterator[Path]:
 
 
 def check_writable(path: str | Path) -> None:
-    """Raises InputError, before any work, where `writing` would fail in the end. Writes nothing itself."""
+    """Raises InputError, before any work, where `writing` would fail in the end.
+
+    Writes nothing itself, and removes the temporaries of killed processes from the file's folder.
+    """
     path = Path(path).absolute()
     try:
         if path.is_dir():
@@ -55,6 +58,7 @@ def check_writable(path: str | Path) -> None:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"cannot write {path}: {reason}")
+    remove_leftovers(path.parent)
 
 
 @contextmanager
@@ -173,7 +177,8 @@ def remove_leftovers(folder: str | Path) -> None:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # another user's
+                path.unlink(missing_ok=True)
 
 
 def runs(process: int) -> bool:

@@ -22,7 +22,7 @@ from treespec.draft.grow_static import grow_static
 from treespec.draft.growth import grow_together
 from treespec.draft.proposer import Proposer
 from treespec.errors import InputError
-from treespec.files import read_json, write_json
+from treespec.files import read_json, remove_leftovers, write_json
 from treespec.sampling import SamplingParams
 from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
@@ -72,6 +72,7 @@ def times_for(target: Target, proposer: Proposer, folder: Path | None = None) ->
         return kept
     times = measure(target, proposer)
     with suppress(InputError):  # a cache that cannot be written is measured again
+        remove_leftovers(folder)
         write_json(file, asdict(times))
     return times
 

@@ -121,7 +121,12 @@ def _to_json(answer: Answer) -> dict[str, Any]:
 
 
 def _from_json(line: dict[str, Any]) -> Answer:
+    """Raises one of BROKEN for what is no answer; older lines have no checksum that would tell."""
     choice = line["choices"][0]
+    for name in ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths"):
+        kind = str if name == "turns" else (int, float)
+        if not all(isinstance(value, kind) for value in choice.get(name, [])):
+            raise TypeError(f"{name} are not what they should be")
     return Answer(
         question_id=line["question_id"],
         category=line.get("category", ""),  # FastChat's own answers have no category and no counts

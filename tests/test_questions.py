@@ -160,7 +160,8 @@ def test_a_line_cut_anywhere_is_dropped_and_the_next_one_takes_its_place(tmp_pat
         assert read(path) == [answers[0], answers[2]]
 
 
-NO_ANSWERS = (b"{", b"[]", b"7", b'{"question_id": 3}', b"\xff", b"[" * 9999, b'{"choices": [[]]}', b"")
+STRANGE = b'{"question_id": 3, "model_id": "m", "answer_id": "1", "tstamp": 1, "choices": [{"turns": [1]}]}'
+NO_ANSWERS = (b"{", b"[]", b"7", b'{"question_id": 3}', b"\xff", b"[" * 9999, b'{"choices": [[]]}', b"", STRANGE)
 
 
 def test_any_other_line_that_is_no_answer_is_an_error_with_its_number(tmp_path):

@@ -1,6 +1,5 @@
 """The acceptance lab: what schemes accept of a draft, and what any scheme could accept."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -20,7 +19,8 @@ from treespec.eval.collect import Logits, collected
 from treespec.eval.config import listed
 from treespec.eval.given_laws import read_laws
 from treespec.eval.rates import OPTIMA, Column, drawn, rate
-from treespec.eval.run import Step, save
+from treespec.eval.run import Step
+from treespec.files import locked, write_json, write_text
 from treespec.sampling import SamplingParams
 from treespec.verify import SCHEMES, scheme_by_name
 from treespec.verify.scheme import Scheme
@@ -41,11 +41,18 @@ def accept(config: AcceptanceConfig, report: Callable[[Step], None] = lambda ste
         for temperature in (case.temperature, *case.draft_temperatures):
             SamplingParams(temperature, case.top_k, case.top_p)
     laws = read_laws(config) if config.given_laws else None
-    out = Path(config.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {out}: {error.strerror}; choose another folder") from error
+    with locked(config.out):
+        return rated(Path(config.out), config, planned, laws, report)
+
+
+def rated(
+    out: Path,
+    config: AcceptanceConfig,
+    planned: list[tuple[list[Case], dict[str, Scheme], int]],
+    laws: dict[str, Any] | None,
+    report: Callable[[Step], None],
+) -> dict[str, Any]:
+    """`accept` in a folder that no other process writes into."""
     if laws:
         p, q = (torch.tensor(laws[name], dtype=torch.float64).log() for name in "pq")
         logits, environment = Logits(p, q, torch.arange(len(p))), {"torch": torch.__version__}
@@ -76,8 +83,8 @@ def accept(config: AcceptanceConfig, report: Callable[[Step], None] = lambda ste
         "plots": plot(tables, out),
         "sweeps": tables,
     }
-    save(out / "acceptance.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    save(out / "acceptance.md", markdown(result))
+    write_json(out / "acceptance.json", result)
+    write_text(out / "acceptance.md", markdown(result))
     return result
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from treespec.eval.acceptance_table import in_order, label, place_of
+from treespec.files import writing
 
 Row = dict[str, Any]
 AXES = {"temperature": "temperature", "draft": "draft temperature", "draws": "number of draws"}
@@ -46,7 +47,8 @@ def plot(sweeps: list[list[Row]], out: Path) -> list[str] | None:
             parts[0].set_ylabel("acceptance rate")
             figure.legend(legend.values(), legend.keys(), loc="outside right upper", fontsize="small")
             files.append(f"acceptance-{number}-by-{axis}.png")
-            figure.savefig(out / files[-1], dpi=150)
+            with writing(out / files[-1]) as file:
+                figure.savefig(file, dpi=150, format="png")
     return files
 
 

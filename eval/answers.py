@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from treespec.errors import InputError
+from treespec.heads import checksum
+
+BROKEN = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)  # what a damaged line raises
 
 
 @dataclass(frozen=True)
@@ -35,40 +38,66 @@ class Answer:
 
 
 def append(path: str | Path, answer: Answer) -> None:
-    """Adds one line and has it on the disk before it returns: a kill loses at most the line being written.
+    """Adds one line with its checksum and has it on the disk before it returns: a kill loses at most that line.
 
-    A line that an earlier kill left half-written is cut off first.
+    What `read` leaves out of the end is cut off first. Raises InputError where the file cannot be written.
     """
-    line = json.dumps(_to_json(answer)) + "\n"
-    with Path(path).open("ab+") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    line = json.dumps(checksum.sealed(_to_json(answer))) + "\n"
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("ab+") as file:
+            file.seek(0)
+            file.truncate(whole(file.read()))
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path}: {error.strerror or error}; the answers before this one are kept: make room, and "
+            "repeat the command to go on"
+        ) from error
 
 
 def read(path: str | Path) -> list[Answer]:
-    """The answers of a file, in order; none if there is no such file. A half-written last line is left out.
+    """The answers of a file, in order; none if there is no such file. A half-written or damaged last line is left out.
 
     Raises InputError, with the line's number, for any other line that is not an answer.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")[:-1]
+        content = Path(path).read_bytes()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise InputError(f"cannot read the answers in {path}: {error.strerror}") from error
     answers = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(content[: whole(content)].split(b"\n")[:-1], 1):
         try:
-            answers.append(_from_json(json.loads(line)))
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+            answers.append(_from_line(line))
+        except BROKEN as error:
             raise InputError(
                 f"{path}:{number} is not an answer line ({type(error).__name__}: {error}); "
                 "delete the line to have its question answered again"
             ) from error
     return answers
+
+
+def whole(content: bytes) -> int:
+    """How many bytes of a file are lines, without a last one that a kill has cut or that is damaged."""
+    end = content.rfind(b"\n") + 1
+    start = content.rfind(b"\n", 0, max(end - 1, 0)) + 1
+    try:
+        _from_line(content[start:end])
+    except BROKEN:
+        return start
+    return end
+
+
+def _from_line(line: bytes) -> Answer:
+    """Raises one of BROKEN for what is no answer, or not the one that was written."""
+    fields = json.loads(line)
+    if not checksum.intact(fields):
+        raise ValueError("its checksum does not match")
+    return _from_json(fields)
 
 
 def _to_json(answer: Answer) -> dict[str, Any]:
@@ -92,7 +121,12 @@ def _to_json(answer: Answer) -> dict[str, Any]:
 
 
 def _from_json(line: dict[str, Any]) -> Answer:
+    """Raises one of BROKEN for what is no answer; older lines have no checksum that would tell."""
     choice = line["choices"][0]
+    for name in ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths"):
+        kind = str if name == "turns" else (int, float)
+        if not all(isinstance(value, kind) for value in choice.get(name, [])):
+            raise TypeError(f"{name} are not what they should be")
     return Answer(
         question_id=line["question_id"],
         category=line.get("category", ""),  # FastChat's own answers have no category and no counts

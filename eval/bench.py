@@ -1,6 +1,5 @@
 """The benchmark: forwards, cycles and peers in one run, everything taking turns, for each number of padded layers."""
 
-import json
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -17,7 +16,8 @@ from treespec.eval.bench_plot import plot
 from treespec.eval.bench_rows import ONE_TOKEN, Row, drafts, label, own_rows, temperatures
 from treespec.eval.bench_table import markdown
 from treespec.eval.questions import Question, load_questions
-from treespec.eval.run import Step, describe, in_order, save, seed_of
+from treespec.eval.run import Step, describe, in_order, seed_of
+from treespec.files import locked, write_json, write_text
 from treespec.padding import pad
 from treespec.spec import Spec, load
 from treespec.stats import Stats
@@ -34,16 +34,21 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
     label, temperature, peer, failed, same_as_one_token, speed, cycle, answers}; speed: `of_speed`; cycle: `of_cycles`,
     None for peers; failed: why a peer raised, who then has no figures. Also writes OUT/bench.md and plots.
     """
+    cases(config, drafts(config), temperatures(config))  # these raise before anything is loaded
+    whole_numbers("pad-layers", config.pad_layers, 0)
+    contexts(config, 1 << 40)
+    questions, left_out = load_questions(config.questions)
+    with locked(config.out):
+        return measured_in(Path(config.out), config, questions, left_out, report)
+
+
+def measured_in(
+    out: Path, config: BenchConfig, questions: list[Question], left_out: list[str], report: Callable[[Step], None]
+) -> dict[str, Any]:
+    """`bench` in a folder that no other process writes into."""
     found, heats = drafts(config), temperatures(config)
     paddings = whole_numbers("pad-layers", config.pad_layers, 0)
     chosen = cases(config, found, heats)
-    contexts(config, 1 << 40)
-    questions, left_out = load_questions(config.questions)
-    out = Path(config.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {out}: {error.strerror}; choose another folder") from error
     report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
     loaded = load_assistant(config.assistant, config.dtype) if config.assistant else None
     spec = load(
@@ -97,8 +102,8 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
         }
         result["paddings"].append(measured)
         result["plots"] = plot(result, out)
-        save(out / "bench.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        save(out / "bench.md", markdown(result))
+        write_json(out / "bench.json", result)
+        write_text(out / "bench.md", markdown(result))
     return result
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from treespec.eval.bench_rows import ONE_TOKEN, label
+from treespec.files import writing
 
 
 def plot(result: dict[str, Any], out: Path) -> list[str] | None:
@@ -21,7 +22,8 @@ def plot(result: dict[str, Any], out: Path) -> list[str] | None:
     for name, draw in drawn.items():
         figure = Figure(figsize=(8, 4), layout="constrained")
         draw(figure, result["paddings"])
-        figure.savefig(out / name, dpi=150)
+        with writing(out / name) as file:
+            figure.savefig(file, dpi=150, format="png")
     return list(drawn)
 
 

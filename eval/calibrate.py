@@ -13,6 +13,7 @@ from treespec.eval.calibrate_config import CalibrateConfig
 from treespec.eval.collect import content_of, texts_of
 from treespec.eval.questions import load_questions
 from treespec.eval.run import Step
+from treespec.files import check_writable
 from treespec.spec import Spec, load
 
 
@@ -22,6 +23,7 @@ def calibrate_head(
     """Returns the file written, and the coverage of a draft vocabulary if one was made. Raises InputError."""
     if not Path(config.head).is_dir():
         raise InputError(f"--head {config.head} is no directory: its calibration is written there")
+    check_writable(Path(config.head) / FILE)
     if config.text:
         content_of(config.text)
     questions = [] if config.text else load_questions(config.questions)[0][: config.limit]

@@ -2,15 +2,12 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from treespec.conversations import encode_conversations, read_conversations
@@ -19,6 +16,8 @@ from treespec.errors import InputError
 from treespec.eval.acceptance_config import AcceptanceConfig
 from treespec.eval.questions import Question, load_questions
 from treespec.eval.run import Step, describe, seed_of
+from treespec.files import read_tensors, write_tensors
+from treespec.identity import identity_of
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec, load
 
@@ -60,7 +59,7 @@ def collected(config: AcceptanceConfig, report: Callable[[Step], None]) -> tuple
         questions = load_questions(config.questions)[0][: config.limit]
     identity["content"] = _digest(config, questions)
     if file.exists():
-        return _read(file, identity)
+        return _read(file, config, identity)
 
     report(Step(0, 1, f"loading {config.target} and {config.head}"))
     spec = load(
@@ -69,7 +68,8 @@ def collected(config: AcceptanceConfig, report: Callable[[Step], None]) -> tuple
     texts = texts_of(config, spec, questions, report)
     logits = logits_of(spec, texts, config.step, config.positions, report)
     environment = describe(spec.target)
-    _write(file, logits, {"identity": json.dumps(identity), "environment": json.dumps(environment)})
+    about = {"identity": json.dumps(identity), "environment": json.dumps(environment)}
+    write_tensors(file, asdict(logits), about | {"models": models_of(config, "")})
     return logits, environment
 
 
@@ -175,28 +175,27 @@ def content_of(text: str) -> bytes:
     return content
 
 
-def _read(file: Path, identity: dict[str, Any]) -> tuple[Logits, dict[str, Any]]:
+def _read(file: Path, config: AcceptanceConfig, identity: dict[str, Any]) -> tuple[Logits, dict[str, Any]]:
+    """Raises InputError for logits of other options, or of models that are others now; they may also be gone."""
+    tensors, about = read_tensors(file, "delete it to collect the logits again, or choose another --out")
     try:
-        with safe_open(file, framework="pt") as stored:
-            about = stored.metadata()
-            theirs, environment = json.loads(about["identity"]), json.loads(about["environment"])
-            logits = Logits(*(stored.get_tensor(name) for name in ("p", "q", "group")))
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        theirs, environment = json.loads(about["identity"]), json.loads(about["environment"])
+        logits = Logits(*(tensors[name] for name in ("p", "q", "group")))
+        changes = [
+            f"{name} was {theirs.get(name)}, now {ours}" for name, ours in identity.items() if theirs.get(name) != ours
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{file} does not hold logits of an acceptance run: choose another --out") from error
-    changes = [
-        f"{name} was {theirs.get(name)}, now {ours}" for name, ours in identity.items() if theirs.get(name) != ours
-    ]
     if changes:
         raise InputError(f"{file} was made otherwise ({'; '.join(changes)}): choose another --out, or delete it")
+    if "models" in about and about["models"] != models_of(config, about["models"]):
+        raise InputError(f"target or head have changed since {file} was made: choose another --out, or delete it")
     return logits, environment
 
 
-def _write(file: Path, logits: Logits, about: dict[str, str]) -> None:
-    temporary = file.with_name(f".{file.name}.writing")
+def models_of(config: AcceptanceConfig, otherwise: str) -> str:
+    """The identities of target and head; `otherwise` where they are gone."""
     try:
-        save_file(asdict(logits), temporary, about)
-        os.replace(temporary, file)
-    except OSError as error:
-        raise InputError(f"cannot store logits in {file.parent}: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        return " ".join(identity_of(name) for name in (config.target, config.head) if name)
+    except InputError:
+        return otherwise

@@ -1,21 +1,15 @@
 """What an evaluation is told, and the configurations that follow from it."""
 
-import hashlib
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from treespec.errors import InputError
 from treespec.options import DRAFTER, at_least, one_source, option
 
 if TYPE_CHECKING:
     from treespec.eval.pairs import Pair
-    from treespec.eval.questions import Question
-
-SUMMARY_ONLY = ("out", "resamples", "allow_lossy")  # options that change no answer
 
 
 @dataclass(frozen=True)
@@ -112,38 +106,6 @@ def configurations(config: EvalConfig) -> list[Configuration]:
             f"two configurations would both be called {twice[0]}: rename a tree file or a drafter's folder"
         )
     return chosen
-
-
-def record_of(config: EvalConfig, questions: Sequence["Question"], left_out: list[str]) -> dict[str, Any]:
-    """What OUT/config.json says of an evaluation, but for the environment that it ran in."""
-    asked = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()
-    return {"config": asdict(config), "questions": asked, "left_out": left_out}
-
-
-def read_record(file: Path, record: dict[str, Any]) -> dict[str, Any] | None:
-    """What OUT/config.json holds, if there is one. Raises InputError if it is of another evaluation."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        before: dict[str, Any] = json.loads(file.read_text())
-        theirs, ours = asdict(EvalConfig(**before["config"])), record["config"]  # newer options have their defaults
-        same_questions = before["questions"] == record["questions"]
-        before["environment"].items()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise InputError(f"--out {file.parent}: {error.strerror}; choose another folder") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} is not an evaluation's: choose another --out") from error
-    names = [name for name in ours if name not in SUMMARY_ONLY and theirs.get(name) != ours[name]]
-    changes = [f"{name} was {theirs.get(name)}, now {ours[name]}" for name in names]
-    if not changes and not same_questions:
-        changes = ["the questions themselves have changed"]
-    if changes:
-        raise InputError(
-            f"{file.parent} holds another evaluation ({'; '.join(changes)}): choose another --out, "
-            "or repeat its options to go on with it"
-        )
-    return before
 
 
 def listed(name: str, values: str) -> list[str]:

@@ -18,19 +18,13 @@ from treespec import templates
 from treespec.errors import InputError
 from treespec.eval import answers
 from treespec.eval.answers import Answer
-from treespec.eval.config import (
-    Configuration,
-    EvalConfig,
-    configurations,
-    drafters_of,
-    pairs_of,
-    read_record,
-    record_of,
-)
+from treespec.eval.config import Configuration, EvalConfig, configurations, drafters_of, pairs_of
 from treespec.eval.pairs import paired
 from treespec.eval.questions import Question, load_questions
+from treespec.eval.record import models_of, moved, read_record, record_of, same_models
 from treespec.eval.summary import summarise
 from treespec.eval.table import markdown
+from treespec.files import locked, write_json, write_text
 from treespec.sampling import SamplingParams
 from treespec.spec import Output, Spec, calibration_of, load_sources
 from treespec.stats import Stats
@@ -60,17 +54,29 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
 
     Writes OUT/config.json, OUT/answers/<model_id>.jsonl, OUT/summary.json and OUT/summary.md. Pairs of tree
     and verifier are checked before anything is loaded. Raises InputError for them and other bad input, and
-    where OUT holds another evaluation.
+    where OUT holds another evaluation, or another process writes into it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("eval measures time in one process: launch it with --num_processes 1")
-    out = Path(config.out)
     drafts = {configuration: _checked(configuration, config) for configuration in configurations(config)}
     questions, left_out = load_questions(config.questions)
     questions = [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]]
     record = record_of(config, questions, left_out + pairs_of(config)[1])
-    before = read_record(out / "config.json", record)
+    with locked(config.out):
+        return _evaluated(config, drafts, questions, record, report)
 
+
+def _evaluated(
+    config: EvalConfig,
+    drafts: dict[Configuration, Draft],
+    questions: list[Question],
+    record: dict[str, Any],
+    report: Callable[[Step], None],
+) -> dict[str, Any]:
+    """`evaluate` in a folder that no other process writes into."""
+    # 1. What is answered already, by the same models.
+    out = Path(config.out)
+    before = read_record(out / "config.json", record)
     files = {configuration: out / "answers" / f"{configuration.model_id}.jsonl" for configuration in drafts}
     done = {(c, answer.question_id) for c, file in files.items() for answer in answers.read(file)}
     groups = [questions[first : first + config.batch] for first in range(0, len(questions), config.batch)]
@@ -82,6 +88,11 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
     plan = [(group, configuration) for group, configuration in plan if group]
     total = len(questions) * len(drafts)
     there = total - sum(len(group) for group, _ in plan)
+    if plan or moved(before, config):
+        record["models"] = models_of(config)
+        same_models(before, record["models"], config, out)
+
+    # 2. The models, and which drafters can draft which trees.
     if plan:
         report(Step(there, total, f"loading {config.target} and {config.drafter or config.head}"))
         target, sources = load_sources(
@@ -122,9 +133,9 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
                 f"{out} was measured on {_line(before['environment'])}, this is {_line(environment)}; "
                 "times of both cannot be mixed: choose another --out"
             )
-        save(out / "config.json", json.dumps(record | {"environment": environment}, indent=2) + "\n")
-        (out / "answers").mkdir(exist_ok=True)
+        write_json(out / "config.json", record | {"environment": environment})
 
+        # 3. Warm up, then ask.
         short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
         for configuration in drafts if config.warm_up else ():
             report(Step(there, total, f"warm-up of {configuration.model_id}"))
@@ -136,8 +147,8 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
                 there += 1
                 report(Step(there, total, _said(answer)))
     summary = summarise(out, config.resamples)
-    save(out / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    save(out / "summary.md", markdown(summary))
+    write_json(out / "summary.json", summary)
+    write_text(out / "summary.md", markdown(summary))
     return summary
 
 
@@ -285,9 +296,3 @@ def _said(answer: Answer) -> str:
         f"question {answer.question_id}, {answer.model_id}: {tokens} tokens, "
         f"{tokens / max(cycles, 1):.2f} a cycle, {tokens / sum(answer.wall_time):.1f} tokens/s"
     )
-
-
-def save(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)

@@ -16,6 +16,7 @@ from treespec.errors import InputError
 from treespec.eval.collect import CONVERSATIONS, content_of
 from treespec.eval.run import Step
 from treespec.eval.skip_config import SkipConfig
+from treespec.files import check_writable
 from treespec.spec import Spec, load
 from treespec.target import Target
 
@@ -23,6 +24,7 @@ from treespec.target import Target
 def search_skip_set(config: SkipConfig, report: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
     """Writes OUT and returns what it holds. Raises InputError."""
     optuna()
+    check_writable(config.out)
     content_of(config.text)
     report(Step(0, config.trials, f"loading {config.target}"))
     baseline = load(config.target, template=config.template, device_map=config.device_map, dtype=config.dtype)

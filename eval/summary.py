@@ -5,7 +5,6 @@ resampled, the same ones for a configuration and its baseline. All figures are r
 questions, which a resample recomputes: its totals are its counts times the totals by question.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from treespec.errors import InputError
 from treespec.eval.answers import Answer, read
 from treespec.eval.config import Configuration, EvalConfig, configurations
+from treespec.files import read_json
 from treespec.verify.verifiers import verifier_by_name
 
 Array = NDArray[np.float64]
@@ -33,7 +33,7 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
     tree, temperature, overall, categories: {name: …}, same_as_baseline, ended}]}; `overall` and each category are
     `figures`. Only questions that every configuration has answered count. Raises InputError if there is none.
     """
-    record = json.loads((out / "config.json").read_text())
+    record = read_json(out / "config.json", "choose another --out")
     config = EvalConfig(**record["config"])
     asked = [c for c in configurations(config) if c.model_id not in record.get("unfit", ())]
     answered = {c: _answers(out / "answers" / f"{c.model_id}.jsonl") for c in asked}

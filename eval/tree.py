@@ -1,9 +1,6 @@
 """A static tree for a target and head, from accuracies along given text or the target's own answers."""
 
-import json
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,8 +14,10 @@ from treespec.eval.collect import content_of, texts_of
 from treespec.eval.questions import load_questions
 from treespec.eval.run import Step
 from treespec.eval.tree_config import TreeConfig
+from treespec.files import check_writable, write_text
 from treespec.spec import Spec, load
 from treespec.trees.measured import expected_length, measured
+from treespec.trees.path_file import text_of
 from treespec.trees.sequoia import best_shape, best_trees, sequoia
 from treespec.trees.static import StaticTree
 
@@ -32,6 +31,7 @@ def make_tree(
 
     Raises InputError for what cannot be used.
     """
+    check_writable(config.out)
     if config.text:
         content_of(config.text)
     report(Step(0, 1, f"loading {config.target} and {config.head}"))
@@ -43,7 +43,7 @@ def make_tree(
     if not bool(table[0].any()):
         raise InputError(f"the head {config.head} is never right on this text: no tree is worth its nodes")
     tree = shaped(config, spec, table)
-    save(tree, config.out)
+    write_text(config.out, text_of(tree))
     return tree, table, expected_length(tree, table)
 
 
@@ -78,14 +78,3 @@ def rows_of(config: TreeConfig, spec: Spec, report: Callable[[Step], None]) -> I
     for text in texts_of(what, spec, questions, report):
         features = spec.target.features(text.tokens[None], spec.head.taps, last=True)[0]
         yield text.tokens.to(features.device), text.counts.to(features.device), features
-
-
-def save(tree: StaticTree, out: str) -> None:
-    """As a list of paths, under a temporary name first. Raises InputError where it cannot be written."""
-    file = Path(out)
-    temporary = file.with_name(f".{file.name}-{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps([list(path) for path in tree.paths[1:]]) + "\n")
-        os.replace(temporary, file)
-    except OSError as error:
-        raise InputError(f"cannot write --out {out}: {error.strerror or error}") from error

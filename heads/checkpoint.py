@@ -1,18 +1,22 @@
 """Head directories: `config.json` with a file of tensors, by the names of `treespec.heads.tensors`.
 
-Each file is written under a temporary name and renamed, so a kill leaves the old file or the new one.
+Each file carries a checksum, which is compared when it is read. It is written under a temporary name and renamed, so a
+kill leaves the old file or the new one.
 """
 
 import json
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from treespec.heads import formats
+from treespec.heads import checksum, formats
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.hydra import HydraHead
@@ -66,18 +70,30 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = 
 
 
 def save_head(head: Any, path: str | Path) -> None:
-    """Write the directory that `load_head` reads: the tensors as they are, the config as it was given."""
+    """Write the directory that `load_head` reads: the tensors as they are, the config as it was given, both sealed.
+
+    Raises HeadError where it cannot be written.
+    """
     path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
-    temporary = path / f".writing-{os.getpid()}"
-    try:
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        os.replace(temporary, path / "model.safetensors")
-        temporary.write_text(json.dumps(head.config, indent=2) + "\n")
-        os.replace(temporary, path / "config.json")
-    finally:
-        temporary.unlink(missing_ok=True)
+    about = {"format": "pt"}
+    about[checksum.FIELD] = checksum.of_tensors(tensors, about)
+    config = json.dumps(checksum.sealed(head.config), indent=2) + "\n"
+    writes: dict[str, Callable[[Path], object]] = {
+        "model.safetensors": lambda file: save_file(tensors, file, metadata=about),
+        "config.json": lambda file: file.write_text(config, encoding="utf-8"),
+    }
+    for name, write in writes.items():
+        temporary = path / f".{name}.{os.getpid()}.tmp"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            write(temporary)
+            os.replace(temporary, path / name)
+        except (OSError, SafetensorError) as error:
+            raise HeadError(f"cannot write {path / name}: {getattr(error, 'strerror', None) or error}") from error
+        finally:
+            with suppress(OSError):  # the folder is a file: nothing was written
+                temporary.unlink(missing_ok=True)
 
 
 def head_folder(path: str | Path) -> Path:
@@ -97,15 +113,22 @@ def head_folder(path: str | Path) -> Path:
 
 
 def _config(folder: Path) -> dict[str, Any]:
+    """The fields of config.json without its checksum."""
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise HeadError(f"{folder} is not a head directory: it has no readable config.json") from error
-    except ValueError as error:
-        raise HeadError(f"{file} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise HeadError(f"{file} is not JSON: {error}; fetch or train the head again") from error
     if not isinstance(config, dict):
         raise HeadError(f"{file} holds no fields: it is the configuration of no head")
+    if not checksum.intact(config):
+        raise HeadError(
+            f"{file} is not as it was written, its checksum does not match: fetch or train the head again, or, if you "
+            f"have edited it, delete its field {checksum.FIELD!r}"
+        )
+    config.pop(checksum.FIELD, None)
     return config
 
 

@@ -1,4 +1,4 @@
-"""Is a name a directory, a mistyped one or a hub id? Answered from the disk alone, so a typing error is told at once."""
+"""Is a name a directory, a mistyped one or a hub id? The disk alone answers, at once."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,7 +9,8 @@ from huggingface_hub import try_to_load_from_cache
 def mistyped(name: str | Path, what: str = "directory") -> str | None:
     """Why a name that is no directory cannot be one, with the nearest name; None where it may be a hub id.
 
-    what: the directory is to be, such as "head directory". A name is meant as a path if it looks like one, or if a directory beside it has a similar name.
+    what: what the directory should be, such as "head directory". A name is meant as a path if it looks like one, or
+    if a directory beside it has a similar name.
     """
     path, text = Path(name).expanduser(), str(name)
     if path.is_file():

@@ -1,12 +1,13 @@
 """The tensors of a head directory, by the file names that the formats have. Nothing pickled but tensors is loaded."""
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
+
+from treespec.heads import checksum
 
 FILES = (  # the first that is there
     "model.safetensors",
@@ -36,20 +37,49 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _sharded(index: Path) -> dict[str, Tensor]:
     try:
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         wanted = {file for name, file in places.items() if name.startswith("medusa_head.")}  # not the model around it
-        files = [index.parent / file for file in sorted(wanted or set(places.values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(wanted or set(places.values()))
+        outside = [name for name in names if not inside(name)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HeadError(f"{index} is damaged: it names no files of tensors; fetch the head again") from error
-    return {name: value for file in files for name, value in _loaded(file).items()}
+    if outside:
+        raise HeadError(
+            f"{index} names {outside[0]!r}, a file outside the head's folder, which is not read; fetch the head again"
+        )
+    return {name: value for file in names for name, value in _loaded(index.parent / file).items()}
+
+
+def inside(name: str) -> bool:
+    """Whether a name in an index stays in the index's folder; links out of it are how the hub's cache stores files."""
+    paths = PurePosixPath(name), PureWindowsPath(name)
+    return not any(path.anchor or ".." in path.parts for path in paths)
 
 
 def _loaded(file: Path) -> dict[str, Tensor]:
+    if not file.is_file():
+        raise HeadError(f"{file} is missing; fetch or train the head again")
+    return _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+
+
+def _safetensors(file: Path) -> dict[str, Tensor]:
     try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
+        with safe_open(file, framework="pt") as stored:
+            names = stored.keys()
+            tensors = {name: stored.get_tensor(name) for name in names}
+            about = dict(stored.metadata() or {})
+    except Exception as error:  # safetensors raises what its header's bytes lead to
+        raise HeadError(f"{file} is damaged: {error}; fetch or train the head again") from error
+    expected = about.pop(checksum.FIELD, None)
+    if expected is not None and expected != checksum.of_tensors(tensors, about):
+        raise HeadError(f"{file} is damaged, its checksum does not match; fetch or train the head again")
+    return tensors
+
+
+def _pickled(file: Path) -> dict[str, Tensor]:
+    try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise HeadError(f"{file} is damaged: {error}; fetch or train the head again") from error
     except Exception as error:
         raise HeadError(f"{file} holds more than tensors and is not loaded: {type(error).__name__}") from error

@@ -173,7 +173,16 @@ def test_a_rerun_takes_the_logits_that_are_there(home: Path, tmp_path: Path) -> 
         accept(replace(config, step=2))
     file = tmp_path / "out" / "logits.safetensors"
     file.write_bytes(file.read_bytes()[:50])
-    with pytest.raises(InputError, match="does not hold logits"):
+    with pytest.raises(InputError, match=r"logits\.safetensors is damaged: delete it to collect"):
+        accept(config)
+
+
+def test_logits_of_a_head_that_was_trained_again_are_not_taken(home: Path, tmp_path: Path) -> None:
+    head = shutil.copytree(home / "head", tmp_path / "head")
+    config = replace(config_in(home, tmp_path / "out"), head=str(head))
+    accept(config)
+    save_head(random_head(Target.load(str(home / "target")), seed=1), head)
+    with pytest.raises(InputError, match=r"head have changed since .*logits\.safetensors was made"):
         accept(config)
 
 

@@ -182,7 +182,7 @@ def test_an_auto_tree_goes_with_every_scheme_and_needs_no_calibration():
     for name, scheme in SCHEMES.items():
         check_pair(AutoTree(), scheme)
         model = Target(TableModel(TableConfig(8, seed=1)))
-        spec = Spec(model, random_head(model, seed=2), "auto", name, True, times=times())
+        spec = Spec(model, random_head(model, seed=2), "auto", name, allow_lossy=True, times=times())
         assert len(spec.generate([1, 2], temperature=1, max_new_tokens=8, seed=0).token_ids) == 8
 
 

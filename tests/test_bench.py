@@ -17,6 +17,7 @@ from treespec.eval.bench_config import BenchConfig
 from treespec.eval.bench_figures import Timed, bound, of_cycles, of_speed
 from treespec.eval.bench_peers import generated
 from treespec.eval.bench_split import split
+from treespec.files import read_json
 from treespec.padding import pad
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec, load
@@ -211,7 +212,7 @@ def test_a_run_cut_short_leaves_whole_files_of_what_was_finished(home, tmp_path)
     with pytest.raises(KeyboardInterrupt):
         bench(BenchConfig(**options_in(home, tmp_path, pad_layers="0,1", limit=1)), cut)
     assert [part["added"] for part in json.loads((tmp_path / "bench.json").read_text())["paddings"]] == [0]
-    assert {file.suffix for file in tmp_path.iterdir()} <= {".json", ".md", ".png"}
+    assert {file.suffix for file in tmp_path.iterdir() if file.name != ".lock"} <= {".json", ".md", ".png"}
 
 
 def tables(text):
@@ -226,7 +227,7 @@ def tables(text):
 
 def test_the_files_say_what_was_measured_and_mark_padded_rows(measured):
     out, found = measured
-    assert json.loads((out / "bench.json").read_text()) == found
+    assert read_json(out / "bench.json", "") == found
     sizes = [(part["added"], part["layers"], part["logit_difference"]) for part in found["paddings"]]
     assert sizes == [(0, 3, 0.0), (2, 5, 0.0)]
     forwards, steps, cycles, limits, beside = tables((out / "bench.md").read_text()).values()
@@ -287,4 +288,4 @@ def test_bad_input_is_one_line_and_exit_code_2(home, tmp_path, monkeypatch, caps
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("treespec: ")]
     assert len(lines) == 1
     assert complaint in lines[0]
-    assert not list(tmp_path.glob("out/*"))
+    assert not list(tmp_path.glob("out/[!.]*"))

@@ -17,6 +17,7 @@ from treespec.datastore import ORDER, Datastore, build, encoded, fingerprint, op
 from treespec.draft.given import GivenDrafter
 from treespec.draft.rest import Rest, RestOptions
 from treespec.errors import InputError
+from treespec.files import locked, read_json, write_json
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec
 from treespec.suffixes import longest_suffix, places_of, suffix_array
@@ -129,8 +130,7 @@ class TestFiles:
         assert store.suffixes.tolist() == suffix_array(store.tokens, ORDER).tolist()
 
     def change(self, folder, **changes):
-        index = json.loads((folder / "index.json").read_text()) | changes
-        (folder / "index.json").write_text(json.dumps(index))
+        write_json(folder / "index.json", read_json(folder / "index.json", "") | changes)
 
     def cut(self, folder):
         (folder / "suffixes.npy").write_bytes((folder / "suffixes.npy").read_bytes()[:-8])
@@ -139,7 +139,7 @@ class TestFiles:
         ("damage", "complaint"),
         [
             (lambda self, folder: (folder / "index.json").unlink(), "no datastore at"),
-            (lambda self, folder: (folder / "index.json").write_text("{"), "index.json is not understood"),
+            (lambda self, folder: (folder / "index.json").write_text("{"), "index.json is damaged"),
             (lambda self, folder: self.change(folder, format=0), "has format 0, this treespec reads 1: build it again"),
             (lambda self, folder: self.change(folder, tokenizer="other"), "of another tokenizer than the target's"),
             (lambda self, folder: self.change(folder, tokens=3), "is damaged"),
@@ -156,6 +156,11 @@ class TestFiles:
             open_datastore(folder, tokenizer(), 400)
         assert "\n" not in str(caught.value)
 
+    def test_a_datastore_of_an_older_version_is_read_without_checksums(self, folder):
+        index = json.loads((folder / "index.json").read_text())
+        (folder / "index.json").write_text(json.dumps({k: index[k] for k in ("format", "tokenizer", "tokens", "end")}))
+        assert len(open_datastore(folder, tokenizer(), 400).tokens) == index["tokens"]
+
     def test_an_interrupted_build_leaves_nothing(self, tmp_path, monkeypatch):
         def interrupted(tokens, order):
             raise KeyboardInterrupt
@@ -165,11 +170,31 @@ class TestFiles:
             build([[1, 2, 3]], tokenizer(), tmp_path / "store")
         assert not list(tmp_path.iterdir())
 
+    def test_what_a_killed_build_has_left_is_no_datastore_and_built_over(self, folder):
+        for name in (".lock", ".suffixes.npy.99999999.tmp"):
+            (folder / name).write_text("half")
+        (folder / "index.json").unlink()
+        with pytest.raises(InputError, match="no datastore"):
+            open_datastore(folder, tokenizer(), 400)
+        build([[1, 2, 3]], tokenizer(), folder)
+        assert open_datastore(folder, tokenizer(), 400).tokens[:3].tolist() == [1, 2, 3]
+        assert {path.name for path in folder.iterdir()} == {"index.json", "tokens.npy", "suffixes.npy"}
+
+    def test_a_second_build_at_one_place_is_told_at_once(self, tmp_path):
+        with locked(tmp_path / "store"), pytest.raises(InputError, match="store is being written by process"):
+            build([[1, 2, 3]], tokenizer(), tmp_path / "store")
+
     def test_an_existing_folder_and_an_empty_text_are_refused(self, folder, tmp_path):
         with pytest.raises(InputError, match="exists: delete it"):
             build([[1, 2, 3]], tokenizer(), folder)
         with pytest.raises(InputError, match="holds no text"):
             build([[]], tokenizer(), tmp_path / "other")
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "tokens.npy").write_text("not a datastore's")
+        for name in ("mine", "mine/tokens.npy"):
+            with pytest.raises(InputError, match="exists: delete it"):
+                build([[1, 2, 3]], tokenizer(), tmp_path / name)
+        assert [path.name for path in (tmp_path / "mine").iterdir()] == ["tokens.npy"]
 
     def test_tokenizers_are_told_apart_by_their_tokens(self):
         other = tokenizer()
@@ -197,13 +222,15 @@ def test_the_command_line_builds_a_datastore_and_drafts_from_it(tmp_path, monkey
     words = spec.target.tokenizer
     answer = plain_generate(spec.target, prompt, 24)
     said = {"messages": [{"role": "user", "content": "so"}, {"role": "assistant", "content": words.decode(answer)}]}
-    (tmp_path / "said.jsonl").write_text(json.dumps(said) + "\n")
+    (tmp_path / "said.jsonl").write_text(json.dumps(said) + "\nno json\n")
     (tmp_path / "said.txt").write_text(words.decode(answer))
     for name in ("said.jsonl", "said.txt"):
         out = str(tmp_path / f"store-{name}")
         options = ["datastore", "build", "--target", model, "--data", str(tmp_path / name), "--out", out]
         assert run(monkeypatch, *options) == 0
-        assert f"Draft from them with --drafter rest:{out}" in capsys.readouterr().out.replace("\n", "")
+        printed = capsys.readouterr().out
+        assert f"Draft from them with --drafter rest:{out}" in printed.replace("\n", "")
+        assert ("said.jsonl:2: not valid JSON" in printed) == (name == "said.jsonl")
         assert run(monkeypatch, *options) == 2
         assert "exists: delete it" in capsys.readouterr().err
         drafted = load(model, drafter=f"rest:{out},nodes=16", dtype="float32").generate(prompt, max_new_tokens=24)

@@ -76,10 +76,14 @@ def rewrite(folder, **changes):
     save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
 
 
-def test_a_published_directory_is_saved_bit_for_bit(published, tmp_path):
+def test_a_published_directory_is_saved_bit_for_bit_with_checksums(published, tmp_path):
     save_head(load_head(published), tmp_path / "again")
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (published / name).read_bytes()
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config.keys() - PUBLISHED.keys() == {"checksum"}
+    assert {name: config[name] for name in PUBLISHED} == PUBLISHED
+    before, after = (load_file(folder / "model.safetensors") for folder in (published, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 @torch.no_grad()

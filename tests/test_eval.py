@@ -15,6 +15,7 @@ from treespec.cli.evaluate import evaluate as command
 from treespec.errors import InputError
 from treespec.eval.run import evaluate
 from treespec.eval.summary import summarise
+from treespec.files import read_json, write_json
 from treespec.spec import Spec
 from treespec.target import Target
 
@@ -76,7 +77,7 @@ def test_the_summary_is_what_the_answer_lines_say(finished):
         file.stem: [json.loads(line) for line in file.read_text().splitlines()]
         for file in (out / "answers").glob("*.jsonl")
     }
-    assert json.loads((out / "summary.json").read_text()) == summary
+    assert read_json(out / "summary.json", "") == summary
 
     def total(chosen, name):
         return sum(sum(line["choices"][0][name]) for line in chosen)
@@ -179,9 +180,9 @@ def test_a_killed_run_goes_on_without_answering_twice(home, finished, tmp_path):
 
 def test_a_finished_run_is_summarised_again_without_its_models(home, finished, tmp_path):
     out = shutil.copytree(finished[0], tmp_path / "out")
-    record = json.loads((out / "config.json").read_text())
+    record = read_json(out / "config.json", "")
     record["config"]["target"] = "/gone/target"
-    (out / "config.json").write_text(json.dumps(record))
+    write_json(out / "config.json", record)
     again = evaluate(config_in(home, out, target="/gone/target", resamples=20))
     assert again["config"]["resamples"] == 20
     for row, before in zip(again["configurations"], finished[1]["configurations"], strict=True):
@@ -206,8 +207,7 @@ def test_changed_questions_and_machines_are_refused(home, finished, tmp_path):
     ):
         out = tmp_path / file
         out.mkdir()
-        record = json.loads((finished[0] / "config.json").read_text())
-        (out / "config.json").write_text(json.dumps(record | {file: changed}))
+        write_json(out / "config.json", read_json(finished[0] / "config.json", "") | {file: changed})
         with pytest.raises(InputError, match=reason):
             evaluate(config_in(home, out))
         assert not (out / "summary.json").exists()

@@ -11,6 +11,7 @@ import torch
 
 from treespec.errors import InputError
 from treespec.files import (
+    check_writable,
     locked,
     new_folder,
     read_json,
@@ -77,6 +78,17 @@ def test_what_cannot_be_written_is_an_input_error(tmp_path):
         pass
 
 
+def test_what_cannot_be_written_is_told_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("file/a.json", "file/b/a.json", "", "x" * 300 + "/a.json"):
+        with pytest.raises(InputError, match="cannot write"):
+            check_writable(tmp_path / name)
+    check_writable(tmp_path / "new" / "folder" / "a.json")
+    (tmp_path / f".file.{ended()}.tmp").write_text("half")
+    check_writable(tmp_path / "file")
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def test_a_second_process_is_told_which_one_writes(tmp_path):
     second = (
         "import sys\nfrom treespec.files import locked\nfrom treespec.errors import InputError\n"
@@ -92,9 +104,14 @@ def test_a_second_process_is_told_which_one_writes(tmp_path):
     assert "held" in other()
 
 
+def ended() -> int:
+    """The number of a process that runs no more."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        return process.pid
+
+
 def test_temporaries_of_processes_that_ended_are_removed(tmp_path):
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    dead = ended.stdout.strip()
+    dead = ended()
     (tmp_path / f".a.json.{dead}.tmp").write_text("half")
     (tmp_path / f".store.{dead}.tmp").mkdir()
     (tmp_path / f".store.{dead}.tmp" / "x").write_text("half")

@@ -57,10 +57,51 @@ def published(tmp_path):
     return folder
 
 
-def test_a_published_directory_is_saved_bit_for_bit(published, tmp_path):
-    save_head(load_head(published), tmp_path / "again")
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (published / name).read_bytes()
+def test_a_published_directory_is_saved_bit_for_bit_with_checksums(published, tmp_path):
+    again = tmp_path / "again"
+    save_head(load_head(published), again)
+    *fields, checksum = json.loads((again / "config.json").read_text()).items()
+    assert fields == list(PUBLISHED.items())
+    assert checksum[0] == "checksum"
+    assert "checksum" not in load_head(again).config
+    one, other = ((folder / "model.safetensors").read_bytes() for folder in (published, again))
+    data = sum(value.nbytes for value in load_file(published / "model.safetensors").values())
+    assert one[-data:] == other[-data:]
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize("name", ["../x", "sub/../../x", "/tmp/x", "..\\x", "C:\\x", ".."])
+def test_an_index_that_names_a_file_outside_its_folder_is_refused(published, index, name):
+    (published / "model.safetensors").rename(published.parent / "x")
+    (published / index).write_text(json.dumps({"weight_map": {"fc.weight": name}}))
+    with pytest.raises(HeadError, match=r"index\.json names .* outside the head's folder"):
+        load_head(published)
+
+
+def test_an_index_may_name_links_out_of_its_folder_as_the_hubs_cache_has_them(published):
+    (published / "model.safetensors").rename(published.parent / "blob")
+    (published / "part.safetensors").symlink_to(published.parent / "blob")
+    places = {"weight_map": dict.fromkeys(HEAD_NAMES, "part.safetensors")}
+    (published / "model.safetensors.index.json").write_text(json.dumps(places))
+    assert load_head(published).state_dict().keys() == HEAD_NAMES.keys()
+
+
+def test_a_config_edited_by_hand_is_refused_until_its_checksum_is_deleted(published):
+    save_head(load_head(published), published)
+    file = published / "config.json"
+    fields = json.loads(file.read_text()) | {"max_position_embeddings": 64}
+    file.write_text(json.dumps(fields))
+    with pytest.raises(HeadError, match=r"config\.json .* if you have edited it, delete its field 'checksum'"):
+        load_head(published)
+    del fields["checksum"]
+    file.write_text(json.dumps(fields))
+    assert load_head(published).config["max_position_embeddings"] == 64
+
+
+def test_a_head_that_cannot_be_written_is_a_line(published, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HeadError, match=r"cannot write .*file"):
+        save_head(load_head(published), tmp_path / "file" / "head")
 
 
 def test_a_pickled_checkpoint_loads_as_tensors_only(published):

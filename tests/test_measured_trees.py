@@ -191,7 +191,7 @@ def test_a_tree_made_on_the_command_line_is_one_that_decodes(kind, nodes, tmp_pa
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
-    size = 1 + len(json.loads((tmp_path / "tree.json").read_text()))
+    size = 1 + len(json.loads((tmp_path / "tree.json").read_text())["paths"])
     assert f"A tree of {size} nodes" in capsys.readouterr().out.replace("\n", " ")
     assert size == nodes or not nodes
     said = ["--prompt", "the question", "--max-new-tokens", "8", "--tree", str(tmp_path / "tree.json")]

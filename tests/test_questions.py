@@ -108,7 +108,7 @@ def test_a_line_is_what_the_formats_page_says(tmp_path):
     path = tmp_path / "a.jsonl"
     append(path, some_answers()[0])
     line = json.loads(path.read_text())
-    assert list(line) == ["question_id", "category", "answer_id", "model_id", "choices", "tstamp"]
+    assert list(line) == ["question_id", "category", "answer_id", "model_id", "choices", "tstamp", "checksum"]
     assert list(line["choices"][0]) == [
         "index", "turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths"
     ]  # fmt: skip
@@ -160,13 +160,33 @@ def test_a_line_cut_anywhere_is_dropped_and_the_next_one_takes_its_place(tmp_pat
         assert read(path) == [answers[0], answers[2]]
 
 
+STRANGE = b'{"question_id": 3, "model_id": "m", "answer_id": "1", "tstamp": 1, "choices": [{"turns": [1]}]}'
+NO_ANSWERS = (b"{", b"[]", b"7", b'{"question_id": 3}', b"\xff", b"[" * 9999, b'{"choices": [[]]}', b"", STRANGE)
+
+
 def test_any_other_line_that_is_no_answer_is_an_error_with_its_number(tmp_path):
     path = tmp_path / "a.jsonl"
     append(path, some_answers()[0])
-    for bad in (b"{\n", b"[]\n", b'{"question_id": 3}\n', b"\xff\n"):
-        path.write_bytes(path.read_bytes().split(b"\n")[0] + b"\n" + bad)
+    append(path, some_answers()[1])
+    first, second, _ = path.read_bytes().split(b"\n")
+    changed = second.replace(b'"question_id": ', b'"question_id": 1')
+    assert changed != second
+    for bad in (*NO_ANSWERS, changed):
+        path.write_bytes(b"\n".join([first, bad, second, b""]))
         with pytest.raises(InputError, match=r"a\.jsonl:2 is not an answer line"):
             read(path)
+
+
+def test_a_damaged_last_line_is_dropped_and_the_next_one_takes_its_place(tmp_path):
+    path, answers = tmp_path / "a.jsonl", some_answers()
+    for answer in answers[:2]:
+        append(path, answer)
+    first, second, _ = path.read_bytes().split(b"\n")
+    for bad in (*NO_ANSWERS, second.replace(b'"question_id": ', b'"question_id": 1')):
+        path.write_bytes(b"\n".join([first, bad, b""]))
+        assert read(path) == answers[:1]
+        append(path, answers[2])
+        assert read(path) == [answers[0], answers[2]]
 
 
 def test_a_kill_loses_no_answer_whose_append_returned(tmp_path):

@@ -97,8 +97,8 @@ class TestSkipSet:
     @pytest.mark.parametrize(
         ("content", "complaint"),
         [
-            (None, "cannot read skip set"),
-            ("{", "is no skip set"),
+            (None, "cannot read"),
+            ("{", "is damaged, it is not JSON"),
             ('{"layers": Infinity, "attention": [], "mlp": []}', "is no skip set"),
             ('{"layers": 3, "mlp": []}', "is no skip set"),
             ('{"layers": 3, "attention": [1.5], "mlp": []}', "is no skip set"),

@@ -9,6 +9,7 @@ import torch
 from treespec.draft.grow_dynamic import expand
 from treespec.trees.dynamic import DynamicTree, best_first, connect
 from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask, positions, window_mask
+from treespec.trees.path_file import text_of
 from treespec.trees.policy import policy
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, layout
 
@@ -92,6 +93,8 @@ def test_a_tree_file_means_its_paths(tmp_path):
     file = tmp_path / "tree.json"
     file.write_text(json.dumps([[1], [0], [0, 0]]))
     assert policy(str(file)) == StaticTree(((0,), (1,), (0, 0)))
+    file.write_text(text_of(StaticTree(((0,), (1,), (0, 0)))))
+    assert policy(str(file)) == StaticTree(((0,), (1,), (0, 0)))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,19 @@ def test_a_tree_file_means_its_paths(tmp_path):
         ("[[0, 1]]", "no parent"),
         ("{", "not JSON"),
         ("[]", "no node"),
-        ('[["a"]]', "list of paths"),
+        ('[["a"]]', r'entry 1, \["a"\], must hold whole numbers from 0'),
+        ("[[true]]", r"entry 1, \[true\], must hold whole numbers"),
+        ("[[0], [-1]]", r"entry 2, \[-1\], must hold whole numbers"),
+        ("[[0], [0.0]]", r"entry 2, \[0.0\], must hold"),
+        ("[[0], [1], [0]]", r"entry 3, \[0\], stands there twice"),
+        ("[[0], []]", r"entry 2, \[\], is no path"),
+        ("[[0], 7]", "entry 2, 7, is no path"),
+        ("3", "list of paths"),
+        ('{"a": 1}', "list of paths"),
+        (json.dumps([[i] for i in range(4096)]), "over 4096 nodes"),
+        (json.dumps([[4096]]), "from 0 to 4095"),
+        ("[" * 10000, "not JSON"),
+        (json.dumps({"paths": [[0]], "checksum": "0"}), "checksum does not match.* if you have edited it"),
         (None, "read"),
     ],
 )

@@ -164,9 +164,9 @@ def test_a_vocabulary_is_read_as_it_was_saved(tmp_path):
         ('{"tokens": [3, 3]}', "twice"),
         ('{"tokens": [3, 4.0]}', "not understood"),
         ('{"tokens": 3}', "not understood"),
-        ("[3, 4]", "not understood"),
-        ("{", "not understood"),
-        (b"\xff\xfe", "not understood"),
+        ("[3, 4]", "is damaged"),
+        ("{", "is damaged"),
+        (b"\xff\xfe", "is damaged"),
     ],
 )
 def test_a_file_that_is_no_vocabulary_is_refused_in_one_line(tmp_path, content, complaint):

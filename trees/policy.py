@@ -7,8 +7,9 @@ from typing import Any
 from treespec.trees.auto import AutoTree
 from treespec.trees.confident import ConfidentChain
 from treespec.trees.dynamic import DynamicTree
+from treespec.trees.path_file import from_file
 from treespec.trees.sampled import SampledTree
-from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, from_file, medusa
+from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, medusa
 
 Policy = StaticTree | DynamicTree | SampledTree | AutoTree | ConfidentChain
 

@@ -1,12 +1,9 @@
 """Trees whose shape is fixed before anything is drawn: chains, balanced trees, EAGLE-1's tree, path lists."""
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,22 +162,3 @@ def medusa() -> StaticTree:
 def by_children(children: dict[str, int]) -> StaticTree:
     """{path as digits: number of its children} as a tree."""
     return StaticTree(tuple((*map(int, parent), i) for parent, count in children.items() for i in range(count)))
-
-
-def from_file(path: str | Path) -> StaticTree:
-    """A JSON list of paths, [[0], [1], [0, 0]]. Raises TreeError naming the file."""
-    try:
-        paths: Any = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise TreeError(f"cannot read tree file {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise TreeError(f"tree file {path} is not JSON: {error}") from error
-    good = isinstance(paths, list) and all(
-        isinstance(p, Sequence) and p and all(isinstance(i, int) and 0 <= i < 4096 for i in p) for p in paths
-    )
-    if not good:
-        raise TreeError(f"tree file {path} must hold a list of paths such as [[0], [1], [0, 0]]")
-    try:
-        return StaticTree(tuple(tuple(p) for p in paths))
-    except TreeError as error:
-        raise TreeError(f"tree file {path}: {error}") from error

@@ -1,14 +1,13 @@
 """Datastores for retrieval (REST, He et al. 2024, 2311.08252): much text as tokens, with a suffix array, on disk.
 
 A directory of index.json, tokens.npy [T] and suffixes.npy [T]. The texts stand one behind another, each with `end`
-behind it, a number that is no token. Both arrays are mapped into memory, so that only what a search touches is read.
+behind it, a number that is no token. Both arrays are mapped into memory: the system keeps what searches touch.
 """
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 
 from treespec.conversations import encode_conversations, read_conversations
 from treespec.errors import InputError
+from treespec.files import LOCK, TEMPORARY, locked, read_json, write_json, writing
 from treespec.suffixes import longest_suffix, suffix_array
 
 FORMAT = 1
@@ -62,12 +62,38 @@ def fingerprint(tokenizer: Any) -> str:
 def build(texts: Iterable[list[int]], tokenizer: Any, folder: str | Path) -> int:
     """Write a datastore and return its number of tokens. The suffix array takes some 50 bytes of memory a token.
 
-    All is written in a directory beside it, which is renamed in the end, so that a kill leaves nothing half.
-    Raises InputError where the folder exists or cannot be written, and for no token or more than MOST.
+    index.json is written last, so that what a kill leaves is no datastore yet, and the next build goes over it.
+    Raises InputError where the folder exists, is being built by another process or cannot be written, and for no token
+    or more than MOST.
     """
     folder = Path(folder)
-    if folder.exists():
+    refuse_what_is_there(folder)
+    with locked(folder):
+        try:
+            refuse_what_is_there(folder)  # another build may have ended just now
+            tokens, end = joined(texts, tokenizer)
+            arrays = {"tokens": tokens, "suffixes": suffix_array(tokens, ORDER)}
+            for name, array in arrays.items():
+                with writing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
+                    np.save(file, array)
+            index = {"format": FORMAT, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens), "end": end}
+            write_json(folder / "index.json", index | {"arrays": {name: digest(arrays[name]) for name in arrays}})
+        finally:
+            tidy(folder)
+    return len(tokens)
+
+
+def refuse_what_is_there(folder: Path) -> None:
+    """Raises InputError unless the folder is missing, empty, or what a killed build has left."""
+    unfinished = {LOCK, "tokens.npy", "suffixes.npy"}
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    names = {name for name in names if not TEMPORARY.fullmatch(name)}
+    if (folder.exists() and not folder.is_dir()) or names - unfinished or (names and LOCK not in names):
         raise InputError(f"--out {folder} exists: delete it, or choose another")
+
+
+def joined(texts: Iterable[list[int]], tokenizer: Any) -> tuple[np.ndarray, int]:
+    """(all texts, each with `end` behind it [T], that `end`). Raises InputError for no token or more than MOST."""
     end = max(tokenizer.get_vocab().values()) + 1
     kind = np.uint16 if end < 1 << 16 else np.uint32
     parts = [np.array([*text, end], dtype=kind) for text in texts if text]
@@ -75,60 +101,80 @@ def build(texts: Iterable[list[int]], tokenizer: Any, folder: str | Path) -> int
         raise InputError("--data holds no text")
     if (size := sum(map(len, parts))) > MOST:
         raise InputError(f"--data holds {size} tokens, a datastore at most {MOST}: give less")
-    tokens = np.concatenate(parts)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    index = {"format": FORMAT, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens), "end": end}
-    try:
-        temporary.mkdir(parents=True)
-        np.save(temporary / "tokens.npy", tokens)
-        np.save(temporary / "suffixes.npy", suffix_array(tokens, ORDER))
-        (temporary / "index.json").write_text(json.dumps(index, indent=2) + "\n")
-        os.rename(temporary, folder)
-    except OSError as error:
-        raise InputError(f"--out {folder} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return len(tokens)
+    return np.concatenate(parts), end
+
+
+def tidy(folder: Path) -> None:
+    """Remove the lock's file, and an unfinished datastore with its folder."""
+    whole = (folder / "index.json").exists()
+    with suppress(OSError):
+        for name in (LOCK,) if whole else (LOCK, "tokens.npy", "suffixes.npy"):
+            (folder / name).unlink(missing_ok=True)
+        if not whole:
+            folder.rmdir()
+
+
+def digest(array: np.ndarray) -> str:
+    """SHA-256 of an array's type, shape and numbers."""
+    content = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
+    content.update(array.data)
+    return content.hexdigest()
 
 
 def open_datastore(folder: str | Path, tokenizer: Any, vocab_size: int) -> Datastore:
     """vocab_size: V of the target, which may lack tokens of its tokenizer.
 
-    Raises InputError for what is no datastore, or one of another format or tokenizer.
+    Both arrays are read once, about a second a GB, to compare their checksums.
+    Raises InputError for what is no datastore, is damaged, or is of another format or tokenizer.
     """
     folder = Path(folder)
-    try:
-        index = json.loads((folder / "index.json").read_text())
-        form, vocabulary = index["format"], index["tokenizer"]
-    except OSError as error:
+    if not (folder / "index.json").is_file():
         raise InputError(
             f"no datastore at {folder}: it has no readable index.json; make one with treespec datastore build"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder / 'index.json'} is not understood: {AGAIN}") from error
+        )
+    index = read_json(folder / "index.json", AGAIN)
+    form, vocabulary = index.get("format"), index.get("tokenizer")
     if form != FORMAT:
         raise InputError(f"datastore {folder} has format {form}, this treespec reads {FORMAT}: {AGAIN}")
     if tokenizer is None or vocabulary != fingerprint(tokenizer):
         raise InputError(f"datastore {folder} is of another tokenizer than the target's: {AGAIN}")
+    tokens, suffixes = (stored(folder / f"{name}.npy", name, index) for name in ("tokens", "suffixes"))
+    end = index.get("end")
+    if type(end) is not int or end < 0:
+        raise InputError(f"{folder / 'index.json'} is damaged, its end is {end!r}: {AGAIN}")
+    return Datastore(tokens, suffixes, min(end, vocab_size))
+
+
+def stored(file: Path, name: str, index: dict[str, Any]) -> np.ndarray:
+    """An array of a datastore, mapped into memory. Raises InputError if it is not what the index says."""
     try:
-        arrays = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("tokens", "suffixes")]
-        if {array.shape for array in arrays} != {(index["tokens"],)}:
-            raise ValueError("its arrays are not of the length that index.json says")
-        end = min(index["end"], vocab_size)
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"datastore {folder} is damaged ({error}): {AGAIN}") from error
-    tokens, suffixes = (array.view(np.ndarray) for array in arrays)
-    return Datastore(tokens, suffixes, end)
+        array = np.load(file, mmap_mode="r").view(np.ndarray)
+        if array.shape != (index["tokens"],) or array.dtype.kind != "u":
+            raise ValueError("it is not of the length that index.json says")
+        if "arrays" in index and index["arrays"][name] != digest(array):  # older datastores have no checksums
+            raise ValueError("its checksum does not match")
+    except Exception as error:  # numpy raises what its header's bytes lead to
+        raise InputError(f"{file} is damaged ({' '.join(str(error).split())}): {AGAIN}") from error
+    return array
 
 
-def encoded(file: str | Path, tokenizer: Any, template: str | None = None) -> Iterator[list[int]]:
+def encoded(
+    file: str | Path, tokenizer: Any, template: str | None = None, say: Callable[[str], None] = lambda line: None
+) -> Iterator[list[int]]:
     """The tokens of the texts of a file: of conversations (.jsonl, .json) by the template, of any other its own text.
 
-    Plain text is one text, encoded in blocks of lines. Raises InputError for what cannot be read.
+    Plain text is one text, encoded in blocks of lines. say: told how many conversations are used, and which are not.
+    Raises InputError for what cannot be read.
     """
     path = Path(file)
     if path.suffix in CONVERSATIONS:
-        examples, _ = encode_conversations(tokenizer, read_conversations(path)[0], template, 1 << 62)
+        conversations, found = read_conversations(path)
+        say(f"{path}: {found}")
+        examples, fitted = encode_conversations(tokenizer, conversations, template, 1 << 62)
+        if fitted.left_out:
+            say(f"encoded: {fitted}")
+        for problem in found.problems + fitted.problems:
+            say(f"  {problem}")
         yield from (example.input_ids.tolist() for example in examples)
         return
     tokens: list[int] = []

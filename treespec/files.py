@@ -43,6 +43,24 @@ def writing(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def check_writable(path: str | Path) -> None:
+    """Raises InputError, before any work, where `writing` would fail in the end.
+
+    Writes nothing itself, and removes the temporaries of killed processes from the file's folder.
+    """
+    path = Path(path).absolute()
+    try:
+        if path.is_dir():
+            raise InputError(f"cannot write {path}: it is a folder, name a file")
+        folder = next(folder for folder in path.parents if folder.exists())
+        reason = "permission denied" if folder.is_dir() else f"{folder} is a file, not a folder"
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write {path}: {reason}")
+    remove_leftovers(path.parent)
+
+
 @contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
     """Yields a temporary folder to fill; it becomes `path` when the block ends. Raises InputError as `writing` does."""
@@ -149,7 +167,9 @@ def locked(folder: str | Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Remove the temporaries in a folder whose processes no longer run."""
+    """Remove the temporaries in a folder whose processes no longer run. No folder has none."""
+    if not Path(folder).is_dir():
+        return
     for path in Path(folder).iterdir():
         match = TEMPORARY.fullmatch(path.name)
         if not match or runs(int(match[2])):
@@ -157,7 +177,8 @@ def remove_leftovers(folder: str | Path) -> None:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # another user's
+                path.unlink(missing_ok=True)
 
 
 def runs(process: int) -> bool:

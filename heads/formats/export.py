@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from treespec.heads import checksum
 from treespec.heads.checkpoint import HeadError, head_folder, load_head
 from treespec.heads.eagle3 import default_taps
 from treespec.heads.formats import eagle, eagle3, medusa, speculators
@@ -58,13 +59,15 @@ def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
         raise HeadError(f"{to} takes heads of kind {' or '.join(writers)}: {head_path} is of kind {head.kind}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HeadError(f"{out} exists already: name a new folder")
-    temporary = out.with_name(f".{out.name}-{os.getpid()}")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         _check(head, to, served)
         config, tensors = writers[head.kind](head, served)
         temporary.mkdir(parents=True)
         tensors = {name: value.contiguous() for name, value in tensors.items()}
-        save_file(tensors, temporary / "model.safetensors", {"format": "pt"})
+        about = {"format": "pt"}
+        about[checksum.FIELD] = checksum.of_tensors(tensors, about)  # config.json has none: engines may refuse fields
+        save_file(tensors, temporary / "model.safetensors", about)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         compared = compare(head, load_head(temporary))
         os.replace(temporary, out)

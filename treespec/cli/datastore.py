@@ -37,5 +37,6 @@ def build(config: DatastoreConfig) -> None:
     if tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer to read --data with")
     started = time.perf_counter()
-    tokens = datastore.build(datastore.encoded(config.data, tokenizer, config.template), tokenizer, config.out)
+    texts = datastore.encoded(config.data, tokenizer, config.template, print)
+    tokens = datastore.build(texts, tokenizer, config.out)
     print(f"{tokens} tokens in {time.perf_counter() - started:.1f} s. Draft from them with --drafter rest:{config.out}")

@@ -16,6 +16,7 @@ def export(
     from transformers import AutoConfig
 
     from treespec.errors import InputError, first_line
+    from treespec.files import remove_leftovers
     from treespec.heads.formats.engines import Served
     from treespec.heads.formats.export import export as write
     from treespec.heads.formats.export import left_behind
@@ -24,6 +25,7 @@ def export(
         config = AutoConfig.from_pretrained(target)
     except Exception as error:  # the loaders raise whatever the file or hub gave them
         raise InputError(f"cannot load the config of the target {target!r}: {first_line(error)}") from error
+    remove_leftovers(out.parent)
     written = write(head, to, out, Served.of(target, config))
     print(f"{out} holds the {written.kind} head. Read back it gives the same {written.compared} logits: difference 0.")
     if line := left_behind(head):

@@ -4,13 +4,11 @@ Two logistic models, fitted once on held-out text: Pr(the r-th likeliest token i
 depth; and Pr(the i-th draw is accepted | those before it were not) from the shape of what the tops leave of q.
 """
 
-import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,10 +17,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.errors import InputError
+from treespec.files import read_json, write_json
 from treespec.sampling import largest
 
 Known = TypeVar("Known")
 FILE = "calibration.json"
+AGAIN = "make it again with treespec calibrate"
 TOPS, DRAWS = 5, 6  # at most, at one node
 TOP_FEATURES, DRAW_FEATURES = 4, 7
 RANKS, TURNS = np.log(np.arange(1, TOPS + 1)), np.log(np.arange(1, DRAWS + 1))
@@ -140,30 +140,34 @@ def features(q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def save_calibration(calibration: Calibration, folder: str | Path) -> None:
-    """Under a temporary name first, so that a kill leaves the old file or the new one."""
-    temporary = Path(folder) / f".{FILE}-{os.getpid()}"
-    temporary.write_text(json.dumps(asdict(calibration), indent=2) + "\n")
-    os.replace(temporary, Path(folder) / FILE)
+    """Whole or not at all. Raises InputError where it cannot be written."""
+    write_json(Path(folder) / FILE, asdict(calibration))
 
 
 def load_calibration(folder: str | Path) -> Calibration | None:
-    """None where there is none. Raises InputError for a file that is not understood."""
+    """None where there is none. Raises InputError for a file that is damaged or not understood."""
     file = Path(folder) / FILE
     if not file.exists():
         return None
+    given = read_json(file, AGAIN)
     try:
-        given = json.loads(file.read_text())
-        sizes = {t: [(float(a), float(b)) for a, b in pairs] for t, pairs in given["sizes"].items()}
-        tops, draws = (tuple(map(float, given[name])) for name in ("tops", "draws"))
-        greedy = tuple(map(float, given.get("greedy", ())))
-        rates = {t: tuple(map(float, known)) for t, known in given.get("rates", {}).items()}
+        sizes = {t: [numbers(pair, positive=True) for pair in pairs] for t, pairs in given["sizes"].items()}
+        tops, draws, greedy = (numbers(given.get(name, ())) for name in ("tops", "draws", "greedy"))
+        rates = {t: numbers(known) for t, known in given.get("rates", {}).items()}
+        numbers([*sizes, *rates], positive=True)  # temperatures
         lengths = len(tops), len(draws), len(greedy) or TOP_FEATURES
-        if (
-            lengths != (TOP_FEATURES, DRAW_FEATURES, TOP_FEATURES)
-            or not sizes
-            or not all((*sizes.values(), *rates.values()))
-        ):
+        pairs_of_two = all(len(pair) == 2 for pairs in sizes.values() for pair in pairs)
+        filled = bool(sizes) and all((*sizes.values(), *rates.values()))
+        if lengths != (TOP_FEATURES, DRAW_FEATURES, TOP_FEATURES) or not filled or not pairs_of_two:
             raise ValueError("weights, sizes or rates are missing")
-        return Calibration(tops, draws, sizes, greedy, rates)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} is not understood: make it again with treespec calibrate") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise InputError(f"{file} is not understood: {AGAIN}") from error
+    return Calibration(tops, draws, cast(dict[str, list[tuple[float, float]]], sizes), greedy, rates)
+
+
+def numbers(values: Iterable[Any], positive: bool = False) -> tuple[float, ...]:
+    """Raises ValueError for what is not finite, or not above 0 where it must be, TypeError for no number."""
+    found = tuple(map(float, values))
+    if not all(math.isfinite(value) and (value > 0 or not positive) for value in found):
+        raise ValueError("no such number")
+    return found

@@ -1,13 +1,16 @@
 """Which sublayers of a target its drafts leave out, kept as JSON: {"layers": 32, "attention": [5, 8], "mlp": [8]}."""
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from treespec.errors import InputError
+from treespec.files import read_json, write_text
+from treespec.heads import checksum
+
+EDITED = "make it again with treespec skip, or, if you have edited it, delete its field 'checksum'"
 
 
 @dataclass(frozen=True)
@@ -20,23 +23,16 @@ class SkipSet:
 
 
 def save_skip_set(skipped: SkipSet, file: str | Path, about: dict[str, Any]) -> None:
-    """Under a temporary name first. about: what it was made for and with, for people to read. Raises InputError."""
+    """Whole or not at all. about: what it was made for and with, for people to read. Raises InputError."""
     lists = {"layers": skipped.layers, "attention": skipped.attention, "mlp": skipped.mlp}
-    temporary = Path(file).with_name(f".{Path(file).name}-{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps({**about, **lists}) + "\n")
-        os.replace(temporary, file)
-    except OSError as error:
-        raise InputError(f"cannot save the skip set to {file}: {error.strerror}") from error
+    write_text(file, json.dumps(checksum.sealed({**about, **lists})) + "\n")
 
 
 def load_skip_set(file: str | Path, layers: int) -> SkipSet:
     """For a target of so many layers. Raises InputError for a file that is none, or is for another depth."""
+    found = read_json(file, EDITED)
     try:
-        found = json.loads(Path(file).read_text())
         skipped = SkipSet(int(found["layers"]), numbers(found["attention"]), numbers(found["mlp"]))
-    except OSError as error:
-        raise InputError(f"cannot read skip set {file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise InputError(
             f'{file} is no skip set: it must hold {{"layers": L, "attention": [...], "mlp": [...]}}'

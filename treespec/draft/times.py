@@ -15,7 +15,7 @@ import torch
 
 from treespec.draft.proposer import Proposer
 from treespec.errors import InputError
-from treespec.files import read_json, write_json
+from treespec.files import read_json, remove_leftovers, write_json
 from treespec.target import Target
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -73,6 +73,7 @@ def times_for(target: Target, proposer: Proposer | None, folder: Path | None = N
         return kept
     times = measure(target, proposer)
     with suppress(InputError):  # a cache that cannot be written is measured again
+        remove_leftovers(folder)
         write_json(file, asdict(times))
     return times
 

@@ -5,7 +5,6 @@ law over the N tokens that is drawn from, 0 elsewhere, so that the text keeps th
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,13 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
+from treespec.files import read_json, write_text
+from treespec.heads import checksum
 from treespec.target import Target
 from treespec.trees.tree import Drafts, TokenTree
 
 FILE = "draft_vocab.json"
+AGAIN = "make it again with treespec calibrate --draft-vocab, or delete it to draft all"
 
 
 def restrict(head: Any, target: Target, tokens: Tensor) -> None:
@@ -74,10 +76,9 @@ def most_frequent(texts: Sequence[Tensor], number: int, target: Target) -> tuple
 
 
 def save_vocabulary(tokens: Tensor, coverage: float, folder: str | Path) -> None:
-    """Under a temporary name first, so that a kill leaves the old file or the new one."""
-    temporary = Path(folder) / f".{FILE}-{os.getpid()}"
-    temporary.write_text(json.dumps({"coverage": round(coverage, 6), "tokens": tokens.tolist()}) + "\n")
-    os.replace(temporary, Path(folder) / FILE)
+    """Whole or not at all. Raises InputError where it cannot be written."""
+    fields = checksum.sealed({"coverage": round(coverage, 6), "tokens": tokens.tolist()})
+    write_text(Path(folder) / FILE, json.dumps(fields) + "\n")  # thousands of numbers: in a line
 
 
 def load_vocabulary(folder: str | Path, vocab_size: int) -> Tensor | None:
@@ -85,12 +86,9 @@ def load_vocabulary(folder: str | Path, vocab_size: int) -> Tensor | None:
     file = Path(folder) / FILE
     if not file.exists():
         return None
-    try:
-        tokens = json.loads(file.read_text())["tokens"]
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise ValueError("tokens is no list of numbers")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _refused(file, "is not understood") from error
+    tokens = read_json(file, AGAIN).get("tokens")
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise _refused(file, "is not understood")
     if not tokens:
         raise _refused(file, "holds no token")
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
@@ -101,4 +99,4 @@ def load_vocabulary(folder: str | Path, vocab_size: int) -> Tensor | None:
 
 
 def _refused(file: Path, why: str) -> InputError:
-    return InputError(f"{file} {why}: make it again with treespec calibrate --draft-vocab, or delete it to draft all")
+    return InputError(f"{file} {why}: {AGAIN}")

@@ -1,0 +1,168 @@
+"""No flipped byte in any file that treespec writes is used unseen: the same content, or a line that names the file.
+
+Training's own files (features, checkpoints) are tested beside training.
+"""
+
+import random
+import zlib
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from evaluating import config_in
+from models import random_eagle3, random_head, target, tokenizer
+from test_auto import times
+from test_calibration import USUAL
+
+from treespec.datastore import build, open_datastore
+from treespec.draft.calibration import load_calibration, save_calibration
+from treespec.draft.skip_set import SkipSet, load_skip_set, save_skip_set
+from treespec.draft.times import kept_times
+from treespec.draft.vocabulary import load_vocabulary, save_vocabulary
+from treespec.eval import answers, collect
+from treespec.eval.acceptance_config import AcceptanceConfig
+from treespec.eval.answers import Answer
+from treespec.eval.record import read_record, record_of
+from treespec.files import write_json, write_tensors, write_text
+from treespec.heads.checkpoint import load_head, save_head
+from treespec.heads.formats.engines import Served
+from treespec.heads.formats.export import export
+from treespec.trees.path_file import from_file, text_of
+from treespec.trees.static import eagle
+
+FLIPS = 40  # of a file
+SERVED = Served("some/target", ("LlamaForCausalLM",), 6, 32, 64, 128)
+WORDS = tokenizer()
+LINES = [Answer(i, "math", "m", [f"é {i}"], [3], [4], [0.5 + i], [2, 2], {"seeds": [i]}) for i in range(4)]
+
+
+def write_head(folder):
+    save_head(random_head(target("llama")), folder)
+
+
+def read_head(folder):
+    head = load_head(folder)
+    fields = random_head(target("llama")).config  # a damaged name of the checksum's field is one more
+    return {name: head.config[name] for name in fields}, head.state_dict()
+
+
+def write_exported(folder):
+    save_head(random_eagle3(target("llama")), folder / "head")
+    export(str(folder / "head"), "vllm", folder / "out", SERVED)
+
+
+def read_evaluation(folder):
+    config = config_in(folder, folder / "out")
+    record = read_record(folder / "out" / "config.json", record_of(config, [], []))
+    return {name: record[name] for name in ("config", "questions", "left_out", "environment", "models")}
+
+
+def write_evaluation(folder):
+    record = record_of(config_in(folder, folder / "out"), [], [])
+    more = {"environment": {"device": "abacus"}, "models": {"target": "1", "drafts": ["2"]}}
+    write_json(folder / "out" / "config.json", record | more)
+
+
+def write_answers(folder):
+    for line in LINES:
+        answers.append(folder / "answers.jsonl", line)
+
+
+def write_logits(folder):
+    """What `accept` keeps, of models that are gone."""
+    about = {"identity": "{}", "environment": '{"device": "abacus"}', "models": "1 2"}
+    write_tensors(folder / "logits.safetensors", {name: torch.randn(3, 5) for name in ("p", "q", "group")}, about)
+
+
+def read_logits(folder):
+    config = AcceptanceConfig(str(folder), target="./gone", head="./gone", text="./gone")
+    logits, environment = collect._read(folder / "logits.safetensors", config, {})
+    return asdict(logits), environment
+
+
+def read_store(folder):
+    store = open_datastore(folder / "store", WORDS, 400)
+    return store.tokens.copy(), store.suffixes.copy(), store.end
+
+
+# file -> (write it in a folder, read its content)
+FILES = {
+    "model.safetensors": (write_head, read_head),
+    "config.json": (write_head, read_head),
+    "out/model.safetensors": (write_exported, lambda folder: load_head(folder / "out").state_dict()),
+    "calibration.json": (lambda folder: save_calibration(USUAL, folder), load_calibration),
+    "draft_vocab.json": (
+        lambda folder: save_vocabulary(torch.arange(3, 60, 5), 0.5, folder),
+        lambda folder: load_vocabulary(folder, 64),
+    ),
+    "skip.json": (
+        lambda folder: save_skip_set(SkipSet(8, (1, 3), (2, 5)), folder / "skip.json", {"target": "é", "speed": 2.5}),
+        lambda folder: load_skip_set(folder / "skip.json", 8),
+    ),
+    "tree.json": (
+        lambda folder: write_text(folder / "tree.json", text_of(eagle())),
+        lambda folder: from_file(folder / "tree.json"),
+    ),
+    "times.json": (
+        lambda folder: write_json(folder / "times.json", asdict(times())),
+        lambda folder: kept_times(folder / "times.json") or times(),  # measured again
+    ),
+    **{
+        f"store/{name}": (lambda folder: build([[5, 6, 7] * 9, [8, 9]], WORDS, folder / "store"), read_store)
+        for name in ("index.json", "tokens.npy", "suffixes.npy")
+    },
+    "out/config.json": (write_evaluation, read_evaluation),
+    "answers.jsonl": (write_answers, lambda folder: answers.read(folder / "answers.jsonl")),
+    "logits.safetensors": (write_logits, read_logits),
+}
+
+
+def same(one, other):
+    """Equality of what the readers give, to the bit."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def damaged(whole, seed):
+    """The content with a byte changed, with some zeros, and cut: what disks and copies do."""
+    chance = random.Random(seed)
+    for _ in range(FLIPS):
+        place = chance.randrange(len(whole))
+        yield whole[:place] + bytes([whole[place] ^ chance.randrange(1, 256)]) + whole[place + 1 :]
+    for _ in range(5):
+        place = chance.randrange(len(whole))
+        yield whole[:place] + bytes(len(whole[place : place + 16])) + whole[place + 16 :]
+        yield whole[:place]
+    yield b""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_told_or_changes_nothing(tmp_path, name):
+    write, read = FILES[name]
+    write(tmp_path)
+    file, before = tmp_path / name, read(tmp_path)
+    whole, told = file.read_bytes(), []
+    for content in damaged(whole, zlib.crc32(name.encode())):
+        file.write_bytes(content)
+        try:
+            after = read(tmp_path)
+        except ValueError as error:
+            told.append(error)
+            continue
+        if name == "answers.jsonl":  # what is missing at the end is answered again
+            assert after == before[: len(after)]
+            assert len(after) >= len(before) - 2 or len(content) < len(whole)
+        else:
+            assert same(before, after)
+    assert {getattr(error, "exit_code", repr(error)) for error in told} <= {2}
+    lines = [str(error) for error in told]
+    assert all(str(file) in line and "\n" not in line for line in lines)
+    assert len(told) > FLIPS // 2 or name in ("times.json", "answers.jsonl")

@@ -6,7 +6,7 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, threshold_
 
 from treespec.errors import InputError
 
@@ -47,13 +47,15 @@ class SamplingParams:
 def probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """The law that is sampled: temperature, then top-k, top-p, min-p, each on what the one before left.
 
-    logits: [..., V] logits. Returns [..., V] probabilities, float64 for float64 logits, else float32.
+    logits: [..., V] logits. Returns [..., V] probabilities, float64 for float64 logits, else float32. None is
+    subnormal: those are 0.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if params.greedy:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter_(-1, best, 1.0)
-    logits = logits / params.temperature
+    if params.temperature != 1:
+        logits = logits / params.temperature
     if 0 < params.top_k < logits.shape[-1]:
         smallest = logits.topk(params.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -math.inf)
@@ -66,7 +68,8 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.min_p > 0:
         law = law.masked_fill(law < params.min_p * law.amax(-1, keepdim=True), 0.0)
         law = law / law.sum(-1, keepdim=True)
-    return law
+    # Verifiers divide what is left of q by its sum. A subnormal sum has few digits and no finite reciprocal.
+    return threshold_(law, torch.finfo(law.dtype).tiny, 0.0)
 
 
 @final

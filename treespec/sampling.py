@@ -1,8 +1,10 @@
 """Logits to probabilities, one function for target, head and verifier, and draws from a law."""
 
 import math
+import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -14,14 +16,17 @@ BLOCK = 128  # tokens
 NARROW = 64  # tokens of a block where the largest are sought
 FEW = 1 << 17  # probabilities that are searched in one pass sooner than in blocks, whose many steps cost more
 FEW_CUMULATED = 1 << 16  # and those that are cumulated so
+COLDEST = 1e-5  # temperature: about the gap between neighbouring float32 numbers of the size of logits
+HOTTEST = 1e30  # temperature: float32 holds it
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How logits become the law that is sampled. Order and meaning are those of transformers' warpers.
 
-    temperature: 0 is greedy, the law is one-hot. top_k: 0 keeps all. top_p: 1 keeps all. min_p: 0 keeps all.
-    Raises InputError for values outside their range.
+    temperature: 0 is greedy, the law is one-hot; so is anything below 1e-5, where float32 logits round by more than
+    what tells them apart. top_k: 0 keeps all. top_p: 1 keeps all. min_p: 0 keeps all.
+    Raises InputError for values outside their range, and for what is no number.
     """
 
     temperature: float = 0.0
@@ -30,18 +35,22 @@ class SamplingParams:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature is {self.temperature}, must be 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise InputError(f"top_k is {self.top_k}, must be 0 (off) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}, must lie in (0, 1]; 1 is off")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p is {self.min_p}, must lie in [0, 1]; 0 is off")
+        hottest = f"0 (greedy) or a positive number, at most {HOTTEST:g}"
+        self._check("temperature", numbers.Real, lambda t: 0 <= t <= HOTTEST, hottest)
+        self._check("top_k", numbers.Integral, lambda k: k >= 0, "0 (off) or a positive whole number")
+        self._check("top_p", numbers.Real, lambda p: 0 < p <= 1, "a number in (0, 1]; 1 is off")
+        self._check("min_p", numbers.Real, lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 is off")
+
+    def _check(self, name: str, kind: type, inside: Callable[[Any], bool], wanted: str) -> None:
+        """Raise InputError unless the field is a number of that kind inside its range; NumPy's are taken too."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, kind) or not inside(value):
+            raise InputError(f"{name} is {value!r}, must be {wanted}")
+        object.__setattr__(self, name, int(value) if kind is numbers.Integral else float(value))
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < COLDEST
 
 
 def probs(logits: Tensor, params: SamplingParams) -> Tensor:

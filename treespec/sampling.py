@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, threshold_
+from torch.nn.functional import pad
 
 from treespec.errors import InputError
 
@@ -46,7 +46,8 @@ class SamplingParams:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, kind) or not inside(value):
             raise InputError(f"{name} is {value!r}, must be {wanted}")
-        object.__setattr__(self, name, int(value) if kind is numbers.Integral else float(value))
+        plain: Any = int if kind is numbers.Integral else float
+        object.__setattr__(self, name, plain(value))
 
     @property
     def greedy(self) -> bool:
@@ -78,7 +79,7 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
         law = law.masked_fill(law < params.min_p * law.amax(-1, keepdim=True), 0.0)
         law = law / law.sum(-1, keepdim=True)
     # Verifiers divide what is left of q by its sum. A subnormal sum has few digits and no finite reciprocal.
-    return threshold_(law, torch.finfo(law.dtype).tiny, 0.0)
+    return torch.threshold_(law, torch.finfo(law.dtype).tiny, 0.0)
 
 
 @final

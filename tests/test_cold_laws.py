@@ -42,22 +42,23 @@ TEMPERATURES = (0.01, 0.02, 0.05, 0.1, 0.3, 0.7, 1.0, 2.0)
 SPREADS = (5.0, 10.0, 20.0)
 # A plan's few sums and products of numbers up to 1 round by some 2^-24 each, 6e-8; in float64 by 2^-53.
 EXACT = {torch.float32: 2e-6, torch.float64: 1e-13}
+# Of logits over T, between the draft's largest and the others: normal, subnormal, and 0 probabilities.
+GAPS = {torch.float32: (80, 87, 88, 92, 97, 103, 106), torch.float64: (700, 708, 712, 725, 740, 744, 750)}
 SLOW = ("otm-lp", "valued")
 NAMES = [*ENUMERABLE, "is-lp:s=2", "is-lp:alphabet=2"]
 
 
 @cache
 def logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[B, V] of target and draft: the example, random ones of each spread, and drafts with gaps of 80 T to 110 T."""
+    """[B, V] of target and draft: the example, random ones of each spread, and drafts with each gap."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.tensor(EXAMPLE)]
     for spread in SPREADS:
         rows += [spread * torch.rand(2, 4, generator=generator) for _ in range(4)]
     for temperature in (0.02, 0.05):
-        for gap in (80, 87, 88, 92, 97, 103, 106):
-            target, draft = 0.1 * torch.rand(2, 4, generator=generator)
+        for gap in GAPS[dtype]:
+            target, draft = 5 * temperature * torch.rand(2, 4, generator=generator)
             draft[gap % 4] += gap * temperature
-            target[gap % 3] += 10
             rows.append(torch.stack([target, draft]))
     p, q = torch.stack(rows, 1).to(dtype)
     return p, q
@@ -90,7 +91,7 @@ def unit(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_scheme_gives_the_targets_law_at_every_temperature(name: str, dtype: torch.dtype) -> None:
     scheme = scheme_by_name(name)
-    for temperature in TEMPERATURES[:: 3 if name in SLOW else 1]:
+    for temperature in TEMPERATURES[2:6:3] if name in SLOW else TEMPERATURES:
         p, q = (probs(rows, SamplingParams(temperature)) for rows in logits(dtype))
         for k in range(1, (scheme.max_draws or 3) + 1):
             output = mean_plans(scheme, p, q, [all_draws(scheme.name, row, k) for row in q])

@@ -1,11 +1,13 @@
 """Logits to probabilities as transformers does it, and draws that follow a law."""
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 from scipy.stats import chi2
 
 from treespec import sampling
+from treespec.errors import InputError
 from treespec.sampling import SamplingParams, greedy_choice, invert, largest, probs, sample
 
 ERROR = 1e-4  # probability that a χ² test of this file fails by chance
@@ -42,6 +44,61 @@ def test_temperature_0_is_one_hot():
     assert torch.equal(law.argmax(-1), greedy_choice(logits))
     assert torch.equal(law.sum(-1), torch.ones(9))
     assert torch.equal(law.max(-1).values, torch.ones(9))
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-40, 1e-12, 9e-6])
+def test_a_tiny_temperature_is_0(temperature):
+    """Divided by it, logits are infinite."""
+    logits = torch.randn(9, 30, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(temperature)
+    assert params.greedy
+    assert torch.equal(probs(logits, params), probs(logits, SamplingParams(0)))
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1e5, 1e30])
+@pytest.mark.parametrize("scale", [1e-3, 10.0, 1e4])
+def test_extreme_temperatures_give_laws(temperature, scale):
+    logits = scale * torch.randn(9, 30, generator=torch.Generator().manual_seed(0))
+    logits[:, 3] = -torch.inf
+    law = probs(logits, SamplingParams(temperature))
+    assert torch.allclose(law.sum(-1), torch.ones(9))
+    assert (law[:, 3] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("temperature", None, "temperature is None, must be 0 (greedy) or a positive number"),
+        ("temperature", "0.7", "temperature is '0.7', must be"),
+        ("temperature", True, "temperature is True, must be"),
+        ("temperature", -0.1, "temperature is -0.1, must be"),
+        ("temperature", float("nan"), "temperature is nan, must be"),
+        ("temperature", float("inf"), "temperature is inf, must be"),
+        ("temperature", 1e31, "temperature is 1e+31, must be 0 (greedy) or a positive number, at most 1e+30"),
+        ("temperature", torch.tensor(0.7), "temperature is tensor(0.7000), must be"),
+        ("temperature", 1j, "temperature is 1j, must be"),
+        ("top_k", 1.5, "top_k is 1.5, must be 0 (off) or a positive whole number"),
+        ("top_k", 2.0, "top_k is 2.0, must be"),
+        ("top_k", None, "top_k is None, must be"),
+        ("top_k", False, "top_k is False, must be"),
+        ("top_k", -1, "top_k is -1, must be"),
+        ("top_p", 0, "top_p is 0, must be a number in (0, 1]; 1 is off"),
+        ("top_p", "all", "top_p is 'all', must be"),
+        ("top_p", True, "top_p is True, must be"),
+        ("min_p", float("nan"), "min_p is nan, must be a number in [0, 1]; 0 is off"),
+        ("min_p", [0.1], "min_p is [0.1], must be"),
+    ],
+)
+def test_what_is_no_number_in_its_range_is_refused_by_name(name, value, words):
+    with pytest.raises(InputError) as error:
+        SamplingParams(**{name: value})
+    assert str(error.value).startswith(words)
+
+
+def test_numbers_of_numpy_and_of_python_are_the_same():
+    params = SamplingParams(np.float32(0.5), np.int64(3), 1, np.float64(0.25))
+    assert params == SamplingParams(0.5, 3, 1.0, 0.25)
+    assert [type(value) for value in vars(params).values()] == [float, int, float, float]
 
 
 def test_sample_follows_the_law_and_never_draws_mass_0():

@@ -33,7 +33,8 @@ class TreeLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Room for the rows of [B, heads, N, D]."""
-        self._allocate(len(key_states), key_states, value_states)
+        b, heads, _, _ = key_states.shape
+        self._hold(*(x.new_zeros(b, heads, self.capacity, x.shape[3]) for x in (key_states, value_states)))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [B, heads, N, D] behind what there is; returns all, [B, heads, length + N, D]."""
@@ -55,32 +56,42 @@ class TreeLayer(CacheLayerMixin):
 
     def reserve(self, columns: int) -> None:
         """Double the capacity until so many columns fit; what there is is copied once."""
-        if columns <= self.capacity:
-            return
-        while self.capacity < columns:
-            self.capacity *= 2
-        if self.is_initialized:
-            self.fill([(self, len(self.storage[0]))])
+        capacity = self.capacity
+        while capacity < columns:
+            capacity *= 2
+        if capacity > self.capacity:
+            self.fill([(self, len(self.storage[0]) if self.is_initialized else 0)], capacity)
 
-    def fill(self, parts: Sequence[tuple["TreeLayer", int]]) -> None:
-        """Hold the rows of layers, so many of each; one without storage has nothing in its rows."""
+    def fill(self, parts: Sequence[tuple["TreeLayer", int]], capacity: int) -> None:
+        """Hold the rows of layers, so many of each; one without storage has nothing in its rows.
+
+        An interrupt leaves this layer as it was: storage and capacity change at the end, together.
+        """
         known = [layer.storage for layer, _ in parts if layer.is_initialized]
         if not known:
+            self.capacity = capacity
             return
-        before = [(layer.storage if layer.is_initialized else None, layer.length, rows) for layer, rows in parts]
-        self._allocate(sum(rows for _, rows in parts), *known[0])
+        rows = sum(rows for _, rows in parts)
+        storage = [x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in known[0]]
         first = 0
-        for storage, length, rows in before:
-            if storage:
-                for states, old in zip(self.storage, storage, strict=True):
-                    states[first : first + rows, :, :length] = old[:, :, :length]
+        for layer, rows in parts:
+            if layer.is_initialized:
+                for states, old in zip(storage, layer.storage, strict=True):
+                    states[first : first + rows, :, : layer.length] = old[:, :, : layer.length]
             first += rows
+        self._hold(*storage)
 
-    def _allocate(self, rows: int, keys: Tensor, values: Tensor) -> None:
-        """Zeros for so many rows of the kind of [B, heads, N, D]."""
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; an interrupt leaves the layer as it was."""
+        if self.is_initialized:
+            index = torch.tensor(rows, device=self.device)
+            self._hold(*(states.index_select(0, index) for states in self.storage))
+
+    def _hold(self, keys: Tensor, values: Tensor) -> None:
+        """[rows, heads, capacity, D] each."""
         self.dtype, self.device = keys.dtype, keys.device
-        self.keys, self.values = (x.new_zeros(rows, x.shape[1], self.capacity, x.shape[3]) for x in (keys, values))
-        self.is_initialized = True
+        # One statement without a call, which CPython does not interrupt.
+        self.keys, self.values, self.capacity, self.is_initialized = keys, values, keys.shape[2], True
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -94,7 +105,11 @@ class TreeLayer(CacheLayerMixin):
 
 @final
 class TreeCache(Cache):
-    """The `Cache` that a transformers model is given: one `TreeLayer` a layer. lengths: committed positions by text."""
+    """The `Cache` that a transformers model is given: one `TreeLayer` a layer. lengths: committed positions by text.
+
+    While rows come and go there are no lengths: a cache without texts is one whose change was interrupted, and
+    `Decoder` makes a new one. Other changes leave what is committed where it is, and `rewind` makes the cache whole.
+    """
 
     def __init__(self, layers: int, capacity: int = 512) -> None:
         self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
@@ -104,7 +119,7 @@ class TreeCache(Cache):
     @property
     def end(self) -> int:
         """The column that the next forward writes at."""
-        return max(self.lengths)
+        return max(self.lengths, default=0)
 
     def reserve(self, columns: int) -> None:
         """Room for so many columns, at once where they are known."""
@@ -152,16 +167,16 @@ class TreeCache(Cache):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these texts, in this order."""
+        kept, self.lengths = [self.lengths[row] for row in rows], []
         for layer in self.tree_layers:
-            if layer.is_initialized:
-                index = torch.tensor(rows, device=layer.device)
-                layer.keys, layer.values = (states.index_select(0, index) for states in layer.storage)
-        self.rewind([self.lengths[row] for row in rows])
+            layer.select(rows)
+        self.rewind(kept)
 
     def join(self, others: Sequence["TreeCache"]) -> None:
         """Append the texts of other caches of the same model."""
         caches = [self, *others]
+        texts = [len(cache.lengths) for cache in caches]
+        joined, self.lengths = [length for cache in caches for length in cache.lengths], []
         for layers in zip(*(cache.tree_layers for cache in caches), strict=True):
-            layers[0].capacity = max(layer.capacity for layer in layers)
-            layers[0].fill([(layer, len(cache.lengths)) for layer, cache in zip(layers, caches, strict=True)])
-        self.rewind([length for cache in caches for length in cache.lengths])
+            layers[0].fill(list(zip(layers, texts, strict=True)), max(layer.capacity for layer in layers))
+        self.rewind(joined)

@@ -106,8 +106,9 @@ class Compiled:
         if nodes > BUCKETS[-1] or not layers[0].length:
             return None
         nodes = next(size for size in BUCKETS if size >= nodes)
+        columns = max(layer.capacity for layer in layers)  # alike, but where an interrupt stopped their growth
         for layer in layers:
-            layer.reserve(layer.length + nodes)
+            layer.reserve(max(columns, layer.length + nodes))
         return Room(nodes, layers[0].capacity)
 
     def __call__(self, layers: Sequence[TreeLayer], room: Room, *given: Any) -> Any:

@@ -142,8 +142,8 @@ class Decoder:
         The last common position is computed again: its feature goes with the token that follows it now.
         """
         drafter = self.drafter
-        rows = {len(self.cache.lengths), len(self.texts), len(drafter.lengths) if drafter else 1}
-        if rows != {1}:  # the first text of all, or several were interrupted
+        single = len(self.cache.lengths) == len(self.texts) == 1  # first, as a drafter may be torn where this is not so
+        if not (single and (drafter is None or len(drafter.lengths) == 1)):  # the first of all, or several interrupted
             self.cache = self.target.new_cache()
             self.drafter = drafter = drafter.new() if drafter else None
             self.texts = [text]

@@ -1,8 +1,10 @@
 """Logits to probabilities, one function for target, head and verifier, and draws from a law."""
 
 import math
+import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -14,14 +16,17 @@ BLOCK = 128  # tokens
 NARROW = 64  # tokens of a block where the largest are sought
 FEW = 1 << 17  # probabilities that are searched in one pass sooner than in blocks, whose many steps cost more
 FEW_CUMULATED = 1 << 16  # and those that are cumulated so
+COLDEST = 1e-5  # temperature: about the gap between neighbouring float32 numbers of the size of logits
+HOTTEST = 1e30  # temperature: float32 holds it
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How logits become the law that is sampled. Order and meaning are those of transformers' warpers.
 
-    temperature: 0 is greedy, the law is one-hot. top_k: 0 keeps all. top_p: 1 keeps all. min_p: 0 keeps all.
-    Raises InputError for values outside their range.
+    temperature: 0 is greedy, the law is one-hot; so is anything below 1e-5, where float32 logits round by more than
+    what tells them apart. top_k: 0 keeps all. top_p: 1 keeps all. min_p: 0 keeps all.
+    Raises InputError for values outside their range, and for what is no number.
     """
 
     temperature: float = 0.0
@@ -30,30 +35,37 @@ class SamplingParams:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature is {self.temperature}, must be 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise InputError(f"top_k is {self.top_k}, must be 0 (off) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}, must lie in (0, 1]; 1 is off")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p is {self.min_p}, must lie in [0, 1]; 0 is off")
+        hottest = f"0 (greedy) or a positive number, at most {HOTTEST:g}"
+        self._check("temperature", numbers.Real, lambda t: 0 <= t <= HOTTEST, hottest)
+        self._check("top_k", numbers.Integral, lambda k: k >= 0, "0 (off) or a positive whole number")
+        self._check("top_p", numbers.Real, lambda p: 0 < p <= 1, "a number in (0, 1]; 1 is off")
+        self._check("min_p", numbers.Real, lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 is off")
+
+    def _check(self, name: str, kind: type, inside: Callable[[Any], bool], wanted: str) -> None:
+        """Raise InputError unless the field is a number of that kind inside its range; NumPy's are taken too."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, kind) or not inside(value):
+            raise InputError(f"{name} is {value!r}, must be {wanted}")
+        plain: Any = int if kind is numbers.Integral else float
+        object.__setattr__(self, name, plain(value))
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < COLDEST
 
 
 def probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """The law that is sampled: temperature, then top-k, top-p, min-p, each on what the one before left.
 
-    logits: [..., V] logits. Returns [..., V] probabilities, float64 for float64 logits, else float32.
+    logits: [..., V] logits. Returns [..., V] probabilities, float64 for float64 logits, else float32. None is
+    subnormal: those are 0.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if params.greedy:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter_(-1, best, 1.0)
-    logits = logits / params.temperature
+    if params.temperature != 1:
+        logits = logits / params.temperature
     if 0 < params.top_k < logits.shape[-1]:
         smallest = logits.topk(params.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -math.inf)
@@ -66,7 +78,8 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.min_p > 0:
         law = law.masked_fill(law < params.min_p * law.amax(-1, keepdim=True), 0.0)
         law = law / law.sum(-1, keepdim=True)
-    return law
+    # Verifiers divide what is left of q by its sum. A subnormal sum has few digits and no finite reciprocal.
+    return torch.threshold_(law, torch.finfo(law.dtype).tiny, 0.0)
 
 
 @final

@@ -117,10 +117,10 @@ def subtract(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
 def normalise(rest: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
     """[B, V] rest, scaled to a total of [B, 1]; p where nothing is left, which only rounding ever asks for.
 
-    Overwrites rest.
+    A subnormal mass counts as nothing: its reciprocal is infinite. Overwrites rest.
     """
     mass = rest.sum(-1, keepdim=True)
-    empty = (mass == 0).to(p.dtype)
+    empty = (mass < torch.finfo(p.dtype).tiny).to(p.dtype)
     return rest.addcmul_(p, empty).mul_(total / (mass + empty))
 
 

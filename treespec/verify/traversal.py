@@ -71,7 +71,7 @@ class Traversal:
                     sums = torch.stack([law.sum(), q.sum().clamp(min=torch.finfo(q.dtype).tiny)])
                     odd = law[at[row]].double() / q[at[row]].masked_fill(sure[row], 1)
                     left, total, *chances = torch.cat([sums, odd]).tolist()
-                    scale = 1 / max(left + (1 - weight), 1e-300)
+                    scale = 1 / max(left + (1 - weight), torch.finfo(law.dtype).tiny)
                     weight = left * scale
             if node == 0 or next(coins) < weight:
                 return Verdict([], sample(normalise(law[None].clone(), own[None]), generator).tolist())

@@ -1,0 +1,130 @@
+"""A KeyboardInterrupt at any line of the cache leaves texts as they were, as they become, or a cache without texts."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from models import random_head, target
+
+from treespec import cache as module
+from treespec.cache import TreeCache, TreeLayer
+from treespec.spec import Spec
+
+PROMPTS = [[5, 9, 4, 30, 11], [7, 33], [20, 21, 3, 44, 17, 60], [8, 8, 12]]
+
+
+@contextmanager
+def interrupted_at(line: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt at that line of those that are run of cache.py."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def texts(lengths: list[int], first: int = 0) -> TreeCache:
+    """Two layers that hold text t as 100 t + number; room for two nodes more."""
+    caches = []
+    for text, length in enumerate(lengths, start=first):
+        one = TreeCache(layers=2, capacity=4)
+        for layer in range(2):
+            states = (100 * text + torch.arange(1.0, length + 1))[None, None, :, None]
+            one.update(states, -states, layer)
+        one.rewind([length])
+        caches.append(one)
+    if caches[1:]:
+        caches[0].join(caches[1:])
+    return caches[0]
+
+
+def held(cache: TreeCache) -> list[Any]:
+    """Of each layer its length, and what it holds of each text."""
+    found: list[Any] = []
+    for layer in cache.tree_layers:
+        keys, values = layer.storage
+        assert keys.shape == values.shape
+        assert keys.shape[2] == layer.capacity
+        for states in (keys, -values):
+            rows = [row[0, :n, 0].int().tolist() for row, n in zip(states, cache.lengths, strict=True)]
+            found.append((layer.length, rows))
+    return found
+
+
+def grown(cache: TreeCache) -> None:
+    """A forward of more nodes than there is room for, of which each text keeps the last two."""
+    states = torch.arange(50.0, 59.0)[None, None, :, None].repeat(len(cache.lengths), 1, 1, 1)
+    for layer in range(2):
+        cache.update(states, -states, layer)
+    cache.commit([[7, 8]] * len(cache.lengths))
+
+
+CHANGES: dict[str, Callable[[TreeCache], None]] = {
+    "join": lambda cache: cache.join([texts([5], first=4), texts([2, 1], first=5)]),
+    "select": lambda cache: cache.select([2, 0]),
+    "reserve": lambda cache: cache.reserve(30),
+    "forward and commit": grown,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_interrupt_at_any_line_of_a_change_is_seen_or_harmless(name: str) -> None:
+    """`rewind` to the lengths it tells makes a cache whole again, as the next prompt does."""
+    change, before, after = CHANGES[name], held(texts([3, 1, 2])), texts([3, 1, 2])
+    change(after)
+    outcomes, line, done = set(), 0, False
+    while not done:
+        cache = texts([3, 1, 2])
+        try:
+            with interrupted_at(line):
+                change(cache)
+            done = True
+        except KeyboardInterrupt:
+            line += 1
+        if cache.lengths:
+            cache.rewind(cache.lengths)
+            assert held(cache) in (before, held(after))
+            grown(cache)
+        outcomes.add(len(cache.lengths))
+    assert line > 10
+    assert outcomes <= {0, 3, len(after.lengths)}
+
+
+@pytest.mark.parametrize("name", ["fill", "select"])
+@pytest.mark.parametrize("layer", range(4))
+def test_an_interrupt_at_any_layer_leaves_the_object_usable(monkeypatch: Any, layer: int, name: str) -> None:
+    """As texts enter and leave a batch; three layers of the target and one of the head."""
+    spec = Spec(target("llama"), random_head(target("llama")), "2x2")
+    wanted = [spec.generate(prompt, max_new_tokens=5).token_ids for prompt in PROMPTS]
+    original, calls = getattr(TreeLayer, name), []
+
+    def interrupted(self: TreeLayer, what: Any, *others: Any) -> None:
+        original(self, what, *others)
+        if name == "select" or len(what) > 1:
+            calls.append(1)
+            if len(calls) == layer + 1:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeLayer, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            spec.generate(PROMPTS, max_new_tokens=5, batch=2)
+    assert [spec.generate(prompt, max_new_tokens=5).token_ids for prompt in PROMPTS] == wanted
+    assert [output.token_ids for output in spec.generate(PROMPTS, max_new_tokens=5, batch=2)] == wanted

@@ -203,7 +203,7 @@ def fit(
             after_step(step)
     skips.refuse_nothing_learnt()
     if skips.total:
-        accelerator.print(f"{skips.total} steps of {skips.steps} were skipped: their gradient was not finite")
+        accelerator.print(f"skipped steps: {skips.total} of {skips.steps}, their gradient was not finite")
 
 
 def forward(

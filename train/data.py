@@ -15,7 +15,7 @@ from treespec.draft.kinds import KINDS
 from treespec.draft.vocabulary import most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
 from treespec.files import locked
-from treespec.identity import of_model
+from treespec.identity import identity_of
 from treespec.target import Target
 from treespec.train import features
 from treespec.train.config import TrainConfig
@@ -100,7 +100,7 @@ def store(
         digest.update(row.numpy().tobytes())
     identity: dict[str, Any] = {
         "target": config.target,
-        "content": of_model(config.target),
+        "content": identity_of(config.target),
         "dtype": str(target.dtype),
         "tokens": digest.hexdigest(),
         **({"taps": list(taps)} if taps else {}),

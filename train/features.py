@@ -133,10 +133,11 @@ def complete(folder: Path, count: int) -> bool:
 
 def same(before: dict[str, Any], identity: dict[str, Any]) -> bool:
     """Whether an index is of these features: the target by its content, or by its path where that is not known."""
-    known = before.get("content") and identity["content"]
+    if "content" in before:
+        same_target = before["content"] == identity["content"]
+    else:
+        same_target = Path(str(before.get("target"))).resolve() == Path(str(identity["target"])).resolve()
     names = (set(before) | set(identity)) - {"target", "content"}
-    one, other = (before["content"], identity["content"]) if known else (before.get("target"), identity["target"])
-    same_target = one == other or (not known and Path(str(one)).resolve() == Path(str(other)).resolve())
     return same_target and all(before.get(name) == identity.get(name) for name in names)
 
 

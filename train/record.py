@@ -3,14 +3,15 @@
 config.json is written with the first checkpoint. A run that failed before left nothing that another one must respect.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
-from treespec import identity
 from treespec.errors import InputError
 from treespec.files import read_json, write_json
+from treespec.identity import identity_of
 from treespec.train.checkpoint import FILE
 from treespec.train.config import TrainConfig
 from treespec.train.validate import Validation
@@ -19,13 +20,16 @@ PATHS = ("target", "data", "features")
 
 
 def record_of(config: TrainConfig) -> dict[str, Any]:
-    """The options of a run, and under "contents" the digests of its target and data, "" where they are unknown."""
-    data = Path(config.data)
-    contents = {
-        "target": identity.of_model(config.target),
-        "data": identity.of_file(data) if data.is_file() else "",
-    }
-    return asdict(config) | {"contents": contents}
+    """The options of a run, and under "contents" the digests of its target and of the whole data file.
+
+    Raises InputError where one of them is not there.
+    """
+    try:
+        with Path(config.data).open("rb") as file:
+            data = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot read {config.data}: {error.strerror or error}; give a JSONL file") from error
+    return asdict(config) | {"contents": {"target": identity_of(config.target), "data": data}}
 
 
 def finished(folder: Path, record: dict[str, Any]) -> Validation | None:
@@ -63,7 +67,7 @@ def changes(before: dict[str, Any], record: dict[str, Any]) -> Iterator[str]:
         digests = contents.get(name), record["contents"].get(name)
         if name == "out":  # its folder may have been moved
             continue
-        if all(digests):
+        if digests[0] and digests[1]:
             if digests[0] != digests[1]:
                 yield f"{name} = {then!r}, not {now!r}" if then != now else f"another content of {name} = {now!r}"
         elif then != now and not (name in PATHS and same_path(then, now)):

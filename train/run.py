@@ -49,7 +49,8 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     check(config)
     accelerator = make_accelerator(config)
     folder = Path(config.out) / "training"
-    if done := finished(folder, record_of(config)):
+    record = record_of(config)
+    if done := finished(folder, record):
         accelerator.print(f"{config.out} holds this head already: {describe(done)}")
         return done
     conversations = read(config, accelerator)
@@ -59,11 +60,12 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         if accelerator.is_main_process:
             remove_leftovers(config.out)
         start_tracker(config, accelerator)
-        return trained(config, accelerator, conversations, after_step)
+        return trained(config, record, accelerator, conversations, after_step)
 
 
 def trained(
     config: TrainConfig,
+    record: dict[str, Any],
     accelerator: Accelerator,
     conversations: list[Conversation],
     after_step: Callable[[int], None],
@@ -85,7 +87,6 @@ def trained(
     model, optimizer = accelerator.prepare(head, optimizer)
 
     # 2. all steps that are left
-    record = record_of(config)  # once more: the commit of a hub repository is known since it was loaded
     fit(config, record, accelerator, target, data, model, optimizer, after_step)
 
     # 3. the head as it will be served, in the target's dtype

@@ -1,11 +1,15 @@
 """The quickstart's target and its conversations: whole or absent, loadable, learnt, and the same every time."""
 
 import json
+import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from training import flipped
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treespec.errors import InputError
@@ -143,6 +147,36 @@ def test_interrupted_training_leaves_nothing(text, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train_target(tmp_path / "target", text, TINY, interrupt, QUIET)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [TRAIN, "checksums.json"])
+def test_damage_in_what_was_kept_is_named(text, tmp_path, name):
+    copy = shutil.copytree(text, tmp_path / "text")
+    flipped(copy / name, 0.5)
+    with pytest.raises(InputError, match=str(copy / name)):
+        make_text(copy)
+    shutil.rmtree(copy)
+    copy.write_text("")
+    for make in (make_text, lambda out: train_target(out, text, TINY, console=QUIET)):
+        with pytest.raises(InputError, match=f"{copy} is a file"):
+            make(copy)
+        with pytest.raises(InputError, match=r"cannot write .*Not a directory"):
+            make(copy / "text")
+
+
+def test_what_a_kill_left_is_removed(text, tmp_path):
+    for left in (".text-ab12cd34", ".text.4194999.tmp"):  # of an older version, and of a process that ended
+        (tmp_path / left).mkdir()
+    make_text(tmp_path / "text", [f for f in library_files() if f.stem == "heapq"])
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_a_target_that_diverges_is_not_saved(text, tmp_path):
+    with pytest.raises(InputError, match="diverged at step"):
+        train_target(tmp_path / "target", text, replace(TINY, learning_rate=1e30), console=QUIET)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(InputError, match="nan seconds"):
+        train_target(tmp_path / "target", text, replace(TINY, seconds=math.nan), console=QUIET)
 
 
 def test_learning_rate_rises_then_falls_to_nothing():

@@ -18,7 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, seconds: float) -> None:
     """Raises InputError where there is no room; the checkpoint before is then still there."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in trained(model).items():
         tensors[f"weight.{name}"] = parameter
         state = optimizer.state.get(parameter) or untouched(parameter)

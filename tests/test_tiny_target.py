@@ -13,8 +13,9 @@ from training import flipped
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treespec.errors import InputError
+from treespec.train import tiny_target
 from treespec.train.stdlib_text import HELD_OUT, TRAIN, library_files, make_text
-from treespec.train.tiny_target import TinyTargetConfig, schedule, train_target
+from treespec.train.tiny_target import TinyTargetConfig, new_model, schedule, train_target
 
 STEMS = {"heapq", "textwrap", "bisect", "shlex", "fractions", "topics"}
 TINY = TinyTargetConfig(
@@ -171,11 +172,17 @@ def test_what_a_kill_left_is_removed(text, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-def test_a_target_that_diverges_is_not_saved(text, tmp_path):
-    with pytest.raises(InputError, match="diverged at step"):
-        train_target(tmp_path / "target", text, replace(TINY, learning_rate=1e30), console=QUIET)
+def test_a_target_that_diverges_is_not_saved(text, tmp_path, monkeypatch):
+    def overflowing(config, tokenizer):
+        model = new_model(config, tokenizer)
+        model.model.norm.weight.data[0] = math.inf
+        return model
+
+    monkeypatch.setattr(tiny_target, "new_model", overflowing)
+    with pytest.raises(InputError, match="diverged at step 1"):
+        train_target(tmp_path / "target", text, TINY, console=QUIET)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(InputError, match="nan seconds"):
+    with pytest.raises(InputError, match="seconds.* nan|nan seconds"):
         train_target(tmp_path / "target", text, replace(TINY, seconds=math.nan), console=QUIET)
 
 

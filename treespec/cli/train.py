@@ -14,9 +14,9 @@ def train(config: TrainConfig) -> None:
 
     With several processes: accelerate launch -m treespec.train --target …
     """
-    try:
-        from treespec.train.run import train
+    from treespec.train.run import train
 
+    try:
         train(config)
     except KeyboardInterrupt:
         print(f"\n{stopped(config)}")

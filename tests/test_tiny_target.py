@@ -182,7 +182,7 @@ def test_a_target_that_diverges_is_not_saved(text, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="diverged at step 1"):
         train_target(tmp_path / "target", text, TINY, console=QUIET)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(InputError, match="seconds.* nan|nan seconds"):
+    with pytest.raises(InputError, match="nan"):
         train_target(tmp_path / "target", text, replace(TINY, seconds=math.nan), console=QUIET)
 
 

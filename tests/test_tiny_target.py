@@ -1,16 +1,21 @@
 """The quickstart's target and its conversations: whole or absent, loadable, learnt, and the same every time."""
 
 import json
+import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from training import flipped
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treespec.errors import InputError
+from treespec.train import tiny_target
 from treespec.train.stdlib_text import HELD_OUT, TRAIN, library_files, make_text
-from treespec.train.tiny_target import TinyTargetConfig, schedule, train_target
+from treespec.train.tiny_target import TinyTargetConfig, new_model, schedule, train_target
 
 STEMS = {"heapq", "textwrap", "bisect", "shlex", "fractions", "topics"}
 TINY = TinyTargetConfig(
@@ -143,6 +148,42 @@ def test_interrupted_training_leaves_nothing(text, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train_target(tmp_path / "target", text, TINY, interrupt, QUIET)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [TRAIN, "checksums.json"])
+def test_damage_in_what_was_kept_is_named(text, tmp_path, name):
+    copy = shutil.copytree(text, tmp_path / "text")
+    flipped(copy / name, 0.5)
+    with pytest.raises(InputError, match=str(copy / name)):
+        make_text(copy)
+    shutil.rmtree(copy)
+    copy.write_text("")
+    for make in (make_text, lambda out: train_target(out, text, TINY, console=QUIET)):
+        with pytest.raises(InputError, match=f"{copy} is a file"):
+            make(copy)
+        with pytest.raises(InputError, match=r"cannot write .*Not a directory"):
+            make(copy / "text")
+
+
+def test_what_a_kill_left_is_removed(text, tmp_path):
+    for left in (".text-ab12cd34", ".text.4194999.tmp"):  # of an older version, and of a process that ended
+        (tmp_path / left).mkdir()
+    make_text(tmp_path / "text", [f for f in library_files() if f.stem == "heapq"])
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_a_target_that_diverges_is_not_saved(text, tmp_path, monkeypatch):
+    def overflowing(config, tokenizer):
+        model = new_model(config, tokenizer)
+        model.model.norm.weight.data[0] = math.inf
+        return model
+
+    monkeypatch.setattr(tiny_target, "new_model", overflowing)
+    with pytest.raises(InputError, match="diverged at step 1"):
+        train_target(tmp_path / "target", text, TINY, console=QUIET)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(InputError, match="nan"):
+        train_target(tmp_path / "target", text, replace(TINY, seconds=math.nan), console=QUIET)
 
 
 def test_learning_rate_rises_then_falls_to_nothing():

@@ -13,6 +13,7 @@ import torch
 from accelerate.state import AcceleratorState
 from models import random_head, save_model, target
 from safetensors.torch import load_file
+from training import Killed, kill_at, same_weights, small_run, weights, write_data
 from transformers import LlamaConfig
 
 from treespec.errors import InputError
@@ -28,10 +29,6 @@ from treespec.train.run import learning_rate, train
 from treespec.train.validate import rollout_agreement, validate
 
 
-class Killed(Exception):
-    pass
-
-
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("train") / "model")
@@ -39,50 +36,12 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data_file(tmp_path_factory):
-    """Conversations of equal length, so that every batch weighs the same."""
-    file = tmp_path_factory.mktemp("train") / "data.jsonl"
-    answers = ["the answer 0", "the answer 1", "the answer 2", "the answer 3"]
-    lines = (
-        {"conversations": [{"from": "human", "value": f"question {i:03}"}, {"from": "gpt", "value": answers[i % 4]}]}
-        for i in range(24)
-    )
-    file.write_text("\n".join(map(json.dumps, lines)))
-    return file
+    return write_data(tmp_path_factory.mktemp("train") / "data.jsonl")
 
 
 @pytest.fixture
 def config(model_folder, data_file, tmp_path):
-    return TrainConfig(
-        target=str(model_folder),
-        data=str(data_file),
-        out=str(tmp_path / "head"),
-        dtype="float32",
-        max_steps=6,
-        batch_size=2,
-        warm_up=2,
-        learning_rate=1e-3,
-        held_out=0.2,
-        draft_steps=3,
-        checkpoint_every=2,
-        validate_every=0,
-        calibrate=False,
-    )
-
-
-def weights(config):
-    return load_file(f"{config.out}/model.safetensors")
-
-
-def same_weights(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def kill_at(step):
-    def after_step(done):
-        if done == step:
-            raise Killed
-
-    return after_step
+    return small_run(model_folder, data_file, tmp_path / "head")
 
 
 def test_the_drawn_five_token_shift():
@@ -271,29 +230,3 @@ def test_the_learning_rate_rises_then_falls_to_nothing():
     assert rates[-1] < 0.002
     hurried = replace(config, minutes=1.0)
     assert learning_rate(hurried, 500, 1000, elapsed=59.0) < 0.02
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"mixed_precision": "int3"}, "mixed-precision"),
-        ({"tracker": "notrack"}, "pip install notrack"),
-        ({"data": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ({"target": "nowhere/"}, "cannot load the target"),
-        ({"template": "vicunia"}, "vicunia"),
-        ({"head": "medusa", "bias": False}, "--no-bias is for --head eagle"),
-    ],
-)
-def test_bad_options_are_one_line(config, changes, complaint):
-    with pytest.raises(InputError, match=complaint):
-        train(replace(config, **changes))
-
-
-def test_a_damaged_checkpoint_names_the_file(config):
-    with pytest.raises(Killed):
-        train(config, kill_at(3))
-    state = f"{config.out}/training/checkpoint.safetensors"
-    with open(state, "wb") as file:
-        file.write(b"broken")
-    with pytest.raises(InputError, match=r"checkpoint\.safetensors"):
-        train(config)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor
 
-from treespec.conversations import Example, encode_conversations, read_conversations, split
+from treespec.conversations import Conversation, Example, encode_conversations, read_conversations, split
 from treespec.draft.kinds import KINDS
 from treespec.draft.vocabulary import most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
+from treespec.files import locked
+from treespec.identity import identity_of
 from treespec.target import Target
 from treespec.train import features
 from treespec.train.config import TrainConfig
@@ -27,14 +30,25 @@ class Data:
     features: Callable[[list[int]], Tensor]
 
 
-def prepare(config: TrainConfig, target: Target, taps: tuple[int, ...], accelerator: Accelerator) -> Data:
-    """Read, encode and split the conversations, and store their features if asked to. taps: the head's."""
-    if target.tokenizer is None:
-        raise InputError(f"the target {config.target} has no tokenizer: training needs one")
+def read(config: TrainConfig, accelerator: Accelerator) -> list[Conversation]:
+    """The conversations of the data file, which needs no target, after saying what is wrong with the others."""
     conversations, report = read_conversations(config.data)
     accelerator.print(f"{config.data}: {report}")
     for problem in report.problems:
         accelerator.print(f"  {problem}")
+    return conversations
+
+
+def prepare(
+    config: TrainConfig,
+    target: Target,
+    taps: tuple[int, ...],
+    conversations: list[Conversation],
+    accelerator: Accelerator,
+) -> Data:
+    """Encode and split the conversations, and store their features if asked to. taps: the head's."""
+    if target.tokenizer is None:
+        raise InputError(f"the target {config.target} has no tokenizer: training needs one")
     examples, report = encode_conversations(
         target.tokenizer, conversations, config.template, min(config.max_length, target.context_length)
     )
@@ -44,11 +58,13 @@ def prepare(config: TrainConfig, target: Target, taps: tuple[int, ...], accelera
     train = [example for example in train if len(example.input_ids) >= 3]
     if not train:
         raise InputError(f"{config.data} leaves no conversation to train on: give more, or lower --held-out")
+    if not held_out:
+        why = "all conversations are the same" if config.held_out else "--held-out is 0"
+        accelerator.print(f"{why}: none is held out, so the head is neither validated nor calibrated")
     rows = [example.input_ids for example in train]
     if config.features is None:
         return Data(train, held_out, features.LiveFeatures(target, rows, taps).batch)
-    store(config, target, rows, taps, accelerator)
-    return Data(train, held_out, features.StoredFeatures(Path(config.features), accelerator.device).batch)
+    return Data(train, held_out, store(config, target, rows, taps, accelerator).batch)
 
 
 def draft_vocabulary(
@@ -75,24 +91,32 @@ def draft_vocabulary(
 
 def store(
     config: TrainConfig, target: Target, rows: list[Tensor], taps: tuple[int, ...], accelerator: Accelerator
-) -> None:
+) -> features.StoredFeatures:
     """Write the features that are not there yet, each process its shards, after saying how large they are."""
+    # 1. what the features depend on
     folder = Path(config.features or "")
-    needed = features.stored_size(target, rows, taps)
-    accelerator.print(f"features: {needed / 2**30:.2f} GiB in {folder}")
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(row.numpy().tobytes())
-    identity: dict[str, object] = {
+    identity: dict[str, Any] = {
         "target": config.target,
+        "content": identity_of(config.target),
         "dtype": str(target.dtype),
         "tokens": digest.hexdigest(),
         **({"taps": list(taps)} if taps else {}),
     }
-    if accelerator.is_main_process:
-        features.prepare_folder(folder, identity, needed)
-    accelerator.wait_for_everyone()
-    shards = range(-(-len(rows) // features.SHARD))
-    for shard in shards[accelerator.process_index :: accelerator.num_processes]:
-        features.write_shard(target, rows, taps, folder, shard, config.batch_size)
-    accelerator.wait_for_everyone()
+
+    # 2. the main process holds the folder until all processes have written their shards
+    needed = features.stored_size(target, rows, taps)
+    accelerator.print(f"features: {needed / 2**30:.2f} GiB in {folder}")
+    writes = accelerator.is_main_process and not features.complete(folder, len(rows))
+    with locked(folder) if writes else nullcontext():
+        if accelerator.is_main_process:
+            features.prepare_folder(folder, identity, needed, lambda: target.features(rows[0][None], taps, last=True))
+        accelerator.wait_for_everyone()
+        stored = features.StoredFeatures(folder, identity, accelerator.device)
+        shards = range(-(-len(rows) // features.SHARD))
+        for shard in shards[accelerator.process_index :: accelerator.num_processes]:
+            features.write_shard(target, rows, taps, stored, shard, config.batch_size)
+        accelerator.wait_for_everyone()
+    return stored

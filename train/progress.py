@@ -2,39 +2,48 @@
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from treespec.errors import InputError
+from treespec.files import write_text
+
 LINE_EVERY = 30.0  # seconds between lines where there is no terminal
 
 
 @final
 class Report:
-    """Of the main process; the others say nothing. A context, which opens and closes bar and file."""
+    """Of the main process; the others say nothing. A context, which opens and closes bar and file.
 
-    def __init__(self, folder: Path, total: int, speaks: bool) -> None:
+    first: the step that the run goes on from. Lines of later steps are of work that is done again: they are cut.
+    """
+
+    def __init__(self, folder: Path, first: int, total: int, speaks: bool) -> None:
         console = Console()
-        self.folder, self.speaks = folder, speaks
+        self.path, self.first, self.speaks = folder / "metrics.jsonl", first, speaks
         self.file: TextIO | None = None
         self.lines = speaks and not console.is_terminal
         self.last = time.monotonic()
         columns = (TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}"))
         self.bar = Progress(*columns, console=console, disable=not speaks or self.lines)
-        self.task = self.bar.add_task("train", total=total, said="")
+        self.task = self.bar.add_task("train", total=total, completed=first, said="")
 
     def __enter__(self) -> "Report":
         if self.speaks:
-            self.file = (self.folder / "metrics.jsonl").open("a")
+            write_text(self.path, "".join(f"{line}\n" for line in lines_until(self.path, self.first)))
+            self.file = self.path.open("a", encoding="utf-8")
         self.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
         if self.file:
-            self.file.close()
+            with suppress(OSError):  # what a full disk did not take is in its buffer still
+                self.file.close()
 
     def step(self, step: int, loss: float, tokens_per_second: float, seconds_left: float) -> None:
         """Show how far it is."""
@@ -46,6 +55,23 @@ class Report:
             print(f"step {step}: {said}", flush=True)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append to metrics.jsonl."""
-        if self.file:
-            print(json.dumps(line), file=self.file, flush=True)
+        """Append to metrics.jsonl. Raises InputError where there is no room."""
+        try:
+            if self.file:
+                print(json.dumps(line), file=self.file, flush=True)
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+
+def lines_until(path: Path, last: int) -> list[str]:
+    """The lines of metrics.jsonl of the first `last` steps, without what a kill left half-written."""
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= last:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return kept

@@ -1,11 +1,10 @@
 """Training a head: batches in a settled order, its kind's loss, checkpoints that resume to the same weights."""
 
 import copy
-import importlib.util
-import json
-import os
+import errno
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,44 +12,71 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from safetensors import SafetensorError
 from torch import Tensor
 
+from treespec.conversations import Conversation
 from treespec.draft.calibrate import calibrate
 from treespec.draft.calibration import save_calibration
 from treespec.draft.kinds import KINDS
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
+from treespec.files import locked, remove_leftovers, write_json
 from treespec.heads.checkpoint import save_head
 from treespec.target import Target
 from treespec.train import checkpoint
 from treespec.train.batches import epoch_batches, padded
+from treespec.train.checks import check, make_accelerator, start_tracker
 from treespec.train.config import TrainConfig
-from treespec.train.data import Data, draft_vocabulary, prepare
+from treespec.train.data import Data, draft_vocabulary, prepare, read
+from treespec.train.finite import Skips, all_finite, check_weights
 from treespec.train.loss import OBJECTIVES, Batch, Loss
 from treespec.train.progress import Report
+from treespec.train.record import finished, keep, record_of
 from treespec.train.validate import Validation, validate
 
 LOG_EVERY = 20  # steps between lines of metrics.jsonl
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 
 
 def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: None) -> Validation:
     """Train, and leave a head directory in config.out. A run that was killed goes on where it was.
 
-    after_step is called with the number of finished optimizer steps. Raises InputError for what cannot be used.
+    after_step is called with the number of finished optimizer steps. Raises InputError for what cannot be used, for a
+    run that diverges, and where there is no room; the last checkpoint is still there then.
     """
+    # 1. what needs no weights is checked before they are loaded
+    check(config)
     accelerator = make_accelerator(config)
-    out = Path(config.out)
-    if done := finished(out, config):
-        accelerator.print(f"{out} holds this head already: {describe(done)}")
+    folder = Path(config.out) / "training"
+    record = record_of(config)
+    if done := finished(folder, record):
+        accelerator.print(f"{config.out} holds this head already: {describe(done)}")
         return done
+    conversations = read(config, accelerator)
+
+    # 2. the main process holds the folder until the head is there
+    with locked(folder) if accelerator.is_main_process else nullcontext(), no_room_is_one_line(config.out):
+        if accelerator.is_main_process:
+            remove_leftovers(config.out)
+        start_tracker(config, accelerator)
+        return trained(config, record, accelerator, conversations, after_step)
+
+
+def trained(
+    config: TrainConfig,
+    record: dict[str, Any],
+    accelerator: Accelerator,
+    conversations: list[Conversation],
+    after_step: Callable[[int], None],
+) -> Validation:
+    """Load the target, train, and save the head with its calibration and result."""
+    # 1. target, untrained head and data
     set_seed(config.seed)
     placement = config.device_map or ({"": accelerator.device} if accelerator.device.type != "cpu" else None)
     target = Target.load(config.target, device_map=placement, dtype=config.dtype)
     head = untrained(config, target).to(target.output_device)
-    data = prepare(config, target, head.taps, accelerator)
-    if accelerator.is_main_process:
-        (out / "training").mkdir(parents=True, exist_ok=True)
-        write_json(out / "training" / "config.json", asdict(config))
+    data = prepare(config, target, head.taps, conversations, accelerator)
     vocabulary = draft_vocabulary(config, target, head, data, accelerator)
     optimizer = torch.optim.AdamW(
         [p for p in head.parameters() if p.requires_grad],
@@ -59,43 +85,54 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         weight_decay=config.recipe.weight_decay,
     )
     model, optimizer = accelerator.prepare(head, optimizer)
-    fit(config, accelerator, target, data, model, optimizer, after_step)
 
-    head = accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # as it will be served, in the target's dtype
+    # 2. all steps that are left
+    fit(config, record, accelerator, target, data, model, optimizer, after_step)
+
+    # 3. the head as it will be served, in the target's dtype
+    out, state = Path(config.out), Path(config.out) / "training" / checkpoint.FILE
+    head = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    served = copy.deepcopy(head).to(target.dtype)
+    check_weights(served, f"the head in {target.dtype}", state)
     result = validation(config, target, data, head)
     if accelerator.is_main_process:
-        served = copy.deepcopy(head).to(target.dtype)
         save_head(served, out)
         if vocabulary is not None:
             restrict(served, target, vocabulary)
-        if config.calibrate:
+        if config.calibrate and data.held_out:
             calibrated(config, target, data, served, out)
-        write_json(out / "training" / "result.json", asdict(result))
+        keep(state.parent, record)
+        write_json(state.parent / "result.json", asdict(result))
     accelerator.wait_for_everyone()
     accelerator.end_training()
     accelerator.print(describe(result))
     return result
 
 
+@contextmanager
+def no_room_is_one_line(out: str) -> Iterator[None]:
+    """Inside the block a file that cannot be written raises InputError."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise InputError(f"cannot write into {out}: {error}") from error
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        raise InputError(f"cannot write into {out}: {error.strerror}") from error
+
+
 def untrained(config: TrainConfig, target: Target) -> Any:
-    """A head of the kind that is asked for. Raises InputError for an option that it does not take."""
+    """A head of the kind that is asked for."""
     kind = KINDS[config.head]
-    if not config.bias and config.head != "eagle":
-        raise InputError(f"--no-bias is for --head eagle: leave it out for {config.head}")
     if not config.bias:
         return kind.new(target, bias=False)
-    if config.draft_heads is None:
-        return kind.new(target)
-    if not kind.several:
-        several = ", ".join(name for name, one in KINDS.items() if one.several)
-        raise InputError(f"--draft-heads is for --head {several}: leave it out for {config.head}")
-    if config.draft_heads < 1:
-        raise InputError(f"--draft-heads is {config.draft_heads}, must be at least 1")
-    return kind.new(target, config.draft_heads)
+    return kind.new(target) if config.draft_heads is None else kind.new(target, config.draft_heads)
 
 
 def fit(
     config: TrainConfig,
+    record: dict[str, Any],
     accelerator: Accelerator,
     target: Target,
     data: Data,
@@ -103,9 +140,13 @@ def fit(
     optimizer: Any,
     after_step: Callable[[int], None],
 ) -> None:
-    """All optimizer steps that are left, with progress, checkpoints and validations."""
+    """All optimizer steps that are left, with progress, checkpoints and validations.
+
+    record: what is kept of the run beside its first checkpoint. Raises InputError for a run that diverges.
+    """
+    # 1. where the run is
     folder = Path(config.out) / "training"
-    state = folder / "checkpoint.safetensors"
+    state = folder / checkpoint.FILE
     head = accelerator.unwrap_model(model)
     step, seconds = checkpoint.load(state, head, optimizer.optimizer) if state.exists() else (0, 0.0)
     lengths = [len(example.input_ids) for example in data.train]
@@ -114,13 +155,16 @@ def fit(
     total = config.max_steps or max(1, config.recipe.epochs * per_epoch // config.accumulate)
     micro_steps = batches_from(step * config.accumulate, lengths, together, config.seed)
     started = time.perf_counter() - seconds
-    first, tokens = step, 0
-    with Report(folder, total, accelerator.is_main_process) as report:
+    first, tokens, skips = step, 0, Skips(state)
+
+    # 2. a step whose gradient is not finite is skipped
+    with Report(folder, first, total, accelerator.is_main_process) as report:
         while step < total and not out_of_time(config, time.perf_counter() - started):
             elapsed = time.perf_counter() - started
             rate = learning_rate(config, step, total, elapsed)
             for group in optimizer.param_groups:
                 group["lr"] = rate
+            losses, good = torch.zeros((), device=accelerator.device), True
             for _ in range(config.accumulate):
                 micro, numbers = next(micro_steps)
                 mine = numbers[accelerator.process_index :: accelerator.num_processes]
@@ -128,12 +172,18 @@ def fit(
                 with accelerator.accumulate(model):
                     loss = forward(config, accelerator, target, data, model, mine, micro)
                     accelerator.backward(loss.total)
+                    losses += loss.total.detach().to(losses.device)
                     if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(head.parameters(), config.clip)
-                    optimizer.step()
+                        norm = accelerator.clip_grad_norm_(head.parameters(), config.clip)
+                        good = all_finite(accelerator, losses, norm)
+                    if good or accelerator.scaler is not None:  # a scaler skips the step itself, and lowers its scale
+                        optimizer.step()
                     optimizer.zero_grad()
             step += 1
-            if step % LOG_EVERY == 0 or step == total:
+            skips.count(good, step)
+            if not good:
+                report.write({"step": step, "skipped": skips.total})
+            elif step % LOG_EVERY == 0 or step == total:
                 parts = {"total": loss.total} | loss.parts
                 line = {name: round(float(value.detach()), 5) for name, value in parts.items()}
                 spent = time.perf_counter() - started - seconds
@@ -147,9 +197,14 @@ def fit(
                 result = validation(config, target, data, head)
                 report.write({"step": step, **asdict(result)})
                 accelerator.print(f"step {step}: {describe(result)}")
-            if step % config.checkpoint_every == 0 and accelerator.is_main_process:
+            if good and step % config.checkpoint_every == 0 and accelerator.is_main_process:
+                check_weights(head, f"the head after step {step}", state)
+                keep(folder, record)
                 checkpoint.save(state, head, optimizer.optimizer, step, time.perf_counter() - started)
             after_step(step)
+    skips.refuse_nothing_learnt()
+    if skips.total:
+        accelerator.print(f"skipped steps: {skips.total} of {skips.steps}, their gradient was not finite")
 
 
 def forward(
@@ -220,49 +275,11 @@ def out_of_time(config: TrainConfig, elapsed: float) -> bool:
     return config.minutes > 0 and elapsed >= 60 * config.minutes
 
 
-def make_accelerator(config: TrainConfig) -> Accelerator:
-    """Raises InputError for a precision or tracker that is not there."""
-    if config.mixed_precision not in ("no", "bf16", "fp16"):
-        raise InputError(f"--mixed-precision is {config.mixed_precision!r}, must be no, bf16 or fp16")
-    if config.tracker and importlib.util.find_spec(config.tracker) is None:
-        raise InputError(f"--tracker {config.tracker} needs the package: pip install {config.tracker}")
-    accelerator = Accelerator(
-        mixed_precision=config.mixed_precision,
-        gradient_accumulation_steps=config.accumulate,
-        log_with=config.tracker,
-        project_dir=config.out,
-    )
-    if config.tracker:
-        accelerator.init_trackers("treespec", config={name: str(value) for name, value in asdict(config).items()})
-    return accelerator
-
-
-def finished(out: Path, config: TrainConfig) -> Validation | None:
-    """The result of a finished run of the same config. Raises InputError where another run lies in `out`."""
-    known = out / "training" / "config.json"
-    if not known.exists():
-        return None
-    before = json.loads(known.read_text())
-    changed = [name for name, value in asdict(config).items() if before.get(name) != value]
-    if changed:
-        name = changed[0]
-        raise InputError(
-            f"{out} holds a run with {name} = {before.get(name)!r}, not {getattr(config, name)!r}; "
-            "name another --out, or delete it"
-        )
-    result = out / "training" / "result.json"
-    return Validation(**json.loads(result.read_text())) if result.exists() else None
-
-
 def describe(result: Validation) -> str:
+    if not result.positions:
+        return "the head was not validated: no held-out conversation is long enough"
     steps = " ".join(f"{share:.1%}" for share in result.agreement)
     return (
         f"top-1 agreement by draft step {steps}; a chain would accept {result.acceptance_length:.2f} tokens a cycle "
         f"({result.positions} held-out positions)"
     )
-
-
-def write_json(path: Path, content: Any) -> None:
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)

@@ -10,15 +10,14 @@ import sysconfig
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import cleandoc
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from textwrap import dedent
 from typing import TypedDict
 
 from treespec.errors import InputError
+from treespec.train.kept import kept, making
 
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "__pycache__"}
 TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
@@ -51,9 +50,9 @@ def make_text(out: Path, files: Sequence[Path] | None = None, config: TextConfig
     """Writes `out/train.jsonl` and `out/held_out.jsonl`, one conversation a line; kept if it is there.
 
     files: what is read, default the standard library. The split depends on each conversation's id alone.
-    Raises InputError where the files hold no conversation.
+    Raises InputError where the files hold no conversation, and for damage in what is there.
     """
-    if out.exists():
+    if kept(out):
         return out
     config = config or TextConfig()
     split: dict[str, list[str]] = {TRAIN: [], HELD_OUT: []}
@@ -62,28 +61,22 @@ def make_text(out: Path, files: Sequence[Path] | None = None, config: TextConfig
         split[HELD_OUT if held_out else TRAIN].append(json.dumps(conversation, ensure_ascii=False))
     if not split[TRAIN]:
         raise InputError("no documented Python source to make conversations from; is the standard library installed?")
-    with whole_directory(out) as unfinished:
+    with making(out) as unfinished:
         for name, lines in split.items():
             (unfinished / name).write_text("".join(f"{line}\n" for line in lines), "utf-8")
     return out
 
 
 def read_messages(file: Path) -> Iterator[list[Message]]:
-    """The messages of each conversation of a file that `make_text` wrote."""
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)["messages"]
-
-
-@contextmanager
-def whole_directory(out: Path) -> Iterator[Path]:
-    """A fresh directory to fill: it becomes `out` when the block ends, and vanishes if the block raises."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
-        unfinished = Path(temporary) / out.name
-        unfinished.mkdir()
-        yield unfinished
-        unfinished.rename(out)
+    """The messages of each conversation of a file that `make_text` wrote. Raises InputError for another one."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)["messages"]
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} is damaged: delete {file.parent} to make it again") from error
 
 
 def conversations(files: Iterable[Path], config: TextConfig) -> Iterator[Conversation]:

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from treespec.errors import InputError
-from treespec.train.stdlib_text import TRAIN, read_messages, whole_directory
+from treespec.train.kept import kept, making
+from treespec.train.stdlib_text import TRAIN, read_messages
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 CHAT_TEMPLATE = (
@@ -82,13 +83,15 @@ def train_target(
     """Tokenizer and model trained on `text` (a directory of `make_text`), saved as `out` for the Auto classes.
 
     A finished `out` is kept. It appears whole or, if anything raises, not at all. Raises InputError for a
-    vocabulary or text that is too small.
+    vocabulary or text that is too small, a training that diverges, and damage in what is there.
     """
-    if out.exists():
+    if kept(out):
         return out
     config = config or TinyTargetConfig()
+    if not 0 < config.seconds < math.inf:
+        raise InputError(f"the target's training takes {config.seconds} seconds, must be a number above 0")
     conversations = list(read_messages(text / TRAIN))
-    with whole_directory(out) as unfinished:
+    with making(out) as unfinished:
         contents = (message["content"] for messages in conversations for message in messages)
         tokenizer = train_tokenizer(unfinished, contents, config.vocab)
         rendered = [str(tokenizer.apply_chat_template(messages, tokenize=False)) for messages in conversations]
@@ -205,6 +208,9 @@ def fit(
             hidden = model.model(input_ids=batch[:, :-1], use_cache=False).last_hidden_state
             logits = model.lm_head(hidden).float().flatten(0, 1)  # [B * T, V]
             loss = F.cross_entropy(logits, batch[:, 1:].flatten())
+            mean = loss.item()
+            if not math.isfinite(mean):
+                raise InputError(f"the target's training diverged at step {number + 1}: its loss is {mean}")
             loss.backward()
             for master, weight in zip(masters, weights, strict=True):
                 assert weight.grad is not None
@@ -221,11 +227,11 @@ def fit(
             bar.update(
                 task,
                 completed=min(elapsed, config.seconds),
-                loss=loss.item(),
+                loss=mean,
                 speed=seen / elapsed,
                 left=max(0.0, config.seconds - elapsed),
             )
-            on_step(Step(number, loss.item(), seen, progress))
+            on_step(Step(number, mean, seen, progress))
     model.eval()
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.archives import refuse_archive
 from treespec.errors import InputError
 from treespec.templates import Messages, Template, answers, check, opening, special_tokens
 
@@ -32,6 +33,7 @@ ROLES = {
 }
 SHOWN = 5  # problems kept in a report
 BATCH = 64  # conversations given to the tokenizer at once
+FORM = '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}'
 
 
 class UnusableConversation(InputError):
@@ -99,7 +101,9 @@ def read_conversations(path: str | Path) -> tuple[list[Conversation], Report]:
             report.leave_out(where, error)
     report.used = len(found)
     if not found:
-        raise InputError(f"no usable conversation in {path}: {'; '.join(report.problems) or 'the file is empty'}")
+        shown = "; ".join(report.problems[: len(report.left_out)]) or "the file is empty"
+        form = f"; give one conversation a line, such as {FORM}" if "not valid JSON" in report.left_out else ""
+        raise InputError(f"no usable conversation in {path}: {shown}{form}")
     return found, report
 
 
@@ -168,7 +172,9 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
     """(file and line, the JSON value or the bytes of the line)."""
     try:
         with path.open("rb") as file:
-            head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+            head = file.read(4096)
+            refuse_archive(path, head)
+            head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
             file.seek(0)
             if head.startswith(b"["):
                 entries = json.loads(file.read())
@@ -179,7 +185,9 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
                         yield f"{path.name}:{i}", line.removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}; give a JSONL file") from error
-    except ValueError as error:
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} begins as a JSON list but is not valid JSON: {error}") from error
 
 
@@ -189,7 +197,7 @@ def _messages(entry: Any) -> list[dict[str, str]]:
     if isinstance(entry, bytes):
         try:
             entry = json.loads(entry)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UnusableConversation("not valid JSON", error) from error
     turns = entry.get("conversations", entry.get("messages")) if isinstance(entry, dict) else None
     if not isinstance(turns, list):

@@ -20,7 +20,8 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.heads import checksum
 
-TEMPORARY = re.compile(r"\.(.+)\.(\d+)\.tmp")
+# .NAME.PID.tmp, and what older versions wrote: NAME.tmp-PID, .index-PID, .writing-PID, .NAME.json-PID
+TEMPORARY = re.compile(r"(?:\..+\.(?=\d+\.tmp)|.+\.tmp-|\.(?:index|writing|.+\.json)-)(\d+)(?:\.tmp)?")
 LOCK = ".lock"
 
 
@@ -70,8 +71,8 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         os.rename(temporary, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -143,6 +144,8 @@ def locked(folder: str | Path) -> Iterator[None]:
     of the process that holds it. Temporaries of killed processes are removed once the lock is held.
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise InputError(f"cannot write into {folder}: it is a file, name a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+")
@@ -172,7 +175,7 @@ def remove_leftovers(folder: str | Path) -> None:
         return
     for path in Path(folder).iterdir():
         match = TEMPORARY.fullmatch(path.name)
-        if not match or runs(int(match[2])):
+        if not match or runs(int(match[1])):
             continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -24,6 +24,14 @@ class QuickstartConfig:
 @takes(QuickstartConfig)
 def quickstart(config: QuickstartConfig) -> None:
     """Train a small target and a head for it, measure verifiers, and say how to chat. About ten minutes."""
+    from treespec.files import locked
+
+    with locked(config.out):
+        stages(config)
+
+
+def stages(config: QuickstartConfig) -> None:
+    """Text, target, head and evaluation, each of which is kept once it is there."""
     import torch
 
     from treespec.cli.evaluate import measure

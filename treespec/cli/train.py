@@ -1,5 +1,7 @@
 """`treespec train`: a draft head for a target, from conversations."""
 
+from pathlib import Path
+
 import typer
 
 from treespec.cli.options import takes
@@ -17,5 +19,15 @@ def train(config: TrainConfig) -> None:
     try:
         train(config)
     except KeyboardInterrupt:
-        print(f"\nStopped. The same command goes on from the last checkpoint in {config.out}.")
+        print(f"\n{stopped(config)}")
         raise typer.Exit(130) from None
+
+
+def stopped(config: TrainConfig) -> str:
+    """What the same command does after an interrupt."""
+    from treespec.train.checkpoint import FILE, steps_done
+
+    step = steps_done(Path(config.out) / "training" / FILE)
+    if step is None:
+        return f"Stopped before the first checkpoint, at step {config.checkpoint_every}: the same command begins anew."
+    return f"Stopped. The same command goes on from step {step}, the last checkpoint in {config.out}."

@@ -1,0 +1,111 @@
+"""A loss or gradient that is not finite: its step is skipped, many in a row end the run, what is good is kept."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from models import random_head, save_model, target
+from safetensors.torch import load_file
+from training import Killed, checkpoint_of, kill_at, same_weights, small_run, weights, write_data
+
+from treespec.errors import InputError
+from treespec.files import read_tensors, write_tensors
+from treespec.heads import checksum
+from treespec.train import checkpoint
+from treespec.train.batches import epoch_batches
+from treespec.train.finite import IN_A_ROW, Skips, check_weights
+from treespec.train.run import train
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("train") / "model")
+
+
+@pytest.fixture
+def config(model_folder, tmp_path):
+    """A run that has stored its features, and not begun to train."""
+    data = write_data(tmp_path / "data.jsonl")
+    config = small_run(model_folder, data, tmp_path / "head", features=str(tmp_path / "features"))
+    with pytest.raises(Killed):
+        train(replace(config, out=str(tmp_path / "first")), kill_at(1))
+    return config
+
+
+def spoil(config, numbers=None):
+    """Make the features of some conversations infinite, as a target that overflows gives them."""
+    shard = Path(config.features) / "features-00000.safetensors"
+    tensors, about = read_tensors(shard, "")
+    for name in map(str, tensors if numbers is None else numbers):
+        tensors[name][1:, :4] = torch.inf
+        about[name] = checksum.of_tensors({name: tensors[name]}, {})
+    write_tensors(shard, tensors, about)
+    return len(tensors)
+
+
+def test_a_bad_step_is_skipped_and_counted_and_resuming_stays_exact(config, tmp_path):
+    count = spoil(config, [])
+    spoil(config, epoch_batches([1] * count, config.batch_size, config.seed, 0)[3])
+    whole, killed = replace(config, out=str(tmp_path / "whole")), replace(config, out=str(tmp_path / "killed"))
+    train(whole)
+    assert all(value.isfinite().all() for value in weights(whole).values())
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "training" / "metrics.jsonl").read_text().splitlines()]
+    assert [line for line in lines if "skipped" in line] == [{"step": 4, "skipped": 1}]
+    assert checkpoint.steps_done(checkpoint_of(whole)) == 6
+    for step in (3, 5):
+        with pytest.raises(Killed):
+            train(killed, kill_at(step))
+        assert checkpoint.steps_done(checkpoint_of(killed)) == 2  # that of step 4 would follow a bad step
+    train(killed)
+    assert same_weights(weights(killed), weights(whole))
+
+
+def test_many_bad_steps_in_a_row_end_the_run_and_keep_the_last_good_checkpoint(config):
+    config = replace(config, max_steps=100)
+    with pytest.raises(Killed):
+        train(config, kill_at(3))
+    kept = checkpoint_of(config).read_bytes()
+    spoil(config)
+    with pytest.raises(InputError, match=r"not finite since step 3; the checkpoint of step 2 is kept in .*safetensors"):
+        train(config)
+    assert checkpoint_of(config).read_bytes() == kept
+    assert not (Path(config.out) / "model.safetensors").exists()
+
+
+def test_a_short_run_without_a_good_step_leaves_no_head(config):
+    spoil(config)
+    with pytest.raises(InputError, match="not finite at any step; no checkpoint was written"):
+        train(config)
+    assert not (Path(config.out) / "model.safetensors").exists()
+    assert not checkpoint_of(config).exists()
+
+
+def test_bad_steps_are_forgotten_after_a_good_one(tmp_path):
+    skips = Skips(tmp_path / "none")
+    for step in range(1, 5 * IN_A_ROW):
+        skips.count(step % IN_A_ROW == 0, step)
+    assert skips.total == 5 * IN_A_ROW - 5
+    skips.refuse_nothing_learnt()
+
+
+def test_weights_that_are_not_finite_are_never_saved(config, tmp_path):
+    head = random_head(target("llama"))
+    check_weights(head, "the head", tmp_path / "none")
+    with torch.no_grad():
+        next(p for p in head.parameters() if p.requires_grad).view(-1)[0] = torch.nan
+    with pytest.raises(InputError, match="the weights of the head are not finite; no checkpoint was written"):
+        check_weights(head, "the head", tmp_path / "none")
+
+
+def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_refused(config):
+    with pytest.raises(Killed):
+        train(config, kill_at(3))
+    state = checkpoint_of(config)
+    tensors, about = load_file(state), {"step": "2", "seconds": "1.0"}
+    name = next(name for name in tensors if name.startswith("weight."))
+    tensors[name].view(-1)[0] = torch.nan
+    write_tensors(state, tensors, about)
+    with pytest.raises(InputError, match=r"checkpoint\.safetensors .*not finite.*: delete it to begin anew"):
+        train(config)

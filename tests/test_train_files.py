@@ -1,0 +1,190 @@
+"""The files of a run: damage is named, one process writes, a kill's remains go, and content tells runs apart."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from models import save_model
+from safetensors.torch import load_file, save_file
+from training import Killed, checkpoint_of, flipped, kill_at, same_weights, small_run, weights, write_data
+
+from treespec.errors import InputError
+from treespec.files import locked
+from treespec.train.run import train
+
+PLACES = (0.02, 0.3, 0.7, 0.97)  # of the flipped bytes, as shares of a file: header and data
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("train") / "model")
+
+
+@pytest.fixture
+def config(model_folder, tmp_path):
+    data = write_data(tmp_path / "data.jsonl")
+    return small_run(model_folder, data, tmp_path / "head", features=str(tmp_path / "features"))
+
+
+def killed(config, step=3):
+    with pytest.raises(Killed):
+        train(config, kill_at(step))
+
+
+def refused(config):
+    with pytest.raises(InputError) as told:
+        train(config)
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("name", ["head/training/checkpoint.safetensors", "head/training/config.json"])
+def test_a_flipped_bit_in_what_a_run_goes_on_from_is_named(config, tmp_path, name):
+    killed(config)
+    for place in PLACES:
+        whole = flipped(tmp_path / name, place)
+        assert str(tmp_path / name) in refused(config), place
+        (tmp_path / name).write_bytes(whole)
+    train(config)
+
+
+@pytest.mark.parametrize("name", ["features/features-00000.safetensors", "features/index.json"])
+def test_a_flipped_bit_in_stored_features_is_named(config, tmp_path, name):
+    killed(config)
+    epoch = replace(config, out=str(tmp_path / "other"), max_steps=20, batch_size=1)  # reads every conversation
+    for place in PLACES:
+        whole = flipped(tmp_path / name, place)
+        assert config.features in refused(epoch), place
+        Path(epoch.out, "training", "checkpoint.safetensors").unlink(missing_ok=True)
+        (tmp_path / name).write_bytes(whole)
+    train(config)
+
+
+def test_a_flipped_bit_in_a_result_is_named(config):
+    train(replace(config, max_steps=1))
+    result = Path(config.out) / "training" / "result.json"
+    flipped(result, 0.5)
+    assert str(result) in refused(replace(config, max_steps=1))
+    result.unlink()
+    train(replace(config, max_steps=1))
+
+
+def test_a_head_that_was_deleted_is_trained_again(config):
+    train(config)
+    before = weights(config)
+    (Path(config.out) / "model.safetensors").unlink()
+    train(config)
+    assert same_weights(weights(config), before)
+
+
+def test_two_runs_do_not_write_into_one_folder_at_once(config):
+    for folder in (Path(config.out) / "training", Path(config.features)):
+        with locked(folder):
+            assert f"{folder} is being written by process {os.getpid()}" in refused(config)
+    train(config)
+    with locked(config.features):  # all is there: it is only read
+        train(replace(config, out=config.out + "2"))
+
+
+def test_what_a_kill_left_goes_at_the_next_start(config, tmp_path):
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    dead = ended.stdout.strip()
+    left = [f"features/features-00000.tmp-{dead}", f"features/.index-{dead}", f"features/.index.json.{dead}.tmp"]
+    left += [f"head/training/checkpoint.tmp-{dead}", f"head/training/.config.json-{dead}", f"head/.writing-{dead}"]
+    for name in left:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("half")
+    running = tmp_path / "features" / f".index-{os.getppid()}"
+    running.write_text("half")
+    train(config)
+    assert [name for name in left if (tmp_path / name).exists()] == []
+    assert running.exists()
+
+
+def test_metrics_hold_each_step_once_after_a_resume(config):
+    config = replace(config, max_steps=60, checkpoint_every=30, batch_size=1)
+    killed(config, 45)  # after the lines of 20 and 40
+    metrics = Path(config.out) / "training" / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write('{"step": 4')  # as a kill leaves it
+    train(config)
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [20, 40, 60]
+
+
+def retrain(folder):
+    """Another model at the same path."""
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: value + 0.3 * torch.randn(value.shape, generator=generator) for name, value in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def as_older_version(config):
+    """Rewrite what a run left as the version before checksums and contents wrote it."""
+    for file in [*Path(config.out).rglob("*.safetensors"), *Path(config.features).glob("*.safetensors")]:
+        about = {"step": "2", "seconds": "1.0"} if file.name == "checkpoint.safetensors" else None
+        save_file(load_file(file), file, about)
+    (Path(config.out) / "training" / "config.json").write_text(json.dumps(asdict(config), indent=2))
+    index = Path(config.features) / "index.json"
+    fields = json.loads(index.read_text())
+    index.write_text(json.dumps({name: fields[name] for name in ("target", "dtype", "tokens")}))
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_features_of_a_target_that_was_trained_again_are_not_mixed(config, tmp_path, older):
+    model = shutil.copytree(config.target, tmp_path / "model")
+    config = replace(config, target=str(model))
+    killed(config)
+    if older:
+        as_older_version(config)
+    train(replace(config, out=str(tmp_path / "same")))
+    retrain(model)
+    said = refused(replace(config, out=str(tmp_path / "other")))
+    assert "features holds features of another target or data" in said
+    if not older:
+        assert "holds a run with another content of target" in refused(config)
+    Path(config.features, "index.json").unlink()
+    assert "features-00000.safetensors holds features of another target" in refused(
+        replace(config, out=str(tmp_path / "other"))
+    )
+
+
+def test_a_run_knows_its_data_by_content(config, tmp_path):
+    killed(config)
+    moved = tmp_path / "moved.jsonl"
+    Path(config.data).rename(moved)
+    write_data(Path(config.data), name="something")
+    assert "another content of data" in refused(config)
+    train(replace(config, data=str(moved)))
+
+
+def test_paths_are_compared_by_where_they_lead(config, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    killed(config)
+    relative = {name: os.path.relpath(getattr(config, name)) for name in ("target", "data", "out", "features")}
+    train(replace(config, **relative))
+    moved = Path(config.out).rename(tmp_path / "moved")
+    assert train(replace(config, out=str(moved)), kill_at(1)).positions > 0  # finished
+
+
+def test_what_an_older_version_left_is_gone_on_from(config, tmp_path):
+    whole = replace(config, out=str(tmp_path / "whole"))
+    train(whole)
+    killed(config)
+    as_older_version(config)
+    train(config)
+    assert same_weights(weights(config), weights(whole))
+
+
+def test_a_checkpoint_without_its_record_is_not_gone_on_from(config):
+    killed(config)
+    (Path(config.out) / "training" / "config.json").unlink()
+    assert "config.json" in refused(config)
+    shutil.rmtree(checkpoint_of(config).parent)
+    train(config)

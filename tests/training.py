@@ -1,0 +1,69 @@
+"""A run of a few seconds: conversations, options, and a kill at a step."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from treespec.train.config import TrainConfig
+
+
+class Killed(Exception):
+    pass
+
+
+def kill_at(step):
+    def after_step(done):
+        if done == step:
+            raise Killed
+
+    return after_step
+
+
+def write_data(file, count=24, name="question"):
+    """Conversations of equal length, so that every batch weighs the same."""
+    answers = ["the answer 0", "the answer 1", "the answer 2", "the answer 3"]
+    lines = (
+        {"conversations": [{"from": "human", "value": f"{name} {i:03}"}, {"from": "gpt", "value": answers[i % 4]}]}
+        for i in range(count)
+    )
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def small_run(model, data, out, **changes):
+    """Six steps on 20 of 24 conversations, a checkpoint every two."""
+    options = {
+        "dtype": "float32",
+        "max_steps": 6,
+        "batch_size": 2,
+        "warm_up": 2,
+        "learning_rate": 1e-3,
+        "held_out": 0.2,
+        "draft_steps": 3,
+        "checkpoint_every": 2,
+        "validate_every": 0,
+        "calibrate": False,
+    }
+    return TrainConfig(target=str(model), data=str(data), out=str(out), **(options | changes))
+
+
+def weights(config):
+    return load_file(f"{config.out}/model.safetensors")
+
+
+def same_weights(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def checkpoint_of(config):
+    return Path(config.out) / "training" / "checkpoint.safetensors"
+
+
+def flipped(file, place):
+    """Write a file with one bit flipped, of the byte at a share `place` of it. Returns what it held."""
+    whole = file.read_bytes()
+    at = int(place * len(whole))
+    file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    return whole

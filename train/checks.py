@@ -1,0 +1,90 @@
+"""What is checked before the target is loaded: options that no kind of head takes, trackers, and folders."""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+from treespec import templates
+from treespec.draft.kinds import KINDS
+from treespec.errors import InputError, first_line
+from treespec.train.config import TrainConfig
+
+PRECISIONS = ("no", "bf16", "fp16")
+
+
+def check(config: TrainConfig) -> None:
+    """Raises InputError for what cannot be used, of all that is known without target and data."""
+    check_kind(config)
+    check_tracker(config.tracker)
+    if config.mixed_precision not in PRECISIONS:
+        raise InputError(f"--mixed-precision is {config.mixed_precision!r}, must be no, bf16 or fp16")
+    templates.stops(config.template)  # raises for a name that fschat does not know
+    check_folder("--out", config.out)
+    if config.features is not None:
+        check_folder("--features", config.features)
+    out = Path(config.out)
+    if (out / "model.safetensors").exists() and not (out / "training").exists():
+        raise InputError(f"--out {out} holds a model that was not trained there: name another folder")
+
+
+def check_kind(config: TrainConfig) -> None:
+    """Raises InputError for an option that the kind of head does not take."""
+    if not config.bias and config.head != "eagle":
+        raise InputError(f"--no-bias is for --head eagle: leave it out for {config.head}")
+    if config.draft_heads is None:
+        return
+    if not KINDS[config.head].several:
+        several = ", ".join(name for name, one in KINDS.items() if one.several)
+        raise InputError(f"--draft-heads is for --head {several}: leave it out for {config.head}")
+    if config.draft_heads < 1:
+        raise InputError(f"--draft-heads is {config.draft_heads}, must be at least 1")
+
+
+def check_tracker(name: str | None) -> None:
+    """Raises InputError for a tracker that accelerate does not know, or whose package is not installed."""
+    if name is None:
+        return
+    if name not in LOGGER_TYPE_TO_CLASS:
+        raise InputError(f"--tracker {name} is unknown, must be one of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
+    if name not in [str(available) for available in get_available_trackers()]:
+        raise InputError(f"--tracker {name} needs its package: pip install {name.replace('_', '-')}")
+
+
+def check_folder(option: str, path: str) -> None:
+    """Raises InputError for a path that is no folder, and where none can be made."""
+    folder = Path(path)
+    try:
+        while not folder.exists():
+            folder = folder.parent
+    except OSError as error:
+        raise InputError(f"{option} {path}: {error.strerror or error}") from error
+    if not folder.is_dir():
+        raise InputError(f"{option} {path}: {folder} is a file, name a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{option} {path}: {folder} cannot be written into, name another folder")
+
+
+def make_accelerator(config: TrainConfig) -> Accelerator:
+    """Raises InputError for a precision that this machine does not have."""
+    try:
+        return Accelerator(
+            mixed_precision=config.mixed_precision,
+            gradient_accumulation_steps=config.accumulate,
+            log_with=config.tracker,
+            project_dir=config.out,
+        )
+    except ValueError as error:
+        raise InputError(f"--mixed-precision {config.mixed_precision}: {first_line(error)}") from error
+
+
+def start_tracker(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Raises InputError where the tracker does not start, such as one that nobody is logged into."""
+    if not config.tracker:
+        return
+    try:
+        accelerator.init_trackers("treespec", config={name: str(value) for name, value in asdict(config).items()})
+    except Exception as error:  # each tracker raises its own
+        raise InputError(f"--tracker {config.tracker} does not start: {first_line(error)}") from error

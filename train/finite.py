@@ -1,0 +1,56 @@
+"""A loss, gradient or weight that is not finite never passes unseen: bad steps are skipped, and end the run in a row.
+
+A step whose gradient is not finite would fill the weights with NaN. It is left out, and the weights stay as they were.
+"""
+
+from pathlib import Path
+from typing import Any, final
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from treespec.errors import InputError
+from treespec.train import checkpoint
+
+IN_A_ROW = 20  # skipped steps that end a run; float16's loss scaling skips up to 16 while it finds its scale
+
+
+@final
+class Skips:
+    """Counts the optimizer steps of a run that were skipped. state: the checkpoint file that an error names."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.steps, self.total, self.in_a_row = 0, 0, 0
+
+    def count(self, good: bool, step: int) -> None:
+        """Count step `step`. Raises InputError after `IN_A_ROW` bad ones in a row."""
+        self.steps += 1
+        self.total += not good
+        self.in_a_row = 0 if good else self.in_a_row + 1
+        if self.in_a_row == IN_A_ROW:
+            raise diverged(f"the loss or its gradient is not finite since step {step - IN_A_ROW + 1}", self.state)
+
+    def refuse_nothing_learnt(self) -> None:
+        """Raises InputError where no step of the run was a good one."""
+        if self.steps and self.total == self.steps:
+            raise diverged("the loss or its gradient was not finite at any step", self.state)
+
+
+def all_finite(accelerator: Accelerator, losses: Tensor, norm: Tensor | None) -> bool:
+    """Whether losses and the gradient's norm are finite in all processes: these step together or not at all."""
+    total = losses if norm is None else losses + norm.to(losses.device)
+    return bool(accelerator.reduce(total, reduction="sum").isfinite().all())
+
+
+def check_weights(head: Any, what: str, state: Path) -> None:
+    """Raises InputError for weights that are not finite. what: whose weights they are."""
+    if any(not value.isfinite().all() for value in head.state_dict().values()):
+        raise diverged(f"the weights of {what} are not finite", state)
+
+
+def diverged(what: str, state: Path) -> InputError:
+    """The error of a run that cannot go on. It says which checkpoint is left."""
+    step = checkpoint.steps_done(state)
+    kept = "no checkpoint was written" if step is None else f"the checkpoint of step {step} is kept in {state}"
+    return InputError(f"{what}; {kept}. Lower --learning-rate, or look at the loss's options and the target's --dtype")

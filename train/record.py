@@ -1,0 +1,79 @@
+"""What OUT/training says of a run: its options, its target and data by their content, and in the end its result.
+
+config.json is written with the first checkpoint. A run that failed before left nothing that another one must respect.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+from typing import Any
+
+from treespec.errors import InputError
+from treespec.files import read_json, write_json
+from treespec.identity import identity_of
+from treespec.train.checkpoint import FILE
+from treespec.train.config import TrainConfig
+from treespec.train.validate import Validation
+
+PATHS = ("target", "data", "features")
+
+
+def record_of(config: TrainConfig) -> dict[str, Any]:
+    """The options of a run, and under "contents" the digests of its target and of the whole data file.
+
+    Raises InputError where one of them is not there.
+    """
+    try:
+        with Path(config.data).open("rb") as file:
+            data = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot read {config.data}: {error.strerror or error}; give a JSONL file") from error
+    return asdict(config) | {"contents": {"target": identity_of(config.target), "data": data}}
+
+
+def finished(folder: Path, record: dict[str, Any]) -> Validation | None:
+    """The result of a finished run of the same record; None where there is still something to do.
+
+    folder: OUT/training. Raises InputError where a run of other options, target or data lies there, and for a
+    damaged file.
+    """
+    result = folder / "result.json"
+    if not result.exists() and not (folder / FILE).exists():
+        return None
+    before = read_json(folder / "config.json", f"delete {folder} to begin anew")
+    if changed := next(changes(before, record), None):
+        raise InputError(f"{folder.parent} holds a run with {changed}; name another --out, or delete it")
+    if not result.exists() or not (folder.parent / "model.safetensors").exists():
+        return None
+    remedy = "delete it, and the same command ends the run again"
+    try:
+        return Validation(**read_json(result, remedy))
+    except TypeError as error:
+        raise InputError(f"{result} is damaged: {remedy}") from error
+
+
+def keep(folder: Path, record: dict[str, Any]) -> None:
+    """Write what `finished` compares with."""
+    write_json(folder / "config.json", record)
+
+
+def changes(before: dict[str, Any], record: dict[str, Any]) -> Iterator[str]:
+    """How an earlier run differs, an option at a time. Runs of older versions lack contents and newer options."""
+    contents = before.get("contents", {})
+    for field in fields(TrainConfig):
+        name = field.name
+        then, now = before.get(name, None if field.default is MISSING else field.default), record[name]
+        digests = contents.get(name), record["contents"].get(name)
+        if name == "out":  # its folder may have been moved
+            continue
+        if digests[0] and digests[1]:
+            if digests[0] != digests[1]:
+                yield f"{name} = {then!r}, not {now!r}" if then != now else f"another content of {name} = {now!r}"
+        elif then != now and not (name in PATHS and same_path(then, now)):
+            yield f"{name} = {then!r}, not {now!r}"
+
+
+def same_path(one: str | None, other: str | None) -> bool:
+    """Whether two paths lead to the same file or folder, relative or absolute."""
+    return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()

@@ -13,7 +13,7 @@ from treespec.draft.skip import SkipProposer
 from treespec.draft.skip_set import SkipSet
 from treespec.draft.sources import source_of
 from treespec.draft.sparse import SparseProposer
-from treespec.errors import SupersededError
+from treespec.errors import InputError, SupersededError
 from treespec.spec import Spec
 
 NEW = 16
@@ -118,6 +118,8 @@ def test_an_interrupt_anywhere_spoils_nothing(spec, wanted, monkeypatch, stage):
     monkeypatch.setattr(type(spec.target), stage, interrupted)
     stream = spec.stream(ONE, max_new_tokens=NEW)
     with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    with pytest.raises(InputError, match="interrupted by KeyboardInterrupt"):
         list(stream)
     assert answer(spec, ONE) == wanted[len(ONE)]
 

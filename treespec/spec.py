@@ -41,6 +41,10 @@ class Spec:
     """A target with what drafts for it, a tree policy and a verifier; without a drafter, the baseline.
 
     source: a trained head, a proposer or a drafter. A drafter that hands over whole trees takes no policy.
+
+    It decodes one text, or one batch, at a time. Threads may share it: `generate` waits for another thread's, and ends
+    any stream that is open, whose next piece is a SupersededError. For two streams at a time take `new`; Specs of one
+    target take turns, a cycle each.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from threading import RLock
 from typing import final
 
 from treespec.decode import Piece
-from treespec.errors import SupersededError
+from treespec.errors import InputError
 from treespec.stats import Stats
 
 
@@ -25,7 +25,8 @@ class Stream:
 
     Nothing is decoded before the first piece is asked for, and nothing after `close`, which the end of a `with` block
     calls. A `Spec` decodes one text at a time: a stream that goes on after its Spec has begun another text raises
-    SupersededError. A stream that is left without being closed keeps nothing busy.
+    SupersededError. One that has failed fails again, and never looks as if its answer had ended. One that is left
+    without being closed keeps nothing busy.
     """
 
     def __init__(self, pieces: Iterator[Piece], stats: Stats) -> None:
@@ -33,7 +34,7 @@ class Stream:
         self._seen: list[Piece] = []
         self._lock = RLock()  # threads may share a stream: each piece goes to one of them
         self._closed = False
-        self._superseded: SupersededError | None = None
+        self._failed: InputError | None = None
 
     def __iter__(self) -> "Stream":
         return self
@@ -42,12 +43,17 @@ class Stream:
         with self._lock:
             if self._closed:
                 raise StopIteration
-            if self._superseded:
-                raise self._superseded
+            if self._failed:
+                raise self._failed
             try:
                 piece = next(self._pieces)
-            except SupersededError as error:
-                self._superseded = error
+            except StopIteration:
+                raise
+            except InputError as error:
+                self._failed = error
+                raise
+            except BaseException as error:
+                self._failed = InputError(f"this stream was interrupted by {type(error).__name__}: begin another")
                 raise
             self._seen.append(piece)
             return piece

@@ -81,6 +81,7 @@ SEVERAL = {
     "arrays and lists": [np.array(IDS), OTHER],
     "encodings": [hf.BatchEncoding({"input_ids": IDS}), hf.BatchEncoding({"input_ids": torch.tensor([OTHER])})],
     "ragged": hf.BatchEncoding({"input_ids": [IDS, OTHER]}),
+    "rows of tensors": hf.BatchEncoding({"input_ids": [torch.tensor(IDS), torch.tensor(OTHER)]}),
     "padded left": hf.BatchEncoding(
         {
             "input_ids": torch.tensor([[0, *IDS], OTHER]),
@@ -101,7 +102,7 @@ def test_rows_are_prompts_without_their_padding(spec, given):
     assert [output.token_ids for output in spec.generate(given, max_new_tokens=NEW)] == wanted
     assert [output.token_ids for output in spec.generate_all(given, max_new_tokens=NEW)] == wanted
     for one_at_a_time in (spec.stream, spec.encode):
-        with pytest.raises(InputError, match=r"2 prompts in a .* one is taken"):
+        with pytest.raises(InputError, match=r"of prompts \(2\) where one prompt is taken"):
             one_at_a_time(given)
 
 
@@ -176,7 +177,7 @@ REFUSED = {
     "a prompt that is None": ([None, "the user"], "prompt 1 of 2: .* not None"),
     "a number among texts": (["the user", 5], "prompt 2 of 2: .* not an int"),
     "a message among texts": (["the user", MESSAGES[0]], "prompt 2 of 2: .* message goes into a list"),
-    "rows of rows": ([[IDS, IDS], IDS], "prompt 1 of 2: there are 2 prompts in a list"),
+    "rows of rows": ([[IDS, IDS], IDS], r"prompt 1 of 2: a list of prompts \(2\) where one"),
     "a text among messages": ([MESSAGES[0], "the user"], "message 2 is a str"),
     "no content": ([{"role": "user"}], "message 1 has no content"),
     "no role": ([{"content": TEXT}], "message 1 has no role"),
@@ -190,6 +191,11 @@ REFUSED = {
     "a mask with a hole": (encoded([IDS], [[1, 0, 1]]), "amid a prompt"),
     "a mask too short": (encoded([IDS], [[1, 1]]), "not a 0 or 1 for each"),
     "a mask of too few rows": (encoded([IDS, IDS], [[1, 1, 1]]), "2 rows of input_ids, 1"),
+    "a number as input_ids": (hf.BatchEncoding({"input_ids": 5}), "input_ids of the BatchEncoding is an int"),
+    "a number as a mask": (encoded([IDS], 1), "attention_mask of the BatchEncoding is an int"),
+    "a sparse tensor": (torch.tensor(IDS).to_sparse(), "give a dense one"),
+    "a tensor without data": (torch.empty(3, dtype=torch.int64, device="meta"), "give a dense one"),
+    "a masked array": (np.ma.array(IDS, mask=[0, 0, 1]), "token 3 of the prompt is None"),
     "a mask of weights": (encoded([IDS], [[0.5, 1, 1]]), "not a 0 or 1"),
 }
 

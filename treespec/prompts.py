@@ -39,8 +39,8 @@ def encode(target: Target, prompt: Prompt, template: templates.Template = None) 
     given: Any = prompt
     if (several := prompts_of(prompt)) is not None:
         if len(several) != 1 or isinstance(prompt, Sequence):
-            count = f"{len(several)} prompt{'s' * (len(several) != 1)} in a {_kind(prompt)}"
-            raise InputError(f"there are {count} where one is taken: use generate or generate_all for several")
+            held = f"{_kind(prompt)} of prompts ({len(several)})"
+            raise InputError(f"{held} where one prompt is taken: use generate or generate_all for several")
         given = several[0]
     ids = _encoded(target, given, template)
     if not ids:
@@ -65,8 +65,7 @@ def prompts_of(given: Any) -> list[Any] | None:
 def _encoded(target: Target, given: Any, template: templates.Template) -> list[int]:
     """Token ids that are not looked at yet."""
     if isinstance(given, torch.Tensor | np.ndarray):
-        ids: list[int] = _integers(given).tolist()
-        return ids
+        return _tokens(_integers(given).tolist())  # a masked array holds None
     if isinstance(given, BatchEncoding):
         return _flat(given)
     if not isinstance(given, str) and not _is_list(given):
@@ -93,16 +92,18 @@ def _tokens(given: Sequence[Any]) -> list[int]:
 
 def _integers(given: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
     """Raises InputError for a tensor or array that cannot hold token ids."""
-    kind = _kind(given)
     if isinstance(given, np.ndarray):
         whole = np.issubdtype(given.dtype, np.integer)
     else:
         whole = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
+        if given.is_meta or given.layout != torch.strided:
+            raise InputError(f"the prompt is {_kind(given)} without plain numbers in memory: give a dense one")
     if not whole:
-        raise InputError(f"the prompt is a {kind} of {str(given.dtype).removeprefix('torch.')}: token ids are integers")
+        dtype = str(given.dtype).removeprefix("torch.")
+        raise InputError(f"the prompt is {_kind(given)} of {dtype}: token ids are integers")
     if given.ndim not in (1, 2):
         raise InputError(
-            f"the prompt is a {kind} of {given.ndim} dimensions: give token ids [T], or [B, T] for several"
+            f"the prompt is {_kind(given)} of {given.ndim} dimensions: give token ids [T], or [B, T] for several"
         )
     return given
 
@@ -143,10 +144,15 @@ def _flat(given: BatchEncoding) -> list[int]:
 
 
 def _lists(given: BatchEncoding, name: str) -> list[Any] | None:
+    """What a BatchEncoding holds under a name, whatever holds it there, as a list or a list of lists."""
     value = given.get(name)
-    if name == "input_ids" and isinstance(value, torch.Tensor | np.ndarray):
-        value = _integers(value)
-    return value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value
+    if isinstance(value, torch.Tensor | np.ndarray):
+        value = (_integers(value) if name == "input_ids" else value).tolist()
+    if value is None:
+        return None
+    if not _is_list(value):
+        raise InputError(f"the {name} of the BatchEncoding is {_named(value)}")
+    return [row.tolist() if isinstance(row, torch.Tensor | np.ndarray) else row for row in value]
 
 
 def _kept(ids: Sequence[Any], mask: Any) -> list[int]:
@@ -173,7 +179,11 @@ def _is_list(given: Any) -> bool:
 
 
 def _kind(given: Any) -> str:
-    return "tensor" if isinstance(given, torch.Tensor) else "array" if isinstance(given, np.ndarray) else _type(given)
+    """A tensor, an array, a list."""
+    known = {torch.Tensor: "a tensor", np.ndarray: "an array"}
+    name = _type(given)
+    own = f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+    return next((words for kind, words in known.items() if isinstance(given, kind)), own)
 
 
 def _type(given: Any) -> str:
@@ -181,10 +191,9 @@ def _type(given: Any) -> str:
 
 
 def _named(given: Any) -> str:
-    """None, or a dict."""
+    """As `_kind`, with what to do."""
     if isinstance(given, dict) and "role" in given:
         return f"a {_type(given)} (a message goes into a list)"
     if isinstance(given, bytes | bytearray):
         return f"{_type(given)} (decode them to text)"
-    kind = _type(given)
-    return "None" if given is None else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+    return "None" if given is None else _kind(given)

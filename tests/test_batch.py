@@ -141,7 +141,7 @@ def test_shares_of_the_time_add_up_to_the_clock(llama):
 
 def test_tokens_are_one_prompt_and_lists_of_them_several(llama):
     wanted = llama.baseline().generate([5, 9], max_new_tokens=6).token_ids
-    for one in ((5, 9), torch.tensor([5, 9]), torch.tensor([[5, 9]])):
+    for one in ((5, 9), torch.tensor([5, 9])):
         assert llama.generate(one, max_new_tokens=6).token_ids == wanted
     for several in ([[5, 9], [7]], [(5, 9), (7,)], [torch.tensor([5, 9]), torch.tensor([7])]):
         assert [len(output.token_ids) for output in llama.generate(several, max_new_tokens=6)] == [6, 6]

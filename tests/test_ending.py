@@ -17,6 +17,7 @@ TEXTS = [
     "naïve café — “quoted” 我们在路上 👩‍👩‍👧 🇨🇭 done",
     "  two  spaces\n\n\tand a tab \n",
     "do n't stop . It 's , we 've ?",
+    "raw \x1b]0;title\x07 and \x1b[31mred \u202eturned",
     "",
 ]
 

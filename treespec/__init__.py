@@ -5,15 +5,24 @@ spec = load("target", head="head")
 spec.generate("text").text
 """
 
+from importlib import import_module
 from typing import Any
 
-__all__ = ["load"]
+# Imported when first asked for: the command line must not wait for torch.
+_LATER = {"load": "treespec.spec", "Spec": "treespec.spec", "InputError": "treespec.errors"}
+
+__all__ = ["InputError", "Spec", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """`load`, imported when it is first asked for: the command line must not wait for torch."""
-    if name == "load":
-        from treespec.spec import load
+    if name == "__version__":
+        from importlib.metadata import version
 
-        return load
+        return version("treespec")
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,15 +3,17 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
 from treespec.ending import Ending
-from treespec.errors import InputError
+from treespec.errors import InputError, SupersededError
+from treespec.locks import alone_with
 from treespec.prefix import common_prefix
 from treespec.sampling import SamplingParams, TargetLaws, greedy_choice
 from treespec.stats import Stats, shared
@@ -52,12 +54,21 @@ class Decoder:
     """Decodes texts together with a target and a drafter; without a drafter, one token at a time.
 
     Keeps the keys and values of the last text to finish: the next one reuses the prefix that they share.
+    There is one iteration at a time: one that goes on after another has begun raises SupersededError.
+    lock: held for each cycle; whoever holds it decodes without being superseded by another thread.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, verifier: Verifier) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter | None, verifier: Verifier, draft_models: Sequence[nn.Module] = ()
+    ) -> None:
+        """draft_models: that the drafter computes with besides the target."""
         self.target, self.drafter, self.verifier = target, drafter, verifier
+        self.models = [target.model, *draft_models]
         self.cache = target.new_cache()
         self.texts: list[Text] = []  # one for each row of the cache; none at first
+        self.lock = RLock()
+        self.latest = object()  # the iteration that the texts belong to
+        self.sound = True  # not within a cycle, nor after one that was interrupted
 
     @torch.inference_mode()
     def run(self, texts: Sequence[Text], params: SamplingParams, batch: int = 1) -> Iterator[tuple[Text, Piece]]:
@@ -65,18 +76,39 @@ class Decoder:
 
         batch: texts at a time; the place of one that has finished is taken by the next. A text's draws come from
         its own generator, so its answer does not depend on the others but for rounding.
-        An interrupted iteration leaves the decoder usable: what was committed stays a valid prefix.
+        An iteration may be left at any place: the next one finds the decoder usable. Between the cycles other
+        threads may use the models, or begin another iteration, which ends this one with a SupersededError.
         """
+        with self.lock:  # an answer that another thread holds the lock for is not superseded
+            own = self.latest = object()
         waiting, running = deque(texts), 0
         while waiting or running:
-            entering = [waiting.popleft() for _ in range(min(batch - running, len(waiting)))]
-            if entering:
-                self._enter(entering, running)
-            yield from self._cycle(params)
-            left = [row for row, text in enumerate(self.texts) if not text.ending.finished]
-            running = len(left)
-            if len(stay := left or [0]) < len(self.texts):
-                self._select(stay)
+            self._refuse_superseded(own)
+            with self.lock, alone_with(self.models):
+                self._refuse_superseded(own)
+                pieces, running = self._step(waiting, running, params, batch)
+            yield from pieces
+
+    def _refuse_superseded(self, own: object) -> None:
+        if self.latest is not own:
+            raise SupersededError
+
+    def _step(
+        self, waiting: deque[Text], running: int, params: SamplingParams, batch: int
+    ) -> tuple[list[tuple[Text, Piece]], int]:
+        """Texts enter, all go through a cycle, those that have finished leave. Returns pieces, and texts that go on."""
+        if not self.sound:  # an interrupt may have left layers, texts and drafter at odds
+            self.texts = []
+        self.sound = False
+        entering = [waiting.popleft() for _ in range(min(batch - running, len(waiting)))]
+        if entering:
+            self._enter(entering, running)
+        pieces = list(self._cycle(params))
+        left = [row for row, text in enumerate(self.texts) if not text.ending.finished]
+        if len(stay := left or [0]) < len(self.texts):
+            self._select(stay)
+        self.sound = True
+        return pieces, len(left)
 
     def _cycle(self, params: SamplingParams) -> Iterator[tuple[Text, Piece]]:
         """One forward over a tree of each text."""

@@ -11,6 +11,16 @@ class InputError(ValueError):
     exit_code = 2
 
 
+class SupersededError(InputError):
+    """A stream goes on though its `Spec` has begun another text since."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this stream was superseded: its Spec has begun another text since. Finish or close a stream before the "
+            "next text begins, or take spec.new() for a second stream"
+        )
+
+
 def first_line(error: Exception) -> str:
     """Of what it says, or else its name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

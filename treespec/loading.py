@@ -1,35 +1,56 @@
 """Loading a target and what drafts for it, to decode and not to train."""
 
 from collections.abc import Sequence
+from os import PathLike, fspath
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.sources import modules_of, source_of
+from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder
+from treespec.locks import alone_with
 from treespec.packed import pack
 from treespec.target import Target
 
 
 def load_sources(
-    target: str,
+    target: str | PathLike[str] | PreTrainedModel,
     drafters: Sequence[str],
     *,
+    tokenizer: Any = None,
     device_map: Any = "auto",
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
     compile: bool = False,
 ) -> tuple[Target, dict[str, Any]]:
     """A target, and by its name whatever is to draft for it; options as for `load`."""
-    model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
+    if isinstance(target, PreTrainedModel):
+        refuse_placement(device_map=device_map, dtype=dtype, max_memory=max_memory)
+        with alone_with([target]):
+            model = Target(target, tokenizer)
+    else:
+        if not isinstance(target, str | PathLike):
+            raise InputError(f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded model")
+        model = Target.load(fspath(target), device_map=device_map, dtype=dtype, max_memory=max_memory)
+        model.tokenizer = tokenizer or model.tokenizer
     sources = {name: source_of(name, model) for name in drafters}
-    pack(model.model)
+    if model.model is not target:  # a model that others hold keeps its weights as they are
+        pack(model.model)
     if compile:
         model.compile()
     for module in (module for source in sources.values() for module in modules_of(source)):
         pack(module)
     return model, sources
+
+
+def refuse_placement(**options: Any) -> None:
+    """Raises InputError for how to load a model that is loaded already."""
+    for name, value in options.items():
+        if value is not None and value != "auto":
+            raise InputError(f"{name} is {value}, but the target is loaded already: leave it out")
 
 
 def calibration_of(source: Any, named: str | None) -> Calibration | None:

@@ -1,11 +1,12 @@
 """The public API: `load` a target and a head, `generate` and `stream`."""
 
-import secrets
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, cast, final, overload
+from os import PathLike, fspath
+from typing import Any, Unpack, cast, final, overload
 
 import torch
+from transformers import PreTrainedModel
 
 from treespec import templates
 from treespec.decode import Decoder, Piece, Text
@@ -16,11 +17,15 @@ from treespec.draft.given import GivenDrafter, check_given
 from treespec.draft.grow import TreeDrafter, check_pair
 from treespec.draft.kinds import KINDS
 from treespec.draft.proposer import Proposer
+from treespec.draft.sources import modules_of
 from treespec.draft.times import Times, times_for
 from treespec.ending import Ending
 from treespec.errors import InputError
 from treespec.loading import calibration_of, load_sources
-from treespec.prompts import Prompt, Prompts, encode
+from treespec.locks import alone_with
+from treespec.names import drafting_names, target_name
+from treespec.prompts import Arrays, Prompt, Prompts, Single, encode, prompts_of
+from treespec.request import Options, asked, refuse_unknown, seed_of, seeds_of, whole
 from treespec.sampling import SamplingParams
 from treespec.stats import Stats
 from treespec.stream import Output, Stream, output_of
@@ -37,6 +42,10 @@ class Spec:
     """A target with what drafts for it, a tree policy and a verifier; without a drafter, the baseline.
 
     source: a trained head, a proposer or a drafter. A drafter that hands over whole trees takes no policy.
+
+    It decodes one text, or one batch, at a time. Threads may share it: `generate` waits for another thread's, and ends
+    any stream that is open, whose next piece is a SupersededError. For two streams at a time take `new`; Specs of one
+    target take turns, a cycle each.
     """
 
     def __init__(
@@ -70,7 +79,11 @@ class Spec:
             drafter = source.paced(self.times) if isinstance(self.verifier, Auto) else source.new()
         elif source:
             drafter = source.new()
-        self.decoder = Decoder(target, drafter, self.verifier)
+        self.decoder = Decoder(target, drafter, self.verifier, modules_of(self.source))
+
+    def __repr__(self) -> str:
+        shown = [target_name(self.target), *drafting_names(self.source, self.policy, self.verifier)]
+        return f"Spec({', '.join([*shown, str(self.target.dtype).removeprefix('torch.'), str(self.target.device)])})"
 
     @property
     def proposer(self) -> Proposer | None:
@@ -88,6 +101,11 @@ class Spec:
         """The same target and head with another tree and verifier; no weights are copied."""
         return Spec(self.target, self.source, tree, verifier, self.template, allow_lossy, self.calibration, self.times)
 
+    def new(self) -> "Spec":
+        """The same once more, for a second text at the same time; no weights are copied."""
+        more = self.template, True, self.calibration, self.times
+        return Spec(self.target, self.source, self.policy, self.verifier, *more)
+
     def baseline(self) -> "Spec":
         """One token at a time through the same target and cache: what every speedup is measured against."""
         return Spec(self.target, None, template=self.template)
@@ -101,24 +119,16 @@ class Spec:
         return encode(self.target, prompt, self.template)
 
     def request(
-        self,
-        prompt: Prompt,
-        *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
+        self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
     ) -> tuple[Text, SamplingParams]:
         """What the decoder is asked for; same seed, same answer. Raises InputError for bad input."""
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {max_new_tokens}, must be at least 1")
-        params = SamplingParams(temperature, top_k, top_p, min_p)
-        if isinstance(self.policy, AutoTree) or (isinstance(self.verifier, Auto) and self.source):
-            self.times()  # measured here, where nothing is timed
-        ids = self.encode(prompt)
+        refuse_unknown(options, "seed")
+        wanted = asked(options)
+        generator = torch.Generator(device=self.target.output_device).manual_seed(seed_of(seed))
+        with alone_with(self.decoder.models):
+            if isinstance(self.policy, AutoTree) or (isinstance(self.verifier, Auto) and self.source):
+                self.times()  # measured here, where nothing is timed
+            ids = self.encode(prompt)
         room = self.target.context_length - len(ids)
         if room < 1:
             raise InputError(
@@ -126,43 +136,77 @@ class Spec:
                 "shorten the prompt"
             )
         own = templates.stops(self.template)
-        stop = (stop,) if isinstance(stop, str) else stop
-        ending = Ending(
-            self.target.tokenizer,
-            self.target.eos | set(own.token_ids),
-            (*stop, *own.strings),
-            min(max_new_tokens, room),
-        )
-        generator = torch.Generator(device=self.target.output_device)
-        generator.manual_seed(secrets.randbits(63) if seed is None else seed)
-        return Text(ids, ending, generator, Stats()), params
+        ends, stop = self.target.eos | set(own.token_ids), (*wanted.stop, *own.strings)
+        ending = Ending(self.target.tokenizer, ends, stop, min(wanted.max_new_tokens, room))
+        return Text(ids, ending, generator, Stats()), wanted.params
 
-    def stream(self, prompt: Prompt, **options: Any) -> Stream:
-        """Pieces of the answer as they are accepted; options as for `request`."""
-        text, params = self.request(prompt, **options)
+    def stream(self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]) -> Stream:
+        """Pieces of the answer as they are accepted. prompt: see `treespec.prompts`.
+
+        seed: of the draws, in [0, 2^64); None is another one each time. options: see `treespec.request.Options`.
+        The Spec decodes one text at a time: a stream ends with a SupersededError where another text has begun.
+        """
+        text, params = self.request(prompt, seed=seed, **options)
         return Stream((piece for _, piece in self.decoder.run([text], params)), text.stats)
 
     @overload
-    def generate(self, prompt: Prompts, **options: Any) -> list[Output]: ...
+    def generate(
+        self,
+        prompt: Prompts,
+        *,
+        batch: int | None = None,
+        seed: int | Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> list[Output]: ...
     @overload
-    def generate(self, prompt: Prompt, **options: Any) -> Output: ...
-    def generate(self, prompt: Prompt | Prompts, **options: Any) -> Output | list[Output]:
-        """The whole answer; options as for `request`. A list of prompts is answered together: see `generate_all`."""
-        several = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
-        if several and isinstance(prompt[0], Sequence | torch.Tensor):
-            return self.generate_all(cast(Prompts, prompt), **options)
-        stream = self.stream(cast(Prompt, prompt), **options)
-        for _ in stream:
-            pass
+    def generate(
+        self,
+        prompt: Single,
+        *,
+        batch: int | None = None,
+        seed: int | Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Output: ...
+    @overload
+    def generate(
+        self,
+        prompt: Arrays,
+        *,
+        batch: int | None = None,
+        seed: int | Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Any: ...
+    def generate(
+        self,
+        prompt: Prompt | Prompts,
+        *,
+        batch: int | None = None,
+        seed: int | Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Output | list[Output]:
+        """The whole answer, or of several prompts the list of theirs. prompt: see `treespec.prompts`.
+
+        seed, options: as for `stream`, for several prompts as for `generate_all`. Threads that generate wait for each
+        other; a stream of this Spec that is open is superseded.
+        """
+        refuse_unknown(options, "batch", "seed")
+        if (several := prompts_of(prompt)) is not None:
+            return self.generate_all(several, batch=batch, seed=seed, **options)
+        if batch is not None:
+            whole("batch", batch, least=1)
+        stream = self.stream(cast(Prompt, prompt), seed=cast(int | None, seed), **options)
+        with self.decoder.lock:
+            for _ in stream:
+                pass
         return stream.output
 
     def generate_all(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | Arrays,
         *,
         batch: int | None = None,
         seed: int | Sequence[int] | None = None,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> list[Output]:
         """The answers to prompts, of which the target takes several in one forward.
 
@@ -170,28 +214,34 @@ class Spec:
         first prompt, the next prompt having the next seed, or one for each. An answer is the one that its prompt
         alone would have with that seed, but for rounding. Raises InputError for bad input, with the prompt's number.
         """
-        if batch is not None and batch < 1:
-            raise InputError(f"batch is {batch}, must be at least 1")
+        refuse_unknown(options, "batch", "seed")
+        asked(options)  # an option that is wrong is no one prompt's
+        several = prompts_of(prompts)
+        if several is None and not (isinstance(prompts, list | tuple) and not prompts):
+            raise InputError("generate_all takes a list of prompts, and this is none: take generate for one prompt")
+        several = several or []
+        at_once = whole("batch", len(several) if batch is None else batch, least=min(1, len(several)))
         texts = []
-        for i, prompt in enumerate(prompts):
-            own = seed[i] if isinstance(seed, Sequence) else None if seed is None else seed + i
+        for i, (prompt, own) in enumerate(zip(several, seeds_of(seed, len(several)), strict=True), 1):
             try:
                 text, params = self.request(prompt, seed=own, **options)
             except InputError as error:
-                raise InputError(f"prompt {i + 1} of {len(prompts)}: {error}") from None
+                raise InputError(f"prompt {i} of {len(several)}: {error}") from None
             texts.append(text)
         pieces: dict[Text, list[Piece]] = {text: [] for text in texts}
-        for text, piece in self.decoder.run(texts, params, batch or len(texts)) if texts else ():
-            pieces[text].append(piece)
+        with self.decoder.lock:
+            for text, piece in self.decoder.run(texts, params, at_once) if texts else ():
+                pieces[text].append(piece)
         return [output_of(pieces[text], text.stats) for text in texts]
 
 
 def load(
-    target: str,
-    head: str | None = None,
+    target: str | PathLike[str] | PreTrainedModel,
+    head: str | PathLike[str] | None = None,
     tree: str | None = None,
     verifier: str = "auto",
     *,
+    tokenizer: Any = None,
     drafter: str | None = None,
     allow_lossy: bool = False,
     template: str | None = None,
@@ -202,6 +252,10 @@ def load(
 ) -> Spec:
     """Load a target (directory or hub id) and what drafts for it, placed by accelerate, to decode and not to train.
 
+    target: may be a model of transformers that is loaded already. It stays usable, but is changed for good: evaluation
+    mode, no gradients, attention that takes trees, compiled layers with `compile`. Its weights stay as they are; those
+    of a model that is loaded here are packed where that is faster, in bfloat16 on a CPU.
+    tokenizer: None is the directory's own; a model object without one takes and gives token ids alone.
     head: directory or hub id of a trained head of any kind. drafter: in its place, `kind:value` of
     `treespec.draft.sources.SOURCES`, such as lookup; with neither, one token is decoded at a time.
     tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default.
@@ -211,9 +265,15 @@ def load(
     """
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
-    named = drafter or (f"head:{head}" if head else None)
+    named = drafter or (f"head:{fspath(head)}" if head else None)
     model, sources = load_sources(
-        target, [named] if named else [], device_map=device_map, dtype=dtype, max_memory=max_memory, compile=compile
+        target,
+        [named] if named else [],
+        tokenizer=tokenizer,
+        device_map=device_map,
+        dtype=dtype,
+        max_memory=max_memory,
+        compile=compile,
     )
     source = sources[named] if named else None
     return Spec(model, source, tree, verifier, template, allow_lossy, calibration_of(source, named))

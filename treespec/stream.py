@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from threading import RLock
 from typing import final
 
 from treespec.decode import Piece
+from treespec.errors import InputError
 from treespec.stats import Stats
 
 
@@ -19,16 +21,57 @@ class Output:
 
 @final
 class Stream:
-    """Iterate over the pieces of an answer; `output` is what there is so far."""
+    """An iterator over the pieces of an answer; `output` and `stats` tell what there is so far.
+
+    Nothing is decoded before the first piece is asked for, and nothing after `close`, which the end of a `with` block
+    calls. A `Spec` decodes one text at a time: a stream that goes on after its Spec has begun another text raises
+    SupersededError. One that has failed fails again, and never looks as if its answer had ended. One that is left
+    without being closed keeps nothing busy.
+    """
 
     def __init__(self, pieces: Iterator[Piece], stats: Stats) -> None:
         self._pieces, self._stats = pieces, stats
         self._seen: list[Piece] = []
+        self._lock = RLock()  # threads may share a stream: each piece goes to one of them
+        self._closed = False
+        self._failed: InputError | None = None
 
-    def __iter__(self) -> Iterator[Piece]:
-        for piece in self._pieces:
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Piece:
+        with self._lock:
+            if self._closed:
+                raise StopIteration
+            if self._failed:
+                raise self._failed
+            try:
+                piece = next(self._pieces)
+            except StopIteration:
+                raise
+            except InputError as error:
+                self._failed = error
+                raise
+            except BaseException as error:
+                self._failed = InputError(f"this stream was interrupted by {type(error).__name__}: begin another")
+                raise
             self._seen.append(piece)
-            yield piece
+            return piece
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End here. At once, from any thread: a cycle that runs elsewhere ends by itself."""
+        self._closed = True
+
+    @property
+    def stats(self) -> Stats:
+        """What the answer has cost so far."""
+        return self._stats
 
     @property
     def output(self) -> Output:

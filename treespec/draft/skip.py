@@ -41,14 +41,21 @@ def skipping(target: Target, skipped: SkipSet) -> Iterator[None]:
     layers = target.stack
     parts = [(layers[k], "self_attn", NoAttention()) for k in skipped.attention]
     swaps: list[tuple[nn.Module, str, nn.Module]] = [*parts, *((layers[k], "mlp", NoMLP()) for k in skipped.mlp)]
-    before = [getattr(layer, name) for layer, name, _ in swaps]
+    before = [(layer, name, getattr(layer, name)) for layer, name, _ in swaps]
     try:
-        for layer, name, nothing in swaps:
-            setattr(layer, name, nothing)
+        put(swaps)
         yield
     finally:
-        for (layer, name, _), own in zip(swaps, before, strict=True):
-            setattr(layer, name, own)
+        try:
+            put(before)
+        finally:  # an interrupt within the first leaves no sublayer out
+            put(before)
+
+
+def put(parts: Sequence[tuple[nn.Module, str, nn.Module]]) -> None:
+    """Sublayers, by layer and name, into their places."""
+    for layer, name, part in parts:
+        setattr(layer, name, part)
 
 
 @torch.no_grad()

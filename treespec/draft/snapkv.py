@@ -6,6 +6,7 @@ The last tokens of a prompt look back once more, and each key-value head keeps t
     seen by 6 and 7  .5  .1  .0  .3  .0  .1              two are kept: 0 and 3
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from treespec.rows import together
 from treespec.target import Target
 from treespec.trees.mask import committed
 
+WATCHED = "treespec_watched"
 POOL = 5  # neighbours whose scores are averaged, as MagicDec does
 
 
@@ -71,20 +73,36 @@ def most_seen(target: Target, cache: TreeCache, recent: Sequence[Tensor | None],
     return [None if tokens is None else found[row] for row, tokens in enumerate(recent)]
 
 
+class Seeing(threading.local):
+    """What is shown the attention weights of the forward that this thread runs."""
+
+    see: Callable[[Tensor], None]
+
+
+_now = Seeing()
+
+
+def watch(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> tuple[Tensor, None]:
+    grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, heads, group, W, D]
+    scores = grouped @ k.float()[:, :, None].mT * (options.get("scaling") or q.shape[-1] ** -0.5)
+    _now.see((scores + mask[:, :, None]).softmax(-1))
+    return tree_attention(module, q, k, v, mask, **options)
+
+
+AttentionInterface.register(WATCHED, watch)
+AttentionMaskInterface.register(WATCHED, sdpa_mask)
+
+
 @contextmanager
 def watched(model: PreTrainedModel, see: Callable[[Tensor], None]) -> Iterator[None]:
     """Inside, the attention weights of each layer are shown as it runs."""
-
-    def watch(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> tuple[Tensor, None]:
-        grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, heads, group, W, D]
-        scores = grouped @ k.float()[:, :, None].mT * (options.get("scaling") or q.shape[-1] ** -0.5)
-        see((scores + mask[:, :, None]).softmax(-1))
-        return tree_attention(module, q, k, v, mask, **options)
-
-    AttentionInterface.register("treespec_watched", watch)
-    AttentionMaskInterface.register("treespec_watched", sdpa_mask)
+    _now.see = see
     try:
-        model.set_attn_implementation("treespec_watched")
+        model.set_attn_implementation(WATCHED)
         yield
     finally:
-        model.set_attn_implementation(NAME)
+        del _now.see
+        try:
+            model.set_attn_implementation(NAME)
+        finally:  # an interrupt within the first leaves nothing half done
+            model.set_attn_implementation(NAME)

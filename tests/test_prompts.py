@@ -1,0 +1,297 @@
+"""Every form of prompt is answered as what it is, and all else is refused by name."""
+
+import copy
+import math
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from models import CONFIGS, GROUPED, random_model, tokenizer
+
+from treespec.errors import InputError
+from treespec.spec import Spec
+from treespec.target import Target
+
+TEXT = "the user asks"
+MESSAGES = [{"role": "system", "content": "answers"}, {"role": "user", "content": TEXT}]
+NEW = 4
+
+
+@pytest.fixture(scope="module")
+def words():
+    return tokenizer()
+
+
+@pytest.fixture(scope="module")
+def spec(words):
+    model = random_model(hf.LlamaConfig(**GROUPED | {"vocab_size": len(words)}))
+    return Spec(Target(model, words), None)
+
+
+@pytest.fixture(scope="module")
+def wordless():
+    return Spec(Target(random_model(CONFIGS["llama"]())), None)
+
+
+def answer(spec, ids):
+    return spec.generate(ids, max_new_tokens=NEW).token_ids
+
+
+IDS = [5, 9, 7]
+SINGLE = {
+    "list": IDS,
+    "tuple": tuple(IDS),
+    "range": range(5, 8),
+    "numpy integers": list(np.array(IDS)),
+    "tensor": torch.tensor(IDS),
+    "narrow tensor": torch.tensor(IDS, dtype=torch.uint8),
+    "array": np.array(IDS, dtype=np.int32),
+    "one row of a tokenizer": hf.BatchEncoding({"input_ids": IDS, "attention_mask": [1, 1, 1]}),
+    "padded": hf.BatchEncoding({"input_ids": [0, *IDS], "attention_mask": [0, 1, 1, 1]}),
+}
+
+
+@pytest.mark.parametrize("given", SINGLE.values(), ids=SINGLE)
+def test_token_ids_are_one_prompt_however_they_are_held(spec, given):
+    ids = list(range(5, 8)) if isinstance(given, range) else IDS
+    assert spec.encode(given) == ids
+    assert spec.generate(given, max_new_tokens=NEW).token_ids == answer(spec, ids)
+    assert spec.generate_all([given], max_new_tokens=NEW)[0].token_ids == answer(spec, ids)
+
+
+def test_text_and_messages_are_one_prompt_each(spec, words):
+    assert spec.encode(TEXT) == words.encode(TEXT)
+    assert spec.encode(MESSAGES) == words.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert spec.encode(tuple(MESSAGES)) == spec.encode(MESSAGES)
+    marked = [*MESSAGES[:-1], MESSAGES[-1] | {"interrupted": True}]
+    assert spec.encode(marked) == spec.encode(MESSAGES)
+    assert spec.encode(words(TEXT)) == spec.encode(words(TEXT, return_tensors="pt")) == words.encode(TEXT)
+
+
+OTHER = [5, 9, 7, 4]
+SEVERAL = {
+    "tensor": torch.tensor([IDS, OTHER[:3]]),
+    "array": np.array([IDS, OTHER[:3]]),
+    "lists": [IDS, OTHER],
+    "tuples": (tuple(IDS), tuple(OTHER)),
+    "tensors": [torch.tensor(IDS), torch.tensor(OTHER)],
+    "arrays and lists": [np.array(IDS), OTHER],
+    "encodings": [hf.BatchEncoding({"input_ids": IDS}), hf.BatchEncoding({"input_ids": torch.tensor([OTHER])})],
+    "ragged": hf.BatchEncoding({"input_ids": [IDS, OTHER]}),
+    "rows of tensors": hf.BatchEncoding({"input_ids": [torch.tensor(IDS), torch.tensor(OTHER)]}),
+    "padded left": hf.BatchEncoding(
+        {
+            "input_ids": torch.tensor([[0, *IDS], OTHER]),
+            "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]),
+        }
+    ),
+    "padded right": hf.BatchEncoding(
+        {"input_ids": np.array([[*IDS, 0], OTHER]), "attention_mask": np.array([[1, 1, 1, 0], [1, 1, 1, 1]])}
+    ),
+}
+
+
+@pytest.mark.parametrize("given", SEVERAL.values(), ids=SEVERAL)
+def test_rows_are_prompts_without_their_padding(spec, given):
+    """Together as each alone: in a list, by `generate` and by `generate_all`."""
+    rows = [IDS, OTHER[:3]] if isinstance(given, torch.Tensor | np.ndarray) else [IDS, OTHER]
+    wanted = [answer(spec, row) for row in rows]
+    assert [output.token_ids for output in spec.generate(given, max_new_tokens=NEW)] == wanted
+    assert [output.token_ids for output in spec.generate_all(given, max_new_tokens=NEW)] == wanted
+    for one_at_a_time in (spec.stream, spec.encode):
+        with pytest.raises(InputError, match=r"of prompts \(2\) where one prompt is taken"):
+            one_at_a_time(given)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["pt", "np", None])
+def test_a_tokenizers_batch_is_answered_text_by_text(spec, words, side, kind):
+    texts, padding = [TEXT, "the question", "a"], copy.deepcopy(words)
+    padding.padding_side = side
+    batch = padding(texts, return_tensors=kind, padding=True)
+    wanted = [answer(spec, text) for text in texts]
+    assert [output.token_ids for output in spec.generate(batch, max_new_tokens=NEW)] == wanted
+    assert [output.token_ids for output in spec.generate(texts, max_new_tokens=NEW)] == wanted
+
+
+def test_a_list_of_conversations_is_several_prompts_and_a_list_of_messages_one(spec):
+    one = answer(spec, MESSAGES)
+    assert [output.token_ids for output in spec.generate([MESSAGES, MESSAGES[1:]], max_new_tokens=NEW)] == [
+        one,
+        answer(spec, MESSAGES[1:]),
+    ]
+    assert [output.token_ids for output in spec.generate([MESSAGES], max_new_tokens=NEW)] == [one]
+
+
+def test_one_row_is_one_prompt_where_one_is_taken_and_a_list_of_one_from_generate(spec):
+    for row in (torch.tensor([IDS]), np.array([IDS]), hf.BatchEncoding({"input_ids": [IDS]})):
+        assert spec.encode(row) == IDS
+        stream = spec.stream(row, max_new_tokens=NEW)
+        list(stream)
+        assert [output.token_ids for output in spec.generate(row, max_new_tokens=NEW)] == [stream.output.token_ids]
+
+
+def test_nothing_is_no_prompt_and_no_prompts_have_no_answers(spec):
+    for nothing in ([], (), "", torch.empty(0, dtype=torch.int64), np.empty(0, dtype=np.int64)):
+        with pytest.raises(InputError, match="the prompt is empty"):
+            spec.generate(nothing)
+    all_padding = hf.BatchEncoding({"input_ids": [IDS, IDS], "attention_mask": [[1, 1, 1], [0, 0, 0]]})
+    with pytest.raises(InputError, match="prompt 2 of 2: the prompt is empty"):
+        spec.generate(all_padding)
+    for none in ([], (), torch.empty(0, 4, dtype=torch.int64), np.empty((0, 4), dtype=np.int64)):
+        assert spec.generate_all(none) == []
+
+
+def encoded(ids, mask):
+    return hf.BatchEncoding({"input_ids": ids, "attention_mask": mask})
+
+
+REFUSED = {
+    "None": (None, "not None"),
+    "a number": (5, "not an int"),
+    "a dict": ({"input_ids": IDS}, "not a dict"),
+    "a message alone": (MESSAGES[0], "not a dict .a message goes into a list"),
+    "bytes": (b"the user", "not bytes .decode"),
+    "a set": ({5, 9}, "not a set"),
+    "a generator": ((token for token in IDS), "not a generator"),
+    "a path": (Path("prompt.txt"), "not a PosixPath"),
+    "floats": ([5.0, 9.0], "token 1 of the prompt is 5.0"),
+    "bools": ([True, False], "token 1 of the prompt is True"),
+    "NumPy bools": (list(np.array([True])), "token 1 of the prompt is"),
+    "a None within": ([5, None], "token 2 of the prompt is None"),
+    "a text within": ([5, "word"], "token 2 of the prompt is 'word'"),
+    "a float tensor": (torch.tensor([5.0]), "tensor of float32"),
+    "a bool tensor": (torch.tensor([True]), "tensor of bool"),
+    "a float array": (np.array([5.0]), "array of float64"),
+    "an object array": (np.array([5, None]), "array of object"),
+    "text in an array": (np.array(["the user"]), "array of <U8"),
+    "a scalar tensor": (torch.tensor(5), "0 dimensions"),
+    "a deep tensor": (torch.ones(2, 2, 2, dtype=torch.int64), "3 dimensions"),
+    "float rows": (torch.ones(2, 2), "tensor of float32"),
+    "scalar tensors": ([torch.tensor(5), torch.tensor(9)], "prompt 1 of 2: the prompt is a tensor of 0 dim"),
+    "a negative id": ([5, -1], "token id -1 is outside"),
+    "an id too large": (torch.tensor([5, 1 << 40]), "is outside the vocabulary"),
+    "a prompt that is None": ([None, "the user"], "prompt 1 of 2: .* not None"),
+    "a number among texts": (["the user", 5], "prompt 2 of 2: .* not an int"),
+    "a message among texts": (["the user", MESSAGES[0]], "prompt 2 of 2: .* message goes into a list"),
+    "rows of rows": ([[IDS, IDS], IDS], r"prompt 1 of 2: a list of prompts \(2\) where one"),
+    "a text among messages": ([MESSAGES[0], "the user"], "message 2 is a str"),
+    "no content": ([{"role": "user"}], "message 1 has no content"),
+    "no role": ([{"content": TEXT}], "message 1 has no role"),
+    "content None": ([{"role": "user", "content": None}], "message 1: its content, None, is no text"),
+    "content in parts": ([{"role": "user", "content": [{"type": "text", "text": TEXT}]}], "is given in parts"),
+    "a role None": ([{"role": None, "content": TEXT}], "its role, None"),
+    "half a character": ("the \ud800 user", "character 5 is half of a surrogate pair"),
+    "half in a message": ([{"role": "user", "content": "\udc00"}], "message 1 is no valid text: character 1"),
+    "no input_ids": (hf.BatchEncoding({"attention_mask": [[1, 1]]}), "without input_ids"),
+    "float input_ids": (encoded(torch.ones(2, 2), None), "tensor of float32"),
+    "a mask with a hole": (encoded([IDS], [[1, 0, 1]]), "amid a prompt"),
+    "a mask too short": (encoded([IDS], [[1, 1]]), "not a 0 or 1 for each"),
+    "a mask of too few rows": (encoded([IDS, IDS], [[1, 1, 1]]), "2 rows of input_ids, 1"),
+    "a number as input_ids": (hf.BatchEncoding({"input_ids": 5}), "input_ids of the BatchEncoding is an int"),
+    "a number as a mask": (encoded([IDS], 1), "attention_mask of the BatchEncoding is an int"),
+    "a sparse tensor": (torch.tensor(IDS).to_sparse(), "give a dense one"),
+    "a tensor without data": (torch.empty(3, dtype=torch.int64, device="meta"), "give a dense one"),
+    "a masked array": (np.ma.array(IDS, mask=[0, 0, 1]), "token 3 of the prompt is None"),
+    "a mask of weights": (encoded([IDS], [[0.5, 1, 1]]), "not a 0 or 1"),
+}
+
+
+@pytest.mark.parametrize(("given", "complaint"), REFUSED.values(), ids=REFUSED)
+def test_all_else_is_refused_by_name_in_one_line(spec, given, complaint):
+    with pytest.raises(InputError, match=complaint) as refused:
+        spec.generate(given, max_new_tokens=NEW)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("given", [TEXT, MESSAGES, IDS, torch.tensor(IDS), {"a": 1}, None, 5])
+def test_generate_all_takes_no_single_prompt_apart(spec, given):
+    with pytest.raises(InputError, match="generate_all takes a list of prompts"):
+        spec.generate_all(given)
+
+
+@pytest.mark.parametrize("given", [TEXT, MESSAGES, [TEXT]])
+def test_without_a_tokenizer_only_token_ids_are_taken(wordless, given):
+    with pytest.raises(InputError, match="no tokenizer"):
+        wordless.generate(given)
+    with pytest.raises(InputError, match="no tokenizer"):
+        wordless.generate(IDS, stop="x")
+    assert len(answer(wordless, IDS)) == NEW
+
+
+WRONG = [
+    ({"temperature": None}, "temperature is None"),
+    ({"temperature": "0.7"}, "temperature is '0.7'"),
+    ({"temperature": True}, "temperature is True"),
+    ({"temperature": math.inf}, "temperature is inf"),
+    ({"temperature": 10**400}, "temperature is inf"),
+    ({"temperature": Decimal("0.5")}, "temperature is Decimal"),
+    ({"temperature": torch.tensor(0.5)}, "temperature is tensor"),
+    ({"top_k": 1.5}, "top_k is 1.5"),
+    ({"top_k": True}, "top_k is True"),
+    ({"top_k": None}, "top_k is None"),
+    ({"top_p": None}, "top_p is None"),
+    ({"top_p": math.nan}, "top_p is nan"),
+    ({"min_p": "0"}, "min_p is '0'"),
+    ({"min_p": False}, "min_p is False"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
+    ({"max_new_tokens": math.nan}, "max_new_tokens is nan"),
+    ({"max_new_tokens": None}, "max_new_tokens is None"),
+    ({"max_new_tokens": True}, "max_new_tokens is True"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0, must be at least 1"),
+    ({"stop": None}, "stop is None"),
+    ({"stop": b"x"}, "stop is b'x'"),
+    ({"stop": {"x"}}, "stop is {'x'}"),
+    ({"stop": ["x", 5]}, "stop string 2 is 5"),
+    ({"stop": ["x", None]}, "stop string 2 is None"),
+    ({"stop": ["x", ""]}, "stop string is empty"),
+    ({"seed": -1}, "seed is -1"),
+    ({"seed": 1 << 64}, r"seed is 18446744073709551616, must lie in \[0, 2\^64\)"),
+    ({"seed": 1.0}, "seed is 1.0"),
+    ({"seed": True}, "seed is True"),
+    ({"batch": 0}, "batch is 0"),
+    ({"batch": 1.0}, "batch is 1.0"),
+    ({"batch": True}, "batch is True"),
+    ({"temprature": 1.0}, "unknown option temprature, did you mean temperature.* There are temperature, top_k, top_p"),
+    ({"num_beams": 4}, "unknown option num_beams: There are .* max_new_tokens, stop, batch, seed"),
+]
+
+
+@pytest.mark.parametrize(("options", "complaint"), WRONG)
+def test_options_are_refused_by_name(spec, options, complaint):
+    (name,) = options
+    for given in (IDS, [IDS, IDS]):
+        with pytest.raises(InputError, match=complaint):
+            spec.generate(given, **options)
+    if name not in ("batch", "num_beams"):
+        with pytest.raises(InputError, match=complaint):
+            spec.stream(IDS, **options)
+
+
+def test_numbers_of_numpy_are_numbers(spec):
+    wanted = spec.generate(TEXT, temperature=0.5, top_k=7, seed=3, max_new_tokens=NEW).token_ids
+    options = {"temperature": np.float32(0.5), "top_k": np.int64(7), "seed": np.uint8(3), "stop": ("\0",)}
+    assert spec.generate(TEXT, max_new_tokens=np.int16(NEW), **options).token_ids == wanted
+
+
+def test_seeds_are_one_for_each_prompt(spec):
+    def texts(seed, prompts=3):
+        outputs = spec.generate([TEXT] * prompts, temperature=1.0, seed=seed, max_new_tokens=NEW)
+        return [output.token_ids for output in outputs]
+
+    assert texts(7) == texts([7, 8, 9]) == texts((7, 8, 9)) == texts(range(7, 10))
+    assert texts((1 << 64) - 3)
+    for seed, complaint in (
+        ([7, 8], "2 seeds for 3 prompts"),
+        ([7, 8, 9, 10], "4 seeds for 3 prompts"),
+        ([7, 8, -9], "prompt 3 of 3: seed is -9"),
+        ((1 << 64) - 2, "prompt 3 of 3: seed is 18446744073709551616"),
+        ("789", "seed is '789'"),
+    ):
+        with pytest.raises(InputError, match=complaint):
+            texts(seed)
+    with pytest.raises(InputError, match=r"seed is \[7\]"):
+        spec.generate(TEXT, seed=[7])

@@ -1,0 +1,189 @@
+"""One Spec decodes one text at a time, and says so: streams, threads, and what was left half done."""
+
+import gc
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Event
+
+import pytest
+from models import random_head, target
+from test_decode import plain_generate, prompt
+
+from treespec.draft.skip import SkipProposer
+from treespec.draft.skip_set import SkipSet
+from treespec.draft.sources import source_of
+from treespec.draft.sparse import SparseProposer
+from treespec.errors import InputError, SupersededError
+from treespec.spec import Spec
+
+NEW = 16
+ONE, OTHER = prompt(), prompt(length=9, seed=11)
+SOURCES = {
+    "head": random_head,
+    "lookup": lambda model: source_of("lookup", model),
+    "snapkv": lambda model: SparseProposer(model, 12, window=4),
+    "self": lambda model: SkipProposer(model, SkipSet(3, attention=(1,), mlp=(0, 1))),
+    "baseline": lambda model: None,
+}
+
+
+def spec_by(name):
+    own_tree = name in ("lookup", "baseline")
+    return Spec(target("llama"), SOURCES[name](target("llama")), None if own_tree else "2x2")
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def spec(request):
+    return spec_by(request.param)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """By prompt length, the target's own greedy answers."""
+    return {len(ids): plain_generate(target("llama"), ids, NEW) for ids in (ONE, OTHER)}
+
+
+def answer(spec, ids):
+    return spec.generate(ids, max_new_tokens=NEW).token_ids
+
+
+def said(pieces):
+    return [token for piece in pieces for token in piece.token_ids]
+
+
+def test_a_stream_goes_on_unless_another_text_has_begun(spec, wanted):
+    """A stream that has begun is superseded by one that begins; both orders, and by `generate`."""
+    first, second = (spec.stream(ids, max_new_tokens=NEW) for ids in (ONE, OTHER))
+    begun = said(itertools.islice(first, 2))
+    assert said(second) == wanted[len(OTHER)]
+    for _ in range(2):  # and not an end, however often it is asked
+        with pytest.raises(SupersededError, match=r"Finish or close .* spec.new\(\)"):
+            list(first)
+    seen = first.output.token_ids  # to the end of a cycle
+    assert seen == wanted[len(ONE)][: len(seen)]
+    assert seen[: len(begun)] == begun
+    for piece in (running := spec.stream(ONE, max_new_tokens=NEW)):
+        assert piece.token_ids
+        break
+    assert answer(spec, OTHER) == wanted[len(OTHER)]
+    with pytest.raises(SupersededError):
+        list(running)
+    assert answer(spec, ONE) == wanted[len(ONE)]
+
+
+def test_a_second_spec_streams_beside_the_first(spec, wanted):
+    streams = [one.stream(ids, max_new_tokens=NEW) for one, ids in ((spec, ONE), (spec.new(), OTHER))]
+    turns = list(itertools.zip_longest(*streams))
+    assert len(turns) > 4
+    found = [said(piece for piece in pieces if piece) for pieces in zip(*turns, strict=True)]
+    assert found == [wanted[len(ONE)], wanted[len(OTHER)]]
+
+
+def test_a_stream_that_is_left_in_any_way_spoils_nothing(spec, wanted):
+    def closed(stream):
+        stream.close()
+        assert list(stream) == []
+
+    def left(stream):
+        with stream as own:
+            assert next(own).token_ids
+        assert list(stream) == []
+
+    def collected(stream):
+        del stream
+        gc.collect()
+
+    for leave in (closed, left, collected, lambda stream: None):
+        stream = spec.stream(ONE, max_new_tokens=NEW)
+        begun = said(itertools.islice(stream, 1))
+        assert stream.stats.new_tokens >= len(begun) > 0
+        leave(stream)
+        del stream
+        assert answer(spec, OTHER) == wanted[len(OTHER)]
+
+
+@pytest.mark.parametrize("stage", ["forward_trees", "prefill", "output_logits"])
+def test_an_interrupt_anywhere_spoils_nothing(spec, wanted, monkeypatch, stage):
+    """Ctrl-C within the forward of the target, of a prompt, or of a drafter that is the target itself."""
+    original, calls = getattr(type(spec.target), stage), []
+
+    def interrupted(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        calls.append(1)
+        if len(calls) == (1 if stage == "prefill" else 3):
+            raise KeyboardInterrupt
+        return result
+
+    answer(spec, OTHER)
+    monkeypatch.setattr(type(spec.target), stage, interrupted)
+    stream = spec.stream(ONE, max_new_tokens=NEW)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    with pytest.raises(InputError, match="interrupted by KeyboardInterrupt"):
+        list(stream)
+    assert answer(spec, ONE) == wanted[len(ONE)]
+
+
+def together(*tasks):
+    """What each of them returns, run in threads that begin at once."""
+    barrier = Barrier(len(tasks))
+
+    def begin(task):
+        barrier.wait(60)
+        return task()
+
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return [future.result(120) for future in [pool.submit(begin, task) for task in tasks]]
+
+
+def test_threads_that_generate_with_one_spec_take_turns(spec, wanted):
+    prompts = [ONE, OTHER, ONE, OTHER]
+    found = together(*(lambda ids=ids: answer(spec, ids) for ids in prompts))
+    assert found == [wanted[len(ids)] for ids in prompts]
+
+
+def test_threads_with_a_spec_each_share_the_target(spec, wanted):
+    """Whatever drafts: layers that are skipped, and features that are tapped, are those of one thread's forward."""
+    specs = [spec, spec.new(), spec_by("self"), spec_by("snapkv"), spec_by("baseline")]
+    found = together(*(lambda one=one: answer(one, ONE) for one in specs))
+    assert found == [wanted[len(ONE)]] * len(specs)
+
+
+def test_a_thread_that_generates_ends_anothers_stream_and_waits_for_none(spec, wanted):
+    stream, begun, generated = spec.stream(ONE, max_new_tokens=NEW), Event(), Event()
+
+    def streams():
+        seen = said(itertools.islice(stream, 1))
+        begun.set()
+        assert generated.wait(60)
+        with pytest.raises(SupersededError):
+            list(stream)
+        return seen
+
+    def generates():
+        assert begun.wait(60)
+        found = answer(spec, OTHER)
+        generated.set()
+        return found
+
+    seen, found = together(streams, generates)
+    assert seen == wanted[len(ONE)][: len(seen)]
+    assert found == wanted[len(OTHER)]
+
+
+def test_threads_share_a_stream_piece_by_piece(spec, wanted):
+    stream = spec.stream(ONE, max_new_tokens=NEW)
+    parts = together(lambda: list(stream), lambda: list(stream))
+    assert sorted(said(itertools.chain(*parts))) == sorted(wanted[len(ONE)]) == sorted(stream.output.token_ids)
+
+
+def test_a_stream_never_supersedes_a_thread_that_generates(wanted):
+    """Streams begin over and over while a thread generates: each waits for the answer, or ends."""
+    spec = spec_by("baseline")
+
+    def streams():
+        for _ in range(20):
+            next(spec.stream(OTHER, max_new_tokens=NEW))
+
+    found, *_ = together(lambda: [answer(spec, ONE) for _ in range(5)], streams)
+    assert found == [wanted[len(ONE)]] * 5

@@ -1,0 +1,40 @@
+"""In a few words what a `Spec` is made of."""
+
+from pathlib import Path
+from typing import Any
+
+from treespec.target import Target
+from treespec.trees.policy import Policy
+from treespec.trees.static import StaticTree
+from treespec.verify.walk import Verifier
+
+
+def target_name(target: Target) -> str:
+    """Its directory's name or hub id, else its architecture."""
+    known = str(getattr(target.model, "name_or_path", "") or "")
+    return (Path(known).name if Path(known).is_dir() else known) or type(target.model).__name__
+
+
+def drafting_names(source: Any, tree: Policy | None, verifier: Verifier) -> list[str]:
+    """Drafter, tree and verifier; without a drafter, that there is none."""
+    if source is None:
+        return ["no drafter"]
+    head = getattr(source, "head", None)
+    drafter = f"{head.kind} head" if head else getattr(source, "name", _class_name(source))
+    return [drafter, *([tree_name(tree)] if tree else []), f"verifier {verifier.name}"]
+
+
+def tree_name(tree: Policy) -> str:
+    """The kind of tree and its numbers; of a static one how many nodes it drafts, and levels."""
+    if isinstance(tree, StaticTree):
+        return f"static tree of {tree.size - 1} nodes, {tree.max_depth} deep"
+    numbers = ", ".join(f"{name}={value}" for name, value in vars(tree).items() if value is not None)
+    return f"{_class_name(tree)} tree ({numbers})"
+
+
+def _class_name(of: Any) -> str:
+    """SkipProposer -> skip, DynamicTree -> dynamic."""
+    name = type(of).__name__
+    for ending in ("Proposer", "Tree", "Chain"):
+        name = name.removesuffix(ending)
+    return name.lower()

@@ -1,0 +1,110 @@
+"""How an answer is drawn and where it ends: the options of `generate` and `stream`, checked one by one."""
+
+import difflib
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, TypedDict
+
+from treespec.errors import InputError
+from treespec.sampling import SamplingParams
+
+
+class Options(TypedDict, total=False):
+    """temperature: 0, the default, is greedy. top_k: 0 keeps all tokens. top_p: 1 keeps all. min_p: 0 keeps all.
+
+    max_new_tokens: at least 1, default 256. stop: a string, or a list of strings, of which each ends the answer.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    max_new_tokens: int
+    stop: str | Sequence[str]
+
+
+OPTIONS = tuple(Options.__annotations__)
+
+
+def refuse_unknown(options: Mapping[str, Any], *more: str) -> None:
+    """Raises InputError for an option that there is not. more: names beside those of `Options`."""
+    known = (*OPTIONS, *more)
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f", did you mean {close[0]}?" if close else ":"
+            raise InputError(f"unknown option {name}{hint} There are {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options that are in range. stop: strings of which each ends the answer."""
+
+    params: SamplingParams
+    stop: tuple[str, ...]
+    max_new_tokens: int
+
+
+def asked(options: Options) -> Asked:
+    """Raises InputError for what is not of its kind, or out of range."""
+    params = SamplingParams(
+        temperature=_number("temperature", options.get("temperature", 0.0)),
+        top_k=whole("top_k", options.get("top_k", 0)),
+        top_p=_number("top_p", options.get("top_p", 1.0)),
+        min_p=_number("min_p", options.get("min_p", 0.0)),
+    )
+    most = whole("max_new_tokens", options.get("max_new_tokens", 256), least=1)
+    return Asked(params, _strings(options.get("stop", ())), most)
+
+
+def _strings(stop: Any) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        return (stop,)
+    if not isinstance(stop, Sequence) or isinstance(stop, bytes | bytearray | memoryview):
+        raise InputError(f"stop is {stop!r:.40}, must be a string or a list of strings")
+    for place, one in enumerate(stop, 1):
+        if not isinstance(one, str):
+            raise InputError(f"stop string {place} is {one!r:.40}, must be a string")
+    return tuple(stop)
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """Raises InputError for what is no whole number, or less than `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InputError(f"{name} is {value!r:.40}, must be a whole number")
+    if least is not None and value < least:
+        raise InputError(f"{name} is {value}, must be at least {least}")
+    return int(value)
+
+
+def seed_of(value: Any) -> int:
+    """None draws one. Raises InputError for what torch's generators do not take."""
+    if value is None:
+        return secrets.randbits(63)
+    if not 0 <= whole("seed", value) < 1 << 64:
+        raise InputError(f"seed is {value}, must lie in [0, 2^64)")
+    return int(value)
+
+
+def seeds_of(value: Any, prompts: int) -> list[int | None]:
+    """A seed for each prompt: the first one's, and those that follow it, or a list. Raises InputError."""
+    if value is None:
+        return [None] * prompts
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        if len(value) != prompts:
+            raise InputError(f"there are {len(value)} seeds for {prompts} prompts: give one seed, or one for each")
+        return list(value)
+    first = whole("seed", value)
+    return [first + i for i in range(prompts)]
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InputError(f"{name} is {value!r:.40}, must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # which its range leaves out

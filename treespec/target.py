@@ -5,6 +5,7 @@ mask (a dict of them where layer types alternate), explicit `position_ids`, and 
 cannot hold a tree is refused by name, and the first forward after loading is checked against the plain model.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,22 +13,32 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from treespec.allocator import keep_freed_memory
 from treespec.attention import repeats, stack_query_heads
-from treespec.branching import decoder_of, end_tokens, layer_windows, refuse_what_cannot_branch
+from treespec.branching import (
+    context_length,
+    decoder_of,
+    end_tokens,
+    layer_windows,
+    refuse_what_cannot_branch,
+    refusing,
+)
 from treespec.cache import TreeCache
 from treespec.compiled import Compiled, Room, padded, padded_mask
 from treespec.errors import InputError, first_line
 from treespec.masks import additive_masks
-from treespec.plain import check_against_plain_model
+from treespec.plain import check_against_plain_model, understand
 from treespec.regions import CompiledLayers
 from treespec.rows import together, unpadded
 from treespec.taps import captured, layers_of, over_layers, tapped
 from treespec.tokenizers import load_tokenizer
 from treespec.trees.mask import attention_mask, positions
 from treespec.trees.tree import TokenTree
+from treespec.weights import load_model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,25 +61,34 @@ class Target:
     The model's sdpa attention is set to `tree_attention`. Raises InputError if the model cannot hold a tree.
     """
 
+    trust_remote_code = False  # whether `load` was allowed to run the model's Python files
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
+        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+        with refusing(model):
+            self._read(model)
+            self.output_device = understand(self)
+
+    def _read(self, model: PreTrainedModel) -> None:
+        """What a model and its config say."""
         refuse_what_cannot_branch(model)
         stack_query_heads(model)
-        self.model = model.eval().requires_grad_(False)
         self.decoder = decoder_of(model)
-        self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.dtype = model.dtype
         self.eos = end_tokens(model)
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size, self.feature_width = model.get_output_embeddings().weight.shape
-        self.context_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.context_length, why = context_length(self.config)
+        if why:
+            log.warning("%s: texts end at %d tokens, because %s", type(model).__name__, self.context_length, why)
         hook = getattr(model, "_hf_hook", None)
         self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
         self.windows = layer_windows(self.config)
         self.stack = layers_of(self.decoder, self.layers)
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries
         self.compiled: Compiled | CompiledLayers | None = None
-        self.output_device = check_against_plain_model(self)
+        self.repeats_masks = True  # once for all layers; no model that computes with masks takes them so
 
     def compile(self, backend: str | Callable[..., Any] = "inductor", buckets: bool | None = None) -> None:
         """From now on compile the forwards over nodes: on a CPU by the layer and at once, else by the bucket.
@@ -98,19 +118,19 @@ class Target:
         max_memory: dict | None = None,
         offload_folder: str | None = None,
         attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
     ) -> "Target":
-        """A directory or a hub id, placed by accelerate. Raises InputError for what cannot be loaded."""
+        """A directory or a hub id, placed by accelerate. Raises InputError for what cannot be loaded.
+
+        trust_remote_code: run the Python files that the directory or repository brings.
+        """
         keep_freed_memory()
         options = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
         options = {name: value for name, value in options.items() if value is not None}
-        try:
-            config = AutoConfig.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=attn_implementation, **options
-            )
-        except Exception as error:  # the loaders raise whatever the file or hub gave them
-            raise InputError(f"cannot load the target {path!r}: {first_line(error)}") from error
-        return cls(model, load_tokenizer(path))
+        model = load_model(path, trust_remote_code, dtype=dtype, attn_implementation=attn_implementation, **options)
+        target = cls(model, load_tokenizer(path, trust_remote_code))
+        target.trust_remote_code = trust_remote_code
+        return target
 
     def new_cache(self, capacity: int = 512) -> TreeCache:
         return TreeCache(self.layers, capacity)
@@ -285,6 +305,6 @@ class Target:
         """Tokens, positions [B, N] and masks, as the decoder takes them."""
         # Learned positions end at the context length; a node beyond it is never kept.
         own = places[:, -tokens.shape[1] :].clamp_max(self.context_length - 1)
-        repeated = repeats(self.config, tokens.shape[1])
+        repeated = repeats(self.config, tokens.shape[1]) if self.repeats_masks else 1
         masks = additive_masks(self.windows, places, seen, self.dtype, self.device, columns, repeated)
         return tokens.to(self.device), own.to(self.device), masks

@@ -34,6 +34,8 @@ SIZES: dict[int, str] = {  # every field of that name, in whatever config it sta
     0: "pad_token_id num_kv_shared_layers",
 }
 TINY = {name: size for size, fields in SIZES.items() for name in fields.split()}
+ATTENTIONS = ("full_attention", "sliding_attention")
+SIGLIP = {"model_type": "siglip_vision_model"} | TINY
 OWN: dict[str, dict[str, Any]] = {}
 OWN |= dict.fromkeys(
     ["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "dots3_note_text"],
@@ -43,7 +45,24 @@ OWN |= {
     "mamba2": {"head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
-    "reformer": {"is_decoder": True},
+    "reformer": {"is_decoder": True, "axial_pos_shape": (8, 16), "axial_pos_embds_dim": (16, 16)},
+    "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "zamba": {"num_hidden_layers": 12},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"]},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "gemma3": {"vision_config": SIGLIP},
+    "fuyu": {"text_config": {"model_type": "persimmon"} | TINY, "image_size": 8, "patch_size": 4},
+    "got_ocr2": {"text_config": {"model_type": "qwen2"} | TINY},
+    "moss_transcribe_diarize": {"text_config": {"model_type": "qwen3"} | TINY},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text"} | TINY | {"hidden_size_per_layer_input": 0}},
+    "cohere_compass_text": {
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ATTENTIONS}
+    },
+    "blt": {"encoder_hash_byte_group_vocab": 64},
 }
 
 

@@ -23,8 +23,12 @@ BUILT_BY_NOBODY = {  # transformers raises while it builds them, from any config
     "musicgen_melody": "it reads fields of its decoder's config from the whole one",
 }
 LARGE = {"gemma4_unified", "phi4_multimodal", "dots3_note_text"}  # a second each: their towers have fixed sizes
-TAKEN = """cohere2 dbrx deepseek_v3 doge falcon gemma2 gemma3 gemma4 gemma4_text glm4 gpt_oss granite llama llama4_text
-mistral mixtral moshi olmo3 phi phi3 phimoe qwen2 qwen3 qwen3_moe smollm3 starcoder2 youtu""".split()
+TAKEN = {
+    "cohere2", "dbrx", "deepseek_v3", "doge", "falcon", "gemma2", "gemma3", "gemma4",
+    "gemma4_text", "glm4", "gpt_oss", "granite", "llama", "llama4_text", "mistral", "mixtral",
+    "moshi", "olmo3", "phi", "phi3", "phimoe", "qwen2", "qwen3", "qwen3_moe", "smollm3",
+    "starcoder2", "youtu",
+}  # fmt: skip
 
 
 def equal_or_refused(model):

@@ -7,7 +7,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
 SIZES: dict[int, str] = {  # every field of that name, in whatever config it stands
-    1: "n_group topk_group mamba_n_groups mamba_ngroups n_groups n_shared_experts num_shared_experts bos_token_id n_langs",
+    1: "n_group topk_group mamba_n_groups mamba_ngroups n_groups n_shared_experts num_shared_experts bos_token_id "
+    "n_langs",
     2: "num_key_value_heads num_kv_heads swa_num_key_value_heads num_experts_per_tok top_k_experts moe_topk moe_k "
     "index_n_heads linear_num_key_heads linear_num_value_heads eos_token_id type_vocab_size encoder_layers "
     "num_encoder_layers depth num_global_layers",
@@ -37,10 +38,8 @@ TINY = {name: size for size, fields in SIZES.items() for name in fields.split()}
 ATTENTIONS = ("full_attention", "sliding_attention")
 SIGLIP = {"model_type": "siglip_vision_model"} | TINY
 OWN: dict[str, dict[str, Any]] = {}
-OWN |= dict.fromkeys(
-    ["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "dots3_note_text"],
-    {"num_key_value_heads": 4},  # one key and value a query head, expanded from what is cached
-)
+EXPANDED = "axk1 deepseek_v2 deepseek_v3 dots3_note_text glm4_moe_lite minicpm3 youtu"  # keys and values by query head
+OWN |= {name: {"num_key_value_heads": 4} for name in EXPANDED.split()}
 OWN |= {
     "mamba2": {"head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},

@@ -29,6 +29,7 @@ from treespec.cache import TreeCache
 from treespec.compiled import Compiled, Room, padded, padded_mask
 from treespec.errors import InputError, first_line
 from treespec.masks import additive_masks
+from treespec.output import rows_of_output, scaled
 from treespec.plain import check_against_plain_model, understand
 from treespec.regions import CompiledLayers
 from treespec.rows import together, unpadded
@@ -151,17 +152,7 @@ class Target:
 
         Raises InputError for an output embedding that is offloaded, or no plain linear layer (any more).
         """
-        whole = self.model.get_output_embeddings()
-        if not isinstance(whole, nn.Linear) or whole.weight.is_meta:
-            why = (
-                "is offloaded: give it room on a device" if isinstance(whole, nn.Linear) else "is no plain linear layer"
-            )
-            raise InputError(f"{type(self.model).__name__} takes no draft vocabulary: its output embedding {why}")
-        rows = nn.Linear(whole.in_features, len(tokens), bias=whole.bias is not None, device="meta")
-        for name, value in whole.named_parameters():
-            own = value.detach()[tokens.to(value.device)].to(self.output_device)
-            setattr(rows, name, nn.Parameter(own, requires_grad=False))
-        return rows
+        return rows_of_output(self.model, tokens, self.output_device)
 
     def output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
         """[..., H] hidden states after the final norm -> [..., V] logits, by the model's own output path.
@@ -170,13 +161,7 @@ class Target:
         """
         logits = (output or self.model.get_output_embeddings())(hidden)
         logits = logits.to(hidden.device)  # a tied output may lie elsewhere
-        if scale := getattr(self.config, "logit_scale", None):
-            logits = logits * scale
-        if scale := getattr(self.config, "logits_scaling", None):
-            logits = logits / scale
-        if cap := getattr(self.config, "final_logit_softcapping", None):
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        return scaled(logits, self.config)
 
     @torch.no_grad()
     def prefill(

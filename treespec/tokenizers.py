@@ -18,6 +18,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         if Path(path).is_dir() and not list(Path(path).glob("token*")):
             return None
         why = first_line(error)
+        if "backend tokenizer" in why:
+            why = "its files are missing or damaged (tokenizer.json)"
         if "trust_remote_code" in str(error):
             why = "it brings Python code of its own, which would run here; read it, then give --trust-remote-code"
         raise InputError(f"cannot load the tokenizer of {path!r}: {why}") from error

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -39,13 +39,14 @@ def load_model(path: str, trust_remote_code: bool = False, **options: Any) -> Pr
     # 3. The weights, without transformers' table of what did not fit: `_check_tensors` says it in a line.
     try:
         with _quiet():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options, **where
             )
     except Exception as error:
         raise _cannot(path, error) from error
+    model, report = loaded
     _check_tensors(path, model, report)
-    return model.eval()
+    return cast(PreTrainedModel, model.eval())
 
 
 def located(path: str, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def _ignorable(name: str, config: Any) -> bool:
     layers = getattr(text, "num_hidden_layers", 0)
     further = getattr(text, "num_nextn_predict_layers", None) or 0
     number = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-    return bool(number) and layers <= int(number[1]) < layers + further
+    return number is not None and layers <= int(number[1]) < layers + further
 
 
 def names(tensors: Iterable[str]) -> str:
@@ -124,16 +125,15 @@ def _cannot(path: str, error: Exception) -> InputError:
 
 def _told(folder: Path, error: Exception) -> str:
     """What a loader's error says of a file, in a line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    try:
-        config = json.loads((folder / "config.json").read_text()) if folder.is_dir() else {}
-    except (ValueError, OSError) as damage:
-        return f"config.json is damaged or no JSON: {damage}"
-    if not isinstance(config, dict):
-        return "config.json holds no fields"
-    # transformers says the field in the first line and what is wrong with it in the second.
-    whole = len(lines) > 1 and lines[0].endswith(":")
-    return " ".join(lines[:2]) if whole else first_line(error)
+    if folder.is_dir():
+        try:
+            config = json.loads((folder / "config.json").read_text())
+        except (ValueError, OSError) as damage:
+            return f"config.json is damaged, or no JSON: {first_line(damage)}"
+        if not isinstance(config, dict) or not config.get("model_type"):
+            return "config.json names no model_type, so it is no model's (a draft head is given as --head)"
+    told = first_line(error)
+    return told if " " in told else f"{type(error).__name__}: {told}"  # a KeyError says its key alone
 
 
 @contextmanager

@@ -91,7 +91,9 @@ def test_tensors_that_older_checkpoints_hold_beside_the_weights_are_no_error(fol
     Target.load(str(folder))
     random_model(CONFIGS["gpt2"]()).save_pretrained(tmp_path / "gpt2")
     mask = torch.ones(1, 1, 128, 128)
-    add_tensors(tmp_path / "gpt2", **{"transformer.h.0.attn.bias": mask, "transformer.h.0.attn.masked_bias": mask[0] + 1})
+    add_tensors(
+        tmp_path / "gpt2", **{"transformer.h.0.attn.bias": mask, "transformer.h.0.attn.masked_bias": mask[0] + 1}
+    )
     Target.load(str(tmp_path / "gpt2"))
 
 

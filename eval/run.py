@@ -89,6 +89,7 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
             [name.partition("@")[0] for name in drafters_of(config)],
             device_map=config.device_map,
             dtype=config.dtype,
+            trust_remote_code=config.trust_remote_code,
             compile=config.compile,
         )
         spec = Spec(target, None, template=config.template)

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from treespec.heads import formats
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.hub import only_cached
 from treespec.heads.hydra import HydraHead
 from treespec.heads.medusa import MedusaHead
-from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
 from treespec.heads.tensors import HeadError, read_tensors
 

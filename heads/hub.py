@@ -1,5 +1,7 @@
 """Whether the hub's cache or the hub holds a repository, answered within seconds: the hub's client asks for 23."""
 
+from functools import cache
+
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -9,11 +11,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from treespec.heads.places import cached
+from treespec.heads import places
 
 SECONDS = 10.0  # for the hub's first answer
 
 
+@cache
 def only_cached(name: str) -> bool:
     """Whether to load a repository from the cache alone, because the hub cannot be reached.
 
@@ -24,7 +27,7 @@ def only_cached(name: str) -> bool:
     except GatedRepoError as error:
         raise ValueError(f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and log in") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        if cached(name):
+        if places.cached(name):
             return True
         raise ValueError(
             f"{name} is neither a directory nor a repository of the hub (private ones take `hf auth login`)"
@@ -32,7 +35,7 @@ def only_cached(name: str) -> bool:
     except (EntryNotFoundError, HfHubHTTPError):
         return False  # what it lacks, or why it refuses, the loader says better
     except Exception as error:  # no network, in the words of whichever HTTP client the hub's library uses
-        if cached(name):
+        if places.cached(name):
             return True
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise ValueError(f"no directory {name}; as a hub id it is not in the cache, and {why}") from error

@@ -45,7 +45,9 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         return done
     set_seed(config.seed)
     placement = config.device_map or ({"": accelerator.device} if accelerator.device.type != "cpu" else None)
-    target = Target.load(config.target, device_map=placement, dtype=config.dtype)
+    target = Target.load(
+        config.target, device_map=placement, dtype=config.dtype, trust_remote_code=config.trust_remote_code
+    )
     head = untrained(config, target).to(target.output_device)
     data = prepare(config, target, head.taps, accelerator)
     if accelerator.is_main_process:

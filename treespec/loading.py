@@ -19,10 +19,12 @@ def load_sources(
     device_map: Any = "auto",
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
+    trust_remote_code: bool = False,
     compile: bool = False,
 ) -> tuple[Target, dict[str, Any]]:
     """A target, and by its name whatever is to draft for it; options as for `load`."""
-    model = Target.load(target, device_map=device_map, dtype=dtype, max_memory=max_memory)
+    placed: dict[str, Any] = {"device_map": device_map, "dtype": dtype, "max_memory": max_memory}
+    model = Target.load(target, trust_remote_code=trust_remote_code, **placed)
     sources = {name: source_of(name, model) for name in drafters}
     pack(model.model)
     if compile:

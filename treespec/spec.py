@@ -195,6 +195,7 @@ def load(
     device_map: Any = "auto",
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
+    trust_remote_code: bool = False,
     compile: bool = False,
 ) -> Spec:
     """Load a target (directory or hub id) and what drafts for it, placed by accelerate, to decode and not to train.
@@ -203,6 +204,7 @@ def load(
     `treespec.draft.sources.SOURCES`, such as lookup; with neither, one token is decoded at a time.
     tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default.
     verifier: a name of `treespec.verify.verifiers.NAMES`; a lossy one needs allow_lossy.
+    trust_remote_code: run Python files that the target's or a draft model's directory brings.
     compile: the forwards of target and head, see `Target.compile`.
     Raises InputError, or HeadError and TreeError, for what cannot be used.
     """
@@ -210,7 +212,13 @@ def load(
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
     named = drafter or (f"head:{head}" if head else None)
     model, sources = load_sources(
-        target, [named] if named else [], device_map=device_map, dtype=dtype, max_memory=max_memory, compile=compile
+        target,
+        [named] if named else [],
+        device_map=device_map,
+        dtype=dtype,
+        max_memory=max_memory,
+        trust_remote_code=trust_remote_code,
+        compile=compile,
     )
     source = sources[named] if named else None
     return Spec(model, source, tree, verifier, template, allow_lossy, calibration_of(source, named))

@@ -27,16 +27,9 @@ def load_model(path: str, trust_remote_code: bool = False, **options: Any) -> Pr
     trust_remote_code: run Python files of the directory or repository. options: those of `from_pretrained`.
     Raises InputError for what cannot be loaded, and for weights and a config that do not belong together.
     """
-    # 1. Where it lies; whether there is a config at all.
-    where = located(path, trust_remote_code)
-    # 2. The config alone, so that errors of the config are told from errors of the weights.
-    try:
-        with _quiet():
-            config = AutoConfig.from_pretrained(path, **where)
-        check_config(config)
-    except Exception as error:  # the loaders raise whatever the file or hub gave them
-        raise _cannot(path, error) from error
-    # 3. The weights, without transformers' table of what did not fit: `_check_tensors` says it in a line.
+    # 1. The config alone, so that its errors are told from those of the weights.
+    config, where = load_config(path, trust_remote_code), located(path, trust_remote_code)
+    # 2. The weights, without transformers' table of what did not fit: `_check_tensors` says it in a line.
     try:
         with _quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -49,13 +42,25 @@ def load_model(path: str, trust_remote_code: bool = False, **options: Any) -> Pr
     return cast(PreTrainedModel, model.eval())
 
 
+def load_config(path: str, trust_remote_code: bool = False) -> Any:
+    """The config of the model in `path`. Raises InputError for one that is not there or describes no model."""
+    where, folder = located(path, trust_remote_code), Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"
+        raise InputError(f"cannot load the target {path!r}: the directory has no config.json (it holds {held})")
+    try:
+        with _quiet():
+            config = AutoConfig.from_pretrained(path, **where)
+        check_config(config)
+    except Exception as error:  # the loaders raise whatever the file or hub gave them
+        raise _cannot(path, error) from error
+    return config
+
+
 def located(path: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """The options that every `from_pretrained` for `path` takes. Raises InputError where nothing can be loaded."""
-    start, folder = f"cannot load the target {path!r}", Path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"
-            raise InputError(f"{start}: the directory has no config.json (it holds {held})")
+    start = f"cannot load the target {path!r}"
+    if Path(path).is_dir():
         return {"trust_remote_code": trust_remote_code}
     if problem := mistyped(path, "model directory"):
         raise InputError(f"{start}: {problem}")

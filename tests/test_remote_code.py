@@ -86,23 +86,23 @@ def test_a_tokenizers_code_does_not_run_either(trap):
 @pytest.mark.parametrize(
     "command",
     [
-        "generate --target TRAP Hello",
+        "generate --target TRAP --prompt Hello",
         "train --target TRAP --data DATA --out OUT",
         "eval --target TRAP --drafter lookup --out OUT --questions DATA",
-        "datastore build --target TRAP --data DATA --out OUT",
         "export OUT --head HEAD --to vllm --target TRAP",
         "certify --target TRAP --drafter lookup",
-        "skip --target TRAP --out OUT",
+        "skip --target TRAP --out OUT --text DATA",
     ],
 )
 def test_no_command_asks_standard_input(trap, tmp_path, command):
     folder, witness = trap
-    (tmp_path / "data.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Hi"], "messages": talk}) + "\n")
     places = {"TRAP": folder, "DATA": tmp_path / "data.jsonl", "OUT": tmp_path / "out", "HEAD": tmp_path / "head"}
     arguments = [str(places.get(word, word)) for word in command.split()]
     done = CliRunner().invoke(app, arguments, input="y\ny\ny\n")
-    assert done.exit_code != 0
     assert not witness.exists()
+    assert "--trust-remote-code" in str(done.exception)
     assert "Do you wish to run the custom code" not in done.output
 
 

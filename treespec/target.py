@@ -6,6 +6,7 @@ cannot hold a tree is refused by name, and the first forward after loading is ch
 """
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -126,6 +127,7 @@ class Target:
         trust_remote_code: run the Python files that the directory or repository brings.
         """
         keep_freed_memory()
+        path = os.path.expanduser(path)
         options = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
         options = {name: value for name, value in options.items() if value is not None}
         model = load_model(path, trust_remote_code, dtype=dtype, attn_implementation=attn_implementation, **options)

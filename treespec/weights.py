@@ -48,6 +48,8 @@ def load_config(path: str, trust_remote_code: bool = False) -> Any:
     if folder.is_dir() and not (folder / "config.json").is_file():
         held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"
         raise InputError(f"cannot load the target {path!r}: the directory has no config.json (it holds {held})")
+    if damage := _not_json(folder / "generation_config.json"):  # transformers would go on without it
+        raise InputError(f"cannot load the target {path!r}: {damage}")
     try:
         with _quiet():
             config = AutoConfig.from_pretrained(path, **where)
@@ -130,15 +132,25 @@ def _cannot(path: str, error: Exception) -> InputError:
 
 def _told(folder: Path, error: Exception) -> str:
     """What a loader's error says of a file, in a line."""
-    if folder.is_dir():
-        try:
-            config = json.loads((folder / "config.json").read_text())
-        except (ValueError, OSError) as damage:
-            return f"config.json is damaged, or no JSON: {first_line(damage)}"
-        if not isinstance(config, dict) or not config.get("model_type"):
-            return "config.json names no model_type, so it is no model's (a draft head is given as --head)"
+    if damage := _not_json(folder / "config.json"):
+        return damage
+    if folder.is_dir() and not json.loads((folder / "config.json").read_text()).get("model_type"):
+        return "config.json names no model_type, so it is no model's (a draft head is given as --head)"
     told = first_line(error)
+    if type(error).__name__ == "SafetensorError":
+        return f"its weights are damaged, fetch them again ({told})"
     return told if " " in told else f"{type(error).__name__}: {told}"  # a KeyError says its key alone
+
+
+def _not_json(file: Path) -> str | None:
+    """A line about a file that is there and holds no JSON object."""
+    if not file.is_file():
+        return None
+    try:
+        held = json.loads(file.read_text())
+    except (ValueError, OSError) as error:
+        return f"{file.name} is damaged, or no JSON: {first_line(error)}"
+    return None if isinstance(held, dict) else f"{file.name} holds no fields"
 
 
 @contextmanager

@@ -69,7 +69,8 @@ def check_against_plain_model(target: "Target", committed: int = 1) -> torch.dev
     tree = TokenTree(torch.tensor([b, c, d]), parents, torch.tensor([0, 1, 1]), ancestors)
     out = target.forward_tree(cache, tree)
     difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()
-    allowed = 0.02 if target.dtype in (torch.float32, torch.float64) else 0.1
+    exact = target.dtype in (torch.float32, torch.float64) and getattr(target.model, "hf_quantizer", None) is None
+    allowed = 0.02 if exact else 0.1
     if not difference <= allowed * plain.std():
         raise InputError(f"{type(target.model).__name__} cannot be used: {_why(target, plain, float(difference))}")
     return out.features.device

@@ -62,7 +62,7 @@ def load_assistant(path: str, dtype: str, trust_remote_code: bool = False) -> tu
         model = load_model(path, trust_remote_code, dtype=dtype)
         return model.requires_grad_(False), load_tokenizer(path, trust_remote_code)
     except InputError as error:
-        raise InputError(f"--assistant: {str(error).replace('the target', 'the assistant')}") from error
+        raise InputError(f"--assistant: {str(error).replace('the target ', '')}") from error
 
 
 def fit_assistant(model: PreTrainedModel, tokenizer: Any, target: Target, packed: bool = True) -> PreTrainedModel:

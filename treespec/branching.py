@@ -68,7 +68,7 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     return frozenset()
 
 
-LENGTH_DEPENDENT = "its rotary factors depend on the longest position of a forward from there on"
+LENGTH_DEPENDENT = "beyond, its rotary factors depend on the longest position of a forward"
 
 
 def context_length(config: Any) -> tuple[int, str | None]:
@@ -93,7 +93,7 @@ def context_length(config: Any) -> tuple[int, str | None]:
             limits.append((promised, LENGTH_DEPENDENT))
     if getattr(config, "attn_temperature_tuning", False) and (floor := getattr(config, "floor_scale", None)):
         columns = int(floor) - 1 - TREE_COLUMNS
-        limits.append((columns, f"its attention scales queries by their column from {floor} on"))
+        limits.append((columns, f"from {floor} on, its attention scales queries by their column in the cache"))
     length, why = min(limits, key=lambda limit: (limit[0], not limit[1]))
     if length < 1:
         raise InputError(f"no position of a text is scored exactly: {why}")

@@ -83,7 +83,7 @@ class Target:
         self.vocab_size, self.feature_width = model.get_output_embeddings().weight.shape
         self.context_length, why = context_length(self.config)
         if why:
-            log.warning("%s: texts end at %d tokens, because %s", type(model).__name__, self.context_length, why)
+            log.warning("%s: texts end at %d tokens: %s", type(model).__name__, self.context_length, why)
         hook = getattr(model, "_hf_hook", None)
         self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
         self.windows = layer_windows(self.config)

@@ -6,7 +6,7 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.eval.config import listed, number
-from treespec.options import at_least, option
+from treespec.options import TRUST, at_least, option
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class AcceptanceConfig:
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
+    trust_remote_code: bool = option(TRUST, False)
 
     def __post_init__(self) -> None:
         at_least(self, max_new_tokens=1, limit=1, max_length=3, positions=0, step=1, samples=2)

@@ -50,19 +50,25 @@ def measured_in(
     paddings = whole_numbers("pad-layers", config.pad_layers, 0)
     chosen = cases(config, found, heats)
     report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
-    loaded = load_assistant(config.assistant, config.dtype) if config.assistant else None
+    loaded = load_assistant(config.assistant, config.dtype, config.trust_remote_code) if config.assistant else None
     spec = load(
         config.target,
         config.head,
         drafter=config.drafter,
         device_map=config.device_map,
         dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
         compile=config.compile,
     )
     target = spec.target
     theirs = target
     if config.stock_peers:
-        theirs = Target.load(config.target, device_map=config.device_map, dtype=config.dtype)
+        theirs = Target.load(
+            config.target,
+            device_map=config.device_map,
+            dtype=config.dtype,
+            trust_remote_code=config.trust_remote_code,
+        )
     assistant = fit_assistant(*loaded, target, packed=not config.stock_peers) if loaded else None
     lengths = contexts(config, target.context_length)
     questions, too_long = asked(spec, [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]])

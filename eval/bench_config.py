@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from treespec.errors import InputError
 from treespec.eval.config import listed
-from treespec.options import DRAFTER, at_least, one_source, option
+from treespec.options import DRAFTER, TRUST, at_least, one_source, option
 
 CONTEXTS = (128, 1024, 4096)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # of the trees whose forward is timed
@@ -46,6 +46,7 @@ class BenchConfig:
     allow_lossy: bool = option("let verifiers change the law of the text", False)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
+    trust_remote_code: bool = option(TRUST, False)
     compile: bool = option("compile the forwards of target and head: faster after up to a minute that it takes", False)
 
     def __post_init__(self) -> None:

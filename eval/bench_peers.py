@@ -5,13 +5,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from treespec.errors import InputError
 from treespec.eval.bench_figures import Timed
 from treespec.eval.bench_rows import Row
 from treespec.packed import pack
 from treespec.target import Target
+from treespec.tokenizers import load_tokenizer
+from treespec.weights import load_model
 
 GENERATE = "model.generate"
 LOOKUPS = (3, 10)  # tokens that prompt lookup drafts
@@ -54,14 +56,13 @@ def generated(
         model.generation_config = own
 
 
-def load_assistant(path: str, dtype: str) -> tuple[PreTrainedModel, Any]:
+def load_assistant(path: str, dtype: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Any]:
     """The model and its tokenizer. Raises InputError for what cannot be loaded."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # the loaders raise whatever the file or hub gave them
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"--assistant: cannot load {path!r}: {first}") from error
+        model = load_model(path, trust_remote_code, dtype=dtype)
+        return model.requires_grad_(False), load_tokenizer(path, trust_remote_code)
+    except InputError as error:
+        raise InputError(f"--assistant: {str(error).replace('the target ', '')}") from error
 
 
 def fit_assistant(model: PreTrainedModel, tokenizer: Any, target: Target, packed: bool = True) -> PreTrainedModel:

@@ -56,4 +56,11 @@ def calibrate_head(
 
 def loaded(config: CalibrateConfig, head: str | None, report: Callable[[Step], None]) -> Spec:
     report(Step(0, 1, f"loading {config.target}" + (f" and {head}" if head else "")))
-    return load(config.target, head, template=config.template, device_map=config.device_map, dtype=config.dtype)
+    return load(
+        config.target,
+        head,
+        template=config.template,
+        device_map=config.device_map,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )

@@ -50,6 +50,7 @@ def certify(config: CertifyConfig, report: Callable[[Step], None] = lambda step:
         template=config.template,
         device_map=config.device_map,
         dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
     )
     questions = load_questions(config.questions)[0][: config.limit]
     prompts = [spec.encode([{"role": "user", "content": question.turns[0]}]) for question in questions]

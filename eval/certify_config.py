@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from treespec.errors import InputError
-from treespec.options import DRAFTER, at_least, one_source, option
+from treespec.options import DRAFTER, TRUST, at_least, one_source, option
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class CertifyConfig:
     dtype: str = option(
         "float32 for token-exact answers; in auto, bfloat16 or float16 margins are looked at", "float32"
     )
+    trust_remote_code: bool = option(TRUST, False)
 
     def __post_init__(self) -> None:
         one_source(self)

@@ -25,6 +25,7 @@ CONVERSATIONS = (".jsonl", ".json")
 CHANGE_NO_LOGITS = (
     *("out", "preset", "laws", "verifier", "temperature", "draws", "draft_temperature", "top_k", "top_p", "samples"),
     "device_map",
+    "trust_remote_code",
 )
 
 
@@ -63,7 +64,12 @@ def collected(config: AcceptanceConfig, report: Callable[[Step], None]) -> tuple
 
     report(Step(0, 1, f"loading {config.target} and {config.head}"))
     spec = load(
-        config.target or "", config.head, template=config.template, device_map=config.device_map, dtype=config.dtype
+        config.target or "",
+        config.head,
+        template=config.template,
+        device_map=config.device_map,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
     )
     texts = texts_of(config, spec, questions, report)
     logits = logits_of(spec, texts, config.step, config.positions, report)

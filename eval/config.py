@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from treespec.errors import InputError
-from treespec.options import DRAFTER, at_least, one_source, option
+from treespec.options import DRAFTER, TRUST, at_least, one_source, option
 
 if TYPE_CHECKING:
     from treespec.eval.pairs import Pair
@@ -46,6 +46,7 @@ class EvalConfig:
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
+    trust_remote_code: bool = option(TRUST, False)
     compile: bool = option("compile the forwards of target and head: faster after up to a minute that it takes", False)
 
     def __post_init__(self) -> None:

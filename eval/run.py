@@ -100,6 +100,7 @@ def _evaluated(
             [name.partition("@")[0] for name in drafters_of(config)],
             device_map=config.device_map,
             dtype=config.dtype,
+            trust_remote_code=config.trust_remote_code,
             compile=config.compile,
         )
         spec = Spec(target, None, template=config.template)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from treespec.options import at_least, option
+from treespec.options import TRUST, at_least, option
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class SkipConfig:
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
+    trust_remote_code: bool = option(TRUST, False)
 
     def __post_init__(self) -> None:
         at_least(self, trials=1, minutes=0, limit=1, max_length=2, max_new_tokens=1, seed=0)

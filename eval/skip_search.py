@@ -27,7 +27,13 @@ def search_skip_set(config: SkipConfig, report: Callable[[Step], None] = lambda 
     check_writable(config.out)
     content_of(config.text)
     report(Step(0, config.trials, f"loading {config.target}"))
-    baseline = load(config.target, template=config.template, device_map=config.device_map, dtype=config.dtype)
+    baseline = load(
+        config.target,
+        template=config.template,
+        device_map=config.device_map,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
     target = baseline.target
     refuse_what_cannot_skip(target)
     prompts = prompts_of(config, target)

@@ -35,7 +35,14 @@ def make_tree(
     if config.text:
         content_of(config.text)
     report(Step(0, 1, f"loading {config.target} and {config.head}"))
-    spec = load(config.target, config.head, template=config.template, device_map=config.device_map, dtype=config.dtype)
+    spec = load(
+        config.target,
+        config.head,
+        template=config.template,
+        device_map=config.device_map,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
     assert spec.head
     table = accuracies(
         spec.head, spec.target, rows_of(config, spec, report), config.depth, config.ranks, config.temperature

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from treespec.errors import InputError
-from treespec.options import at_least, option
+from treespec.options import TRUST, at_least, option
 
 KINDS = ("medusa", "sequoia")
 
@@ -28,6 +28,7 @@ class TreeConfig:
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
+    trust_remote_code: bool = option(TRUST, False)
 
     def __post_init__(self) -> None:
         at_least(self, nodes=0, depth=1, ranks=1, limit=1, max_new_tokens=1, seed=0)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from treespec.heads import checksum, formats
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.hub import only_cached
 from treespec.heads.hydra import HydraHead
 from treespec.heads.medusa import MedusaHead
 from treespec.heads.places import mistyped
@@ -106,7 +107,11 @@ def head_folder(path: str | Path) -> Path:
     if str(path).count("/") != 1:
         raise HeadError(f"no head directory at {path}, and hub ids are of the form OWNER/NAME")
     try:
-        return Path(snapshot_download(str(path)))
+        local = only_cached(str(path))
+    except ValueError as error:
+        raise HeadError(str(error)) from error
+    try:
+        return Path(snapshot_download(str(path), local_files_only=local))
     except Exception as error:  # hub errors are many; each says in its first line what is wrong
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise HeadError(f"no directory {path}, and the hub did not give it: {line}") from error

@@ -180,6 +180,29 @@ def test_template_errors_say_what_to_do():
         templates.encode(tokenizer, [{"role": "tool", "content": "x"}], "zephyr")
 
 
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0]['content'] + 1 }}", "TypeError"),
+        ("{{ messages[7]['content'] }}", "no element 7"),
+        ("{% for m in %}", "refuses these messages"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
+    ],
+)
+def test_whatever_a_template_raises_is_one_line(template, told):
+    with pytest.raises(InputError, match=told) as caught:
+        templates.encode(byte_tokenizer(template), [{"role": "user", "content": "Hi"}])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("template", [None, "zephyr"])
+def test_half_of_a_surrogate_pair_is_told_before_the_tokenizer_sees_it(template):
+    own = "{{ messages[0]['content'] }}"
+    with pytest.raises(InputError, match="half of a surrogate pair"):
+        templates.encode(byte_tokenizer(own), [{"role": "user", "content": "a\ud800b"}], template)
+
+
 def test_stops_are_those_of_the_fschat_template():
     assert templates.stops() == templates.Stops()
     assert templates.stops("alpaca") == templates.Stops()

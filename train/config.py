@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 
 from treespec.errors import InputError
-from treespec.options import at_least, option
+from treespec.options import TRUST, at_least, option
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class TrainConfig:
     seed: int = option("of the weights, the order and the noise", 0)
     mixed_precision: str = option("no, bf16 or fp16", "no")
     dtype: str = option("of the target: auto, float32, bfloat16 or float16", "auto")
+    trust_remote_code: bool = option(TRUST, False)
     device_map: str | None = option("accelerate's placement of the target; default: the process's device", None)
     tracker: str | None = option("tensorboard or wandb", None)
 

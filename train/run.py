@@ -74,7 +74,9 @@ def trained(
     # 1. target, untrained head and data
     set_seed(config.seed)
     placement = config.device_map or ({"": accelerator.device} if accelerator.device.type != "cpu" else None)
-    target = Target.load(config.target, device_map=placement, dtype=config.dtype)
+    target = Target.load(
+        config.target, device_map=placement, dtype=config.dtype, trust_remote_code=config.trust_remote_code
+    )
     head = untrained(config, target).to(target.output_device)
     data = prepare(config, target, head.taps, conversations, accelerator)
     vocabulary = draft_vocabulary(config, target, head, data, accelerator)

@@ -48,17 +48,25 @@ def most_nodes(heads: int, width: int) -> int:
 
 
 def repeats(config: PreTrainedConfig, nodes: int) -> int:
-    """How often each row of a mask over so many nodes is best repeated for a model's layers."""
-    heads, queries = getattr(config, "num_key_value_heads", None), config.num_attention_heads
+    """How often each row of a mask over so many nodes is best repeated for a model's layers; 1 where they differ."""
+    try:
+        heads, queries = getattr(config, "num_key_value_heads", None), config.num_attention_heads
+        width = getattr(config, "head_dim", None)
+    except Exception:  # Gemma 4: sizes differ from layer to layer, the config raises an error of its own
+        return 1
     if config._attn_implementation != NAME or not heads:
         return 1
-    width = getattr(config, "head_dim", None) or config.hidden_size // queries
+    width = width or config.hidden_size // queries
     return queries // heads if nodes <= most_nodes(heads, width) else 1
 
 
 def stack_query_heads(model: PreTrainedModel) -> None:
-    """Let a model that was loaded with transformers' sdpa attention use `tree_attention`."""
+    """Let a decoder that was loaded with transformers' sdpa attention use `tree_attention`.
+
+    The decoder alone: beside it a model may have an audio tower that takes no other attention than its own.
+    """
     if model.config.get_text_config()._attn_implementation == "sdpa":
         AttentionInterface.register(NAME, tree_attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)
-        model.set_attn_implementation(NAME)
+        decoder = model.get_decoder()
+        (decoder if isinstance(decoder, PreTrainedModel) else model).set_attn_implementation(NAME)

@@ -11,6 +11,7 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 
 from treespec.errors import InputError, first_line
+from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
 
 SUFFIXES = {
@@ -70,6 +71,6 @@ def sampled(file: Path) -> str:
 def commit_of(name: str) -> str:
     """The commit of a hub repository that loading takes: the newest one, or offline the one in the cache."""
     try:
-        return Path(hf_hub_download(name, "config.json")).parent.name
+        return Path(hf_hub_download(name, "config.json", local_files_only=only_cached(name))).parent.name
     except Exception as error:  # hub errors are many; each says in its first line what is wrong
         raise InputError(f"no directory {name}, and the hub did not give it: {first_line(error)}") from error

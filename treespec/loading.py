@@ -24,6 +24,7 @@ def load_sources(
     device_map: Any = "auto",
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
+    trust_remote_code: bool = False,
     compile: bool = False,
 ) -> tuple[Target, dict[str, Any]]:
     """A target, and by its name whatever is to draft for it; options as for `load`."""
@@ -34,7 +35,8 @@ def load_sources(
     else:
         if not isinstance(target, str | PathLike):
             raise InputError(f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded model")
-        model = Target.load(fspath(target), device_map=device_map, dtype=dtype, max_memory=max_memory)
+        placed: dict[str, Any] = {"device_map": device_map, "dtype": dtype, "max_memory": max_memory}
+        model = Target.load(fspath(target), trust_remote_code=trust_remote_code, **placed)
         model.tokenizer = tokenizer or model.tokenizer
     sources = {name: source_of(name, model) for name in drafters}
     if model.model is not target:  # a model that others hold keeps its weights as they are

@@ -31,6 +31,8 @@ DRAFTER = (
     "sparse:512, lookup, rest:DATASTORE, lookahead or jacobi"
 )
 
+TRUST = "run Python files that the target's directory or repository brings; read them first"
+
 
 def one_source(config: Any) -> None:
     """Raises InputError unless one of `head` and `drafter` is given."""

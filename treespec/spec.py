@@ -248,6 +248,7 @@ def load(
     device_map: Any = "auto",
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
+    trust_remote_code: bool = False,
     compile: bool = False,
 ) -> Spec:
     """Load a target (directory or hub id) and what drafts for it, placed by accelerate, to decode and not to train.
@@ -260,6 +261,7 @@ def load(
     `treespec.draft.sources.SOURCES`, such as lookup; with neither, one token is decoded at a time.
     tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default.
     verifier: a name of `treespec.verify.verifiers.NAMES`; a lossy one needs allow_lossy.
+    trust_remote_code: run Python files that the target's or a draft model's directory brings.
     compile: the forwards of target and head, see `Target.compile`.
     Raises InputError, or HeadError and TreeError, for what cannot be used.
     """
@@ -273,6 +275,7 @@ def load(
         device_map=device_map,
         dtype=dtype,
         max_memory=max_memory,
+        trust_remote_code=trust_remote_code,
         compile=compile,
     )
     source = sources[named] if named else None

@@ -8,10 +8,15 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from treespec.errors import InputError
+
 
 def layers_of(decoder: nn.Module, layers: int) -> nn.ModuleList:
-    """The stack of so many layers."""
-    return next(m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
+    """The stack of so many layers. Raises InputError where there is none."""
+    stacks = (m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
+    if (stack := next(stacks, None)) is None:
+        raise InputError(f"{type(decoder).__name__} cannot be a target: its {layers} layers are not one stack")
+    return stack
 
 
 def over_layers(

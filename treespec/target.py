@@ -5,6 +5,8 @@ mask (a dict of them where layer types alternate), explicit `position_ids`, and 
 cannot hold a tree is refused by name, and the first forward after loading is checked against the plain model.
 """
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,22 +14,33 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from treespec.allocator import keep_freed_memory
 from treespec.attention import repeats, stack_query_heads
-from treespec.branching import decoder_of, end_tokens, layer_windows, refuse_what_cannot_branch
+from treespec.branching import (
+    context_length,
+    decoder_of,
+    end_tokens,
+    layer_windows,
+    refuse_what_cannot_branch,
+    refusing,
+)
 from treespec.cache import TreeCache
 from treespec.compiled import Compiled, Room, padded, padded_mask
 from treespec.errors import InputError, first_line
 from treespec.masks import additive_masks
-from treespec.plain import check_against_plain_model
+from treespec.output import rows_of_output, scaled
+from treespec.plain import check_against_plain_model, understand
 from treespec.regions import CompiledLayers
 from treespec.rows import together, unpadded
 from treespec.taps import captured, layers_of, over_layers, tapped
 from treespec.tokenizers import load_tokenizer
 from treespec.trees.mask import attention_mask, positions
 from treespec.trees.tree import TokenTree
+from treespec.weights import load_model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,25 +63,34 @@ class Target:
     The model's sdpa attention is set to `tree_attention`. Raises InputError if the model cannot hold a tree.
     """
 
+    trust_remote_code = False  # whether `load` was allowed to run the model's Python files
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
+        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+        with refusing(model):
+            self._read(model)
+            self.output_device = understand(self)
+
+    def _read(self, model: PreTrainedModel) -> None:
+        """What a model and its config say."""
         refuse_what_cannot_branch(model)
         stack_query_heads(model)
-        self.model = model.eval().requires_grad_(False)
         self.decoder = decoder_of(model)
-        self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.dtype = model.dtype
         self.eos = end_tokens(model)
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size, self.feature_width = model.get_output_embeddings().weight.shape
-        self.context_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.context_length, why = context_length(self.config)
+        if why:
+            log.warning("%s: texts end at %d tokens: %s", type(model).__name__, self.context_length, why)
         hook = getattr(model, "_hf_hook", None)
         self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
         self.windows = layer_windows(self.config)
         self.stack = layers_of(self.decoder, self.layers)
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries
         self.compiled: Compiled | CompiledLayers | None = None
-        self.output_device = check_against_plain_model(self)
+        self.repeats_masks = True  # once for all layers; no model that computes with masks takes them so
 
     def compile(self, backend: str | Callable[..., Any] = "inductor", buckets: bool | None = None) -> None:
         """From now on compile the forwards over nodes: on a CPU by the layer and at once, else by the bucket.
@@ -98,19 +120,20 @@ class Target:
         max_memory: dict | None = None,
         offload_folder: str | None = None,
         attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
     ) -> "Target":
-        """A directory or a hub id, placed by accelerate. Raises InputError for what cannot be loaded."""
+        """A directory or a hub id, placed by accelerate. Raises InputError for what cannot be loaded.
+
+        trust_remote_code: run the Python files that the directory or repository brings.
+        """
         keep_freed_memory()
+        path = os.path.expanduser(path)
         options = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
         options = {name: value for name, value in options.items() if value is not None}
-        try:
-            config = AutoConfig.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=attn_implementation, **options
-            )
-        except Exception as error:  # the loaders raise whatever the file or hub gave them
-            raise InputError(f"cannot load the target {path!r}: {first_line(error)}") from error
-        return cls(model, load_tokenizer(path))
+        model = load_model(path, trust_remote_code, dtype=dtype, attn_implementation=attn_implementation, **options)
+        target = cls(model, load_tokenizer(path, trust_remote_code))
+        target.trust_remote_code = trust_remote_code
+        return target
 
     def new_cache(self, capacity: int = 512) -> TreeCache:
         return TreeCache(self.layers, capacity)
@@ -131,17 +154,7 @@ class Target:
 
         Raises InputError for an output embedding that is offloaded, or no plain linear layer (any more).
         """
-        whole = self.model.get_output_embeddings()
-        if not isinstance(whole, nn.Linear) or whole.weight.is_meta:
-            why = (
-                "is offloaded: give it room on a device" if isinstance(whole, nn.Linear) else "is no plain linear layer"
-            )
-            raise InputError(f"{type(self.model).__name__} takes no draft vocabulary: its output embedding {why}")
-        rows = nn.Linear(whole.in_features, len(tokens), bias=whole.bias is not None, device="meta")
-        for name, value in whole.named_parameters():
-            own = value.detach()[tokens.to(value.device)].to(self.output_device)
-            setattr(rows, name, nn.Parameter(own, requires_grad=False))
-        return rows
+        return rows_of_output(self.model, tokens, self.output_device)
 
     def output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
         """[..., H] hidden states after the final norm -> [..., V] logits, by the model's own output path.
@@ -150,13 +163,7 @@ class Target:
         """
         logits = (output or self.model.get_output_embeddings())(hidden)
         logits = logits.to(hidden.device)  # a tied output may lie elsewhere
-        if scale := getattr(self.config, "logit_scale", None):
-            logits = logits * scale
-        if scale := getattr(self.config, "logits_scaling", None):
-            logits = logits / scale
-        if cap := getattr(self.config, "final_logit_softcapping", None):
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        return scaled(logits, self.config)
 
     @torch.no_grad()
     def prefill(
@@ -285,6 +292,6 @@ class Target:
         """Tokens, positions [B, N] and masks, as the decoder takes them."""
         # Learned positions end at the context length; a node beyond it is never kept.
         own = places[:, -tokens.shape[1] :].clamp_max(self.context_length - 1)
-        repeated = repeats(self.config, tokens.shape[1])
+        repeated = repeats(self.config, tokens.shape[1]) if self.repeats_masks else 1
         masks = additive_masks(self.windows, places, seen, self.dtype, self.device, columns, repeated)
         return tokens.to(self.device), own.to(self.device), masks

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from treespec.errors import InputError
+from treespec.errors import InputError, first_line
 from treespec.prefix import common_prefix
 
 if TYPE_CHECKING:
@@ -48,12 +48,13 @@ def render(
 ) -> str:
     """The text of the messages. Raises InputError as `check` does, and for messages a template refuses."""
     if template is not None:
-        return _render_fschat(template, messages, add_generation_prompt)
+        return _text(_render_fschat(template, messages, add_generation_prompt))
     check(tokenizer)
     with _refusals():
-        return str(
-            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
+    return _text(str(text))
 
 
 def encode(
@@ -189,17 +190,33 @@ def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> tuple[s
         options: dict[str, Any] = {**tokenizer.special_tokens_map, "return_assistant_tokens_mask": True}
         rendered: Any = render_jinja_template([list(messages)], chat_template=source, **options)
     (text,), (spans,) = rendered
-    return text, spans
+    return _text(text), spans
 
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    from jinja2 import TemplateError
-
+    """Inside, whatever a template raises becomes an InputError: Jinja's own errors, and those of its expressions."""
     try:
         yield
-    except TemplateError as error:
-        raise InputError(f"the chat template refuses these messages: {error}") from error
+    except InputError:
+        raise
+    except Exception as error:
+        from jinja2 import TemplateError
+
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise InputError(f"the chat template refuses these messages: {kind}{first_line(error)}") from error
+
+
+def _text(rendered: str) -> str:
+    """Raises InputError for half of a surrogate pair, which no tokenizer takes."""
+    try:
+        rendered.encode()
+    except UnicodeEncodeError as error:
+        half = rendered[error.start]
+        raise InputError(
+            f"the messages hold {half!r}, half of a surrogate pair, which stands for no character"
+        ) from None
+    return rendered
 
 
 @lru_cache

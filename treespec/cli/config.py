@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from treespec.options import DRAFTER, option
+from treespec.options import DRAFTER, TRUST, option
 
 if TYPE_CHECKING:
     from treespec.spec import Spec
@@ -29,6 +29,7 @@ class ModelConfig:
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
+    trust_remote_code: bool = option(TRUST, False)
     compile: bool = option("compile the forwards of target and head: faster after up to a minute that it takes", False)
 
 
@@ -68,6 +69,7 @@ def load_spec(config: ModelConfig) -> "Spec":
         template=config.template,
         device_map=config.device_map,
         dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
         compile=config.compile,
     )
     if config.compile:

@@ -6,7 +6,7 @@ import typer
 
 from treespec.cli.options import takes
 from treespec.errors import InputError
-from treespec.options import option
+from treespec.options import TRUST, option
 
 app = typer.Typer(help="Text that --drafter rest:DIR drafts from.", no_args_is_help=True)
 
@@ -17,6 +17,7 @@ class DatastoreConfig:
     data: str = option("conversations (.jsonl, .json), or plain text by any other name")
     out: str = option("folder for the datastore")
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
+    trust_remote_code: bool = option(TRUST, False)
 
 
 @app.callback()
@@ -33,7 +34,7 @@ def build(config: DatastoreConfig) -> None:
     from treespec import datastore
     from treespec.tokenizers import load_tokenizer
 
-    tokenizer = load_tokenizer(config.target)
+    tokenizer = load_tokenizer(config.target, config.trust_remote_code)
     if tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer to read --data with")
     started = time.perf_counter()

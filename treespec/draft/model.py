@@ -103,7 +103,12 @@ def draft_model(path: str, target: Target) -> ModelProposer:
     """`--drafter model:PATH`, in the target's dtype beside its output. Raises InputError for one that does not fit."""
     place = target.output_device
     try:
-        model = Target.load(path, dtype=target.dtype, device_map=None if place.type == "cpu" else {"": place})
+        model = Target.load(
+            path,
+            dtype=target.dtype,
+            device_map=None if place.type == "cpu" else {"": place},
+            trust_remote_code=target.trust_remote_code,
+        )
     except InputError as error:
         raise InputError(f"--drafter model:{path}: {str(error).replace('the target', 'the draft model')}") from error
     if difference := tokens_differ(model, target):

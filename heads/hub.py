@@ -1,0 +1,42 @@
+"""Whether the hub's cache or the hub holds a repository, answered within seconds: the hub's client asks for 23."""
+
+from functools import cache
+
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+)
+
+from treespec.heads import places
+
+SECONDS = 10.0  # for the hub's first answer
+
+
+@cache
+def only_cached(name: str) -> bool:
+    """Whether to load a repository from the cache alone, because the hub cannot be reached.
+
+    Raises ValueError, with a line that says why, for a name that neither the cache nor the hub has.
+    """
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=SECONDS)  # one request, never repeated
+    except GatedRepoError as error:
+        raise ValueError(f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and log in") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        if places.cached(name):
+            return True
+        raise ValueError(
+            f"{name} is neither a directory nor a repository of the hub (private ones take `hf auth login`)"
+        ) from error
+    except (EntryNotFoundError, HfHubHTTPError):
+        return False  # what it lacks, or why it refuses, the loader says better
+    except Exception as error:  # no network, in the words of whichever HTTP client the hub's library uses
+        if places.cached(name):
+            return True
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise ValueError(f"no directory {name}; as a hub id it is not in the cache, and {why}") from error
+    return False

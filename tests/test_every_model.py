@@ -1,0 +1,110 @@
+"""Every causal language model of transformers scores a tree as it scores each path, or is refused by name."""
+
+import functools
+
+import pytest
+import torch
+import transformers as hf
+from models import VOCAB, random_model
+from test_target import plain_logits, prefix, random_tree
+from tiny_configs import MODELS, tiny
+
+from treespec.errors import InputError
+from treespec.target import Target
+
+PREFIX = 25  # tokens, four times the windows and chunks of 6
+TOLERANCE = 1e-3
+BUILT_BY_NOBODY = {  # transformers raises while it builds them, from any config
+    "dots3_note": "the config's per-layer entries are for 42 layers, whatever the number of layers",
+    "gemma3n": "its vision tower needs timm and pillow; gemma3n_text is its language model",
+    "gemma4_assistant": "it has no keys and values of its own: it drafts on another model's cache",
+    "gemma4_unified_assistant": "it has no keys and values of its own: it drafts on another model's cache",
+    "musicgen": "it reads fields of its decoder's config from the whole one",
+    "musicgen_melody": "it reads fields of its decoder's config from the whole one",
+}
+LARGE = {"gemma4_unified", "phi4_multimodal", "dots3_note_text"}  # a second each: their towers have fixed sizes
+TAKEN = {
+    "cohere2", "dbrx", "deepseek_v3", "doge", "falcon", "gemma2", "gemma3", "gemma4",
+    "gemma4_text", "glm4", "gpt_oss", "granite", "llama", "llama4_text", "mistral", "mixtral",
+    "moshi", "olmo3", "phi", "phi3", "phimoe", "qwen2", "qwen3", "qwen3_moe", "smollm3",
+    "starcoder2", "youtu",
+}  # fmt: skip
+
+
+def equal_or_refused(model):
+    """The reason of a refusal; None after a tree's logits were equal to those of its paths."""
+    try:
+        target = Target(model)
+    except InputError as error:
+        return str(error)
+    cache, text, tree = target.new_cache(capacity=4), prefix(length=PREFIX), random_tree()
+    target.prefill(cache, text, chunk=7)
+    logits = target.forward_tree(cache, tree).logits
+    for leaf in set(range(len(tree.tokens))) - set(tree.parents.tolist()):
+        path = tree.ancestors[leaf].nonzero().flatten()
+        plain = plain_logits(model, text[0].tolist() + tree.tokens[path].tolist())[-len(path) :]
+        torch.testing.assert_close(logits[path], plain, atol=TOLERANCE, rtol=TOLERANCE)
+    return None
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - BUILT_BY_NOBODY.keys() - LARGE))
+def test_a_tree_is_scored_as_its_paths_or_the_model_is_refused_by_name(name):
+    model = random_model(tiny(MODELS[name]))
+    reason = equal_or_refused(model)
+    if name in TAKEN:
+        assert reason is None
+    elif reason is not None:
+        assert "cannot be" in reason
+        assert type(model).__name__.removesuffix("ForCausalLM")[:6] in reason
+        assert "\n" not in reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(LARGE & MODELS.keys()))
+def test_a_model_with_large_towers_is_no_exception(name):
+    assert equal_or_refused(random_model(tiny(MODELS[name]))) is None or name == "dots3_note_text"
+
+
+def test_a_window_that_the_model_does_not_use_is_not_applied():
+    target = Target(random_model(tiny(MODELS["moshi"], {"sliding_window": 40, "num_hidden_layers": 1})))
+    assert set(target.windows.values()) == {None}
+
+
+def test_a_window_far_beyond_the_check_is_seen():
+    """The model's window is 16, its config says 64: the check at loading runs over neither, and finds out."""
+    model = random_model(hf.MistralConfig(**tiny(MODELS["mistral"]).to_dict() | {"sliding_window": 64}))
+    plain_forward = model.model.forward
+
+    @functools.wraps(plain_forward)
+    def sixteen(*args, **kwargs):
+        if kwargs.get("past_key_values") is not None:
+            return plain_forward(*args, **kwargs)
+        before, model.config.sliding_window = model.config.sliding_window, 16
+        try:
+            return plain_forward(*args, **kwargs)
+        finally:
+            model.config.sliding_window = before
+
+    assert Target(model).windows == {"sliding_attention": 64}
+    model.model.forward = sixteen
+    with pytest.raises(InputError, match="masks"):
+        Target(model)
+
+
+@pytest.mark.parametrize("window", [5, 60, 1000])
+def test_a_window_of_any_size_stays_as_the_config_says(window):
+    model = random_model(hf.MistralConfig(**tiny(MODELS["mistral"]).to_dict() | {"sliding_window": window}))
+    assert Target(model).windows == {"sliding_attention": window}
+    assert model.config.sliding_window == window
+    assert equal_or_refused(model) is None
+
+
+def test_weights_that_are_not_numbers_are_named():
+    model = random_model(hf.LlamaConfig(**tiny(MODELS["llama"]).to_dict()))
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
+    with pytest.raises(InputError, match=r"not finite, in model\.layers\.1\.mlp\.up_proj\.weight"):
+        Target(model)
+
+
+def test_the_vocabulary_of_these_configs_is_the_tests_own():
+    assert tiny(MODELS["llama"]).vocab_size == VOCAB

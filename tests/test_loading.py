@@ -1,0 +1,149 @@
+"""What lies in a target's directory is loaded whole, or one line says which file and what is wrong with it."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+import torch
+import transformers as hf
+from models import CONFIGS, random_model, tokenizer
+from safetensors.torch import load_file, save_file
+
+from treespec.errors import InputError
+from treespec.target import Target
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random_model(CONFIGS["llama"]()).save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+def change(folder, **fields):
+    """Set fields of config.json; None deletes one."""
+    config = json.loads((folder / "config.json").read_text()) | fields
+    config = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def add_tensors(folder, **tensors):
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+
+
+def refusal(folder):
+    with pytest.raises(InputError) as caught:
+        Target.load(str(folder))
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"num_hidden_layers": 4}, "they lack model.layers.3.input_layernorm.weight"),
+        ({"num_hidden_layers": 2}, "they hold model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers = -3"),
+        ({"hidden_size": "wide"}, "'hidden_size': TypeError: Field 'hidden_size' expected int, got str"),
+        ({"intermediate_size": 40}, r"by the config ["),
+        ({"model_type": None}, "names no model_type"),
+        ({"model_type": "unheard-of"}, "unheard-of"),
+    ],
+)
+def test_a_config_that_its_weights_do_not_fit_is_told_in_one_line(folder, fields, told, capfd):
+    change(folder, **fields)
+    assert told in refusal(folder)
+    assert "REPORT" not in capfd.readouterr().err  # transformers' own table of twenty lines
+
+
+def test_a_directory_without_a_config_names_what_it_holds(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "notes.txt").write_text("")
+    assert "no config.json (it holds notes.txt)" in refusal(tmp_path / "target")
+
+
+def test_a_mistyped_path_is_told_with_the_nearest_name(folder):
+    assert f"did you mean {folder}?" in refusal(folder.parent / "trget")
+    (folder.parent / "file").write_text("")
+    assert "is a file, not a model directory" in refusal(folder.parent / "file")
+
+
+def test_weights_that_are_not_numbers_are_named(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"not finite, in model\.layers\.1\.mlp\.up_proj\.weight"):
+        Target.load(str(folder))
+
+
+def test_tensors_that_older_checkpoints_hold_beside_the_weights_are_no_error(folder, tmp_path):
+    """Rotary buffers, masks, and the layers of multi-token prediction, which no forward of ours runs."""
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(3)}
+    change(folder, num_nextn_predict_layers=1)
+    add_tensors(folder, **buffers, **{"model.layers.3.mlp.up_proj.weight": torch.ones(2), "mtp.norm": torch.ones(2)})
+    Target.load(str(folder))
+    random_model(CONFIGS["gpt2"]()).save_pretrained(tmp_path / "gpt2")
+    mask = torch.ones(1, 1, 128, 128)
+    add_tensors(
+        tmp_path / "gpt2", **{"transformer.h.0.attn.bias": mask, "transformer.h.0.attn.masked_bias": mask[0] + 1}
+    )
+    Target.load(str(tmp_path / "gpt2"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_tied_weights_that_a_file_holds_once_are_no_error(tmp_path, kind):
+    config = CONFIGS[kind]()
+    config.tie_word_embeddings = True
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
+    assert "lm_head.weight" not in load_file(tmp_path / "target" / "model.safetensors")
+    Target.load(str(tmp_path / "target"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])
+def test_flipped_bytes_are_one_line_or_a_model(folder, name):
+    content = (folder / name).read_bytes()
+    chance = random.Random(name)
+    for _ in range(12):
+        damaged = bytearray(content)
+        damaged[chance.randrange(min(len(content), 2000))] ^= 1 << chance.randrange(8)
+        (folder / name).write_bytes(damaged)
+        with suppress(InputError):
+            Target.load(str(folder))
+    (folder / name).write_bytes(content[: len(content) // 2])
+    assert "damaged" in refusal(folder)
+
+
+def test_without_a_network_the_cache_is_used_and_a_name_outside_it_is_told_in_seconds(folder, tmp_path):
+    cached = tmp_path / "hub" / "models--org--small"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0123abc")
+    (cached / "snapshots").mkdir()
+    tokenizer().save_pretrained(folder)
+    folder.rename(cached / "snapshots" / "0123abc")
+    code = """if True:
+    import time
+    from treespec.errors import InputError
+    from treespec.heads.checkpoint import load_head
+    from treespec.target import Target
+    print(Target.load("org/small").layers)
+    for load in (Target.load, load_head):
+        started = time.perf_counter()
+        try:
+            load("org/absent")
+        except ValueError as error:
+            print(error, time.perf_counter() - started < 5)
+    """
+    nowhere = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | nowhere, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    layers, *lines = done.stdout.splitlines()
+    assert layers == "3", done.stderr
+    assert len(lines) == 2
+    for line in lines:
+        assert "not in the cache, and the hub cannot be reached True" in line
+    assert "Retrying" not in done.stderr

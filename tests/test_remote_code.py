@@ -1,0 +1,129 @@
+"""Python files of a model's directory run for --trust-remote-code alone, whatever stands on standard input."""
+
+import io
+import json
+import sys
+
+import pytest
+from models import CONFIGS, save_model
+from transformers import dynamic_module_utils
+from typer.testing import CliRunner
+
+from treespec.cli import app
+from treespec.errors import InputError
+from treespec.spec import load
+from treespec.target import Target
+from treespec.tokenizers import load_tokenizer
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+Path({witness!r}).write_text("it ran")
+
+class TrapConfig(LlamaConfig):
+    model_type = "trap"
+
+class TrapModel(LlamaForCausalLM):
+    config_class = TrapConfig
+
+class TrapTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+AUTO_MAP = {"AutoConfig": "trap.TrapConfig", "AutoModelForCausalLM": "trap.TrapModel"}
+
+
+@pytest.fixture
+def trap(tmp_path, monkeypatch):
+    """(directory of a model that brings code, the file that its code writes), with a `y` on standard input."""
+    folder, witness = tmp_path / "trap", tmp_path / "witness"
+    save_model(folder)
+    (folder / "trap.py").write_text(CODE.format(witness=str(witness)))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "trap", "auto_map": AUTO_MAP}))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "modules")])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    return folder, witness
+
+
+@pytest.mark.parametrize("start", [Target.load, load], ids=["target", "spec"])
+def test_a_models_code_does_not_run_unless_it_is_trusted(trap, start):
+    folder, witness = trap
+    with pytest.raises(InputError, match="--trust-remote-code"):
+        start(str(folder))
+    assert not witness.exists()
+
+
+def test_a_models_code_runs_where_it_is_trusted(trap):
+    folder, witness = trap
+    assert Target.load(str(folder), trust_remote_code=True).trust_remote_code
+    assert witness.read_text() == "it ran"
+
+
+def test_a_draft_models_code_is_trusted_as_the_targets(trap, tmp_path):
+    folder, witness = trap
+    save_model(tmp_path / "target")
+    with pytest.raises(InputError, match=r"the draft model.*--trust-remote-code"):
+        load(str(tmp_path / "target"), drafter=f"model:{folder}")
+    assert not witness.exists()
+    load(str(tmp_path / "target"), drafter=f"model:{folder}", trust_remote_code=True)
+    assert witness.exists()
+
+
+def test_a_tokenizers_code_does_not_run_either(trap):
+    folder, witness = trap
+    (folder / "config.json").write_text(json.dumps(CONFIGS["llama"]().to_dict()))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    trapped = {"tokenizer_class": "TrapTokenizer", "auto_map": {"AutoTokenizer": [None, "trap.TrapTokenizer"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | trapped))
+    with pytest.raises(InputError, match="--trust-remote-code"):
+        load_tokenizer(str(folder))
+    assert not witness.exists()
+    assert load_tokenizer(str(folder), trust_remote_code=True)
+    assert witness.exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate --target TRAP --prompt Hello",
+        "train --target TRAP --data DATA --out OUT",
+        "eval --target TRAP --drafter lookup --out OUT --questions DATA",
+        "export OUT --head HEAD --to vllm --target TRAP",
+        "certify --target TRAP --drafter lookup",
+        "skip --target TRAP --out OUT --text DATA",
+    ],
+)
+def test_no_command_asks_standard_input(trap, tmp_path, command):
+    folder, witness = trap
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Hi"], "messages": talk}) + "\n")
+    places = {"TRAP": folder, "DATA": tmp_path / "data.jsonl", "OUT": tmp_path / "out", "HEAD": tmp_path / "head"}
+    arguments = [str(places.get(word, word)) for word in command.split()]
+    done = CliRunner().invoke(app, arguments, input="y\ny\ny\n")
+    assert not witness.exists()
+    assert "--trust-remote-code" in str(done.exception)
+    assert "Do you wish to run the custom code" not in done.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train",
+        "chat",
+        "eval",
+        "bench",
+        "acceptance",
+        "generate",
+        "calibrate",
+        "tree",
+        "certify",
+        "skip",
+        "export",
+        "datastore",
+    ],
+)
+def test_every_command_that_loads_a_target_has_the_option(command):
+    words = [command, "build"] if command == "datastore" else [command]
+    done = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200"})
+    assert "--trust-remote-code" in done.output

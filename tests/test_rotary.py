@@ -1,0 +1,103 @@
+"""Rotary factors that depend on the length of a forward end the context where they change; all others do not."""
+
+import logging
+
+import pytest
+import torch
+import transformers as hf
+from models import GROUPED, random_model
+from test_target import TOLERANCE, plain_logits, prefix, random_tree
+
+from treespec.branching import context_length
+from treespec.errors import InputError
+from treespec.spec import Spec
+from treespec.target import Target
+
+ORIGINAL = 32  # positions; 128 by the configs
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": ORIGINAL}
+LENGTH_DEPENDENT = {
+    "phi3-longrope": lambda: hf.Phi3Config(
+        **GROUPED,
+        pad_token_id=0,
+        original_max_position_embeddings=ORIGINAL,
+        rope_parameters=ROPE | FACTORS | {"rope_type": "longrope"},
+    ),
+    "phimoe-longrope": lambda: hf.PhimoeConfig(
+        **GROUPED,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        rope_parameters=ROPE | FACTORS | {"rope_type": "longrope", "short_mscale": 1.0, "long_mscale": 1.3},
+    ),
+    "llama-dynamic": lambda: hf.LlamaConfig(
+        **GROUPED | {"max_position_embeddings": ORIGINAL},
+        rope_parameters={"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0},
+    ),
+}
+FIXED = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0},
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+
+
+def assert_equal_to_the_plain_model(target, length):
+    """A tree behind so many tokens, prefilled in chunks, beside a shorter text."""
+    text, tree = prefix(length=length), random_tree()
+    cache, beside = target.new_cache(), target.new_cache()
+    target.prefill(cache, text, chunk=10)
+    target.prefill(beside, text[:, :5])
+    cache.join([beside])
+    long, short = target.forward_trees(cache, [tree, tree])
+    for out, before in ((long, text[0]), (short, text[0, :5])):
+        for node in range(len(tree.tokens)):
+            path = tree.tokens[tree.ancestors[node]]
+            plain = plain_logits(target.model, [*before.tolist(), *path.tolist()])[-1]
+            torch.testing.assert_close(out.logits[node], plain, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT)
+def test_the_context_ends_where_rotary_factors_change_and_a_line_says_so(name, caplog):
+    with caplog.at_level(logging.WARNING):
+        target = Target(random_model(LENGTH_DEPENDENT[name]()))
+    assert target.context_length == ORIGINAL
+    assert f"texts end at {ORIGINAL} tokens" in caplog.text
+    assert "rotary" in caplog.text
+    assert_equal_to_the_plain_model(target, ORIGINAL - 5)  # the tree's leaves end at the last position
+    spec = Spec(target, None)
+    prompt = prefix(length=ORIGINAL - 6)[0].tolist()
+    answer = spec.generate(prompt, max_new_tokens=100)
+    assert len(prompt) + len(answer.token_ids) <= ORIGINAL
+    with pytest.raises(InputError, match=f"context holds {ORIGINAL}"):
+        spec.generate(prefix(length=ORIGINAL)[0].tolist())
+
+
+def test_a_tree_that_reaches_beyond_the_end_leaves_the_nodes_within_exact():
+    target = Target(random_model(LENGTH_DEPENDENT["phi3-longrope"]()))
+    text, tree = prefix(length=ORIGINAL - 1), random_tree()
+    cache = target.new_cache()
+    target.prefill(cache, text)
+    root = target.forward_tree(cache, tree).logits[0]
+    plain = plain_logits(target.model, [*text[0].tolist(), int(tree.tokens[0])])[-1]
+    torch.testing.assert_close(root, plain, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_fixed_rotary_factors_keep_the_whole_context(kind, caplog):
+    config = hf.LlamaConfig(**GROUPED, rope_parameters=ROPE | FIXED[kind] | {"rope_type": kind})
+    target = Target(random_model(config))
+    assert target.context_length == 128
+    assert "texts end" not in caplog.text
+    assert_equal_to_the_plain_model(target, 100)
+
+
+def test_factors_by_layer_type_count_too():
+    rope = {"full_attention": ROPE | FACTORS | {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}
+    config = hf.PreTrainedConfig(max_position_embeddings=128, rope_parameters=rope)
+    assert context_length(config)[0] == ORIGINAL
+
+
+def test_llama_4_ends_where_its_attention_scales_by_column():
+    length, why = context_length(hf.Llama4TextConfig(max_position_embeddings=1 << 20))
+    assert length == 8192 - 1 - 1024
+    assert "column" in why

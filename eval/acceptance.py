@@ -14,11 +14,12 @@ from treespec.allocator import keep_freed_memory
 from treespec.errors import InputError
 from treespec.eval.acceptance_config import AcceptanceConfig, Case, cases, sweeps
 from treespec.eval.acceptance_plot import plot
-from treespec.eval.acceptance_table import markdown
+from treespec.eval.acceptance_table import report_of
 from treespec.eval.collect import Logits, collected
 from treespec.eval.config import listed
 from treespec.eval.given_laws import read_laws
 from treespec.eval.rates import OPTIMA, Column, drawn, rate
+from treespec.eval.report import markdown
 from treespec.eval.run import Step
 from treespec.files import locked, write_json, write_text
 from treespec.sampling import SamplingParams
@@ -84,7 +85,7 @@ def rated(
         "sweeps": tables,
     }
     write_json(out / "acceptance.json", result)
-    write_text(out / "acceptance.md", markdown(result))
+    write_text(out / "acceptance.md", markdown(report_of(result)))
     return result
 
 

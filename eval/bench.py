@@ -14,8 +14,9 @@ from treespec.eval.bench_forwards import WARM_UP, forwards
 from treespec.eval.bench_peers import GENERATE, fit_assistant, load_assistant, peer_rows
 from treespec.eval.bench_plot import plot
 from treespec.eval.bench_rows import ONE_TOKEN, Row, drafts, label, own_rows, temperatures
-from treespec.eval.bench_table import markdown
+from treespec.eval.bench_table import report_of
 from treespec.eval.questions import Question, load_questions
+from treespec.eval.report import markdown
 from treespec.eval.run import Step, describe, in_order, seed_of
 from treespec.files import locked, write_json, write_text
 from treespec.padding import pad
@@ -109,7 +110,7 @@ def measured_in(
         result["paddings"].append(measured)
         result["plots"] = plot(result, out)
         write_json(out / "bench.json", result)
-        write_text(out / "bench.md", markdown(result))
+        write_text(out / "bench.md", markdown(report_of(result)))
     return result
 
 

@@ -22,8 +22,10 @@ from treespec.eval.config import Configuration, EvalConfig, configurations, draf
 from treespec.eval.pairs import paired
 from treespec.eval.questions import Question, load_questions
 from treespec.eval.record import models_of, moved, read_record, record_of, same_models
+from treespec.eval.report import markdown
 from treespec.eval.summary import summarise
-from treespec.eval.table import markdown
+from treespec.eval.table import report_of
+from treespec.figures import figures
 from treespec.files import locked, write_json, write_text
 from treespec.sampling import SamplingParams
 from treespec.spec import Output, Spec, calibration_of, load_sources
@@ -142,14 +144,15 @@ def _evaluated(
             report(Step(there, total, f"warm-up of {configuration.model_id}"))
             for _ in range(config.warm_up):
                 _ask(fresh(configuration), groups[0], configuration, short)
+        before_these = there
         for group, configuration in plan:
             for answer in _ask(fresh(configuration), group, configuration, config):
                 answers.append(files[configuration], answer)
                 there += 1
-                report(Step(there, total, _said(answer)))
+                report(Step(there, total, _said(answer, explain=there == before_these + 1)))
     summary = summarise(out, config.resamples)
     write_json(out / "summary.json", summary)
-    write_text(out / "summary.md", markdown(summary))
+    write_text(out / "summary.md", markdown(report_of(summary)))
     return summary
 
 
@@ -291,9 +294,6 @@ def _ended_by(output: Output, spec: Spec, config: EvalConfig) -> str:
     return "context" if full else "model"
 
 
-def _said(answer: Answer) -> str:
-    tokens, cycles = sum(answer.new_tokens), sum(answer.decoding_steps)
-    return (
-        f"question {answer.question_id}, {answer.model_id}: {tokens} tokens, "
-        f"{tokens / max(cycles, 1):.2f} a cycle, {tokens / sum(answer.wall_time):.1f} tokens/s"
-    )
+def _said(answer: Answer, explain: bool) -> str:
+    spent = figures(sum(answer.new_tokens), sum(answer.decoding_steps), sum(answer.wall_time), explain)
+    return f"question {answer.question_id}, {answer.model_id}: {spent}"

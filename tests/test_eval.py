@@ -8,13 +8,14 @@ from collections import Counter
 import numpy as np
 import pytest
 import typer
-from evaluating import FILES, QUESTIONS, TURNS, answered, config_in, save_models, tokens_of
+from evaluating import FILES, QUESTIONS, TURNS, answered, config_in, page_of, save_models, tokens_of
 from typer.testing import CliRunner
 
 from treespec.cli.evaluate import evaluate as command
 from treespec.errors import InputError
 from treespec.eval.run import evaluate
 from treespec.eval.summary import summarise
+from treespec.figures import TAU
 from treespec.files import read_json, write_json
 from treespec.spec import Spec
 from treespec.target import Target
@@ -124,6 +125,7 @@ def test_the_markdown_has_every_configuration_and_category(finished):
     out, summary, _ = finished
     page = (out / "summary.md").read_text()
     table = next(part for part in page.split("## ") if part.startswith("By category"))
+    page = page_of(out / "summary.md")
     assert re.findall(r"\w+", table.splitlines()[2]) == ["Verifier", "T", "writing", "math", "overall"]
     for row in summary["configurations"][1:]:
         line = next(line for line in table.splitlines() if line.startswith(f"| {row['verifier']} "))
@@ -146,7 +148,7 @@ def test_questions_answered_together_have_the_same_answers(home, finished, tmp_p
     for lines in answered(tmp_path / "out").values():
         for line in lines:
             assert sum(line.wall_time) >= line.extra["seconds"]["total"] > 0
-    assert "2 questions were answered together" in (tmp_path / "out" / "summary.md").read_text()
+    assert "2 questions were answered together" in page_of(tmp_path / "out" / "summary.md")
 
 
 class Killed(Exception):
@@ -220,6 +222,24 @@ def test_one_row_of_steps_for_a_person_to_watch(finished):
     assert {step.total for step in steps} == {9}
     assert sum(text.startswith("warm-up") for text in texts) == 3
     assert all("tokens/s" in text for text in texts[-9:])
+    assert [f"τ ({TAU})" in re.sub(r"τ [\d.]+ ", "τ ", text) for text in texts[-9:]] == [True] + [False] * 8
+
+
+def test_the_verdict_is_what_the_rows_say(finished):
+    out, summary, _ = finished
+    _, *pairs = summary["configurations"]
+    fastest = max(pairs, key=lambda row: row["overall"]["tokens_per_second"]["value"])
+    for row in pairs:
+        speeds = [one["overall"]["tokens_per_second"]["value"] for one in (row, fastest)]
+        ratio = row["of_fastest"] and row["of_fastest"]["value"]
+        assert ratio == (None if row is fastest else pytest.approx(speeds[0] / speeds[1]))
+    said = " ".join((out / "summary.md").read_text().partition("## Verdict")[2].split())
+    best = fastest["overall"]["speedup"]["value"]
+    assert f"{fastest['verifier']}: {best:.2f}" in said
+    for row in pairs:
+        if (row["overall"]["speedup"]["high"] or row["overall"]["speedup"]["value"]) < 1:
+            slower = said.partition("slower than plain decoding:")[2]
+            assert f"{row['verifier']} {row['overall']['speedup']['value']:.2f}" in slower
 
 
 def test_the_command_prints_lines_and_the_table_where_there_is_no_terminal(home, finished, tmp_path):
@@ -230,8 +250,9 @@ def test_the_command_prints_lines_and_the_table_where_there_is_no_terminal(home,
     options |= {"--dtype": "float32", "--resamples": 50} | {f"--{name}": home / file for name, file in FILES.items()}
     result = CliRunner().invoke(app, [str(x) for pair in options.items() for x in pair], catch_exceptions=False)
     assert result.exit_code == 0
-    assert (out / "summary.md").read_text().strip() in result.stdout
-    assert "left out: questions.jsonl:4" in result.stdout
+    assert result.stdout == (out / "summary.md").read_text()
+    assert "left out: questions.jsonl:4" in result.stderr
+    assert "Answers and summary are in" in result.stderr
 
 
 def test_a_folder_without_answers_says_so(finished, tmp_path):

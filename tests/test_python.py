@@ -64,8 +64,10 @@ def test_a_spec_is_told_in_a_line(folder):
     assert dynamic == "Spec(target, eagle head, dynamic tree (depth=3, topk=4, nodes=9), verifier topk, float32, cpu)"
     llama = target("llama")
     assert (
-        repr(Spec(llama, source_of("lookup", llama))) == "Spec(LlamaForCausalLM, lookup, verifier topk, float32, cpu)"
+        repr(Spec(llama, source_of("lookup", llama))) == "Spec(LlamaForCausalLM, lookup, verifier auto, float32, cpu)"
     )
+    default = Spec(llama, random_head(llama))
+    assert repr(default.new()) == repr(default)
     for source in (SkipProposer(llama, SkipSet(3, (1,), ())), SparseProposer(llama, 16), random_head(llama)):
         for tree in ("auto", "confident", "2x2"):
             assert "\n" not in repr(Spec(llama, source, tree, "topk" if tree != "confident" else "single"))

@@ -1,4 +1,4 @@
-"""What is checked before the target is loaded: options that no kind of head takes, trackers, and folders."""
+"""What is checked before the target is loaded: options of the kind of head, trackers, folders."""
 
 import os
 from dataclasses import asdict
@@ -44,7 +44,7 @@ def check_kind(config: TrainConfig) -> None:
 
 
 def check_tracker(name: str | None) -> None:
-    """Raises InputError for a tracker that accelerate does not know, or whose package is not installed."""
+    """Raises InputError for a tracker that accelerate does not know, or that is not installed."""
     if name is None:
         return
     if name not in LOGGER_TYPE_TO_CLASS:
@@ -81,7 +81,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 
 
 def start_tracker(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Raises InputError where the tracker does not start, such as one that nobody is logged into."""
+    """Raises InputError where the tracker does not start, for want of a login for example."""
     if not config.tracker:
         return
     try:

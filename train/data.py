@@ -31,7 +31,7 @@ class Data:
 
 
 def read(config: TrainConfig, accelerator: Accelerator) -> list[Conversation]:
-    """The conversations of the data file, which needs no target, after saying what is wrong with the others."""
+    """The conversations of the data file, after saying what is wrong with the others."""
     conversations, report = read_conversations(config.data)
     accelerator.print(f"{config.data}: {report}")
     for problem in report.problems:

@@ -40,8 +40,9 @@ class LiveFeatures:
 class StoredFeatures:
     """Read from shards: `features-00000.safetensors` holds conversation i under the name "i".
 
-    identity: what the features depend on. Each conversation's checksum stands in the shard's metadata, and is verified
-    when the conversation is first read. Shards of older versions have none.
+    identity: what the features depend on. A shard's metadata holds a checksum for each of its
+    conversations, which is verified when the conversation is first read. Shards of older versions
+    have none.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any], device: torch.device) -> None:
@@ -106,9 +107,10 @@ def stored_size(target: Target, rows: Sequence[Tensor], taps: tuple[int, ...]) -
 def prepare_folder(folder: Path, identity: dict[str, Any], needed: int, first: Callable[[], Tensor]) -> None:
     """Write the index of a new folder, or check that it holds features of the same target and data.
 
-    identity: what the features depend on; an index of an older version has no "content" of the target. needed: bytes.
-    first: computes the features [1, T, F] of conversation 0, to compare them with what an older version stored.
-    Raises InputError if they do not belong together or the disk has no room.
+    identity: what the features depend on. An index of an older version lacks "content", the target's
+    identity. needed: bytes. first: computes the features [1, T, F] of conversation 0, to compare
+    them with what an older version stored. Raises InputError if they do not belong together or the
+    disk has no room.
     """
     index = folder / INDEX
     if index.exists():
@@ -126,13 +128,13 @@ def prepare_folder(folder: Path, identity: dict[str, Any], needed: int, first: C
 
 
 def complete(folder: Path, count: int) -> bool:
-    """Whether the features of `count` conversations are all there, so that nothing needs to be written."""
+    """Whether all features of `count` conversations are stored, so that nothing is to write."""
     shards = range(-(-count // SHARD))
     return (folder / INDEX).exists() and all(shard_file(folder, number).exists() for number in shards)
 
 
 def same(before: dict[str, Any], identity: dict[str, Any]) -> bool:
-    """Whether an index is of these features: the target by its content, or by its path where that is not known."""
+    """Whether an index describes these features. An older index knows its target by path alone."""
     if "content" in before:
         same_target = before["content"] == identity["content"]
     else:
@@ -142,7 +144,7 @@ def same(before: dict[str, Any], identity: dict[str, Any]) -> bool:
 
 
 def recomputed(folder: Path, first: Callable[[], Tensor]) -> bool:
-    """Whether the target still gives the stored features of conversation 0, up to the numbers of another batch."""
+    """Whether the target still gives conversation 0's stored features, up to rounding."""
     file = shard_file(folder, 0)
     if not file.exists():
         return True

@@ -1,6 +1,7 @@
-"""A loss, gradient or weight that is not finite never passes unseen: bad steps are skipped, and end the run in a row.
+"""A loss, gradient or weight that is not finite never passes unseen.
 
-A step whose gradient is not finite would fill the weights with NaN. It is left out, and the weights stay as they were.
+A step with such a gradient would fill the weights with NaN. It is skipped, and the weights stay as
+they were. Many skipped steps in a row end the run.
 """
 
 from pathlib import Path
@@ -12,12 +13,13 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.train import checkpoint
 
-IN_A_ROW = 20  # skipped steps that end a run; float16's loss scaling skips up to 16 while it finds its scale
+# Skipped steps that end a run. Loss scaling of float16 skips up to 16 while it finds its scale.
+IN_A_ROW = 20
 
 
 @final
 class Skips:
-    """Counts the optimizer steps of a run that were skipped. state: the checkpoint file that an error names."""
+    """Counts the skipped optimizer steps of a run. state: the checkpoint file that an error names."""
 
     def __init__(self, state: Path) -> None:
         self.state = state
@@ -38,7 +40,10 @@ class Skips:
 
 
 def all_finite(accelerator: Accelerator, losses: Tensor, norm: Tensor | None) -> bool:
-    """Whether losses and the gradient's norm are finite in all processes: these step together or not at all."""
+    """Whether losses and the gradient's norm are finite in all processes.
+
+    They all step, or none does: their weights must stay the same.
+    """
     total = losses if norm is None else losses + norm.to(losses.device)
     return bool(accelerator.reduce(total, reduction="sum").isfinite().all())
 

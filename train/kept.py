@@ -1,4 +1,4 @@
-"""Folders that the quickstart makes once and keeps: whole or absent, with the checksums of their files."""
+"""Folders that the quickstart makes once and keeps: whole or absent, their files with checksums."""
 
 import hashlib
 import shutil
@@ -14,7 +14,7 @@ CHECKSUMS = "checksums.json"
 
 @contextmanager
 def making(out: Path) -> Iterator[Path]:
-    """A fresh folder to fill: it becomes `out` when the block ends, and vanishes if the block raises.
+    """Yields a folder to fill: it becomes `out` when the block ends, and vanishes if that raises.
 
     What killed processes left beside it is removed. Raises InputError where there is no room.
     """
@@ -28,9 +28,9 @@ def making(out: Path) -> Iterator[Path]:
 
 
 def kept(out: Path) -> bool:
-    """Whether `out` was made before. Raises InputError for a file at its place, and for damaged files in it.
+    """Whether `out` was made before. A folder of an older version has no checksums to verify.
 
-    A folder of an older version has no checksums and is taken as it is.
+    Raises InputError for a file at its place, and for damaged files in it.
     """
     if not out.exists():
         return False

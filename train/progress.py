@@ -19,7 +19,7 @@ LINE_EVERY = 30.0  # seconds between lines where there is no terminal
 class Report:
     """Of the main process; the others say nothing. A context, which opens and closes bar and file.
 
-    first: the step that the run goes on from. Lines of later steps are of work that is done again: they are cut.
+    first: the step that the run goes on from. Lines of later steps are cut: those steps run again.
     """
 
     def __init__(self, folder: Path, first: int, total: int, speaks: bool) -> None:
@@ -64,7 +64,7 @@ class Report:
 
 
 def lines_until(path: Path, last: int) -> list[str]:
-    """The lines of metrics.jsonl of the first `last` steps, without what a kill left half-written."""
+    """The lines of metrics.jsonl up to step `last`, without what a kill left half-written."""
     if not path.exists():
         return []
     kept = []

@@ -1,6 +1,7 @@
-"""What OUT/training says of a run: its options, its target and data by their content, and in the end its result.
+"""What OUT/training says of a run: its options, its target and data by content, and its result.
 
-config.json is written with the first checkpoint. A run that failed before left nothing that another one must respect.
+config.json is written with the first checkpoint. A run that failed before it left nothing that
+another run must agree with.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ PATHS = ("target", "data", "features")
 
 
 def record_of(config: TrainConfig) -> dict[str, Any]:
-    """The options of a run, and under "contents" the digests of its target and of the whole data file.
+    """The options of a run, and under "contents" the digests of its target and data file.
 
     Raises InputError where one of them is not there.
     """
@@ -35,8 +36,8 @@ def record_of(config: TrainConfig) -> dict[str, Any]:
 def finished(folder: Path, record: dict[str, Any]) -> Validation | None:
     """The result of a finished run of the same record; None where there is still something to do.
 
-    folder: OUT/training. Raises InputError where a run of other options, target or data lies there, and for a
-    damaged file.
+    folder: OUT/training. Raises InputError where a run of other options, target or data lies there,
+    and for a damaged file.
     """
     result = folder / "result.json"
     if not result.exists() and not (folder / FILE).exists():
@@ -59,7 +60,10 @@ def keep(folder: Path, record: dict[str, Any]) -> None:
 
 
 def changes(before: dict[str, Any], record: dict[str, Any]) -> Iterator[str]:
-    """How an earlier run differs, an option at a time. Runs of older versions lack contents and newer options."""
+    """How an earlier run differs, an option at a time.
+
+    Runs of older versions lack contents, and options that are newer: those have their defaults.
+    """
     contents = before.get("contents", {})
     for field in fields(TrainConfig):
         name = field.name

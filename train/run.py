@@ -42,8 +42,8 @@ UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES
 def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: None) -> Validation:
     """Train, and leave a head directory in config.out. A run that was killed goes on where it was.
 
-    after_step is called with the number of finished optimizer steps. Raises InputError for what cannot be used, for a
-    run that diverges, and where there is no room; the last checkpoint is still there then.
+    after_step is called with the number of finished optimizer steps. Raises InputError for what
+    cannot be used, for a run that diverges, and where there is no room: the last checkpoint stays.
     """
     # 1. what needs no weights is checked before they are loaded
     check(config)
@@ -144,7 +144,7 @@ def fit(
 ) -> None:
     """All optimizer steps that are left, with progress, checkpoints and validations.
 
-    record: what is kept of the run beside its first checkpoint. Raises InputError for a run that diverges.
+    record: what config.json is to say of the run. Raises InputError for a run that diverges.
     """
     # 1. where the run is
     folder = Path(config.out) / "training"
@@ -178,7 +178,8 @@ def fit(
                     if accelerator.sync_gradients:
                         norm = accelerator.clip_grad_norm_(head.parameters(), config.clip)
                         good = all_finite(accelerator, losses, norm)
-                    if good or accelerator.scaler is not None:  # a scaler skips the step itself, and lowers its scale
+                    # a scaler skips the step itself, and lowers its scale
+                    if good or accelerator.scaler is not None:
                         optimizer.step()
                     optimizer.zero_grad()
             step += 1

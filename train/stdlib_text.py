@@ -68,7 +68,7 @@ def make_text(out: Path, files: Sequence[Path] | None = None, config: TextConfig
 
 
 def read_messages(file: Path) -> Iterator[list[Message]]:
-    """The messages of each conversation of a file that `make_text` wrote. Raises InputError for another one."""
+    """The messages of each conversation that `make_text` wrote. Raises InputError for another file."""
     try:
         with file.open(encoding="utf-8") as lines:
             for line in lines:

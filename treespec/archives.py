@@ -1,4 +1,4 @@
-"""Files that are no text, though text was asked for: said by their first bytes, with what to do about them."""
+"""Files that are no text where text is expected: told by their first bytes, with a remedy."""
 
 from pathlib import Path
 

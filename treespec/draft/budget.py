@@ -25,7 +25,7 @@ def part(tree: TokenTree, pace: Pace) -> TokenTree:
     kept = np.arange(nodes)
     if not tree.rows:
         reach = np.ones(nodes)
-        trust = pace.trust
+        trust = pace.by_law.factors
         for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
             believed = chances[node] * trust[int(chances[node] < RATES[0])]
             reach[node] = reach[parent] * min(believed, CERTAIN)
@@ -37,8 +37,8 @@ def part(tree: TokenTree, pace: Pace) -> TokenTree:
     if len(kept) > 1 or tree.rows:
         shorter = tree if len(kept) == nodes else selected(tree, kept)
         rows = len(tree.rows.tokens) if tree.rows else 0
-        cost = pace.cost(len(kept) + rows, 0)
-        pace.promise = Promise(cost, shorter.parents.numpy(), chances[kept])
+        cost = pace.cost(len(kept) + rows, 0, 0)
+        pace.promise = Promise(pace.by_law, cost, shorter.parents.numpy(), chances[kept])
         return shorter
     return selected(tree, kept)
 

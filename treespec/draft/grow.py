@@ -8,7 +8,7 @@ from torch import Tensor
 
 from treespec.cache import TreeCache
 from treespec.draft.calibration import Calibration, nearest
-from treespec.draft.grow_auto import grow_auto, shape_for
+from treespec.draft.grow_auto import Shape, grow_auto, shape_for
 from treespec.draft.grow_confident import Confidence, grow_confident
 from treespec.draft.grow_dynamic import grow_dynamic
 from treespec.draft.grow_sampled import Sampled, grow_sampled
@@ -174,11 +174,16 @@ class TreeDrafter:
             rates = nearest(known, max(params.temperature, COLDEST)) if known else None
             pace = self.paces[row] = Pace(self.times(), rates)
         assert isinstance(pace, Pace)
+        shape = self._shape(pace, self.policy, params)
+        if not shape.likeliest:
+            return pace.rests(shape.speed)
+        pace.start(shape.speed)
+        return pace.rests(max(shape.speed, pace.speed))
+
+    def _shape(self, pace: Pace, tree: AutoTree, params: SamplingParams) -> Shape:
+        """The best of the trees whose shape is settled before anything is drafted."""
         likeliest = params.greedy or self.scheme.deterministic
-        speed = shape_for(pace, self.policy, 0 if likeliest else self.scheme.max_draws).speed
-        if likeliest:
-            pace.start(speed)
-        return pace.rests(pace.speed if likeliest else speed)
+        return shape_for(pace, tree, 0 if likeliest else self.scheme.max_draws)
 
     def _auto(
         self,
@@ -191,11 +196,12 @@ class TreeDrafter:
     ) -> Growth:
         pace = self.paces[row]
         assert isinstance(pace, Pace)
-        if params.greedy or self.scheme.deterministic:
+        shape = self._shape(pace, tree, params)
+        if shape.likeliest and pace.speed > shape.speed:
             return (yield from grow_auto(root, logits, tree, params, pace, self.calibration))
-        shape = shape_for(pace, tree, self.scheme.max_draws)
         pace.promise = shape.promise(pace)
-        return (yield from grow_static(root, logits, shape.tree, self.scheme, params, generator))
+        scheme = SCHEMES["topk"] if shape.likeliest else self.scheme
+        return (yield from grow_static(root, logits, shape.tree, scheme, params, generator))
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def grow_auto(
         first, width = nodes.count, children.shape[1]
         nodes.add(children.ravel(), frontier.repeat(width))
         promises.append(chance.ravel())
-        scores.append((above[:, None] * pace.trusted(chance)).ravel())
+        scores.append((above[:, None] * pace.by_law.believed(chance)).ravel())
         inner += len(frontier)
 
         # 2. The best size of all candidates so far, and what one more node costs there.
@@ -56,7 +56,7 @@ def grow_auto(
         best = best_of(scores[-1], tree.topk)
         step, row = pace.rate * pace.times.step, pace.rate * pace.times.row
         tops += float(chance[0, 0])
-        next_chance = min(tops / (level + 1) * float(pace.trust[0]), CERTAIN)
+        next_chance = min(tops / (level + 1) * float(pace.by_law.factors[0]), CERTAIN)
         ahead = tree.depth - level
         expanded = expansion(scores[-1][best], next_chance, price, step, row, ahead) if ahead else 0
         if not expanded:
@@ -71,7 +71,7 @@ def grow_auto(
     grown = nodes.tree(kept)
     parents = grown.parents.cpu().numpy()
     chances = np.concatenate([[1.0], *promises])[kept]
-    pace.promise = Promise(pace.cost(len(kept), level, inner=inner), parents, chances)
+    pace.promise = Promise(pace.by_law, pace.cost(len(kept), level, None, inner), parents, chances)
     return grown
 
 
@@ -111,20 +111,23 @@ def likely(
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree settled before anything is drafted. inner: its nodes that have children. speed: tokens/s, as trusted.
+    """A tree settled before anything is drafted. likeliest: of the likeliest tokens, not of draws.
 
+    inner: its nodes that have children. speed: tokens a second, as far as rates are trusted.
     parents: [N]. chances: [N] Pr(a node is accepted | its parent is), as promised.
     """
 
     tree: StaticTree
+    likeliest: bool
     inner: int
     speed: float
     parents: np.ndarray
     chances: np.ndarray
 
     def promise(self, pace: Pace) -> Promise:
-        cost = pace.cost(self.tree.size, self.tree.max_depth, self.tree.max_draws, self.inner)
-        return Promise(cost, self.parents, self.chances)
+        draws = 0 if self.likeliest else self.tree.max_draws
+        cost = pace.cost(self.tree.size, self.tree.max_depth, draws, self.inner)
+        return Promise(pace.by_rates, cost, self.parents, self.chances)
 
 
 def shape_for(pace: Pace, tree: AutoTree, draws: int | None) -> Shape:
@@ -132,7 +135,7 @@ def shape_for(pace: Pace, tree: AutoTree, draws: int | None) -> Shape:
 
     draws: at a node, at most; None: any number; 0: the likeliest tokens are taken.
     """
-    first, others = (round(math.log(trust) / GRAIN) for trust in pace.trust.tolist())
+    first, others = (round(math.log(trust) / GRAIN) for trust in pace.by_rates.factors.tolist())
     rates = pace.rates[: draws or None]
     return _shape(pace.times, rates, draws == 0, (first, others if len(rates) > 1 else 0), tree)
 
@@ -151,7 +154,7 @@ def _shape(times: Times, rates: tuple[float, ...], likeliest: bool, grains: tupl
     number = {path: node for node, path in enumerate(found.paths)}
     parents = np.array([-1, *(number[path[:-1]] for path in found.paths[1:])])
     chances = np.array([1.0, *(rates[path[-1]] for path in found.paths[1:])])
-    return Shape(found, len(set(parents[1:].tolist())), speed, parents, chances)
+    return Shape(found, likeliest, len(set(parents[1:].tolist())), speed, parents, chances)
 
 
 def _fastest(

@@ -25,6 +25,7 @@ from treespec.trees.static import StaticTree, balanced, chain
 from treespec.trees.tree import TokenTree
 from treespec.verify.auto import Auto
 from treespec.verify.rrs_wo import RRSWithoutReplacement
+from treespec.verify.topk import TopK
 from treespec.verify.walk import follow
 
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and those that a cycle has committed
@@ -70,16 +71,24 @@ def measure(target: Target, proposer: Proposer | None) -> Times:
         proposer = proposer.new()
         proposer.observe([features[:-1]], [tokens])
         draft = partial(drafts, proposer, cache, features, tokens, generator)
-        steps += [partial(draft, draws, depth) for draws in (0, 2, 1) for depth in (1, deep)]
-        steps += [partial(draft, 0, deep, WIDE)]
+        steps += [partial(draft, draws, depth) for draws in (None, 2, 1, 0) for depth in (1, deep)]
+        steps += [partial(draft, None, deep, WIDE)]
     found = fast_times(steps, target.output_device)
-    rest, costs = found[len(nodes) : len(nodes) + 4], found[len(nodes) + 4 :] or [0.0] * 7
-    likely, drawn_two, single = (
-        (first, max(last - first, 0) / max(deep - 1, 1)) for first, last in zip(costs[:6:2], costs[1:6:2], strict=True)
+    rest, costs = found[len(nodes) : len(nodes) + 4], found[len(nodes) + 4 :] or [0.0] * 9
+    chosen, drawn, single, fixed = (
+        (first, max(last - first, 0) / max(deep - 1, 1)) for first, last in zip(costs[:8:2], costs[1:8:2], strict=True)
     )
-    row = max(costs[6] - costs[1], 0) / max(deep - 1, 1) / (WIDE - 1)
+    plain, likeliest, chain_of_draws, tree_of_draws = rest
     return Times(
-        nodes, tuple(found[: len(nodes)]), *likely, drawn_two, single, row, (rest[0], rest[1], rest[2], rest[3])
+        nodes=nodes,
+        target=tuple(found[: len(nodes)]),
+        begin=chosen[0],
+        step=chosen[1],
+        drawn=drawn,
+        single=single,
+        fixed=fixed,
+        row=max(costs[8] - costs[1], 0) / max(deep - 1, 1) / (WIDE - 1),
+        rest=(plain, likeliest, chain_of_draws, tree_of_draws),
     )
 
 
@@ -123,20 +132,21 @@ def drafts(
     features: Tensor,
     tokens: Tensor,
     generator: torch.Generator,
-    draws: int,
+    draws: int | None,
     depth: int,
     width: int = 1,
 ) -> None:
-    """Draft behind a few newly observed tokens. draws: at a node, 0 for the likeliest. width: nodes of a level."""
+    """Draft behind a few newly observed tokens. draws: as `Times.levels` has it. width: nodes of a level."""
     proposer.rewind([CONTEXT - 1 - WAITING])
     proposer.observe([features[-1 - WAITING : -1]], [tokens[-1 - WAITING :]])
     (logits,) = proposer.begin(tokens[-1:], cache)
     assert logits is not None
-    if draws:
-        tree = StaticTree(tuple((0,) * level + (rank,) for level in range(depth) for rank in range(draws)))
-        growth = grow_static(tokens[-1:], logits, tree, DRAWS, SamplingParams(1.0), generator)
-    else:
+    if draws is None:
         growth = grow_wide(tokens[-1:], logits, depth, width)
+    else:
+        tree = StaticTree(tuple((0,) * level + (rank,) for level in range(depth) for rank in range(max(draws, 1))))
+        scheme = DRAWS if draws else TopK()
+        growth = grow_static(tokens[-1:], logits, tree, scheme, SamplingParams(1.0), generator)
     grow_together(proposer, [growth])
 
 

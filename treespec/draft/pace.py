@@ -27,10 +27,46 @@ CERTAIN = 0.98  # the most that is believed of a child
 GAP = 32  # cycles without drafts before one is tried again; twice as many after each that brings nothing
 
 
+@final
+class Trust:
+    """How many promises of one kind were kept: of first children, and of others."""
+
+    def __init__(self, weight: float) -> None:
+        """weight: acceptances that the promises themselves count for."""
+        self.promised, self.kept = np.full(2, weight), np.full(2, weight)
+
+    @property
+    def factors(self) -> np.ndarray:
+        """[2] acceptances for one that was promised."""
+        return (self.kept / self.promised).clip(LEAST, MOST)
+
+    def believed(self, chances: np.ndarray) -> np.ndarray:
+        """[F, K] as promised to the children of F nodes, the likeliest first -> as far as it can be believed."""
+        first, others = self.factors
+        trusted = chances * others
+        trusted[:, 0] = chances[:, 0] * first
+        return trusted / (trusted.sum(1, keepdims=True) / CERTAIN).clip(1)
+
+    def settle(self, promise: "Promise", path: Sequence[int]) -> None:
+        """A tree was verified. path: its accepted nodes, without the root."""
+        self.promised, self.kept = FORGET * self.promised, FORGET * self.kept
+        for place, node in enumerate([0, *path]):
+            (children,) = np.nonzero(promise.parents == node)
+            if not len(children):
+                continue
+            self.promised += promise.chances[children[0]], promise.chances[children[1:]].sum()
+            if place < len(path):
+                self.kept[int(path[place] != children[0])] += 1
+
+
 @dataclass(frozen=True)
 class Promise:
-    """Of one cycle. seconds: modelled. parents: [N] of each node. chances: [N] Pr(it is accepted | its parent is)."""
+    """Of one cycle's tree. trust: what it bears on. seconds: of the cycle, modelled.
 
+    parents: [N] of each node. chances: [N] Pr(it is accepted | its parent is).
+    """
+
+    trust: Trust
     seconds: float
     parents: np.ndarray
     chances: np.ndarray
@@ -43,9 +79,9 @@ class Pace:
     def __init__(self, times: Times, rates: tuple[float, ...] | None = None) -> None:
         self.times, self.rates = times, rates or GUESS
         self.forward = times.forward(times.nodes[-1])  # [M] seconds over 1, 2, … nodes
-        self.promised = np.full(2, FITTED if rates else GUESSED)  # to first children, to others
-        self.kept = self.promised.copy()
-        self.tokens = self.seconds = 0.0  # of cycles with drafts
+        weight = FITTED if rates else GUESSED
+        self.by_rates, self.by_law = Trust(weight), Trust(weight)
+        self.tokens = self.seconds = 0.0  # of cycles whose tree was chosen level by level
         self.idle, self.gap, self.trying = 0, GAP, False
         self.promise: Promise | None = None  # of the cycle that runs; None: without drafts
 
@@ -54,34 +90,23 @@ class Pace:
         """Tokens a second without drafts."""
         return 1 / (float(self.forward[0]) + self.times.rest[0])
 
-    @property
-    def trust(self) -> np.ndarray:
-        """[2] acceptances for one that was promised, of first children and of others."""
-        return (self.kept / self.promised).clip(LEAST, MOST)
-
-    def trusted(self, chances: np.ndarray) -> np.ndarray:
-        """[F, K] as promised to the children of F nodes, the likeliest first -> as far as it can be believed."""
-        believed = chances * self.trust[1]
-        believed[:, 0] = chances[:, 0] * self.trust[0]
-        return believed / (believed.sum(1, keepdims=True) / CERTAIN).clip(1)
-
     def start(self, speed: float) -> None:
-        """Begin with an estimate of the drafting speed, in tokens a second, that counts for some cycles."""
+        """An estimate of the speed of trees chosen level by level, in tokens a second, for some cycles."""
         if not self.seconds:
             self.tokens, self.seconds = CYCLES * speed / self.plain, CYCLES / self.plain
 
     @property
     def speed(self) -> float:
-        """Tokens a second of the cycles with drafts."""
+        """Tokens a second of the cycles whose tree was chosen level by level."""
         return self.tokens / self.seconds
 
     @property
     def rate(self) -> float:
-        """Tokens a second that a second is worth: those of the better of drafting and not drafting."""
+        """Tokens that a second is worth: what would be had without drafts, or with them."""
         return max(self.plain, self.speed)
 
-    def cost(self, nodes: int, levels: int, draws: int = 0, inner: int = 0) -> float:
-        """Seconds of a cycle with drafts. inner: nodes that have children."""
+    def cost(self, nodes: int, levels: int, draws: int | None = None, inner: int = 0) -> float:
+        """Seconds of a cycle with drafts. draws: as `Times.levels` has it. inner: nodes that have children."""
         forward = float(self.forward[min(nodes, len(self.forward)) - 1])
         return forward + self.times.drafting(levels, draws, inner) + self.times.resting(draws)
 
@@ -101,17 +126,9 @@ class Pace:
         """A cycle has ended. path: the accepted nodes, without the root."""
         if not self.promise:
             return
-        parents, chances = self.promise.parents, self.promise.chances
-        self.promised, self.kept = FORGET * self.promised, FORGET * self.kept
-        reached = [0, *path]
-        for place, node in enumerate(reached):
-            (children,) = np.nonzero(parents == node)
-            if not len(children):
-                continue
-            self.promised += chances[children[0]], chances[children[1:]].sum()
-            if place < len(path):
-                self.kept[int(path[place] != children[0])] += 1
-        self.tokens = FORGET * self.tokens + len(reached)
-        self.seconds = FORGET * self.seconds + self.promise.seconds
+        self.promise.trust.settle(self.promise, path)
+        if self.promise.trust is self.by_law:
+            self.tokens = FORGET * self.tokens + 1 + len(path)
+            self.seconds = FORGET * self.seconds + self.promise.seconds
         if path:
             self.gap = GAP

@@ -23,11 +23,13 @@ NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds. target: of the forward over as many nodes as `nodes` says. begin: of the first level of drafts.
+    """Seconds. target: of the forward over as many nodes as `nodes` says.
 
-    step: of every further level with one node. drawn: both where several tokens a node are drawn. single: both where
-    one is. row: what every further node of a level adds. rest: what a cycle takes beside the target's forward and the
-    drafts, to verify and to commit: without drafts, of the likeliest tokens, of single draws, of several a node.
+    Of the first level of drafts and of every further one with one node: begin and step of trees that are chosen level
+    by level, fixed of trees whose shape is settled before, both of the likeliest tokens; drawn of trees where several
+    tokens a node are drawn, single of chains of draws. row: what every further node of a level adds. rest: what a
+    cycle takes beside the target's forward and the drafts, to verify and to commit: without drafts, of the likeliest
+    tokens, of single draws, of several a node.
     """
 
     nodes: tuple[int, ...]
@@ -36,21 +38,27 @@ class Times:
     step: float
     drawn: tuple[float, float]
     single: tuple[float, float]
+    fixed: tuple[float, float] = (0.0, 0.0)
     row: float = 0.0
     rest: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
-    def levels(self, draws: int) -> tuple[float, float]:
-        """Seconds of the first level and of each further one. draws: at a node, 0 where the likeliest are taken."""
-        return (self.begin, self.step) if not draws else self.single if draws == 1 else self.drawn
+    def levels(self, draws: int | None) -> tuple[float, float]:
+        """Seconds of the first level and of each further one.
 
-    def drafting(self, levels: int, draws: int, inner: int = 0) -> float:
+        draws: at a node; 0 where the likeliest are taken; None where they are, and the tree is chosen level by level.
+        """
+        if draws is None:
+            return self.begin, self.step
+        return (self.fixed, self.single, self.drawn)[min(draws, 2)]
+
+    def drafting(self, levels: int, draws: int | None, inner: int = 0) -> float:
         """Seconds of the drafts. inner: nodes that have children."""
         begin, step = self.levels(draws)
         return begin + step * max(levels - 1, 0) + self.row * max(inner - levels, 0)
 
-    def resting(self, draws: int) -> float:
+    def resting(self, draws: int | None) -> float:
         """Seconds beside the target's forward and the drafts, in a cycle with drafts."""
-        return self.rest[1 + min(draws, 2)]
+        return self.rest[1 + min(draws or 0, 2)]
 
     def forward(self, most: int) -> np.ndarray:
         """[most] seconds of the target's forward over 1, 2, … nodes: no less for more, straight lines between."""
@@ -92,6 +100,7 @@ def kept_times(file: Path) -> Times | None:
             step=seconds([fields["step"]], 1)[0],
             drawn=cast(tuple[float, float], seconds(fields["drawn"], 2)),
             single=cast(tuple[float, float], seconds(fields["single"], 2)),
+            fixed=cast(tuple[float, float], seconds(fields["fixed"], 2)),
             row=seconds([fields["row"]], 1)[0],
             rest=cast(tuple[float, float, float, float], seconds(fields["rest"], 4)),
         )

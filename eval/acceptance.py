@@ -15,11 +15,12 @@ from treespec.allocator import keep_freed_memory
 from treespec.errors import InputError
 from treespec.eval.acceptance_config import AcceptanceConfig, Case, cases, sweeps
 from treespec.eval.acceptance_plot import plot
-from treespec.eval.acceptance_table import markdown
+from treespec.eval.acceptance_table import report_of
 from treespec.eval.collect import Logits, collected
 from treespec.eval.config import listed
 from treespec.eval.given_laws import read_laws
 from treespec.eval.rates import OPTIMA, Column, drawn, rate
+from treespec.eval.report import markdown
 from treespec.eval.run import Step, save
 from treespec.sampling import SamplingParams
 from treespec.verify import SCHEMES, scheme_by_name
@@ -77,7 +78,7 @@ def accept(config: AcceptanceConfig, report: Callable[[Step], None] = lambda ste
         "sweeps": tables,
     }
     save(out / "acceptance.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    save(out / "acceptance.md", markdown(result))
+    save(out / "acceptance.md", markdown(report_of(result)))
     return result
 
 

@@ -1,4 +1,4 @@
-"""The lab's rates for people: rich's tables on a terminal, the same in Markdown in a file.
+"""The lab's rates as people read them.
 
 Laid out as Table 1 of Hu et al. 2025: a line a method, with α* below the methods that draw so, a column a
 temperature and number of draws. Of given laws, a line a law and a column a method.
@@ -7,52 +7,68 @@ temperature and number of draws. Of given laws, a line a law and a column a meth
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from treespec.eval.table import as_markdown
+from treespec.eval.report import Report, Table
 
 WIDTH = 8  # columns side by side
 Row = dict[str, Any]
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """OUT/acceptance.md."""
-    return as_markdown(lambda console: show(result, console, box.MARKDOWN))
+def report_of(result: dict[str, Any]) -> Report:
+    """What OUT/acceptance.md and the terminal show."""
+    tables = [table for rows in result["sweeps"] for table in tables_of(rows)]
+    return Report(tables, notes(result), verdict(result["sweeps"]))
 
 
-def show(result: dict[str, Any], console: Console, style: box.Box = box.SIMPLE_HEAD) -> None:
-    """Print tables and notes. On a terminal what is in brackets stands below its value."""
-    tables: dict[str, Callable[[Row], str]] = {
+def tables_of(rows: Sequence[Row]) -> list[Table]:
+    """The rates of one sweep."""
+    cells: dict[str, Callable[[Row], str]] = {
         "Acceptance rate α in %": lambda row: _percent(row["rate"]),
         "Below α* of its own draws, in points": lambda row: _percent(row["gap"], digits=2),
         "Measured on sampled outputs, in %": lambda row: _percent(row["measured"]),
     }
-    gap = " " if style is box.MARKDOWN else "\n"
-    for rows in result["sweeps"]:
-        coordinates = dict.fromkeys(name for row in rows for name in row["at"])
-        varies = [name for name in coordinates if len({str(row["at"].get(name)) for row in rows}) > 1]
-        fixed = [name for name, value in rows[0]["at"].items() if name not in varies and value != "same"]
-        if not varies:
-            varies, fixed = fixed, []
-        by_law = set(rows[0]["at"]) > {"temperature", "draft", "draws"}
-        places = list(dict.fromkeys(place_of(row, varies, gap) for row in rows))
-        given = place_of(rows[0], fixed, " ")
-        for title, cell in tables.items():
-            filled = {(label(row), place_of(row, varies, gap)): cell(row).replace(" ", gap) for row in in_order(rows)}
-            filled = {at: text for at, text in filled.items() if text}
-            if not filled:
-                continue
-            labels = list(dict.fromkeys(name for name, _ in filled))
-            if by_law:
-                filled = {(place, name): text for (name, place), text in filled.items()}
-            lines, columns = (places, labels) if by_law else (labels, places)
-            console.print(f"\n## {title}{given and f' ({given})'}", style="bold")
-            for start in range(0, len(columns), WIDTH):
-                console.print(_grid(lines, columns[start : start + WIDTH], filled, style))
-    for note in notes(result):
-        console.print(f"- {note}", markup=False, highlight=False)
+    varies, fixed = coordinates(rows)
+    by_law = set(rows[0]["at"]) > {"temperature", "draft", "draws"}
+    places = list(dict.fromkeys(place_of(row, varies, " ") for row in rows))
+    given = place_of(rows[0], fixed, " ")
+    tables = []
+    for title, cell in cells.items():
+        filled = {(label(row), place_of(row, varies, " ")): cell(row) for row in in_order(rows)}
+        filled = {at: text for at, text in filled.items() if text}
+        if not filled:
+            continue
+        labels = list(dict.fromkeys(name for name, _ in filled))
+        if by_law:
+            filled = {(place, name): text for (name, place), text in filled.items()}
+        lines, columns = (places, labels) if by_law else (labels, places)
+        for start in range(0, len(columns), WIDTH):
+            part = columns[start : start + WIDTH]
+            table = [[line, *(filled.get((line, column), "") for column in part)] for line in lines]
+            tables.append(Table(title + (f" ({given})" if given else ""), [""], part, table))
+    return tables
+
+
+def coordinates(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """(the names of what varies among the rows, of what is the same in all of them)."""
+    names = dict.fromkeys(name for row in rows for name in row["at"])
+    varies = [name for name in names if len({str(row["at"].get(name)) for row in rows}) > 1]
+    fixed = [name for name, value in rows[0]["at"].items() if name not in varies and value != "same"]
+    return (varies, fixed) if varies else (fixed, [])
+
+
+def verdict(sweeps: Sequence[Sequence[Row]]) -> list[str]:
+    """Who accepts most, a sentence a method: it says nothing of the time that a method takes."""
+    lines = []
+    for rows in sweeps:
+        varies, _ = coordinates(rows)
+        best: dict[str, list[str]] = {}
+        for place in dict.fromkeys(place_of(row, varies, " ") for row in rows):
+            here = [row for row in rows if place_of(row, varies, " ") == place and not row["optimum"]]
+            most = max((row["rate"]["value"] for row in here), default=None)
+            for row in here:
+                if row["rate"]["value"] == most:
+                    best.setdefault(row["method"], []).append(f"{place} ({_percent(row['rate'])}%)".strip())
+        lines += [f"{method} accepts most at {', '.join(places)}." for method, places in best.items()]
+    return lines
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -99,15 +115,6 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _grid(lines: Sequence[str], columns: Sequence[str], filled: dict[tuple[str, str], str], style: box.Box) -> Table:
-    grid = Table("", box=style, padding=(0, 1) if style is box.MARKDOWN else (0, 1, 0, 0))
-    for column in columns:
-        grid.add_column(column, justify="right")
-    for line in lines:
-        grid.add_row(line, *(filled.get((line, column), "") for column in columns))
-    return grid
 
 
 def _percent(figure: dict[str, float | None] | None, digits: int = 1) -> str:

@@ -15,8 +15,9 @@ from treespec.eval.bench_forwards import WARM_UP, forwards
 from treespec.eval.bench_peers import GENERATE, fit_assistant, load_assistant, peer_rows
 from treespec.eval.bench_plot import plot
 from treespec.eval.bench_rows import ONE_TOKEN, Row, drafts, label, own_rows, temperatures
-from treespec.eval.bench_table import markdown
+from treespec.eval.bench_table import report_of
 from treespec.eval.questions import Question, load_questions
+from treespec.eval.report import markdown
 from treespec.eval.run import Step, describe, in_order, save, seed_of
 from treespec.padding import pad
 from treespec.spec import Spec, load
@@ -98,7 +99,7 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
         result["paddings"].append(measured)
         result["plots"] = plot(result, out)
         save(out / "bench.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        save(out / "bench.md", markdown(result))
+        save(out / "bench.md", markdown(report_of(result)))
     return result
 
 

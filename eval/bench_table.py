@@ -1,58 +1,58 @@
-"""The benchmark for people: rich's tables on a terminal, the same in Markdown in a file."""
+"""A benchmark as people read it: tables, notes and a verdict."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from treespec.eval.bench_config import NODES
-from treespec.eval.bench_figures import Figure
 from treespec.eval.bench_forwards import FRONTIERS, WAITING
-from treespec.eval.bench_rows import label
-from treespec.eval.table import STAGES, as_markdown, drafted_by
+from treespec.eval.bench_rows import ONE_TOKEN, label
+from treespec.eval.report import Report, Table
+from treespec.eval.table import STAGE_NAMES, drafted_by
+from treespec.eval.verdict import Pair, interval, sentences
 
 Measured = dict[str, Any]  # of one number of padded layers
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """OUT/bench.md."""
-    return as_markdown(lambda console: show(result, console, box.MARKDOWN))
-
-
-def show(result: dict[str, Any], console: Console, style: box.Box = box.SIMPLE_HEAD) -> None:
-    """Print headings, tables and notes. On a terminal what is in brackets stands below its value."""
-    gap, padding = (" ", (0, 1)) if style is box.MARKDOWN else ("\n", (0, 1, 0, 0))
-
-    def table(title: str, columns: Iterable[str], lines: Iterable[list[str]], labels: int) -> None:
-        grid = Table(box=style, padding=padding)
-        for number, column in enumerate(columns):
-            grid.add_column(column.replace(" ", gap), justify="right" if number >= labels else "left")
-        for line in lines:
-            grid.add_row(*line[:labels], *(cell.replace(" (", f"{gap}(") for cell in line[labels:]))
-        console.print(f"\n## {title}", style="bold")
-        console.print(grid)
-
+def report_of(result: dict[str, Any]) -> Report:
+    """What OUT/bench.md and the terminal show."""
     paddings = result["paddings"]
+    tables = []
     for title, what in (("The target's forward in ms, by nodes", "target"), ("The head's step in ms", "extend")):
-        if not any(timed["what"] == what for measured in paddings for timed in measured["forwards"]):
-            continue  # nothing drafts with a head
-        names, lines = forwards(paddings, what)
-        table(title, ["", "context", *names], lines, labels=2)
-    cycles = ["cycle", *STAGES.values(), "overhead"]
-    table("A cycle in ms", ["", "T", *cycles], rows(paddings, "cycle", cycle), labels=2)
+        if any(timed["what"] == what for measured in paddings for timed in measured["forwards"]):
+            names, lines = forwards(paddings, what)
+            tables.append(Table(title, ["", "context"], names, lines))
+    cycles = ["cycle", *STAGE_NAMES.values(), "overhead"]
+    tables.append(Table("A cycle in ms", ["", "T"], cycles, rows(paddings, "cycle", cycle), brief=True))
     limits = ["τ", "tokens/s", "speedup", "bound", "speedup/bound", "overall: speedup", "bound", "speedup/bound"]
-    table("Speedup and its bound", ["", "T", *limits], rows(paddings, "cycle", limit), labels=2)
+    title = "Speedup and its bound; τ: tokens per target forward"
+    tables.append(Table(title, ["", "T"], limits, rows(paddings, "cycle", limit)))
     ratios = ["by model.generate", "by one token"]
     beside = ["tokens", "tokens/s", *ratios, "overall: tokens/s", *ratios, "= one token"]
-    table("Beside transformers, prefill included", ["", "T", *beside], rows(paddings, "speed", speed), labels=2)
+    tables.append(Table("Beside transformers, prefill included", ["", "T"], beside, rows(paddings, "speed", speed)))
     if together := [row for measured in paddings for row in measured["batches"]]:
         over = ["tokens/s", "by one token", "by the smallest batch"]
-        table("Batches", ["", "T", "texts", "tokens", *over], map(batch, together), labels=2)
-    console.print()
-    for note in notes(result):
-        console.print(f"- {note}", markup=False, highlight=False)
+        tables.append(Table("Batches", ["", "T"], ["texts", "tokens", *over], [batch(row) for row in together]))
+    return Report(tables, notes(result), verdict(paddings))
+
+
+def verdict(paddings: list[Measured]) -> list[str]:
+    """Of the whole run, prefill included: the fastest of ours, what is slower, and the fastest of transformers."""
+    lines = []
+    for measured in paddings:
+        where = f"Padded, +{measured['added']} layers: " if measured["added"] else ""
+        pairs = [(row["peer"], _pair(row)) for row in measured["rows"] if row["speed"] and row["name"] != ONE_TOKEN]
+        lines += [where + line for line in sentences([pair for peer, pair in pairs if not peer])]
+        peers = [pair for peer, pair in pairs if peer]
+        for temperature in dict.fromkeys(pair.temperature for pair in peers):
+            best = max((p for p in peers if p.temperature == temperature), key=lambda pair: pair.tokens_per_second)
+            times = f"{best.name}, {interval(best.speedup)} times plain decoding"
+            lines.append(f"{where}At temperature {temperature:g} the fastest of transformers' own is {times}.")
+    return lines
+
+
+def _pair(row: Measured) -> Pair:
+    overall = row["speed"]["overall"]
+    return Pair(row["name"], row["temperature"], overall["tokens_per_second"]["value"], overall["over_one_token"])
 
 
 def forwards(paddings: list[Measured], what: str) -> tuple[list[str], list[list[str]]]:
@@ -64,7 +64,7 @@ def forwards(paddings: list[Measured], what: str) -> tuple[list[str], list[list[
     for measured in paddings:
         ms = {(f["context"], f["what"], f["nodes"]): f["ms"] for f in measured["forwards"]}
         for context in dict.fromkeys(at[0] for at in ms):
-            cells = [figure(ms[context, *at]) for at in names]
+            cells = [interval(ms[context, *at]) for at in names]
             name = label("target" if what == "target" else "head", measured["added"])
             lines.append([name, str(context), *cells])
     return list(names.values()), lines
@@ -82,36 +82,39 @@ def rows(paddings: list[Measured], part: str, cells: Callable[[Measured], list[s
 
 def cycle(row: Measured) -> list[str]:
     found = row["cycle"]
-    return [*(figure(found[name]) for name in ("cycle", *STAGES)), f"{found['overhead']['value']:.0%}"]
+    return [*(interval(found[name]) for name in ("cycle", *STAGE_NAMES)), f"{found['overhead']['value']:.0%}"]
 
 
 def limit(row: Measured) -> list[str]:
     found = row["cycle"]
-    both = [figure(part[n]) for part in (found, found["overall"]) for n in ("speedup", "bound", "speedup_by_bound")]
-    return [figure(found["acceptance_length"]), figure(found["tokens_per_second"], 1), *both]
+    both = [interval(part[n]) for part in (found, found["overall"]) for n in ("speedup", "bound", "speedup_by_bound")]
+    return [interval(found["acceptance_length"]), interval(found["tokens_per_second"], 1), *both]
 
 
 def speed(row: Measured) -> list[str]:
     if row["failed"]:
-        return [f"failed: {row['failed']}", *[""] * 7]
+        return ["failed", *[""] * 7]
     found, same, answers = row["speed"], row["same_as_one_token"], row["answers"]
     cells = [str(sum(answer["tokens"] for answer in answers))]
     for part in (found, found["overall"]):
-        cells += [figure(part["tokens_per_second"], 1), figure(part["over_generate"]), figure(part["over_one_token"])]
+        cells += [
+            interval(part["tokens_per_second"], 1),
+            interval(part["over_generate"]),
+            interval(part["over_one_token"]),
+        ]
     return [*cells, "" if same is None else f"{same} of {len(answers)}"]
 
 
 def batch(row: Measured) -> list[str]:
-    over = (figure(row[name]) for name in ("over_one_token", "over_smallest"))
-    numbers = str(row["batch"]), str(row["tokens"]), figure(row["tokens_per_second"], 1)
+    over = (interval(row[name]) for name in ("over_one_token", "over_smallest"))
+    numbers = str(row["batch"]), str(row["tokens"]), interval(row["tokens_per_second"], 1)
     return [row["label"], f"{row['temperature']:g}", *numbers, *over]
 
 
-def figure(found: Figure | None, digits: int = 2) -> str:
-    if found is None or found["value"] is None:
-        return ""
-    value, low, high = (None if x is None else f"{x:.{digits}f}" for x in found.values())
-    return f"{value} ({low}–{high})" if low else f"{value}"
+def failures(paddings: list[Measured]) -> list[str]:
+    """Why a peer has no figures."""
+    failed = [row for measured in paddings for row in measured["rows"] if row["failed"]]
+    return [f"{row['label']} at temperature {row['temperature']:g} failed: {row['failed']}." for row in failed]
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -126,7 +129,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"seed {config['seed']}.",
         "Measured on {device}, {dtype}, CPU threads: {threads}, torch {torch}, transformers {transformers}, "
         "treespec {treespec}; all rows took turns.".format(**result["environment"]),
-        f"Medians, of forwards over {config['rounds']} rounds, else over questions, with 95 % bootstrap intervals in "
+        f"Medians, of forwards over {config['rounds']} rounds, else over questions, with 95% bootstrap intervals in "
         "brackets; overall, and τ: totals over totals of all questions. Sampled answers may end after a few tokens, "
         "which a median over questions counts like long ones.",
         "Bound: τ · T(1) / (T(N) + T_draft): the target's forward in one-token decoding, over that on the tree and all "
@@ -148,6 +151,7 @@ def notes(result: dict[str, Any]) -> list[str]:
                 f"Padded, +{measured['added']} layers: {measured['layers']} layers, of which the last "
                 f"{measured['added']} compute and write zeros; the logits are the same {same}."
             )
+    lines += failures(result["paddings"])
     if left_out := result["left_out"]:
         lines.append(f"Questions left out, {len(left_out)}: {'; '.join(left_out[:3])}.")
     return lines

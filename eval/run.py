@@ -29,8 +29,9 @@ from treespec.eval.config import (
 )
 from treespec.eval.pairs import paired
 from treespec.eval.questions import Question, load_questions
+from treespec.eval.report import markdown
 from treespec.eval.summary import summarise
-from treespec.eval.table import markdown
+from treespec.eval.table import report_of
 from treespec.sampling import SamplingParams
 from treespec.spec import Output, Spec, calibration_of, load_sources
 from treespec.stats import Stats
@@ -137,7 +138,7 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
                 report(Step(there, total, _said(answer)))
     summary = summarise(out, config.resamples)
     save(out / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    save(out / "summary.md", markdown(summary))
+    save(out / "summary.md", markdown(report_of(summary)))
     return summary
 
 

@@ -7,7 +7,7 @@ questions, which a resample recomputes: its totals are its counts times the tota
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ STAGES = ("head", "rest_of_drafting", "target", "verify", "commit", "rest")
 def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
     """The figures of an evaluation, from its files alone; lengths in tokens, times as their names say.
 
-    {config, environment, questions, left_out, few_questions, configurations: [{model_id, drafter, verifier, lossless,
-    tree, temperature, overall, categories: {name: …}, same_as_baseline, ended}]}; `overall` and each category are
-    `figures`. Only questions that every configuration has answered count. Raises InputError if there is none.
+    {config, environment, questions, left_out, few_questions, configurations: [{model_id, drafter, verifier,
+    lossless, tree, temperature, overall, categories: {name: …}, same_as_baseline, of_fastest, ended}]}; `overall`
+    and each category are `figures`. of_fastest: tokens/s over those of the fastest lossless pair at the same
+    temperature. Only questions that every configuration has answered count. Raises InputError if there is none.
     """
     record = json.loads((out / "config.json").read_text())
     config = EvalConfig(**record["config"])
@@ -45,7 +46,8 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
     for i in questions:
         groups.setdefault(first[i].category, []).append(i)
     baselines = {c.temperature: by_id for c, by_id in answered.items() if c.verifier is None}
-    rows = []
+    answered_by = {configuration.model_id: by_id for configuration, by_id in answered.items()}
+    rows: list[dict[str, Any]] = []
     for configuration, by_id in answered.items():
         baseline = baselines.get(configuration.temperature)
 
@@ -66,9 +68,14 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
                 "overall": of(questions),
                 "categories": {name: of(chosen) for name, chosen in groups.items()},
                 "same_as_baseline": _same(configuration, by_id, baseline, questions),
+                "of_fastest": None,
                 "ended": _ended([by_id[i] for i in questions]),
             }
         )
+    draws = resample(len(questions), resamples, config.seed)
+    for row, best in _beside_fastest(rows):
+        mine, theirs = ([answered_by[name][i] for i in questions] for name in (row["model_id"], best["model_id"]))
+        row["of_fastest"] = figures(mine, theirs, draws)["speedup"]
     return {
         "config": record["config"] | {"resamples": resamples},
         "environment": record["environment"],
@@ -77,6 +84,16 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
         "few_questions": [name for name, chosen in {"overall": questions, **groups}.items() if len(chosen) < FEW],
         "configurations": rows,
     }
+
+
+def _beside_fastest(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each pair of verifier and tree but the fastest, with the fastest lossless one at its temperature."""
+    pairs = [row for row in rows if row["verifier"] != "baseline"]
+    for temperature in dict.fromkeys(row["temperature"] for row in pairs):
+        here = [row for row in pairs if row["temperature"] == temperature]
+        lossless = [row for row in here if row["lossless"]]
+        best = max(lossless, key=lambda row: row["overall"]["tokens_per_second"]["value"], default=None)
+        yield from ((row, best) for row in here if best and row is not best)
 
 
 def _lossless(configuration: Configuration) -> bool:

@@ -167,7 +167,7 @@ def test_peers_may_have_a_model_of_their_own(home, tmp_path):
     options = options_in(home, tmp_path, temperature="0", pad_layers="1", limit=1, stock_peers=True)
     (part,) = bench(BenchConfig(**options))["paddings"]
     assert [row["same_as_one_token"] for row in part["rows"]] == [1] * len(part["rows"])
-    assert "as transformers loads it" in (tmp_path / "bench.md").read_text()
+    assert "as transformers loads it" in " ".join((tmp_path / "bench.md").read_text().split())
 
 
 def test_peers_sample_from_the_whole_law_whatever_the_models_own_settings(home):
@@ -199,8 +199,8 @@ def test_a_peer_that_raises_says_why_in_its_row(home, tmp_path, monkeypatch, cap
     assert row["failed"]
     assert row["speed"] is None
     said = (tmp_path / "bench.md").read_text()
-    assert f"failed: {row['failed']}" in said
-    assert said in capsys.readouterr().out
+    assert f"failed: {' '.join(row['failed'].split())}" in " ".join(said.split())
+    assert said == capsys.readouterr().out
 
 
 def test_a_run_cut_short_leaves_whole_files_of_what_was_finished(home, tmp_path):
@@ -217,7 +217,7 @@ def test_a_run_cut_short_leaves_whole_files_of_what_was_finished(home, tmp_path)
 def tables(text):
     """Title -> (label, second cell) -> the cells after them."""
     found = {}
-    for part in text.split("## ")[1:]:
+    for part in text.partition("## Verdict")[0].split("## ")[1:]:
         lines = [line.split("|")[1:-1] for line in part.splitlines() if line.startswith("|")]
         cells = [[cell.strip() for cell in line] for line in lines]
         found[part.splitlines()[0]] = {(label, second): rest for label, second, *rest in cells}

@@ -9,18 +9,12 @@ def acceptance(config: AcceptanceConfig) -> None:
     """Measure acceptance rates and their optima, on a head's laws or on given ones."""
     from pathlib import Path
 
-    from rich.console import Console
-
-    from treespec.cli.progress import with_progress
+    from treespec.cli.progress import remark, show_result, with_progress
     from treespec.eval.acceptance import accept
-    from treespec.eval.acceptance_table import markdown, show
+    from treespec.eval.acceptance_table import report_of
 
-    console = Console()
-    result = with_progress(console, lambda report: accept(config, report))
-    if console.is_terminal:
-        show(result, console)
-    else:
-        print(markdown(result))
+    result = with_progress(lambda report: accept(config, report))
+    show_result(report_of(result))
     if result["plots"] is None:
-        print("No plots, as matplotlib is not installed: pip install 'treespec[plots]'")
-    print(f"Rates are in {Path(config.out).resolve()}")
+        remark("No plots, as matplotlib is not installed: pip install 'treespec[plots]'")
+    remark(f"Rates are in {Path(config.out).resolve()}")

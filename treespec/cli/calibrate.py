@@ -7,12 +7,10 @@ from treespec.eval.calibrate_config import CalibrateConfig
 @takes(CalibrateConfig)
 def calibrate(config: CalibrateConfig) -> None:
     """Fit the chances that --tree sampled goes by. Training does it too, on held-out conversations."""
-    from rich.console import Console
-
     from treespec.cli.progress import with_progress
     from treespec.eval.calibrate import calibrate_head
 
-    file, coverage = with_progress(Console(), lambda report: calibrate_head(config, report))
+    file, coverage = with_progress(lambda report: calibrate_head(config, report))
     if coverage is not None:
         print(f"The head drafts {config.draft_vocab} tokens, which are {coverage:.1%} of the text")
     print(f"Calibration is in {file.resolve()}")

@@ -11,8 +11,6 @@ def certify(config: CertifyConfig) -> None:
     """Test a target, head, verifier and tree for exactness, with each test's error and power. Exit code 0 or 1."""
     from pathlib import Path
 
-    from rich.console import Console
-
     from treespec.cli.progress import with_progress
     from treespec.eval.certify import certify as run
     from treespec.eval.certify import promised
@@ -23,7 +21,7 @@ def certify(config: CertifyConfig) -> None:
         f"verifier with probability {can['error']:.2g};\nwith {can['power']:.0%} they find a shift of "
         f"{can['finds']:.3f} of the probability, against plain sampling {can['finds_against_plain_sampling']:.3f}."
     )
-    found = with_progress(Console(), lambda report: run(config, report))
+    found = with_progress(lambda report: run(config, report))
     greedy, *laws = found["tests"]
     rounding = ", by rounding alone" if greedy["different"] and greedy["passed"] else ""
     print(f"{said(greedy)}  {greedy['test']}: {len(greedy['different'])} of {greedy['answers']} differ{rounding}")

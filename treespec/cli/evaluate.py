@@ -11,21 +11,14 @@ def evaluate(config: EvalConfig) -> None:
 
 
 def measure(config: EvalConfig) -> None:
-    """Evaluate with a progress bar, or plain lines through a pipe, then show the tables."""
+    """Evaluate, then show tables and verdict."""
     from pathlib import Path
 
-    from rich.console import Console
-
-    from treespec.cli.progress import with_progress
+    from treespec.cli.progress import remark, show_result, with_progress
     from treespec.eval.run import evaluate as run
-    from treespec.eval.table import markdown, show
+    from treespec.eval.table import report_of
 
-    console = Console()
-    summary = with_progress(console, lambda report: run(config, report))
-    if console.is_terminal:
-        show(summary, console)
-    else:
-        print(markdown(summary))
-    for problem in summary["left_out"]:
-        print(f"left out: {problem}")
-    print(f"Answers and summary are in {Path(config.out).resolve()}")
+    summary = with_progress(lambda report: run(config, report))
+    remark(*(f"left out: {problem}" for problem in summary["left_out"]))
+    show_result(report_of(summary))
+    remark(f"Answers and summary are in {Path(config.out).resolve()}")

@@ -1,25 +1,64 @@
-"""Work that reports its steps: a bar on a terminal, plain lines through a pipe."""
+"""Work that reports its steps, on standard error: a bar on a terminal, plain lines elsewhere."""
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from treespec.eval.report import Report
     from treespec.eval.run import Step
 
 Result = TypeVar("Result")
 
 
-def with_progress(console: "Console", work: Callable[[Callable[["Step"], None]], Result]) -> Result:
-    """What `work(report)` returns, with every step it reports shown."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Column
+def with_progress(work: Callable[[Callable[["Step"], None]], Result], console: "Console | None" = None) -> Result:
+    """What `work(report)` returns, with every step it reports shown. console: standard error's by default."""
+    from rich.console import Console
 
+    from treespec.eval.report import printable
+
+    console = console or Console(stderr=True)
     if not console.is_terminal:
-        return work(lambda step: print(f"{step.done}/{step.total} {step.text}", flush=True))
-    doing = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), doing)
-    with Progress(*columns, console=console, expand=True) as progress:
-        task = progress.add_task("", total=None)
-        return work(lambda s: progress.update(task, description=s.text, completed=s.done, total=s.total))
+        return work(lambda step: remark(f"{step.done}/{step.total} {printable(step.text)}"))
+    return _with_bar(work, console)
+
+
+def _with_bar(work: Callable[[Callable[["Step"], None]], Result], console: "Console") -> Result:
+    """A line with the bar, and below it what is done, on a line of its own so that nothing of it is lost."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+    from rich.text import Text
+
+    from treespec.eval.report import printable
+
+    bar = Progress(BarColumn(40), MofNCompleteColumn(), TimeRemainingColumn(), console=console)
+    task, doing = bar.add_task("", total=None), Text(no_wrap=True, overflow="ellipsis")
+
+    def report(step: "Step") -> None:
+        doing.plain = printable(step.text)
+        bar.update(task, completed=step.done, total=step.total)
+
+    with Live(get_renderable=lambda: Group(bar, doing), console=console, transient=True):
+        return work(report)
+
+
+def show_result(report: "Report") -> None:
+    """Tables that fit the terminal, or Markdown alone where standard output is none."""
+    from rich.console import Console
+
+    from treespec.eval.report import markdown, show
+
+    console = Console()
+    if console.is_terminal:
+        show(report, console)
+    else:
+        print(markdown(report), end="")
+
+
+def remark(*lines: str) -> None:
+    """What is not the result, such as where the files are: it stays out of a pipe."""
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)

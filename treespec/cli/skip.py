@@ -9,12 +9,10 @@ from treespec.eval.skip_config import SkipConfig
 @takes(SkipConfig)
 def skip(config: SkipConfig) -> None:
     """Search for the sublayers that a target drafts fastest without, with nothing trained."""
-    from rich.console import Console
-
     from treespec.cli.progress import with_progress
     from treespec.eval.skip_search import search_skip_set
 
-    found = with_progress(Console(), lambda report: search_skip_set(config, report))
+    found = with_progress(lambda report: search_skip_set(config, report))
     print(
         f"{found['tokens_per_second']:.1f} tokens/s without {len(found['attention'])} attentions and "
         f"{len(found['mlp'])} MLPs of {found['layers']} layers, {found['one_at_a_time']:.1f} one at a time"

@@ -32,6 +32,7 @@ from treespec.eval.questions import Question, load_questions
 from treespec.eval.report import markdown
 from treespec.eval.summary import summarise
 from treespec.eval.table import report_of
+from treespec.figures import figures
 from treespec.sampling import SamplingParams
 from treespec.spec import Output, Spec, calibration_of, load_sources
 from treespec.stats import Stats
@@ -131,11 +132,12 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
             report(Step(there, total, f"warm-up of {configuration.model_id}"))
             for _ in range(config.warm_up):
                 _ask(fresh(configuration), groups[0], configuration, short)
+        before_these = there
         for group, configuration in plan:
             for answer in _ask(fresh(configuration), group, configuration, config):
                 answers.append(files[configuration], answer)
                 there += 1
-                report(Step(there, total, _said(answer)))
+                report(Step(there, total, _said(answer, explain=there == before_these + 1)))
     summary = summarise(out, config.resamples)
     save(out / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     save(out / "summary.md", markdown(report_of(summary)))
@@ -280,12 +282,9 @@ def _ended_by(output: Output, spec: Spec, config: EvalConfig) -> str:
     return "context" if full else "model"
 
 
-def _said(answer: Answer) -> str:
-    tokens, cycles = sum(answer.new_tokens), sum(answer.decoding_steps)
-    return (
-        f"question {answer.question_id}, {answer.model_id}: {tokens} tokens, "
-        f"{tokens / max(cycles, 1):.2f} a cycle, {tokens / sum(answer.wall_time):.1f} tokens/s"
-    )
+def _said(answer: Answer, explain: bool) -> str:
+    spent = figures(sum(answer.new_tokens), sum(answer.decoding_steps), sum(answer.wall_time), explain)
+    return f"question {answer.question_id}, {answer.model_id}: {spent}"
 
 
 def save(file: Path, text: str) -> None:

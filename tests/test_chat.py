@@ -11,8 +11,9 @@ from models import tokenizer
 
 from treespec import cli
 from treespec.cli.chat import CONTROL, stripped
-from treespec.cli.commands import Conversation, in_words, run
+from treespec.cli.commands import in_words, run
 from treespec.cli.config import load_spec
+from treespec.cli.conversation import Conversation
 from treespec.conversations import read_conversations
 from treespec.decode import Piece
 from treespec.errors import InputError
@@ -76,6 +77,16 @@ def test_what_cannot_be_used_is_one_line_before_the_prompt(folder, tmp_path, mon
         "/temperature warm",
         "/temperature -1",
         "/temperature nan",
+        "/top-p 2",
+        "/top-p nan",
+        "/top-p much",
+        "/max-tokens 0",
+        "/max-tokens 1.5",
+        "/seed -1",
+        "/seed x",
+        "/seed 18446744073709551616",
+        "/retry",  # nothing was asked
+        "/retry now",
         "/verifier nonsense",
         "/verifier single",  # not over a dynamic tree
         "/tree nonsense",
@@ -149,7 +160,8 @@ def test_totals_are_sums_over_the_answers(conversation):
     assert total.drafted == [a + b for a, b in zip(*(s.drafted for s in stats), strict=True)]
     assert total.seconds["total"] == pytest.approx(sum(s.seconds["total"] for s in stats))
     first = run(conversation, "/stats").splitlines()[0]
-    assert f"2 answers, {total.new_tokens} tokens in {total.cycles} cycles" in first
+    assert f"2 answers · {total.new_tokens} tokens · τ {total.acceptance_length:.2f} (tokens per target" in first
+    assert f"{total.cycles} cycles" in first
 
 
 def test_without_a_head_there_is_nothing_to_configure(spec, config):

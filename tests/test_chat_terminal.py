@@ -10,11 +10,15 @@ import pytest
 from chatting import ANSWERED, CONTEXT, PROMPT, Terminal, answer, chat_config, save_models
 
 from treespec.cli.chat import CONTROL, stripped
-from treespec.cli.commands import COMMANDS, Conversation, run
+from treespec.cli.commands import COMMANDS, run
 from treespec.cli.config import load_spec
+from treespec.cli.conversation import Conversation
 
 COMMAND = [sys.executable, "-c", "from treespec.cli import main; main()", "chat"]
-FIGURES = re.compile(r"(\d+) tokens · τ (\d\.\d\d) · [\d.]+ tokens/s · (\d+) of (\d+) prompt tokens reused(.*)")
+TAU = r" \(tokens per target forward\)"
+FIGURES = re.compile(
+    rf"(\d+) tokens · τ (\d\.\d\d)(?:{TAU})? · [\d.]+ tokens/s · (\d+) of (\d+) prompt tokens reused(.*)"
+)
 GREEN = "\x1b[32m"
 CODES = re.compile(r"\x1b(?:\[[0-9;?]*[a-zA-Z]|[()][0-9A-B]|[=>])")
 WARM, SURE = "/temperature 100", "/temperature 0"
@@ -54,7 +58,11 @@ def plain(text):
 
 def test_a_conversation_in_a_terminal(folder, config, conversation):
     terminal = Terminal(COMMAND + arguments(config), environment(folder))
-    assert "verifier topk" in plain(terminal.until(re.escape(PROMPT)))
+    first_screen = plain(terminal.until(re.escape(PROMPT)))
+    assert f"target    {folder / 'target'}, float32 on cpu" in first_screen
+    assert f"head {folder / 'head'}" in first_screen
+    assert f"verifier  topk, tree {config.tree}" in first_screen
+    assert all(hint in first_screen for hint in ("/help", "Alt-Enter", "Ctrl-C", "Ctrl-D"))
 
     # Two turns, as the public API gives them; accepted drafts are green, and only they.
     green = 0
@@ -96,6 +104,18 @@ def test_a_conversation_in_a_terminal(folder, config, conversation):
     assert 0 < int(reused) < int(prompt)
     assert not rest.strip()
 
+    # The last message is answered again: warm answers are others each time, unless they have a seed.
+    terminal.say("/seed none")
+    before = terminal.say("/ret")
+    tokens, *_, reused, prompt, rest = FIGURES.search(plain(before)).groups()
+    assert 0 < int(reused) < int(prompt)
+    assert not rest.strip()
+    assert "seed 3" in plain(terminal.say(f"/seed {config.seed}"))
+    terminal.say("/retry")
+    assert "the same answer: /seed is set" in plain(terminal.say("/retry"))
+    terminal.write("/max-t\t")  # completed
+    assert f"at most {config.max_new_tokens} tokens" in plain(terminal.say(""))
+
     # Another tree and verifier go on with the same conversation; a bad pair changes nothing.
     assert "take /tree eagle" in plain(terminal.say("/verifier rrs-wo"))
     assert "verifier topk, tree dynamic:" in plain(terminal.say("/tree"))
@@ -104,8 +124,8 @@ def test_a_conversation_in_a_terminal(folder, config, conversation):
     assert FIGURES.search(plain(terminal.say("More")))
     terminal.write("/verif\t")  # completed to /verifier, which shows what there is
     assert "verifier rrs-wo, tree 2x2; there are single" in plain(terminal.say(""))
-    assert "5 answers" in plain(terminal.say("/stats"))
-    assert "5 answers" in plain(terminal.say("\x1b[A"))  # the line before
+    assert "8 answers" in plain(terminal.say("/stats"))
+    assert "8 answers" in plain(terminal.say("\x1b[A"))  # the line before
 
     saved = folder / "saved.jsonl"
     assert f"saved to {saved}" in plain(terminal.say(f"/save {saved}"))

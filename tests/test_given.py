@@ -14,8 +14,9 @@ from test_sequence_law import TestSequenceLaw as SequenceLaw
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from treespec import load
-from treespec.cli.chat import ChatConfig
-from treespec.cli.commands import Conversation, run
+from treespec.cli.chat_config import ChatConfig
+from treespec.cli.commands import run
+from treespec.cli.conversation import Conversation
 from treespec.draft.lookup import Lookup, matches
 from treespec.draft.sources import source_of
 from treespec.draft.trie import trie

@@ -5,20 +5,19 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, final
 
-from treespec.cli.config import AnswerConfig, load_spec
+from treespec.cli.chat_config import ChatConfig
+from treespec.cli.config import load_spec
 from treespec.cli.options import takes
-from treespec.options import option
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
-    from treespec.cli.commands import Conversation
+    from treespec.cli.conversation import Conversation
     from treespec.decode import Piece
 
 # What would move the cursor or change the terminal is shown as a symbol.
@@ -28,18 +27,14 @@ CONTROL = {code: chr(0x2400 + code) for code in range(32)} | dict.fromkeys(
 CONTROL |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 
 
-@dataclass(frozen=True)
-class ChatConfig(AnswerConfig):
-    system: str | None = option("system message", None)
-
-
 @takes(ChatConfig)
 def chat(config: ChatConfig) -> None:
     """Talk with a target; drafted tokens have a colour of their own. /help lists the commands.
 
     Through a pipe: one message a line; answers on standard output, figures on standard error.
     """
-    from treespec.cli.commands import Conversation, in_words, run
+    from treespec.cli.commands import Question, in_words, run
+    from treespec.cli.conversation import Conversation
 
     conversation = Conversation(load_spec(config), config)
     conversation.ask("Hello")  # a missing template or a bad option shows now, not after the first message
@@ -47,12 +42,17 @@ def chat(config: ChatConfig) -> None:
     screen = Screen(terminal)
     read = prompt() if terminal else pipe()
     if terminal:
-        screen.note(f"{config.target}: {conversation.drafting()}. /help lists the commands.")
+        for line in conversation.introduction():
+            screen.note(line)
     while True:
         try:
             line = read()
             if line.startswith("/"):
-                screen.say(run(conversation, line))
+                said = run(conversation, line)
+                if isinstance(said, Question):
+                    answer(conversation, said.text, screen, again=True)
+                else:
+                    screen.say(said)
             elif line.strip():
                 answer(conversation, line.strip(), screen)
         except EOFError:
@@ -66,11 +66,14 @@ def chat(config: ChatConfig) -> None:
             screen.complain(in_words(error))
 
 
-def answer(conversation: "Conversation", text: str, screen: "Screen") -> None:
-    """Show an answer as it comes, then its figures. Ctrl-C keeps what has been said."""
-    from treespec.cli.commands import figures
+def answer(conversation: "Conversation", text: str, screen: "Screen", again: bool = False) -> None:
+    """Show an answer as it comes, then its figures. Ctrl-C keeps what has been said.
 
-    stream = conversation.ask(text)
+    again: it takes the place of the last one.
+    """
+    from treespec.figures import figures_of
+
+    stream, before = conversation.ask(text, again), conversation.last_answer
     with unechoed(), stoppable() as stop:
         try:
             for shown, drafted in stripped(stream):
@@ -80,9 +83,16 @@ def answer(conversation: "Conversation", text: str, screen: "Screen") -> None:
         except KeyboardInterrupt:  # a second Ctrl-C; with the first, the event is set
             pass
     screen.show("\n")
-    kept = conversation.keep(text, stream.output, interrupted=stop.is_set())
-    marks = [(stop.is_set(), "interrupted"), (not kept, "nothing was said, the turn is dropped")]
-    screen.note(" · ".join([figures(stream.output.stats), *(words for mark, words in marks if mark)]))
+    first, stats = not conversation.total.cycles, stream.output.stats
+    kept = conversation.keep(text, stream.output, interrupted=stop.is_set(), again=again)
+    fixed = "temperature is 0" if conversation.config.temperature == 0 else "/seed is set"
+    marks = {
+        "interrupted": stop.is_set(),
+        "nothing was said, " + ("the last answer stays" if again else "the turn is dropped"): not kept,
+        f"the same answer: {fixed}": again and kept and conversation.last_answer == before,
+    }
+    reused = f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens reused"
+    screen.note(" · ".join([figures_of(stats, explain=first), reused, *(words for words in marks if marks[words])]))
     if screen.terminal:
         screen.show("\n")
     if stop.is_set() and not screen.terminal:

@@ -1,4 +1,4 @@
-"""A conversation with a target, and the slash commands that change it."""
+"""The slash commands of a conversation."""
 
 import difflib
 import json
@@ -6,105 +6,111 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
-from treespec.cli.chat import ChatConfig
+from treespec.cli.conversation import Conversation
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams
-from treespec.spec import Output, Spec, Stream
-from treespec.stats import Stats
+from treespec.figures import figures_of
 from treespec.trees.policy import FORMS
 from treespec.verify.verifiers import NAMES
 
+SEEDS = 1 << 63  # and less: each turn has a seed of its own, counted on from this one
+
 
 @final
-@dataclass
-class Conversation:
-    """What answers, what was said, and what it cost. An answer that was cut short says `interrupted`."""
+@dataclass(frozen=True)
+class Question:
+    """What a command lets the target answer, in place of the last answer."""
 
-    spec: Spec
-    config: ChatConfig
-    colour: bool = True
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    total: Stats = field(default_factory=Stats)
-
-    @property
-    def opening(self) -> list[dict[str, Any]]:
-        return [{"role": "system", "content": self.config.system}] if self.config.system else []
-
-    def ask(self, text: str) -> Stream:
-        """The answer to come; nothing is remembered before `keep`. Raises InputError as `Spec.stream` does."""
-        prompt = [*self.opening, *self.messages, {"role": "user", "content": text}]
-        return self.spec.stream(prompt, **self.config.sampling(len(self.messages)))
-
-    def keep(self, text: str, output: Output, interrupted: bool) -> bool:
-        """Remember a turn, unless nothing was answered: templates have no place for an empty answer."""
-        self.total.add(output.stats)
-        said = output.text.strip()
-        if said:
-            mark = {"interrupted": True} if interrupted else {}
-            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said} | mark]
-        return bool(said)
-
-    def configure(self, tree: str | None, verifier: str) -> str:
-        """Another tree and verifier from the next answer on. A pair that is refused changes nothing."""
-        if self.spec.source is None:
-            raise InputError("nothing is drafted without a head: start again with --head or --drafter")
-        self.spec = self.spec.configured(tree, verifier, self.config.allow_lossy)
-        self.config = replace(self.config, tree=tree, verifier=verifier)
-        return self.drafting()
-
-    def drafting(self) -> str:
-        if self.spec.source is None:
-            return "no head: one token at a time"
-        drafts = f"tree {self.config.tree or 'default'}" if self.spec.policy else f"drafts by {self.config.drafter}"
-        return f"verifier {self.config.verifier}, {drafts}"
+    text: str
 
 
 @final
 @dataclass(frozen=True)
 class Command:
-    """run: (conversation, value) -> what to show. value: how the help names it. choices: for completion."""
+    """run: (conversation, value) -> what to show, or a question to answer.
 
-    run: Callable[[Conversation, str], str]
+    value: how the help names it. choices: for completion.
+    """
+
+    run: Callable[[Conversation, str], str | Question]
     help: str
     value: str = ""
     choices: tuple[str, ...] = ()
 
 
-def run(conversation: Conversation, line: str) -> str:
-    """Run a line such as `/temperature 0.7`; a command's first letters will do. Returns what to show.
+def run(conversation: Conversation, line: str) -> str | Question:
+    """Run a line such as `/temperature 0.7`; a command's first letters will do. Returns what to show or to answer.
 
     Raises InputError for what cannot be done, and EOFError at the end of the conversation.
     """
-    name, _, value = line.strip().partition(" ")
+    name, value = [*line.strip().split(maxsplit=1), ""][:2]
     names = [name] if name in COMMANDS else [known for known in COMMANDS if known.startswith(name)]
     if len(names) != 1:
         close = names or difflib.get_close_matches(name, COMMANDS)
         hint = f"did you mean {' or '.join(close)}?" if close else "/help lists the commands"
         raise InputError(f"unknown command {name}: {hint}")
-    command, value = COMMANDS[names[0]], value.strip()
+    command = COMMANDS[names[0]]
     if value and not command.value:
         raise InputError(f"{names[0]} takes no value")
     return command.run(conversation, value)
 
 
 def reset(conversation: Conversation, _: str) -> str:
-    conversation.messages, conversation.total = [], Stats()
+    conversation.reset()
     return "a new conversation"
+
+
+def retry(conversation: Conversation, _: str) -> Question:
+    return Question(conversation.last_message)
 
 
 def temperature(conversation: Conversation, value: str) -> str:
     if value:
-        try:
-            number = float(value)
-        except ValueError:
-            raise InputError(f"temperature {value!r} is not a number: /temperature 0.7") from None
-        SamplingParams(number)
-        conversation.config = replace(conversation.config, temperature=number)
+        conversation.change(temperature=decimal("/temperature", value, "0.7"))
     return f"temperature {conversation.config.temperature:g}"
+
+
+def top_p(conversation: Conversation, value: str) -> str:
+    if value:
+        conversation.change(top_p=decimal("/top-p", value, "0.9"))
+    return f"top-p {conversation.config.top_p:g}"
+
+
+def max_tokens(conversation: Conversation, value: str) -> str:
+    if value:
+        conversation.change(max_new_tokens=whole("/max-tokens", value, least=1, example="512"))
+    return f"at most {conversation.config.max_new_tokens} tokens an answer"
+
+
+def seed(conversation: Conversation, value: str) -> str:
+    if value:
+        number = None if value == "none" else whole("/seed", value, least=0, example="7 or /seed none")
+        conversation.change(seed=number)
+    chosen = conversation.config.seed
+    return "no seed: every answer is drawn anew" if chosen is None else f"seed {chosen}"
+
+
+def system(conversation: Conversation, value: str) -> str:
+    if value:
+        conversation.change(system=None if value == "none" else value)
+    chosen = conversation.config.system
+    return f"system message: {chosen}" if chosen else "no system message"
+
+
+def decimal(command: str, value: str, example: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise InputError(f"{command[1:]} {value!r} is not a number: {command} {example}") from None
+
+
+def whole(command: str, value: str, least: int, example: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,19}", value) or not least <= int(value) < SEEDS:
+        raise InputError(f"{command[1:]} {value!r} is not a whole number from {least}: {command} {example}")
+    return int(value)
 
 
 def verifier(conversation: Conversation, value: str) -> str:
@@ -120,7 +126,7 @@ def tree(conversation: Conversation, value: str) -> str:
 
 
 def stats(conversation: Conversation, _: str) -> str:
-    total, answers = conversation.total, len(conversation.messages) // 2
+    total, answers = conversation.total, conversation.answers
     if not total.cycles:
         raise InputError("nothing has been answered yet")
     whole, split = total.seconds["total"], []
@@ -130,9 +136,9 @@ def stats(conversation: Conversation, _: str) -> str:
     rates = " ".join(f"{rate:.2f}" for rate in total.acceptance_by_depth)
     return "\n".join(
         [
-            f"{answers} {'answer' if answers == 1 else 'answers'}, {total.new_tokens} tokens in "
-            f"{total.cycles} cycles, τ {total.acceptance_length:.2f}, {total.tokens_per_second:.1f} tokens/s",
-            f"α by depth: {rates or 'nothing drafted'}",
+            f"{answers} {'answer' if answers == 1 else 'answers'} · {figures_of(total, explain=True)}"
+            f" · {total.cycles} cycles",
+            f"α by depth (accepted, of what was reached): {rates or 'nothing drafted'}",
             f"time: {whole:.1f} s, of it {', '.join(split)}",
         ]
     )
@@ -181,7 +187,12 @@ def leave(_: Conversation, __: str) -> str:
 
 COMMANDS = {
     "/reset": Command(reset, "forget what was said"),
-    "/temperature": Command(temperature, "0 is greedy", "X"),
+    "/retry": Command(retry, "answer the last message again"),
+    "/system": Command(system, "the system message; none removes it", "TEXT", ("none",)),
+    "/temperature": Command(temperature, "0 is greedy", "X", ("0", "0.6", "1")),
+    "/top-p": Command(top_p, "keep the likeliest tokens up to this probability; 1 is off", "X", ("0.9", "1")),
+    "/max-tokens": Command(max_tokens, "the longest answer", "N", ("128", "512", "2048")),
+    "/seed": Command(seed, "same seed and messages, same answers; none draws anew", "N", ("none", "0")),
     "/verifier": Command(verifier, "how drafted tokens are verified", "NAME", NAMES),
     "/tree": Command(tree, "what is drafted", "SPEC", ("default", "dynamic", "sampled", "eagle", "chain:5", "2x4")),
     "/stats": Command(stats, "acceptance and time of the conversation"),
@@ -192,14 +203,7 @@ COMMANDS = {
 }
 
 
-def figures(stats: Stats) -> str:
-    """The line after an answer."""
-    return (
-        f"{stats.new_tokens} tokens · τ {stats.acceptance_length:.2f} · {stats.tokens_per_second:.1f} tokens/s"
-        f" · {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens reused"
-    )
-
-
 def in_words(error: Exception) -> str:
     """An error's line, with slash commands where it names options of the command line."""
-    return re.sub(r"--(?=(tree|verifier|temperature)\b)", "/", str(error))
+    named = re.sub(r"--max-new-tokens|max_new_tokens", "/max-tokens", str(error))
+    return re.sub(r"--(?=(tree|verifier|temperature|top-p|seed|system)\b)", "/", named)

@@ -26,6 +26,7 @@ class GenerateConfig(AnswerConfig):
 @takes(GenerateConfig)
 def generate(config: GenerateConfig) -> None:
     """Answer a prompt and print it as it comes, or several prompts, an empty line between the answers."""
+    from treespec.figures import figures_of
     from treespec.stats import Stats
 
     texts = [sys.stdin.read().strip() if text == "-" else text for text in config.prompt or ["-"]]
@@ -42,7 +43,4 @@ def generate(config: GenerateConfig) -> None:
         print("\n\n".join(output.text for output in outputs))
         for output in outputs:
             total.add(output.stats)
-    print(
-        f"{total.new_tokens} tokens, {total.acceptance_length:.2f} a cycle, {total.tokens_per_second:.1f} tokens/s",
-        file=sys.stderr,
-    )
+    print(figures_of(total, explain=True), file=sys.stderr)

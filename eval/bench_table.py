@@ -27,7 +27,7 @@ def report_of(result: dict[str, Any]) -> Report:
     title = "Speedup and its bound; τ: tokens per target forward"
     tables.append(Table(title, ["", "T"], limits, rows(paddings, "cycle", limit)))
     ratios = ["by model.generate", "by one token"]
-    beside = ["tokens", "tokens/s", *ratios, "overall: tokens/s", *ratios, "= one token"]
+    beside = ["tokens", "tokens/s", *ratios, "overall: tokens/s", *ratios, "identical"]
     tables.append(Table("Beside transformers, prefill included", ["", "T"], beside, rows(paddings, "speed", speed)))
     if together := [row for measured in paddings for row in measured["batches"]]:
         over = ["tokens/s", "by one token", "by the smallest batch"]
@@ -136,7 +136,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         "the head's forwards of a cycle. Speedup: tokens/s over one-token decoding's, without prefill. "
         "Overhead: share of a cycle outside these forwards.",
         "By model.generate, by one token: tokens/s over theirs on the same question, from prompt to last token. "
-        "= one token: greedy answers with the very tokens of one-token decoding; in a lower precision than float32 "
+        "Identical: greedy answers with the very tokens of one-token decoding; in a lower precision than float32 "
         f"rounding alone may change them. Peers run on {of_peers}; assisted generation has transformers' defaults.",
     ]
     if config["batches"]:

@@ -3,7 +3,7 @@
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -100,11 +100,11 @@ def markdown_lines(table: Table) -> list[str]:
 def terminal_lines(table: Table, width: int) -> list[str]:
     """The table in as few pieces as its columns need, side by side where they fit; labels are repeated."""
     cut = _unbracketed if table.brief else _stacked
-    forms = [_columns(table, _whole, _whole, _head), _columns(table, _whole, cut, _head)]
-    widest = max((column.width for column in forms[-1][1]), default=0)
-    room = (width - widest) // max(len(forms[-1][0]), 1) - len(GAP)
-    forms.append(_columns(table, lambda label: _wrapped(label, room), cut, _head))
-    packed = [_packed(labels, figures, width) for labels, figures in forms]
+    packed = []
+    for of_figure in (_whole, cut):
+        labels, figures = _columns(table, _whole, of_figure, _head)
+        packed.append(_packed(labels, figures, width))
+        packed.append(_packed(_narrowed(labels, figures, width), figures, width))
     pieces = min(packed, key=lambda pieces: (max(map(_wide, pieces)) > width, len(pieces)))
     lines: list[str] = []
     for piece in pieces:
@@ -134,7 +134,6 @@ def _columns(
 
 def _packed(labels: list[Column], figures: list[Column], width: int) -> list[list[Column]]:
     """The figures' columns in order, as many in each piece as fit beside the labels; at least one."""
-
     pieces = [[*labels]]
     for figure in figures:
         if len(pieces[-1]) > len(labels) and _wide([*pieces[-1], figure]) > width:
@@ -184,15 +183,32 @@ def _unbracketed(text: str) -> list[str]:
     return [re.sub(r" \(.*\)", "", text)]
 
 
-def _wrapped(label: str, room: int) -> list[str]:
-    """Lines of a label, broken at spaces and after the marks of a tree's name; what is too long for the room is cut."""
+def _narrowed(labels: list[Column], figures: list[Column], width: int) -> list[Column]:
+    """The labels wrapped, and so narrow that the widest figure stands beside them."""
+    wrapped = [replace(label, cells=[_wrapped(cell[0], LABEL) for cell in label.cells]) for label in labels]
+    widths = [label.width for label in wrapped]
+    room = width - max((figure.width for figure in figures), default=0) - len(GAP) * len(labels)
+    while sum(widths) > max(room, len(labels)):
+        widths[widths.index(max(widths))] -= 1
+    narrow = []
+    for label, room in zip(labels, widths, strict=True):
+        cells = [[_cut(line, room) for line in _wrapped(cell[0], min(room, LABEL))] for cell in label.cells]
+        narrow.append(Column([_cut(label.head[0], room)], cells, left=True))
+    return narrow
+
+
+def _wrapped(label: str, width: int) -> list[str]:
+    """Lines of a label, broken at spaces and after the marks in a tree's name; a longer part keeps its line."""
     lines = [""]
-    for part in re.findall(r"[^\s,:@/]*[\s,:@/]?", label):
-        if lines[-1] and cell_len((lines[-1] + part).rstrip()) > min(LABEL, room):
+    for part in re.findall(r"[^\s,:@/]+[\s,:@/]*|[\s,:@/]+", label):
+        if lines[-1] and cell_len((lines[-1] + part).rstrip()) > width:
             lines.append("")
         lines[-1] += part
-    stripped = [line.strip() for line in lines]
-    return [line if cell_len(line) <= room else set_cell_size(line, max(room - 1, 1)) + "…" for line in stripped]
+    return [line.strip() for line in lines]
+
+
+def _cut(line: str, width: int) -> str:
+    return line if cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
 
 
 def _item(text: str, width: int) -> str:

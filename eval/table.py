@@ -15,7 +15,7 @@ def report_of(summary: dict[str, Any]) -> Report:
     rows = summary["configurations"]
     categories = list(rows[0]["categories"])
     depths = range(max(len(row["overall"]["acceptance_rate_by_depth"]) for row in rows))
-    speeds = ["τ", "tokens/s", "speedup", "by question", "= baseline"]
+    speeds = ["τ", "tokens/s", "speedup", "by question", "identical"]
     cycle = ["cycle", *STAGE_NAMES.values(), "overhead", "prefill"]
     tables = [
         _table("Acceptance length τ (tokens per target forward) and speed", speeds, rows, _main),
@@ -62,7 +62,7 @@ def notes(summary: dict[str, Any]) -> list[str]:
         "Baseline: plain decoding, one token at a time through the same target. Speedup: tokens/s over the baseline's, "
         "totals over totals; by question: the mean of the questions' speedups. Ranges in brackets, which a narrow "
         "terminal leaves out in the last two tables: 95% bootstrap intervals over questions. "
-        "= baseline: answers (turns) with the baseline's very tokens. Nodes: of the tree in one forward.",
+        "Identical: answers (turns) with the baseline's very tokens. Nodes: of the tree in one forward.",
         "Overhead: share of a cycle outside the forwards of target and draft model. Prefill: all prompts "
         "through the target and the draft model.",
     ]

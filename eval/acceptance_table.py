@@ -56,18 +56,19 @@ def coordinates(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
 
 
 def verdict(sweeps: Sequence[Sequence[Row]]) -> list[str]:
-    """Who accepts most, a sentence a method: it says nothing of the time that a method takes."""
+    """Who accepts most, and where: this says nothing of the time that a method takes."""
     lines = []
     for rows in sweeps:
         varies, _ = coordinates(rows)
-        best: dict[str, list[str]] = {}
+        best: dict[tuple[str, ...], list[str]] = {}
         for place in dict.fromkeys(place_of(row, varies, " ") for row in rows):
             here = [row for row in rows if place_of(row, varies, " ") == place and not row["optimum"]]
-            most = max((row["rate"]["value"] for row in here), default=None)
-            for row in here:
-                if row["rate"]["value"] == most:
-                    best.setdefault(row["method"], []).append(f"{place} ({_percent(row['rate'])}%)".strip())
-        lines += [f"{method} accepts most at {', '.join(places)}." for method, places in best.items()]
+            rates = {row["method"]: f"{100 * row['rate']['value']:.1f}" for row in here}
+            most = max(rates.values(), key=float, default="")
+            methods = tuple(method for method, rate in rates.items() if rate == most)
+            if len(methods) < len(rates):  # else there is nothing to choose
+                best.setdefault(methods, []).append(f"{place} ({most}%)".strip())
+        lines += [f"Most is accepted by {', '.join(methods)} at {', '.join(at)}." for methods, at in best.items()]
     return lines
 
 

@@ -48,15 +48,16 @@ def sentences(pairs: Sequence[Pair]) -> list[str]:
         here = [pair for pair in pairs if pair.temperature == temperature]
         lossless = [pair for pair in here if pair.lossless]
         at = f"At temperature {temperature:g}"
-        if lossless:
-            best = max(lossless, key=lambda pair: pair.tokens_per_second)
+        best = max(lossless, key=lambda pair: pair.tokens_per_second, default=None)
+        if best:
             lines.append(f"{at} {_praise(best)}{_equals(lossless, best)}")
             faster = [pair for pair in here if pair.tokens_per_second > best.tokens_per_second]
             if faster:
                 lines.append(f"{at} these are faster, but change the law of the text: {_listed(faster)}.")
         if slower := [pair for pair in here if pair.speedup and _side(pair.speedup) < 0]:
             lines.append(f"{at} these are slower than plain decoding: {_listed(slower)}.")
-        if unsure := [pair for pair in here if pair.speedup and _side(pair.speedup) == 0]:
+        unsure = [pair for pair in here if pair.speedup and _side(pair.speedup) == 0]
+        if unsure and unsure != [best]:
             lines.append(f"{at} these are neither faster nor slower for certain: {_listed(unsure)}.")
     return lines
 
@@ -76,6 +77,8 @@ def _praise(best: Pair) -> str:
     times = f"{interval(best.speedup)} times plain decoding"
     if _side(best.speedup) < 0:
         return f"plain decoding is the fastest. The best pair is {best.name}: {times}."
+    if _side(best.speedup) == 0:
+        return f"no pair is faster than plain decoding for certain. The best is {best.name}: {times}."
     return f"the fastest is {best.name}: {times}."
 
 

@@ -7,11 +7,15 @@ from treespec.eval.tree_config import TreeConfig
 @takes(TreeConfig)
 def tree(config: TreeConfig) -> None:
     """Measure how often a head is right, by depth and rank, and write the best tree for that: --tree FILE.json."""
-    from treespec.cli.progress import with_progress
+    from treespec.cli.progress import remark, show_result, with_progress
+    from treespec.eval.report import Report, Table
     from treespec.eval.tree import make_tree
+    from treespec.figures import TAU
 
     made, table, length = with_progress(lambda report: make_tree(config, report))
-    for depth, row in enumerate(table.tolist(), start=1):
-        print(f"depth {depth}: " + " ".join(f"{share:.1%}" for share in row))
-    print(f"A tree of {made.size} nodes, {made.max_depth} deep, expected to give {length:.2f} tokens a cycle")
-    print(f"It is in {config.out}: --tree {config.out}")
+    ranks = [str(rank) for rank in range(1, table.shape[1] + 1)]
+    rows = [[str(depth), *(f"{share:.1%}" for share in row)] for depth, row in enumerate(table.tolist(), start=1)]
+    shares = Table("How often the head's guess of each rank is right, by depth", ["Depth"], ranks, rows)
+    promise = f"A tree of {made.size} nodes, {made.max_depth} deep, expected τ {length:.2f} ({TAU})."
+    show_result(Report([shares], [promise]))
+    remark(f"It is in {config.out}: --tree {config.out}")

@@ -11,6 +11,7 @@ from treespec import load
 from treespec.cli import main
 from treespec.draft.calibration import load_calibration
 from treespec.draft.eagle import new_head
+from treespec.figures import TAU
 from treespec.heads.checkpoint import save_head
 from treespec.target import Target
 from treespec.verify.verifiers import NAMES
@@ -40,7 +41,7 @@ def test_generate_prints_what_the_api_says(folders, monkeypatch, capsys):
     wanted = load(target, head).generate(message, max_new_tokens=12)
     printed = capsys.readouterr()
     assert printed.out == wanted.text + "\n"
-    assert f"{wanted.stats.new_tokens} tokens" in printed.err
+    assert f"{wanted.stats.new_tokens} tokens · τ {wanted.stats.acceptance_length:.2f} ({TAU}) · " in printed.err
 
 
 def test_generate_answers_several_prompts_together(folders, monkeypatch, capsys):

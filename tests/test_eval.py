@@ -15,6 +15,7 @@ from treespec.cli.evaluate import evaluate as command
 from treespec.errors import InputError
 from treespec.eval.run import evaluate
 from treespec.eval.summary import summarise
+from treespec.figures import TAU
 from treespec.spec import Spec
 from treespec.target import Target
 
@@ -221,6 +222,24 @@ def test_one_row_of_steps_for_a_person_to_watch(finished):
     assert {step.total for step in steps} == {9}
     assert sum(text.startswith("warm-up") for text in texts) == 3
     assert all("tokens/s" in text for text in texts[-9:])
+    assert [f"τ ({TAU})" in re.sub(r"τ [\d.]+ ", "τ ", text) for text in texts[-9:]] == [True] + [False] * 8
+
+
+def test_the_verdict_is_what_the_rows_say(finished):
+    out, summary, _ = finished
+    _, *pairs = summary["configurations"]
+    fastest = max(pairs, key=lambda row: row["overall"]["tokens_per_second"]["value"])
+    for row in pairs:
+        speeds = [one["overall"]["tokens_per_second"]["value"] for one in (row, fastest)]
+        ratio = row["of_fastest"] and row["of_fastest"]["value"]
+        assert ratio == (None if row is fastest else pytest.approx(speeds[0] / speeds[1]))
+    said = " ".join((out / "summary.md").read_text().partition("## Verdict")[2].split())
+    best = fastest["overall"]["speedup"]["value"]
+    assert f"{fastest['verifier']}: {best:.2f}" in said
+    for row in pairs:
+        if (row["overall"]["speedup"]["high"] or row["overall"]["speedup"]["value"]) < 1:
+            slower = said.partition("slower than plain decoding:")[2]
+            assert f"{row['verifier']} {row['overall']['speedup']['value']:.2f}" in slower
 
 
 def test_the_command_prints_lines_and_the_table_where_there_is_no_terminal(home, finished, tmp_path):

@@ -162,6 +162,7 @@ class Screen:
         self.answers.print(Segments([segment]), crop=False, soft_wrap=True)
 
     def say(self, text: str, style: str = "") -> None:
+        text = text.translate(CONTROL)
         self.notes.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=not self.terminal)
 
     def note(self, text: str) -> None:

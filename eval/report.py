@@ -42,6 +42,11 @@ class Report:
     notes: Sequence[str]
     verdict: Sequence[str] = ()
 
+    @property
+    def filled(self) -> list[Table]:
+        """The tables that have rows."""
+        return [table for table in self.tables if table.rows]
+
 
 @dataclass(frozen=True)
 class Column:
@@ -61,7 +66,7 @@ class Column:
 def markdown(report: Report) -> str:
     """Tables with aligned columns, so that the source reads like the page."""
     parts = []
-    for table in report.tables:
+    for table in report.filled:
         parts += [f"## {printable(table.title)}", "\n".join(markdown_lines(table))]
     parts.append("\n".join(_item(note, PROSE) for note in report.notes))
     if report.verdict:
@@ -75,7 +80,7 @@ def show(report: Report, console: "Console") -> None:
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
-    for table in report.tables:
+    for table in report.filled:
         say(f"\n{printable(table.title)}", "bold")
         say("\n".join(terminal_lines(table, console.width)))
     say("")
@@ -118,16 +123,17 @@ def _columns(
     of_figure: Callable[[str], list[str]],
     of_head: Callable[[str, int], list[str]],
 ) -> tuple[list[Column], list[Column]]:
-    """(columns of labels, columns of figures), without columns of labels that are empty throughout."""
+    """(columns of labels, columns of figures), without those that are empty throughout."""
     labels, figures = [], []
     for number, name in enumerate([*table.labels, *table.columns]):
         texts = [printable(row[number]) for row in table.rows]
+        if not any(texts):
+            continue
         if number < len(table.labels):
-            if any(texts):
-                labels.append(Column(of_label(printable(name)), [of_label(text) for text in texts], left=True))
+            labels.append(Column(of_label(printable(name)), [of_label(text) for text in texts], left=True))
             continue
         cells = [of_figure(text) for text in texts]
-        widest = max((cell_len(line) for cell in cells for line in cell), default=0)
+        widest = max(cell_len(line) for cell in cells for line in cell)
         figures.append(Column(of_head(printable(name), widest), cells, left=False))
     return labels, figures
 

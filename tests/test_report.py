@@ -75,6 +75,12 @@ def test_a_name_longer_than_the_terminal_is_cut_and_not_the_figures():
     assert max(map(cell_len, terminal_lines(table, 40))) <= 40
 
 
+def test_a_column_without_a_figure_is_left_out():
+    table = Table("", ["Verifier", "Tree"], ["τ", "speedup"], [["topk", "", "3.14", ""], ["rrs", "", "2.10", ""]])
+    assert terminal_lines(table, 80)[0].split() == ["Verifier", "τ"]
+    assert markdown_lines(table)[0] == "| Verifier |    τ |"
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_markdown_reads_well_as_text_and_back(seed):
     table = random_table(np.random.default_rng(seed), brackets=True)

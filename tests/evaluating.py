@@ -56,3 +56,8 @@ def tokens_of(out):
         for name, lines in answered(out).items()
         for answer in lines
     }
+
+
+def page_of(file):
+    """The text of a Markdown file, whose lines are broken where they are long."""
+    return " ".join(file.read_text().split())

@@ -85,7 +85,7 @@ def test_a_conversation_in_a_terminal(folder, config, conversation):
     terminal.write("never sent\x03")
     terminal.until(re.escape(PROMPT))
     assert "unknown command /nonsense" in plain(terminal.say("/nonsense"))
-    assert "must be 0 (greedy) or a positive number" in plain(terminal.say("/temperature -1"))
+    assert "temperature is -1.0, must be" in plain(terminal.say("/temperature -1"))
     assert "2 answers" in plain(terminal.say("/stats"))
 
     # Ctrl-C in the middle of an answer that would not end by itself, then a turn that works.

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import typer
-from evaluating import FILES, QUESTIONS, TURNS, answered, config_in, save_models, tokens_of
+from evaluating import FILES, QUESTIONS, TURNS, answered, config_in, page_of, save_models, tokens_of
 from typer.testing import CliRunner
 
 from treespec.cli.evaluate import evaluate as command
@@ -124,7 +124,7 @@ def test_the_markdown_has_every_configuration_and_category(finished):
     out, summary, _ = finished
     page = (out / "summary.md").read_text()
     table = next(part for part in page.split("## ") if part.startswith("By category"))
-    page = " ".join(page.split())
+    page = page_of(out / "summary.md")
     assert re.findall(r"\w+", table.splitlines()[2]) == ["Verifier", "T", "writing", "math", "overall"]
     for row in summary["configurations"][1:]:
         line = next(line for line in table.splitlines() if line.startswith(f"| {row['verifier']} "))
@@ -147,7 +147,7 @@ def test_questions_answered_together_have_the_same_answers(home, finished, tmp_p
     for lines in answered(tmp_path / "out").values():
         for line in lines:
             assert sum(line.wall_time) >= line.extra["seconds"]["total"] > 0
-    assert "2 questions were answered together" in (tmp_path / "out" / "summary.md").read_text()
+    assert "2 questions were answered together" in page_of(tmp_path / "out" / "summary.md")
 
 
 class Killed(Exception):

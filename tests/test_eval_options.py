@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from evaluating import QUESTIONS, TURNS, answered, config_in, save_models, tokens_of
+from evaluating import QUESTIONS, TURNS, answered, config_in, page_of, save_models, tokens_of
 
 from treespec.errors import InputError
 from treespec.eval.config import EvalConfig, configurations, drafters_of, pairs_of
@@ -105,7 +105,7 @@ def test_answers_that_the_context_ends_are_counted(home, tmp_path):
         assert row["ended"]["context"] == line.extra["ended"].count("context")
         assert sum(row["ended"].values()) == 2
     assert summary["configurations"][0]["ended"]["context"] > 0
-    assert "ended by the target's context" in (tmp_path / "summary.md").read_text()
+    assert "ended by the target's context" in page_of(tmp_path / "summary.md")
 
 
 def test_lossy_verifiers_are_marked(home, tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from evaluating import FILES, config_in, save_models
+from evaluating import FILES, config_in, page_of, save_models
 from models import CONFIGS, TableConfig, TableModel, target
 from test_batch import prompts, what
 from test_decode import plain_generate, prompt
@@ -229,7 +229,7 @@ def test_an_evaluation_takes_a_drafter(tmp_path):
         evaluate(replace(config, verifier="rrs", out=str(tmp_path / "other")))
     drafted = evaluate(config)["configurations"][1]
     assert drafted["same_as_baseline"]["same"] == drafted["same_as_baseline"]["answers"] == 4
-    assert "drafter lookup" in (tmp_path / "out" / "summary.md").read_text()
+    assert "drafter lookup" in page_of(tmp_path / "out" / "summary.md")
 
 
 def test_a_benchmark_takes_one_too(tmp_path):
@@ -240,7 +240,7 @@ def test_a_benchmark_takes_one_too(tmp_path):
     config = BenchConfig(out=str(tmp_path / "out"), drafter="lookahead:window=3,ngram=3", **paths | options)
     rows = bench(config)["paddings"][0]["rows"]
     assert [row["same_as_one_token"] for row in rows if not row["peer"]] == [1, 1]
-    table = (tmp_path / "out" / "bench.md").read_text()
+    table = page_of(tmp_path / "out" / "bench.md")
     assert "drafter lookahead:window=3,ngram=3" in table
     assert "The head's step" not in table
 

@@ -35,7 +35,7 @@ def _with_bar(work: Callable[[Callable[["Step"], None]], Result], console: "Cons
     from treespec.eval.report import printable
 
     bar = Progress(BarColumn(40), MofNCompleteColumn(), TimeRemainingColumn(), console=console)
-    task, doing = bar.add_task("", total=None), Text(no_wrap=True, overflow="ellipsis")
+    task, doing = bar.add_task("", total=None), Text()
 
     def report(step: "Step") -> None:
         doing.plain = printable(step.text)

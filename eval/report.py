@@ -204,12 +204,13 @@ def _narrowed(labels: list[Column], figures: list[Column], width: int) -> list[C
 
 
 def _wrapped(label: str, width: int) -> list[str]:
-    """Lines of a label, broken at spaces and after the marks in a tree's name; a longer part keeps its line."""
+    """Lines of a label, broken at spaces and after the marks in a tree's name, within a long part after hyphens too."""
     lines = [""]
     for part in re.findall(r"[^\s,:@/]+[\s,:@/]*|[\s,:@/]+", label):
-        if lines[-1] and cell_len((lines[-1] + part).rstrip()) > width:
-            lines.append("")
-        lines[-1] += part
+        for piece in [part] if cell_len(part.rstrip()) <= width else re.findall(r"[^-]+-*|-+", part):
+            if lines[-1] and cell_len((lines[-1] + piece).rstrip()) > width:
+                lines.append("")
+            lines[-1] += piece
     return [line.strip() for line in lines]
 
 

@@ -69,6 +69,16 @@ def test_a_table_too_wide_is_cut_between_columns_and_repeats_its_labels():
     ]
 
 
+def test_a_long_name_is_broken_after_its_marks():
+    tree, head = "dynamic:depth=5,topk=6,nodes=24", "FasterDecoding-medusa-vicuna-7b-v1.3"
+    table = Table("", ["Tree", "Head"], ["τ", "tokens/s"], [[tree, head, "3.14", "100.0 (90.0–110.0)"]])
+    assert terminal_lines(table, 60)[2:] == [
+        "dynamic:depth=5,  FasterDecoding-  3.14  100.0 (90.0–110.0)",
+        "topk=6,nodes=24   medusa-vicuna-",
+        "                  7b-v1.3",
+    ]
+
+
 def test_a_name_longer_than_the_terminal_is_cut_and_not_the_figures():
     table = Table("", ["Tree"], ["τ"], [["x" * 200, "3.14"]])
     assert terminal_lines(table, 40)[-1].endswith("…  3.14")

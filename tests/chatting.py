@@ -49,6 +49,7 @@ def chat_config(folder):
         target=str(folder / "target"),
         head=str(folder / "head"),
         tree="dynamic:depth=2,topk=100,nodes=150",
+        verifier="topk",
         temperature=100.0,
         max_new_tokens=3000,
         seed=3,

@@ -5,12 +5,11 @@ from typing import Any, final
 
 from treespec.cli.chat_config import ChatConfig
 from treespec.errors import InputError
+from treespec.names import tree_name
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec
 from treespec.stats import Stats
 from treespec.stream import Output, Stream
-from treespec.trees.policy import Policy
-from treespec.trees.static import StaticTree
 
 HINTS = "/help: commands · Alt-Enter: new line · Ctrl-C: stop an answer · Ctrl-D: quit"
 
@@ -92,10 +91,13 @@ class Conversation:
     def drafting(self) -> str:
         if self.spec.source is None:
             return "no head: one token at a time"
+        verifier = self.config.verifier
+        if verifier == "auto":
+            verifier = self.spec.verifier.name  # of a tree that it does not go with: another
         if self.spec.policy is None:
-            return f"verifier {self.config.verifier}, drafts by {self.config.drafter}"
-        tree = self.config.tree or f"{in_numbers(self.spec.policy)} by default"
-        return f"verifier {self.config.verifier}, tree {tree}"
+            return f"verifier {verifier}, drafts by {self.config.drafter}"
+        named, own = self.config.tree, f"{tree_name(self.spec.policy)} by default"
+        return f"verifier {verifier}, {f'tree {named}' if named else own}"
 
     def introduction(self) -> list[str]:
         """The first screen."""
@@ -118,11 +120,3 @@ class Conversation:
 
 def opening(system: str | None) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}] if system else []
-
-
-def in_numbers(tree: Policy) -> str:
-    """A tree that nobody named: auto (nodes=64, depth=8, topk=10)."""
-    if isinstance(tree, StaticTree):
-        return f"of {tree.size} nodes, {tree.max_depth} deep,"
-    numbers = ", ".join(f"{name}={value}" for name, value in vars(tree).items() if value is not None)
-    return f"{type(tree).__name__.removesuffix('Tree').removesuffix('Chain').lower()} ({numbers})"

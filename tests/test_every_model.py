@@ -14,6 +14,7 @@ from treespec.target import Target
 
 PREFIX = 25  # tokens, four times the windows and chunks of 6
 TOLERANCE = 1e-3
+LISTED_FOR = "5.23"  # the version of transformers that these lists and tests/tiny_configs.py are for
 BUILT_BY_NOBODY = {  # transformers raises while it builds them, from any config
     "dots3_note": "the config's per-layer entries are for 42 layers, whatever the number of layers",
     "gemma3n": "its vision tower needs timm and pillow; gemma3n_text is its language model",
@@ -49,7 +50,12 @@ def equal_or_refused(model):
 
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - BUILT_BY_NOBODY.keys() - LARGE))
 def test_a_tree_is_scored_as_its_paths_or_the_model_is_refused_by_name(name):
-    model = random_model(tiny(MODELS[name]))
+    try:
+        model = random_model(tiny(MODELS[name]))
+    except Exception as error:
+        if hf.__version__.startswith(LISTED_FOR):
+            raise
+        pytest.skip(f"transformers {hf.__version__} builds it from another config: {error}")
     reason = equal_or_refused(model)
     if name in TAKEN:
         assert reason is None

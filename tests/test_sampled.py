@@ -233,7 +233,7 @@ def test_a_sampled_tree_without_a_calibration_is_refused_with_a_remedy(table: tu
         grow(table, "sampled", None)
 
 
-TAKES_SURE_TOKENS = ("rrs-wo", "optimal", "traversal")
+TAKES_SURE_TOKENS = ("rrs-wo", "optimal", "traversal", "auto")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,7 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.eval.config import listed, number
-from treespec.options import TRUST, at_least, option
+from treespec.options import MANY, SEEDS, TOKENS, TRUST, check_ranges, option
 
 
 @dataclass(frozen=True)
@@ -20,29 +20,41 @@ class AcceptanceConfig:
     laws: str | None = option('JSON file of given laws instead of a model: {"p": [[…], …], "q": [[…], …]}', None)
     text: str | None = option("given text: conversations (.jsonl, .json), or plain text by any other name", None)
     questions: str = option("without --text, the target's own answers: builtin, mt-bench or a JSONL file", "builtin")
-    answers_temperature: float = option("of the target's own answers", 1.0)
-    max_new_tokens: int = option("end an answer after so many tokens", 256)
-    limit: int | None = option("only the first so many questions or conversations", None)
-    max_length: int = option("cut conversations at so many tokens, and plain text into pieces of so many", 1024)
-    positions: int = option("so many positions, evenly spread; 0 is all", 200)
-    step: int = option("draft step that q is of; before it the head's own features stand for the target's", 1)
-    verifier: str | None = option("one or several, by commas: all, rrs, is-lp:s=8,alphabet=50, …", None)
-    temperature: str | None = option("one or several, by commas", None)
-    draws: str | None = option("draws at a node, one or several numbers, by commas", None)
-    draft_temperature: str | None = option(
-        "one or several, by commas: same as the target's, 1.2, or 1.2/2 for two draws of their own laws", None
+    answers_temperature: float = option("of the target's own answers", 1.0, least=0, most=100)
+    max_new_tokens: int = option("end an answer after so many tokens", 256, least=1, most=TOKENS)
+    limit: int | None = option("only the first so many questions or conversations", None, least=1, most=MANY)
+    max_length: int = option(
+        "cut conversations at so many tokens, and plain text into pieces of so many", 1024, least=3, most=TOKENS
     )
-    top_k: int | None = option("keep the k likeliest tokens of both laws; 0 is off", None)
-    top_p: float = option("keep the likeliest tokens of both laws up to this probability; 1 is off", 1.0)
-    samples: int | None = option("Monte-Carlo outputs at each position", None)
-    seed: int = option("of answers and of samples", 0)
+    positions: int = option("so many positions, evenly spread; 0 is all", 200, least=0, most=MANY)
+    step: int = option(
+        "draft step that q is of; before it the head's own features stand for the target's", 1, least=1, most=64
+    )
+    verifier: str | None = option("one or several, by commas: all, rrs, is-lp:s=8,alphabet=50, …", None)
+    temperature: str | None = option("one or several, by commas", None, least=0, most=100)
+    draws: str | None = option(
+        "draws at a node, one or several numbers, by commas", None, least=1, most=4096, whole=True
+    )
+    draft_temperature: str | None = option(
+        "one or several, by commas: same as the target's, 1.2, or 1.2/2 for two draws of their own laws",
+        None,
+        least=0,
+        most=100,
+        words=("same",),
+    )
+    top_k: int | None = option("keep the k likeliest tokens of both laws; 0 is off", None, least=0, most=TOKENS * 10)
+    top_p: float = option(
+        "keep the likeliest tokens of both laws up to this probability; 1 is off", 1.0, above=0, most=1
+    )
+    samples: int | None = option("Monte-Carlo outputs at each position", None, least=2, most=MANY)
+    seed: int = option("of answers and of samples", 0, least=0, most=SEEDS)
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
     trust_remote_code: bool = option(TRUST, False)
 
     def __post_init__(self) -> None:
-        at_least(self, max_new_tokens=1, limit=1, max_length=3, positions=0, step=1, samples=2)
+        check_ranges(self)
         if self.preset is not None and self.preset not in PRESETS:
             raise InputError(f"--preset {self.preset}: there are {', '.join(PRESETS)}")
         if not self.given_laws and not (self.target and self.head):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from treespec.errors import InputError
 from treespec.eval.config import listed
-from treespec.options import DRAFTER, TRUST, at_least, one_source, option
+from treespec.options import DRAFTER, MANY, SEEDS, TOKENS, TRUST, check_ranges, one_source, option
 
 CONTEXTS = (128, 1024, 4096)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # of the trees whose forward is timed
@@ -19,17 +19,25 @@ class BenchConfig:
     head: str | None = option("draft head: a directory or a hub id", None)
     drafter: str | None = option(DRAFTER, None)
     questions: str = option("builtin, mt-bench or a JSONL file in FastChat's format", "builtin")
-    limit: int | None = option("only the first so many questions", None)
-    turns: int = option("only the first so many turns of a question", 1)
+    limit: int | None = option("only the first so many questions", None, least=1, most=MANY)
+    turns: int = option("only the first so many turns of a question", 1, least=1, most=MANY)
     verifier: str = option("one or several, by commas, as in eval; rrs-wo@2x4 names its tree", "auto")
-    temperature: str = option("one or several, by commas; 0 is greedy", "0,1")
-    max_new_tokens: int = option("end an answer after so many tokens", 64)
+    temperature: str = option("one or several, by commas; 0 is greedy", "0,1", least=0, most=100)
+    max_new_tokens: int = option("end an answer after so many tokens", 64, least=1, most=TOKENS)
     contexts: str | None = option(
-        "context lengths of the timed forwards, by commas; default: those of 128, 1024, 4096 that fit", None
+        "context lengths of the timed forwards, by commas; default: those of 128, 1024, 4096 that fit",
+        None,
+        least=1,
+        most=TOKENS,
+        whole=True,
     )
-    rounds: int = option("times that each forward is timed", 20)
+    rounds: int = option("times that each forward is timed", 20, least=2, most=10**6)
     batches: str | None = option(
-        "texts answered together, one or several numbers, by commas, for tokens/s by each; default: not measured", None
+        "texts answered together, one or several numbers, by commas, for tokens/s by each; default: not measured",
+        None,
+        least=1,
+        most=4096,
+        whole=True,
     )
     assistant: str | None = option(
         "a smaller model with the same tokenizer, for transformers' assisted generation", None
@@ -41,8 +49,13 @@ class BenchConfig:
         "layers to add that compute and change nothing, one or several numbers, by commas: the whole benchmark runs "
         "for each",
         "0",
+        least=0,
+        most=4096,
+        whole=True,
     )
-    seed: int = option("each answer's seed follows from it, the question, the turn and what answers", 0)
+    seed: int = option(
+        "each answer's seed follows from it, the question, the turn and what answers", 0, least=0, most=SEEDS
+    )
     allow_lossy: bool = option("let verifiers change the law of the text", False)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
@@ -51,7 +64,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         one_source(self)
-        at_least(self, limit=1, turns=1, max_new_tokens=1, rounds=2, seed=0)
+        check_ranges(self)
 
 
 def whole_numbers(name: str, values: str, least: int) -> list[int]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from treespec.errors import InputError
-from treespec.options import DRAFTER, TRUST, at_least, one_source, option
+from treespec.options import DRAFTER, MANY, SEEDS, TOKENS, TRUST, check_ranges, one_source, option
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,14 @@ class CertifyConfig:
     out: str = option("JSON file for the report", "certificate.json")
     verifier: str = option("as in eval; see treespec eval --help", "topk")
     tree: str | None = option("as in eval; default: the verifier's own", None)
-    temperature: float = option("of the tests of the law; above 0", 1.0)
+    temperature: float = option("of the tests of the law; above 0", 1.0, above=0, most=100)
     questions: str = option("prompts: builtin, mt-bench or a JSONL file", "builtin")
-    limit: int = option("only the first so many questions", 8)
-    greedy_tokens: int = option("length of each greedy answer", 64)
-    tokens: int = option("so many sampled tokens a side", 2000)
-    length: int = option("tokens of a sampled continuation", 8)
-    error: float = option("chance of failing a verifier that is exact, all tests together", 1e-3)
-    seed: int = option("of all samples", 0)
+    limit: int = option("only the first so many questions", 8, least=1, most=MANY)
+    greedy_tokens: int = option("length of each greedy answer", 64, least=1, most=TOKENS)
+    tokens: int = option("so many sampled tokens a side", 2000, least=1, most=MANY)
+    length: int = option("tokens of a sampled continuation", 8, least=1, most=TOKENS)
+    error: float = option("chance of failing a verifier that is exact, all tests together", 1e-3, above=0, below=1)
+    seed: int = option("of all samples", 0, least=0, most=SEEDS)
     drafter: str | None = option(DRAFTER, None)
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     allow_lossy: bool = option("let verifiers change the law of the text", False)
@@ -34,10 +34,8 @@ class CertifyConfig:
 
     def __post_init__(self) -> None:
         one_source(self)
-        at_least(self, limit=1, greedy_tokens=1, tokens=1, length=1, seed=0)
         if self.temperature <= 0:
             raise InputError(
                 f"--temperature is {self.temperature:g}: greedy answers are tested anyway, give one above 0"
             )
-        if not 0 < self.error < 1:
-            raise InputError(f"--error is {self.error:g}, must lie in (0, 1), such as 0.001")
+        check_ranges(self)

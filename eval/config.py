@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from treespec.errors import InputError
-from treespec.options import DRAFTER, TRUST, at_least, one_source, option
+from treespec.options import DRAFTER, MANY, SEEDS, TOKENS, TRUST, check_ranges, one_source, option
 
 if TYPE_CHECKING:
     from treespec.eval.pairs import Pair
@@ -32,17 +32,19 @@ class EvalConfig:
         None,
     )
     allow_lossy: bool = option("let verifiers change the law of the text", False)
-    temperature: str = option("one or several, by commas; 0 is greedy", "0")
-    top_k: int = option("keep the k likeliest tokens; 0 is off", 0)
-    top_p: float = option("keep the likeliest tokens up to this probability; 1 is off", 1.0)
-    max_new_tokens: int = option("end an answer after so many tokens", 1024)
-    limit: int | None = option("only the first so many questions", None)
-    turns: int | None = option("only the first so many turns of a question", None)
-    batch: int = option("answer so many questions together, in one target forward for all", 1)
+    temperature: str = option("one or several, by commas; 0 is greedy", "0", least=0, most=100)
+    top_k: int = option("keep the k likeliest tokens; 0 is off", 0, least=0, most=TOKENS * 10)
+    top_p: float = option("keep the likeliest tokens up to this probability; 1 is off", 1.0, above=0, most=1)
+    max_new_tokens: int = option("end an answer after so many tokens", 1024, least=1, most=TOKENS)
+    limit: int | None = option("only the first so many questions", None, least=1, most=MANY)
+    turns: int | None = option("only the first so many turns of a question", None, least=1, most=MANY)
+    batch: int = option("answer so many questions together, in one target forward for all", 1, least=1, most=4096)
     baseline: bool = option("also decode one token at a time, for the speedups", True)
-    warm_up: int = option("short generations before anything is timed, each configuration", 2)
-    resamples: int = option("of the bootstrap behind the 95 % intervals", 1000)
-    seed: int = option("each answer's seed follows from it, the question, the turn and the configuration", 0)
+    warm_up: int = option("short generations before anything is timed, each configuration", 2, least=0, most=10**6)
+    resamples: int = option("of the bootstrap behind the 95 % intervals", 1000, least=1, most=10**6)
+    seed: int = option(
+        "each answer's seed follows from it, the question, the turn and the configuration", 0, least=0, most=SEEDS
+    )
     template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
     dtype: str = option("auto, float32, bfloat16 or float16", "auto")
@@ -51,7 +53,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         one_source(self)
-        at_least(self, max_new_tokens=1, limit=1, turns=1, batch=1, resamples=1, warm_up=0, seed=0)
+        check_ranges(self)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
 
+from treespec.printable import one_line
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -226,6 +228,5 @@ def _item(text: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Names of files and categories may hold anything, such as codes that move a cursor."""
-    spaced = (" " if c.isspace() else c for c in text)
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in spaced)
+    """In one line: names of files and categories may hold anything, such as codes that move a cursor."""
+    return one_line("".join(" " if c.isspace() else c for c in text))

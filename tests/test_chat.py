@@ -10,13 +10,14 @@ from chatting import answer, chat_config, save_models
 from models import tokenizer
 
 from treespec import cli
-from treespec.cli.chat import CONTROL, stripped
+from treespec.cli.chat import stripped
 from treespec.cli.commands import in_words, run
 from treespec.cli.config import load_spec
 from treespec.cli.conversation import Conversation
 from treespec.conversations import read_conversations
 from treespec.decode import Piece
 from treespec.errors import InputError
+from treespec.printable import CONTROL
 from treespec.trees.static import TreeError
 
 
@@ -58,7 +59,7 @@ def test_what_cannot_be_used_is_one_line_before_the_prompt(folder, tmp_path, mon
     target = str(folder / "target")
     assert "cannot load the target" in fails(monkeypatch, capsys, "--target", str(tmp_path / "nowhere"))
     assert "temperature" in fails(monkeypatch, capsys, "--target", target, "--temperature", "-1")
-    assert "max_new_tokens" in fails(monkeypatch, capsys, "--target", target, "--max-new-tokens", "0")
+    assert "max-new-tokens" in fails(monkeypatch, capsys, "--target", target, "--max-new-tokens", "0")
     untemplated = tmp_path / "untemplated"
     hf.AutoModelForCausalLM.from_pretrained(target).save_pretrained(untemplated)
     words = tokenizer()

@@ -9,10 +9,11 @@ import sys
 import pytest
 from chatting import ANSWERED, CONTEXT, PROMPT, Terminal, answer, chat_config, save_models
 
-from treespec.cli.chat import CONTROL, stripped
+from treespec.cli.chat import stripped
 from treespec.cli.commands import COMMANDS, run
 from treespec.cli.config import load_spec
 from treespec.cli.conversation import Conversation
+from treespec.printable import CONTROL
 
 COMMAND = [sys.executable, "-c", "from treespec.cli import main; main()", "chat"]
 TAU = r" \(tokens per target forward\)"

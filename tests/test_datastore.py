@@ -242,5 +242,5 @@ def test_the_command_line_builds_a_datastore_and_drafts_from_it(tmp_path, monkey
 
 
 def test_a_suffix_longer_than_the_order_is_refused():
-    with pytest.raises(InputError, match=f"longest is 30, datastores are sorted by {ORDER} tokens"):
+    with pytest.raises(InputError, match=f"longest is 30, must be a whole number from 1 to {ORDER}"):
         RestOptions(shortest=20, longest=30)

@@ -271,13 +271,17 @@ def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, monkeypatc
         return ended.value.code
 
     out = str(tmp_path / "my out")
-    assert run("--head", head, "--to", "vllm", out) == 0
+    assert run("--head", head, "--to", "vllm", "--out", out) == 0
     printed = capsys.readouterr().out
     assert "holds the eagle3 head. Read back it gives the same 512 logits: difference 0." in printed
     assert "draft_vocab.json has no place in the format: the engine drafts all tokens of the head" in printed
     assert f"vllm serve {tmp_path / 'target'} --speculative-config" in printed
     assert run("--head", head, "--to", "vllm", out) == 2
     assert capsys.readouterr().err == f"treespec: {out} exists already: name a new folder\n"
+    assert run("--head", head, "--to", "vllm") == 2
+    assert capsys.readouterr().err == "treespec: give --out FOLDER\n"
+    assert run("--head", head, "--to", "vlm", "--out", out) == 2
+    assert "'vlm', must be one of sglang, vllm, speculators, eagle (did you mean vllm?)" in capsys.readouterr().err
     spec = Spec(target, source_of(f"eagle3:{out}", target), "chain:3")
     wanted = spec.baseline().generate([5, 9, 33], max_new_tokens=12).token_ids
     assert spec.generate([5, 9, 33], max_new_tokens=12).token_ids == wanted

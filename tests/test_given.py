@@ -194,11 +194,11 @@ class TestWhatDoesNotGoTogether:
     @pytest.mark.parametrize(
         ("drafter", "complaint"),
         [
-            ("lookup:tokens=0", "--drafter lookup:tokens=0: tokens is 0, must be at least 1"),
+            ("lookup:tokens=0", "--drafter lookup:tokens=0: tokens is 0, must be a whole number from 1 to 4,095"),
             ("lookup:words=3", "'words=3' is not understood; its options are tokens=10, ngram=3, matches=1"),
-            ("lookahead:ngram=1", "ngram is 1, must be at least 2"),
+            ("lookahead:ngram=1", "ngram is 1, must be a whole number from 2 to 64"),
             ("jacobi:window", "'window' is not understood; its options are window=15"),
-            ("lookout", "unknown drafter 'lookout': choose head, "),
+            ("lookout", "unknown drafter 'lookout' (did you mean lookup?): choose head, "),
             ("rest:nowhere", "no datastore at nowhere"),
         ],
     )

@@ -165,7 +165,7 @@ def test_a_deterministic_draw_takes_scores_and_lists_the_best_first() -> None:
         ("single:s=3", "it has no options"),
         ("is-lp:s=many", "s must be a whole number"),
         ("is-lp:s=", "s must be a whole number"),
-        ("is-lp:s=0", "at least 1"),
+        ("is-lp:s=0", "s is 0, must be a whole number from 1 to 256"),
         ("rrs:draft-temperatures=1/warm", "draft-temperatures must be numbers, such as 0.8/1.2"),
         ("rrs:draft-temperatures=1/0", "all must be positive"),
         ("is-lp:draft-temperatures=-1", "all must be positive"),

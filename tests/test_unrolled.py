@@ -194,7 +194,7 @@ def test_a_kind_of_head_has_its_published_recipe_where_nothing_is_said():
     with pytest.raises(InputError, match=r"--head is 'eagle9', must be one of eagle, eagle3"):
         replace(made["eagle"], head="eagle9")
     for name in ("unrolled_steps", "batch_size", "accumulate", "checkpoint_every", "draft_steps"):
-        with pytest.raises(InputError, match=f"--{name.replace('_', '-')} is 0, must be at least 1"):
+        with pytest.raises(InputError, match=f"--{name.replace('_', '-')} is 0, must be a whole number from 1"):
             replace(made["eagle3"], **{name: 0})
 
 

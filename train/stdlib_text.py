@@ -17,6 +17,7 @@ from textwrap import dedent
 from typing import TypedDict
 
 from treespec.errors import InputError
+from treespec.options import MANY, check_ranges, option
 from treespec.train.kept import kept, making
 
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "__pycache__"}
@@ -35,9 +36,12 @@ class TextConfig:
     """Answers below `shortest` or above `longest` characters are left out; one in `held_out` conversations
     is held out."""
 
-    shortest: int = 40
-    longest: int = 1200
-    held_out: int = 25
+    shortest: int = option("characters of an answer, at least", 40, least=0, most=MANY)
+    longest: int = option("characters of an answer, at most", 1200, least=1, most=MANY)
+    held_out: int = option("one conversation in so many is held out", 25, least=1, most=MANY)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, flag="")
 
 
 def library_files() -> list[Path]:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from treespec.errors import InputError
+from treespec.options import MANY, SEEDS, TOKENS, check_ranges, option
 from treespec.train.kept import kept, making
 from treespec.train.stdlib_text import TRAIN, read_messages
 
@@ -37,30 +38,32 @@ CHAT_TEMPLATE = (
 class TinyTargetConfig:
     """Deep and narrow: a forward over 24 nodes costs little more than over one, and twelve times a head's layer.
 
-    seconds: of training, text and tokenizer not counted. batch: windows of `length` tokens a step. For the last
-    `long_share` of the time as many tokens come in windows of `long_length`, so that the model holds a
-    dialogue. warmup: share of the time until the learning rate is full; then it falls along a cosine.
+    For the last `long_share` of the time as many tokens come in windows of `long_length`, so that the model holds a
+    dialogue. Raises InputError for a number out of its range.
     """
 
-    layers: int = 12
-    hidden: int = 192
-    heads: int = 3
-    kv_heads: int = 1
-    intermediate: int = 512
-    vocab: int = 4096
-    context: int = 2048
-    seconds: float = 200.0
-    batch: int = 8
-    length: int = 256
-    long_length: int = 1024
-    long_share: float = 0.15
-    learning_rate: float = 3e-3
-    warmup: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
-    seed: int = 0
+    layers: int = option("decoder layers", 12, least=1, most=1024)
+    hidden: int = option("width of the hidden states", 192, least=1, most=65536)
+    heads: int = option("attention heads", 3, least=1, most=1024)
+    kv_heads: int = option("key-value heads", 1, least=1, most=1024)
+    intermediate: int = option("width of an MLP", 512, least=1, most=TOKENS)
+    vocab: int = option("tokens of the vocabulary, at most", 4096, least=1, most=TOKENS)
+    context: int = option("tokens that it holds", 2048, least=1, most=TOKENS)
+    seconds: float = option("of training, text and tokenizer not counted", 200.0, above=0, most=MANY)
+    batch: int = option("windows of `length` tokens a step", 8, least=1, most=65536)
+    length: int = option("tokens of a window", 256, least=1, most=TOKENS)
+    long_length: int = option("tokens of a window at the end", 1024, least=1, most=TOKENS)
+    long_share: float = option("share of the time for long windows", 0.15, least=0, most=1)
+    learning_rate: float = option("peak of AdamW's learning rate", 3e-3, least=0, most=10)
+    warmup: float = option("share of the time until the peak; a cosine follows", 0.1, least=0, most=1)
+    beta1: float = option("AdamW", 0.9, least=0, below=1)
+    beta2: float = option("AdamW", 0.95, least=0, below=1)
+    weight_decay: float = option("AdamW", 0.1, least=0, most=100)
+    max_grad_norm: float = option("largest norm of the gradient", 1.0, above=0, most=MANY)
+    seed: int = option("of the weights and the order", 0, least=0, most=SEEDS)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, flag="")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treespec.trees.ranges import CHILDREN, DEPTH, NODES, outside
 from treespec.trees.static import TreeError
 
 
@@ -27,9 +28,8 @@ class AutoTree:
     topk: int = 10
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 2), ("depth", 1), ("topk", 1)):
-            if getattr(self, name) < least:
-                raise TreeError(f"auto tree: {name} is {getattr(self, name)}, must be at least {least}")
+        if wrong := outside(self, nodes=NODES, depth=DEPTH, topk=CHILDREN):
+            raise TreeError(f"auto tree: {wrong}")
 
     @property
     def max_depth(self) -> int:

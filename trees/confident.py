@@ -10,6 +10,7 @@ each verification γ follows how many of the drafted tokens were accepted:
 
 from dataclasses import dataclass
 
+from treespec.trees.ranges import DEPTH, Range, outside
 from treespec.trees.static import TreeError
 
 
@@ -28,11 +29,10 @@ class ConfidentChain:
     memory: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise TreeError(f"confident chain: depth is {self.depth}, must be at least 1")
-        for name in ("threshold", "goal", "step", "rate_memory", "memory"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise TreeError(f"confident chain: {name} is {getattr(self, name):g}, must lie in [0, 1]")
+        share = Range(least=0, most=1)
+        wrong = outside(self, depth=DEPTH, threshold=share, goal=share, step=share, rate_memory=share, memory=share)
+        if wrong:
+            raise TreeError(f"confident chain: {wrong}")
 
     @property
     def max_depth(self) -> int:

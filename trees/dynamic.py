@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treespec.trees.ranges import CHILDREN, DEPTH, NODES, outside
 from treespec.trees.static import TreeError
 
 
@@ -21,11 +22,8 @@ class DynamicTree:
     nodes: int = 60
 
     def __post_init__(self) -> None:
-        for name in ("depth", "topk"):
-            if getattr(self, name) < 1:
-                raise TreeError(f"dynamic tree: {name} is {getattr(self, name)}, must be at least 1")
-        if self.nodes < 2:
-            raise TreeError(f"dynamic tree: nodes is {self.nodes}, must be at least 2 (the root counts)")
+        if wrong := outside(self, nodes=NODES, depth=DEPTH, topk=CHILDREN):
+            raise TreeError(f"dynamic tree: {wrong}")
 
     @property
     def max_depth(self) -> int:

@@ -1,5 +1,6 @@
 """Tree policies by name."""
 
+import difflib
 import re
 from dataclasses import fields
 from typing import Any
@@ -17,6 +18,9 @@ FORMS = (
     "auto, eagle, medusa, chain:5, balanced:2x4, dynamic, dynamic:depth=6,topk=10,nodes=60, sampled, "
     "sampled:nodes=26,depth=6, confident, confident:depth=8,threshold=0.8, or a JSON file of paths"
 )
+
+
+NAMES = ("auto", "eagle", "medusa", "chain", "balanced", "dynamic", "sampled", "confident")
 
 
 def policy(spec: str) -> Policy:
@@ -40,13 +44,20 @@ def policy(spec: str) -> Policy:
         return AutoTree(**_options(spec, rest, AutoTree))
     if spec.endswith(".json"):
         return from_file(spec)
-    raise TreeError(f"unknown tree {spec!r}: choose {FORMS}")
+    close = difflib.get_close_matches(name, NAMES, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise TreeError(f"unknown tree {spec!r}{hint}: choose {FORMS}")
 
 
 def _options(spec: str, rest: str, kind: type) -> dict[str, Any]:
-    known = {field.name: field.type for field in fields(kind)}
-    pairs = dict(re.findall(r"(\w+)=(\d+|\d*\.\d+)(?:,|$)", rest))
-    bad = [name for name, value in pairs.items() if name not in known or (known[name] is int and "." in value)]
-    if bad or rest != ",".join(f"{name}={value}" for name, value in pairs.items()):
-        raise TreeError(f"tree {spec!r} is not understood: choose {FORMS}")
-    return {name: int(value) if known[name] is int else float(value) for name, value in pairs.items()}
+    known = {field.name: field for field in fields(kind)}
+    values: dict[str, Any] = {}
+    for part in rest.split(",") if rest else ():
+        name, _, text = part.partition("=")
+        read = int if name in known and known[name].type is int else float
+        try:
+            values[known[name].name] = read(text)
+        except (KeyError, ValueError):
+            choice = ", ".join(f"{option.name}={option.default}" for option in known.values())
+            raise TreeError(f"tree {spec!r}: {part!r} is not understood; its options are {choice}") from None
+    return values

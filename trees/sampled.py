@@ -15,7 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treespec.trees.ranges import DEPTH, NODES, Range, outside
 from treespec.trees.static import TreeError
+
+LEAST_PRICE = 1e-4  # of a node, in tokens: below it a tree takes more nodes than any pays for
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,8 @@ class SampledTree:
     price: float | None = None
 
     def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise TreeError(f"sampled tree: depth is {self.depth}, must be at least 1")
-        if self.nodes < 2:
-            raise TreeError(f"sampled tree: nodes is {self.nodes}, must be at least 2 (the root counts)")
-        if self.price is not None and self.price <= 0:
-            raise TreeError(f"sampled tree: price is {self.price:g}, must be above 0, such as 0.05")
+        if wrong := outside(self, nodes=NODES, depth=DEPTH, price=Range(least=LEAST_PRICE, most=1.0)):
+            raise TreeError(f"sampled tree: {wrong}")
 
     @property
     def max_depth(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from treespec.trees.mask import ancestor_mask
+from treespec.trees.ranges import DEPTH, NODES
 
 # EAGLE-1's default tree (Li et al. 2024, figure 7 and released configuration): levels of 4, 8, 8, 3, 2 nodes.
 EAGLE_CHILDREN = {
@@ -63,6 +64,11 @@ class StaticTree:
                 raise TreeError(f"tree path {list(path)} has no parent {list(path[:-1])}: add it to the list")
         if len(paths) == 1:
             raise TreeError("the tree has no node besides the root: give at least one path, such as [0]")
+        if len(paths) not in NODES or len(paths[-1]) not in DEPTH:
+            raise TreeError(
+                f"the tree has {len(paths)} nodes and is {len(paths[-1])} deep, must have {NODES.bounds} nodes (the "
+                f"root counts) and be {DEPTH.bounds} deep"
+            )
         object.__setattr__(self, "paths", tuple(paths))
 
     @property
@@ -137,15 +143,21 @@ def layout(tree: StaticTree, device: torch.device) -> Layout:
 
 def chain(depth: int) -> StaticTree:
     """One draw after another, `depth` deep."""
+    if depth not in DEPTH:
+        raise TreeError(f"a chain of {depth}: its depth must be {DEPTH}")
     return balanced(1, depth)
 
 
 def balanced(children: int, depth: int) -> StaticTree:
     """Every node above `depth` has `children` children."""
-    if children < 1 or depth < 1:
-        raise TreeError(f"a balanced tree of {children}x{depth}: children and depth must be at least 1")
-    if sum(children**d for d in range(depth + 1)) > 4096:
-        raise TreeError(f"a balanced tree of {children}x{depth} has over 4096 nodes: take fewer or less depth")
+    if not (children in NODES or children == 1) or depth not in DEPTH:
+        raise TreeError(
+            f"a balanced tree of {children}x{depth}: children must be from 1 to {NODES.most}, depth {DEPTH.bounds}"
+        )
+    if sum(children**d for d in range(depth + 1)) not in NODES:
+        raise TreeError(
+            f"a balanced tree of {children}x{depth} has over {NODES.most:,} nodes: take fewer or less depth"
+        )
     return StaticTree(tuple(p for d in range(1, depth + 1) for p in product(range(children), repeat=d)))
 
 

@@ -3,8 +3,10 @@
 Only names and options are imported here; torch and transformers load inside the command that runs.
 """
 
+import importlib.metadata
 import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -14,6 +16,7 @@ from treespec.cli.calibrate import calibrate
 from treespec.cli.certify import certify
 from treespec.cli.chat import chat
 from treespec.cli.datastore import app as datastore
+from treespec.cli.entry import TRACEBACK, run
 from treespec.cli.evaluate import evaluate
 from treespec.cli.export import export
 from treespec.cli.generate import generate
@@ -26,7 +29,7 @@ app = typer.Typer(
     name="treespec",
     help="Lossless tree drafting: train a draft head, chat with it, measure it.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 app.command()(train)
@@ -44,14 +47,25 @@ app.command()(quickstart)
 app.add_typer(datastore, name="datastore")
 
 
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"treespec {importlib.metadata.version('treespec')}")
+        raise typer.Exit
+
+
+@app.callback()
+def treespec(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=show_version)
+    ] = False,
+    traceback: Annotated[bool, typer.Option(TRACEBACK, help="Show where an error that is a bug comes from.")] = False,
+) -> None:
+    """The options that every command has."""
+
+
 def main() -> None:
-    """Errors meant for people are printed in one line with exit code 2; anything else is a bug and shows."""
+    """Errors meant for people are one line with exit code 2; whatever else happens is one line too (`entry.run`)."""
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of the libraries
-    try:
-        app()
-    except Exception as error:
-        if getattr(error, "exit_code", None) != 2:
-            raise
-        print(f"treespec: {error}", file=sys.stderr)
-        sys.exit(2)
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):  # progress bars of the libraries
+            os.environ.setdefault(name, "1")
+    sys.exit(run(app, sys.argv[1:]))

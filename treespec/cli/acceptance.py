@@ -1,12 +1,19 @@
 """`treespec acceptance`: what verifiers accept of a head's drafts, beside what any could."""
 
+from treespec.cli.early import check_folder, check_readable, check_sources
 from treespec.cli.options import takes
+from treespec.cli.terminal import notice
 from treespec.eval.acceptance_config import AcceptanceConfig
 
 
 @takes(AcceptanceConfig)
 def acceptance(config: AcceptanceConfig) -> None:
     """Measure acceptance rates and their optima, on a head's laws or on given ones."""
+    check_folder(config.out)
+    check_readable(text=config.text, laws=config.laws)
+    if config.target and not config.given_laws:
+        check_sources(config.target, config.head)
+    notice(f"loading {config.target or config.laws or config.preset} …")
     from pathlib import Path
 
     from treespec.cli.progress import remark, show_result, with_progress

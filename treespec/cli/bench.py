@@ -1,12 +1,17 @@
 """`treespec bench`: where the time goes, beside the bound of the speedup and transformers' own generation."""
 
+from treespec.cli.early import check_folder, check_sources
 from treespec.cli.options import takes
+from treespec.cli.terminal import notice
 from treespec.eval.bench_config import BenchConfig
 
 
 @takes(BenchConfig)
 def bench(config: BenchConfig) -> None:
     """Measure forwards, cycles and peers in one run, also on a target made costlier by layers that change nothing."""
+    check_folder(config.out)
+    check_sources(config.target, config.head, (config.drafter,) if config.drafter else ())
+    notice(f"loading {config.target} …")
     from pathlib import Path
 
     from treespec.cli.progress import remark, show_result, with_progress

@@ -1,12 +1,17 @@
 """`treespec calibrate`: what a head's laws promise, for sampled trees."""
 
+from treespec.cli.early import check_readable, check_sources
 from treespec.cli.options import takes
+from treespec.cli.terminal import notice
 from treespec.eval.calibrate_config import CalibrateConfig
 
 
 @takes(CalibrateConfig)
 def calibrate(config: CalibrateConfig) -> None:
     """Fit the chances that --tree sampled goes by. Training does it too, on held-out conversations."""
+    check_readable(text=config.text)
+    check_sources(config.target, config.head)
+    notice(f"loading {config.target} …")
     from treespec.cli.progress import with_progress
     from treespec.eval.calibrate import calibrate_head
 

@@ -2,19 +2,25 @@
 
 import typer
 
+from treespec.cli.early import check_file, check_sources
 from treespec.cli.options import takes
+from treespec.cli.terminal import end_notice, notice
 from treespec.eval.certify_config import CertifyConfig
 
 
 @takes(CertifyConfig)
 def certify(config: CertifyConfig) -> None:
     """Test a target, head, verifier and tree for exactness, with each test's error and power. Exit code 0 or 1."""
+    check_file(config.out)
+    check_sources(config.target, config.head, (config.drafter,) if config.drafter else ())
+    notice(f"loading {config.target} …")
     from pathlib import Path
 
     from treespec.cli.progress import with_progress
     from treespec.eval.certify import certify as run
     from treespec.eval.certify import promised
 
+    end_notice()
     can = promised(config)
     print(
         f"Greedy answers must be the same tokens. Of {config.tokens} sampled tokens each of three tests fails an exact "

@@ -11,20 +11,15 @@ from threading import Event
 from typing import TYPE_CHECKING, final
 
 from treespec.cli.chat_config import ChatConfig
-from treespec.cli.config import load_spec
+from treespec.cli.config import begin, load_spec
 from treespec.cli.options import takes
+from treespec.printable import CONTROL
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
     from treespec.cli.conversation import Conversation
     from treespec.decode import Piece
-
-# What would move the cursor or change the terminal is shown as a symbol.
-CONTROL = {code: chr(0x2400 + code) for code in range(32)} | dict.fromkeys(
-    range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}"
-)
-CONTROL |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 
 
 @takes(ChatConfig)
@@ -33,6 +28,7 @@ def chat(config: ChatConfig) -> None:
 
     Through a pipe: one message a line; answers on standard output, figures on standard error.
     """
+    begin(config)
     from treespec.cli.commands import Question, in_words, run
     from treespec.cli.conversation import Conversation
 

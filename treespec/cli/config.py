@@ -4,7 +4,9 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from treespec.options import DRAFTER, TRUST, option
+from treespec.cli.early import check_names, check_sources
+from treespec.cli.terminal import end_notice, notice
+from treespec.options import DRAFTER, SEEDS, TOKENS, TRUST, check_ranges, option
 
 if TYPE_CHECKING:
     from treespec.spec import Spec
@@ -35,12 +37,21 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class AnswerConfig(ModelConfig):
-    temperature: float = option("0 is greedy", 0.0)
-    top_k: int = option("keep the k likeliest tokens; 0 is off", 0)
-    top_p: float = option("keep the likeliest tokens up to this probability; 1 is off", 1.0)
-    min_p: float = option("keep tokens above this share of the likeliest one's probability; 0 is off", 0.0)
-    max_new_tokens: int = option("end an answer after so many tokens", 512)
-    seed: int | None = option("same seed and messages, same answers; default: new ones each time", None)
+    """Raises InputError for a number out of its range."""
+
+    temperature: float = option("0 is greedy", 0.0, least=0, most=100)
+    top_k: int = option("keep the k likeliest tokens; 0 is off", 0, least=0, most=TOKENS * 10)
+    top_p: float = option("keep the likeliest tokens up to this probability; 1 is off", 1.0, above=0, most=1)
+    min_p: float = option(
+        "keep tokens above this share of the likeliest one's probability; 0 is off", 0.0, least=0, most=1
+    )
+    max_new_tokens: int = option("end an answer after so many tokens", 512, least=1, most=TOKENS)
+    seed: int | None = option(
+        "same seed and messages, same answers; default: new ones each time", None, least=0, most=SEEDS
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     def sampling(self, turn: int = 0) -> dict[str, Any]:
         """The options of `Spec.stream`. turn: answers of one conversation have seeds of their own."""
@@ -54,10 +65,23 @@ class AnswerConfig(ModelConfig):
         }
 
 
+def begin(config: ModelConfig) -> None:
+    """Say at once what is loaded, and check what needs no weights and no transformers, which takes seconds to import.
+
+    Raises InputError and TreeError.
+    """
+    notice(f"loading {config.target} …")
+    check_sources(config.target, config.head, (config.drafter,) if config.drafter else ())
+    check_names(config.tree, config.verifier, config.allow_lossy)
+
+
 def load_spec(config: ModelConfig) -> "Spec":
+    """What answers."""
+    begin(config)
     from treespec.spec import load
 
     if config.compile:
+        end_notice()
         print("compiling, which may take a minute …", file=sys.stderr)
     spec = load(
         config.target,
@@ -74,4 +98,5 @@ def load_spec(config: ModelConfig) -> "Spec":
     )
     if config.compile:
         spec.warm_up()
+    end_notice()
     return spec

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import typer
 
+from treespec.cli.early import check_folder, check_readable, check_sources
 from treespec.cli.options import takes
+from treespec.cli.terminal import end_notice, notice
 from treespec.errors import InputError
 from treespec.options import TRUST, option
 
@@ -29,6 +31,10 @@ def datastore() -> None:
 @takes(DatastoreConfig)
 def build(config: DatastoreConfig) -> None:
     """Encode text and sort its suffixes: about a second a million tokens, beside the encoding."""
+    check_folder(config.out)
+    check_readable(data=config.data)
+    check_sources(config.target)
+    notice(f"loading {config.target} …")
     import time
 
     from treespec import datastore
@@ -37,6 +43,7 @@ def build(config: DatastoreConfig) -> None:
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
     if tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer to read --data with")
+    end_notice()
     started = time.perf_counter()
     texts = datastore.encoded(config.data, tokenizer, config.template, print)
     tokens = datastore.build(texts, tokenizer, config.out)

@@ -1,6 +1,8 @@
 """`treespec eval`: MT-Bench style evaluation of acceptance length and speedup."""
 
+from treespec.cli.early import check_folder, check_sources
 from treespec.cli.options import takes
+from treespec.cli.terminal import notice
 from treespec.eval.config import EvalConfig
 
 
@@ -12,6 +14,9 @@ def evaluate(config: EvalConfig) -> None:
 
 def measure(config: EvalConfig) -> None:
     """Evaluate, then show tables and verdict."""
+    check_folder(config.out)
+    check_sources(config.target, config.head)
+    notice(f"loading {config.target} …")
     from pathlib import Path
 
     from treespec.cli.progress import remark, show_result, with_progress

@@ -5,26 +5,44 @@ from typing import Annotated
 
 import typer
 
-from treespec.options import TRUST
+from treespec.cli.early import check_folder, check_sources
+from treespec.cli.terminal import end_notice, notice
+from treespec.errors import InputError
+from treespec.options import TRUST, nearest
+
+ENGINES = ("sglang", "vllm", "speculators", "eagle")
 
 
 def export(
-    out: Annotated[Path, typer.Argument(help="folder to write, a new one")],
     head: Annotated[str, typer.Option(help="trained head: a directory or a hub id")],
     to: Annotated[str, typer.Option(help="sglang, vllm, speculators (of vLLM) or eagle (SafeAILab/EAGLE)")],
     target: Annotated[str, typer.Option(help="target model that the head is for: a directory or a hub id")],
+    out: Annotated[Path | None, typer.Option(help="folder to write, a new one")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="the same as --out, as earlier versions had it")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help=TRUST)] = False,
 ) -> None:
     """Write a head in another project's format, read it back and compare it, and say how to serve it."""
+    if (out is None) == (folder is None):
+        raise InputError("give --out FOLDER" + ("" if out is None else f" alone, and not {folder} too"))
+    place = out or folder
+    assert place
+    if to not in ENGINES:
+        raise InputError(f"--to is {to!r}, must be one of {', '.join(ENGINES)}{nearest(to, ENGINES)}")
+    check_folder(str(place))
+    check_sources(target, head)
+    notice(f"loading {head} …")
     from treespec.files import remove_leftovers
     from treespec.heads.formats.engines import Served
     from treespec.heads.formats.export import export as write
     from treespec.heads.formats.export import left_behind
     from treespec.weights import load_config
 
-    remove_leftovers(out.parent)
-    written = write(head, to, out, Served.of(target, load_config(target, trust_remote_code)))
-    print(f"{out} holds the {written.kind} head. Read back it gives the same {written.compared} logits: difference 0.")
+    remove_leftovers(place.parent)
+    written = write(head, to, place, Served.of(target, load_config(target, trust_remote_code)))
+    end_notice()
+    print(
+        f"{place} holds the {written.kind} head. Read back it gives the same {written.compared} logits: difference 0."
+    )
     if line := left_behind(head):
         print(line)
     print(f"Serve it with\n\n  {written.command}\n")

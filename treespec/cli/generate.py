@@ -6,7 +6,9 @@ from typing import Any
 
 from treespec.cli.config import AnswerConfig, load_spec
 from treespec.cli.options import takes
-from treespec.options import at_least, option
+from treespec.cli.terminal import readable, standard_input
+from treespec.options import option
+from treespec.printable import printable
 
 
 @dataclass(frozen=True)
@@ -16,31 +18,36 @@ class GenerateConfig(AnswerConfig):
         "answered together",
         None,
     )
-    batch: int | None = option("messages at a time; default: all", None)
+    stop: list[str] | None = option(  # noqa: RUF009
+        "end an answer before this text; several times for several texts", None
+    )
+    batch: int | None = option("messages at a time; default: all", None, least=1, most=4096)
     raw: bool = option("continue the prompt as text instead of answering it as a message", False)
-
-    def __post_init__(self) -> None:
-        at_least(self, batch=1)
 
 
 @takes(GenerateConfig)
 def generate(config: GenerateConfig) -> None:
-    """Answer a prompt and print it as it comes, or several prompts, an empty line between the answers."""
-    from treespec.figures import figures_of
-    from treespec.stats import Stats
+    """Answer a prompt and print it as it comes, or several prompts, an empty line between the answers.
 
-    texts = [sys.stdin.read().strip() if text == "-" else text for text in config.prompt or ["-"]]
+    On a terminal, control characters of an answer are shown as symbols; a pipe gets them as they are.
+    """
+    texts = [standard_input().strip() if text == "-" else readable(text, "--prompt") for text in config.prompt or ["-"]]
     prompts: list[Any] = [text if config.raw or not text else [{"role": "user", "content": text}] for text in texts]
-    spec, total = load_spec(config), Stats()
+    options = config.sampling() | {"stop": [readable(text, "--stop") for text in config.stop or ()]}
+    spec = load_spec(config)
+    from treespec.figures import figures_of
+    from treespec.stats import Stats  # now that torch is there
+
+    total, shown = Stats(), printable if sys.stdout.isatty() else str
     if len(prompts) == 1:
-        stream = spec.stream(prompts[0], **config.sampling())
+        stream = spec.stream(prompts[0], **options)
         for piece in stream:
-            print(piece.text, end="", flush=True)
+            print(shown(piece.text), end="", flush=True)
         print()
         total = stream.output.stats
     else:
-        outputs = spec.generate_all(prompts, batch=config.batch, **config.sampling())
-        print("\n\n".join(output.text for output in outputs))
+        outputs = spec.generate_all(prompts, batch=config.batch, **options)
+        print("\n\n".join(shown(output.text) for output in outputs))
         for output in outputs:
             total.add(output.stats)
     print(figures_of(total, explain=True), file=sys.stderr)

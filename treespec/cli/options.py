@@ -7,6 +7,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from treespec.options import range_of
+
 
 def takes(config: type) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
     """Turn `command(config)` into a typer command with one option a field, named and defaulted by the field.
@@ -21,6 +23,8 @@ def takes(config: type) -> Callable[[Callable[[Any], None]], Callable[..., None]
         hints = get_type_hints(config)
         parameters = []
         for field in fields(config):
+            allowed = range_of(field)
+            help = field.metadata.get("help", "") + (f" ({allowed.bounds})" if allowed else "")
             flag = "--" + field.name.replace("_", "-")
             flags = (f"{flag}/--no-{flag[2:]}",) if hints[field.name] is bool else (flag,)
             parameters.append(
@@ -28,7 +32,7 @@ def takes(config: type) -> Callable[[Callable[[Any], None]], Callable[..., None]
                     field.name,
                     inspect.Parameter.KEYWORD_ONLY,
                     default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                    annotation=Annotated[hints[field.name], typer.Option(*flags, help=field.metadata.get("help"))],
+                    annotation=Annotated[hints[field.name], typer.Option(*flags, help=help)],
                 )
             )
         run.__name__ = command.__name__

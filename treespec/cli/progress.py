@@ -4,6 +4,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from treespec.cli.terminal import end_notice
+from treespec.printable import one_line
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -17,11 +20,10 @@ def with_progress(work: Callable[[Callable[["Step"], None]], Result], console: "
     """What `work(report)` returns, with every step it reports shown. console: standard error's by default."""
     from rich.console import Console
 
-    from treespec.eval.report import printable
-
+    end_notice()
     console = console or Console(stderr=True)
     if not console.is_terminal:
-        return work(lambda step: remark(f"{step.done}/{step.total} {printable(step.text)}"))
+        return work(lambda step: remark(f"{step.done}/{step.total} {one_line(step.text)}"))
     return _with_bar(work, console)
 
 
@@ -32,13 +34,11 @@ def _with_bar(work: Callable[[Callable[["Step"], None]], Result], console: "Cons
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
     from rich.text import Text
 
-    from treespec.eval.report import printable
-
     bar = Progress(BarColumn(40), MofNCompleteColumn(), TimeRemainingColumn(), console=console)
     task, doing = bar.add_task("", total=None), Text()
 
     def report(step: "Step") -> None:
-        doing.plain = printable(step.text)
+        doing.plain = one_line(step.text)
         bar.update(task, completed=step.done, total=step.total)
 
     with Live(get_renderable=lambda: Group(bar, doing), console=console, transient=True):

@@ -4,8 +4,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from treespec.cli.early import check_folder
 from treespec.cli.options import takes
-from treespec.options import option
+from treespec.options import MANY, TOKENS, check_ranges, option
 
 # EAGLE-2's 60 nodes are for a GPU: two cores pay for every node of a small target.
 SMALL_TREE = "dynamic:depth=5,topk=6,nodes=24"
@@ -14,16 +15,23 @@ VERIFIERS = f"single,rrs,rrs-wo,spechub,greedy,is-lp,optimal,traversal@sampled,t
 
 @dataclass(frozen=True)
 class QuickstartConfig:
+    """Raises InputError for a number out of its range."""
+
     out: str = option("folder for the target, the head and the evaluation; finished stages are kept", "runs/quickstart")
-    target_seconds: float = option("training of the target, wall clock", 180.0)
-    head_minutes: float = option("training of the head, wall clock", 1.75)
-    max_new_tokens: int = option("end an answer of the evaluation after so many tokens", 40)
-    limit: int | None = option("only the first so many questions", None)
+    target_seconds: float = option("training of the target, wall clock", 180.0, above=0, most=MANY)
+    head_minutes: float = option("training of the head, wall clock", 1.75, above=0, most=MANY)
+    max_new_tokens: int = option("end an answer of the evaluation after so many tokens", 40, least=1, most=TOKENS)
+    limit: int | None = option("only the first so many questions", None, least=1, most=MANY)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 @takes(QuickstartConfig)
 def quickstart(config: QuickstartConfig) -> None:
     """Train a small target and a head for it, measure verifiers, and say how to chat. About ten minutes."""
+    check_folder(config.out)
+    print("1/4  Conversations from Python's standard library", flush=True)
     from treespec.files import locked
 
     with locked(config.out):
@@ -42,7 +50,6 @@ def stages(config: QuickstartConfig) -> None:
     from treespec.train.tiny_target import TinyTargetConfig, fast_dtype, train_target
 
     out = Path(config.out)
-    print("1/4  Conversations from Python's standard library")
     text = make_text(out / "text")
     print(f"2/4  A small target, {config.target_seconds:.0f} s of training")
     target = train_target(out / "target", text, TinyTargetConfig(seconds=config.target_seconds))

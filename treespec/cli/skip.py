@@ -2,13 +2,19 @@
 
 from pathlib import Path
 
+from treespec.cli.early import check_file, check_readable, check_sources
 from treespec.cli.options import takes
+from treespec.cli.terminal import notice
 from treespec.eval.skip_config import SkipConfig
 
 
 @takes(SkipConfig)
 def skip(config: SkipConfig) -> None:
     """Search for the sublayers that a target drafts fastest without, with nothing trained."""
+    check_file(config.out)
+    check_readable(text=config.text)
+    check_sources(config.target)
+    notice(f"loading {config.target} …")
     from treespec.cli.progress import with_progress
     from treespec.eval.skip_search import search_skip_set
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import typer
 
+from treespec.cli.early import check_folder, check_readable, check_sources
 from treespec.cli.options import takes
+from treespec.cli.terminal import end_notice, notice
 from treespec.train.config import TrainConfig
 
 
@@ -14,8 +16,13 @@ def train(config: TrainConfig) -> None:
 
     With several processes: accelerate launch -m treespec.train --target …
     """
+    check_folder(config.out)
+    check_readable(data=config.data)
+    check_sources(config.target)
+    notice(f"loading {config.target} …")
     from treespec.train.run import train
 
+    end_notice()
     try:
         train(config)
     except KeyboardInterrupt:

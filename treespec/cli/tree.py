@@ -1,12 +1,18 @@
 """`treespec tree`: a static tree fitted to a head."""
 
+from treespec.cli.early import check_file, check_readable, check_sources
 from treespec.cli.options import takes
+from treespec.cli.terminal import notice
 from treespec.eval.tree_config import TreeConfig
 
 
 @takes(TreeConfig)
 def tree(config: TreeConfig) -> None:
     """Measure how often a head is right, by depth and rank, and write the best tree for that: --tree FILE.json."""
+    check_file(config.out)
+    check_readable(text=config.text)
+    check_sources(config.target, config.head)
+    notice(f"loading {config.target} …")
     from treespec.cli.progress import remark, show_result, with_progress
     from treespec.eval.report import Report, Table
     from treespec.eval.tree import make_tree

@@ -10,19 +10,19 @@ import numpy as np
 import torch
 
 from treespec.draft.trie import trie
-from treespec.options import bounded
+from treespec.options import check_ranges, option
 from treespec.target import TreeOutput
 from treespec.trees.tree import TokenTree
 
 
 @dataclass(frozen=True)
 class JacobiOptions:
-    """window: guesses. Raises InputError for a number below 1."""
+    """window: guesses. Raises InputError for a number out of its range."""
 
-    window: int = 15
+    window: int = option("guesses", 15, least=1, most=4095)
 
     def __post_init__(self) -> None:
-        bounded(self, window=1)
+        check_ranges(self, flag="")
 
 
 @final

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 
 from treespec.draft.jacobi import picks
 from treespec.draft.trie import trie
-from treespec.options import bounded
+from treespec.options import check_ranges, option
 from treespec.target import TreeOutput
 from treespec.trees.tree import Rows, TokenTree
 
@@ -37,15 +37,15 @@ from treespec.trees.tree import Rows, TokenTree
 class LookaheadOptions:
     """window: W, tokens of a row. ngram: N. guesses: G, n-grams that are kept of each first token, the latest.
 
-    Raises InputError for a number that is too small.
+    Raises InputError for a number out of its range.
     """
 
-    window: int = 15
-    ngram: int = 5
-    guesses: int = 15
+    window: int = option("tokens of a row", 15, least=1, most=1024)
+    ngram: int = option("tokens of an n-gram", 5, least=2, most=64)
+    guesses: int = option("n-grams that are kept of each first token", 15, least=1, most=1024)
 
     def __post_init__(self) -> None:
-        bounded(self, window=1, ngram=2, guesses=1)
+        check_ranges(self, flag="")
 
 
 @final

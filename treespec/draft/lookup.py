@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from treespec.draft.trie import trie
-from treespec.options import bounded
+from treespec.options import check_ranges, option
 from treespec.target import TreeOutput
 from treespec.trees.tree import TokenTree
 
@@ -21,16 +21,16 @@ class Lookup:
     """tokens: of a continuation. ngram: at most so many last tokens are looked for, as many as are found.
 
     matches: continuations that are merged into a tree, the first ones: behind a late match the text soon ends.
-    Raises InputError for a number below 1.
+    Raises InputError for a number out of its range.
     """
 
-    tokens: int = 10
-    ngram: int = 3
-    matches: int = 1
+    tokens: int = option("of a continuation", 10, least=1, most=4095)
+    ngram: int = option("last tokens that are looked for, at most", 3, least=1, most=64)
+    matches: int = option("continuations that are merged into a tree", 1, least=1, most=4096)
     widest: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        bounded(self, tokens=1, ngram=1, matches=1)
+        check_ranges(self, flag="")
 
     def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
         ends = matches(text, self.ngram)[: self.matches]

@@ -9,7 +9,7 @@ import torch
 from treespec.datastore import ORDER, Datastore
 from treespec.draft.trie import trie
 from treespec.errors import InputError
-from treespec.options import bounded
+from treespec.options import TOKENS, check_ranges, option
 from treespec.target import TreeOutput
 from treespec.trees.tree import TokenTree
 
@@ -21,16 +21,16 @@ class RestOptions:
     longest, shortest: tokens of the suffix that is searched for. Raises InputError for a number out of range.
     """
 
-    nodes: int = 64
-    tokens: int = 10
-    matches: int = 5000
-    longest: int = ORDER
-    shortest: int = 2
+    nodes: int = option("of the tree, the root too", 64, least=2, most=4096)
+    tokens: int = option("of a continuation", 10, least=1, most=4095)
+    matches: int = option("continuations at most", 5000, least=1, most=TOKENS)
+    longest: int = option("tokens of the suffix that is searched for", ORDER, least=1, most=ORDER)
+    shortest: int = option("and the least of them", 2, least=1, most=ORDER)
 
     def __post_init__(self) -> None:
-        bounded(self, nodes=2, tokens=1, matches=1, longest=self.shortest, shortest=1)
-        if self.longest > ORDER:
-            raise InputError(f"longest is {self.longest}, datastores are sorted by {ORDER} tokens: take at most these")
+        check_ranges(self, flag="")
+        if self.longest < self.shortest:
+            raise InputError(f"longest is {self.longest}, must be at least shortest, {self.shortest}")
 
 
 @final

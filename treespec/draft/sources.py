@@ -18,6 +18,7 @@ from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
 from treespec.heads.eagle3 import Eagle3Head, default_taps
+from treespec.options import nearest
 from treespec.target import Target
 
 
@@ -65,7 +66,9 @@ def source_of(drafter: str, target: Target) -> Any:
     """Raises InputError for a kind that there is not, and what the kind's own loading raises."""
     kind, _, value = drafter.partition(":")
     if kind not in SOURCES:
-        raise InputError(f"unknown drafter {drafter!r}: choose {', '.join(SOURCES)}, as in eagle:DIRECTORY or lookup")
+        hint = nearest(kind, SOURCES)
+        choice = ", ".join(SOURCES)
+        raise InputError(f"unknown drafter {drafter!r}{hint}: choose {choice}, as in eagle:DIRECTORY or lookup")
     return SOURCES[kind](value, target)
 
 

@@ -24,6 +24,7 @@ from treespec.draft.branch import Branch, root_frontiers
 from treespec.draft.growth import Frontier
 from treespec.draft.snapkv import most_seen, refuse_what_shows_no_attention
 from treespec.errors import InputError
+from treespec.options import MANY
 from treespec.target import Target
 
 SINKS, WINDOW = 4, 32
@@ -191,6 +192,8 @@ def sparse_target(value: str, target: Target) -> SparseProposer:
     least = 2 * WINDOW if kind else 2 * SINKS
     if int(number) < least:
         raise InputError(f"--drafter sparse:{value}: the budget must be at least {least} tokens")
+    if int(number) > MANY:
+        raise InputError(f"--drafter sparse:{value}: the budget must be at most {MANY:,} tokens")
     if kind:
         refuse_what_shows_no_attention(target)
     return SparseProposer(target, int(number), WINDOW if kind else None)

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from treespec.errors import InputError
+from treespec.options import nearest
 from treespec.verify.greedy import Greedy
 from treespec.verify.is_lp import IsLp
 from treespec.verify.kseq import KSeq
@@ -52,7 +53,8 @@ def scheme_by_name(spec: str, allow_lossy: bool = False, beside: Iterable[str] =
     """
     name, _, rest = spec.partition(":")
     if name not in SCHEMES:
-        raise InputError(f"unknown verifier {name!r}: choose one of {', '.join([*SCHEMES, *beside])}")
+        names = [*SCHEMES, *beside]
+        raise InputError(f"unknown verifier {name!r}{nearest(name, names)}: choose one of {', '.join(names)}")
     known: Any = SCHEMES[name]
     if not (known.lossless or allow_lossy):
         raise InputError(

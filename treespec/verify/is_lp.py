@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.errors import InputError
+from treespec.trees.ranges import Range, outside
 from treespec.trees.tree import Draws
 from treespec.verify.laws import (
     check_temperatures,
@@ -181,8 +182,9 @@ class IsLp:
 
     def __post_init__(self) -> None:
         check_temperatures(self, self.draft_temperatures)
-        if self.s < 1 or (self.alphabet is not None and self.alphabet < 1):
-            raise InputError(f"is-lp: s is {self.s}, alphabet {self.alphabet}; both must be at least 1")
+        ranges = {"s": Range(least=1, most=256, whole=True), "alphabet": Range(least=1, most=10**7, whole=True)}
+        if wrong := outside(self, **ranges):
+            raise InputError(f"is-lp: {wrong}")
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         return independent(q, k, generator)

@@ -3,7 +3,6 @@
 A law is a [B, V] row of masses; where a plan uses it, it is normalised by its own sum.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -29,10 +28,10 @@ def check(scheme: Scheme, q: Tensor, width: int) -> None:
 
 def check_temperatures(scheme: Scheme, multipliers: Sequence[float]) -> None:
     """Raises InputError for draft temperatures that are none."""
-    if not all(0 < multiplier < math.inf for multiplier in multipliers):
+    if not all(0 < multiplier <= 100 for multiplier in multipliers):
         raise InputError(
             f"verifier {scheme.name}: draft-temperatures are {'/'.join(map(str, multipliers))}, multiples of the "
-            "sampling temperature; all must be positive, such as 0.8/1.2"
+            "sampling temperature; all must be positive and at most 100, such as 0.8/1.2"
         )
 
 

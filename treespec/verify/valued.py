@@ -5,7 +5,6 @@ select the draw with the largest value_k - price(x_k), if that is positive. Pric
 is scored with noise, on a grid. The law of what is selected is then known exactly, whatever the prices.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -23,6 +22,7 @@ ABOVE = 4  # levels beyond, where the noise ends
 FINE, OCTAVE, LOWEST = 512, 32, -8  # cells of p/q, how many an octave, and where they start
 CELLS = 128  # made of those, of about equal mass of q
 STEPS, HEAT, HOLD, MOMENTUM = 40, 12.0, 0.4, 0.8  # of the prices; noise from HEAT levels to 1, there for HOLD of steps
+MOST = 1000  # a value, in tokens
 PRECISION = 1 << 10  # of prices, a level; coarser than what sums in another order differ by
 
 
@@ -46,10 +46,10 @@ class Valued:
 
     def __post_init__(self) -> None:
         falling = all(a >= b >= 0 for a, b in zip(self.values, (*self.values[1:], 0.0), strict=True))
-        if not (self.values and falling and 0 < self.values[0] < math.inf):
+        if not (self.values and falling and 0 < self.values[0] <= MOST):
             raise InputError(
-                f"verifier valued: values are {'/'.join(map(str, self.values))}; the first must be positive, and none "
-                "above the one before, such as 2/1.5/1"
+                f"verifier valued: values are {'/'.join(map(str, self.values))}; the first must be positive, at most "
+                f"{MOST}, and none above the one before, such as 2/1.5/1"
             )
         if self.extra not in (0, 1):
             raise InputError(f"verifier valued: extra is {self.extra}, must be 0 or 1")

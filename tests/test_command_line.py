@@ -1,0 +1,222 @@
+"""How a command starts and ends: what it prints of errors, signals, streams and texts of any kind."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models import save_model
+
+from treespec.cli import app, main
+from treespec.cli.early import DRAFTERS, check_sources
+from treespec.cli.entry import run
+from treespec.cli.export import ENGINES
+from treespec.cli.terminal import readable
+from treespec.draft.eagle import new_head
+from treespec.draft.sources import SOURCES
+from treespec.errors import InputError
+from treespec.heads.checkpoint import save_head
+from treespec.heads.formats.export import WRITERS
+from treespec.printable import printable
+from treespec.target import Target
+
+OSC = "\x1b]0;owned\x07"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target, one that says an escape for every e, and a head, as directories."""
+    folder = tmp_path_factory.mktemp("cli")
+    model = save_model(folder / "model")
+    save_head(new_head(Target.load(str(model))), folder / "head")
+    escaping = save_model(folder / "escaping")
+    file = folder / "escaping" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    replace = {"type": "Replace", "pattern": {"Regex": "[a-z]"}, "content": OSC}
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], replace]}
+    file.write_text(json.dumps(tokenizer))
+    return {"target": str(model), "escaping": str(escaping), "head": str(folder / "head")}
+
+
+def ended(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["treespec", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return caught.value.code
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def typed(raw):
+    """Standard input with these bytes."""
+    return io.TextIOWrapper(io.BytesIO(raw), encoding="ascii", errors="surrogateescape")
+
+
+class Ends(Exception):
+    """An app that ends a command with an error."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, arguments, standalone_mode):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (InputError("two\nlines"), 2, "treespec: two lines\n"),
+        (ZeroDivisionError("by\nzero"), 1, "ZeroDivisionError: by. That is a bug: the same command with --traceback"),
+        (AssertionError(), 1, "AssertionError: no message."),
+        (MemoryError(), 1, "no memory is left"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1, "no memory is left"),
+        (InputError(f"no file {OSC}"), 2, "no file ␛]0;owned␇"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_every_error_is_one_line_at_the_top(error, code, words, capsys):
+    assert run(Ends(error), []) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == (1 if words else 0)
+    assert "\x1b" not in said
+
+
+def test_traceback_shows_where():
+    with pytest.raises(ZeroDivisionError):
+        run(Ends(ZeroDivisionError()), ["generate", "--traceback"])
+
+
+def test_a_reader_that_leaves_ends_a_command_without_a_word():
+    command = f"{sys.executable} -m treespec eval --help | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.split()[-1] in ("0", "1")
+
+
+def test_help_in_an_encoding_that_lacks_its_characters():
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-m", "treespec", "eval", "-h"], capture_output=True, env=environment, check=True
+    )
+    assert b"--held" not in done.stdout
+    assert b"(1 to 1,000,000)" in b" ".join(done.stdout.replace(b"|", b" ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--version"], 0, "treespec "),
+        (["-h"], 0, "--version"),
+        (["--help"], 0, "--install-completion"),
+        (["generate", "-h"], 0, "--stop"),
+        (["evla"], 2, "No such command 'evla'. Did you mean 'eval'?"),
+        (["eval", "--limit", "many"], 2, "--limit"),
+        (["eval", "--limt", "3"], 2, "--limit"),
+        (["generate"], 2, "Missing option '--target'"),
+    ],
+)
+def test_what_the_parser_says_is_one_line(arguments, code, words, capsys):
+    assert run(app, arguments) == code
+    out, err = capsys.readouterr()
+    assert words in (err if code else out)
+    assert err.count("\n") == (1 if code else 0)
+
+
+def test_nothing_reaches_a_terminal_that_moves_its_cursor_or_turns_its_text():
+    controls = [*range(32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0xE0041]
+    shown = printable("".join(map(chr, [*controls, 0x2028, 0x2029, 0xDC80, 0xFEFF])))
+    assert not {ord(c) for c in shown if c not in "\n\t"} & {*controls, 0x2028, 0x2029, 0xDC80, 0xFEFF}
+    assert printable("naïve 日本 👩\u200d🚀 می\u200cخواهم עברית") == "naïve 日本 👩\u200d🚀 می\u200cخواهم עברית"
+    shown.encode()
+
+
+def test_generate_shows_controls_as_symbols_on_a_terminal_and_hands_them_on_through_a_pipe(folders, monkeypatch):
+    options = ["generate", "--target", folders["escaping"], "--prompt", "the question", "--max-new-tokens", "12"]
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert ended(monkeypatch, *options) == 0
+        assert ("\x1b" in stream.getvalue()) != stream.isatty()
+        assert ("␛]0;owned␇" in stream.getvalue()) == stream.isatty()
+
+
+def test_standard_input_is_utf_8_whatever_the_locale(folders, monkeypatch, capsys):
+    options = ["generate", "--target", folders["target"], "--max-new-tokens", "4"]
+    for given in ("the naïve question", "\ufeffthe naïve question"):
+        monkeypatch.setattr(sys, "stdin", typed(given.encode()))
+        assert ended(monkeypatch, *options) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2
+    assert said[0] == said[1]
+    monkeypatch.setattr(sys, "stdin", typed(b"caf\xe9"))
+    assert ended(monkeypatch, *options) == 2
+    assert capsys.readouterr().err == "treespec: standard input is not UTF-8 text: byte 3 is 0xe9\n"
+
+
+def test_a_prompt_is_utf_8_whatever_the_locale(folders, monkeypatch, capsys):
+    assert readable("caf\udcc3\udca9", "--prompt") == readable("café", "--prompt") == "café"
+    for bad in ("caf\udce9", "\ud800"):
+        assert ended(monkeypatch, "generate", "--target", folders["target"], "--prompt", bad) == 2
+        assert capsys.readouterr().err == f"treespec: --prompt is not UTF-8 text: {ascii(bad)[1:-1]}\n"
+
+
+def test_an_answer_ends_before_a_stop_text(folders, monkeypatch, capsys):
+    options = ["generate", "--target", folders["target"], "--prompt", "the question", "--max-new-tokens", "12"]
+    assert ended(monkeypatch, *options) == 0
+    whole = capsys.readouterr().out.rstrip("\n")
+    assert ended(monkeypatch, *options, "--stop", "never said", "--stop", whole[3:5]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == whole[: whole.index(whole[3:5])]
+
+
+def test_the_table_of_drafters_is_that_of_the_sources():
+    assert set(DRAFTERS) == set(SOURCES)
+
+
+class TestBeforeAnythingIsLoaded:
+    def test_names_are_checked(self, folders, tmp_path):
+        target, head = folders["target"], folders["head"]
+        for options, words in [
+            ((target[:-1], head), "did you mean"),
+            ((target, head[:-1]), "did you mean"),
+            ((target, None, ("lokup",)), "did you mean lookup"),
+            ((target, None, ("eagle:" + head[:-1],)), "did you mean"),
+            ((target, None, (f"self:{tmp_path}/none",)), "treespec skip"),
+        ]:
+            with pytest.raises(InputError, match=words):
+                check_sources(*options)
+        check_sources(target, head, ("lookup:tokens=3", f"eagle:{head}", "sparse:512"))
+
+    def test_a_head_has_the_targets_width(self, folders, tmp_path):
+        (tmp_path / "config.json").write_text('{"hidden_size": 4096}')
+        with pytest.raises(InputError, match="is for features of width 4096, the target's are 32"):
+            check_sources(folders["target"], str(tmp_path))
+
+    @pytest.mark.parametrize("command", ["skip", "tree", "certify", "bench", "acceptance", "quickstart", "train"])
+    def test_a_place_that_cannot_be_written_is(self, command, tmp_path, monkeypatch, capsys):
+        (tmp_path / "file").write_text("")
+        options = {"skip": ["--text", "x"], "train": ["--data", "x"]}.get(command, ["--head", "h"])
+        options = [] if command == "quickstart" else ["--target", "nowhere/at/all", *options]
+        assert ended(monkeypatch, command, *options, "--out", f"{tmp_path}/file/x.json") == 2
+        assert capsys.readouterr().err == (
+            f"treespec: --out {tmp_path}/file/x.json: {tmp_path}/file is a file, not a directory\n"
+        )
+
+
+def test_the_readme_says_which_heads_which_engine_takes():
+    assert set(ENGINES) == set(WRITERS)
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    table = {
+        engine: [f"`{kind}`" for kind in ("eagle", "eagle3", "medusa") if kind in writers]
+        for engine, writers in WRITERS.items()
+    }
+    rows = [line.strip("| ").split(" | ") for line in readme.splitlines() if line.startswith(("| head | `--to", "| `"))]
+    head, *rows = next(rows[i:] for i, row in enumerate(rows) if row[0] == "head")
+    for column, title in enumerate(head[1:], start=1):
+        engine = next(name for name in ENGINES if f"`--to {name}`" in title)
+        assert table[engine] == [row[0] for row in rows[:4] if row[column].startswith("yes")]

@@ -1,0 +1,170 @@
+"""Every number that people give has a finite range; what lies outside is one line, before anything is loaded."""
+
+import dataclasses
+import inspect
+import math
+import sys
+from importlib import import_module
+
+import pytest
+
+from treespec.cli import main
+from treespec.errors import InputError
+from treespec.options import check_ranges, numbers_in, option, range_of
+from treespec.trees.policy import policy
+from treespec.trees.ranges import Range
+from treespec.trees.static import TreeError
+from treespec.verify import SCHEMES, scheme_by_name
+
+MODULES = (
+    *("treespec.cli.config", "treespec.cli.chat_config", "treespec.cli.generate", "treespec.cli.quickstart"),
+    *("treespec.cli.datastore", "treespec.train.config", "treespec.train.tiny_target", "treespec.train.stdlib_text"),
+    *(f"treespec.eval.{name}_config" for name in ("tree", "bench", "certify", "skip", "acceptance", "calibrate")),
+    *("treespec.eval.config", "treespec.draft.lookup", "treespec.draft.lookahead", "treespec.draft.jacobi"),
+    "treespec.draft.rest",
+)
+LISTS = {"temperature", "draws", "draft_temperature", "contexts", "batches", "pad_layers"}  # numbers inside of a string
+NUMBERS = (int, float, int | None, float | None)
+GIVEN = {  # what a configuration needs to be one
+    "target": "t", "head": "eagle", "data": "d", "out": "o.json", "text": "x", "preset": "hu",
+}  # fmt: skip
+
+
+def configs():
+    """Every dataclass of options."""
+    for name in MODULES:
+        for _, kind in inspect.getmembers(import_module(name), dataclasses.is_dataclass):
+            told = any("help" in field.metadata for field in dataclasses.fields(kind))
+            if kind.__module__ == name and told:
+                yield kind
+
+
+def numbers():
+    for kind in configs():
+        for field in dataclasses.fields(kind):
+            if field.type in NUMBERS or field.name in LISTS:
+                yield pytest.param(kind, field, id=f"{kind.__name__}.{field.name}")
+
+
+def built(kind, **values):
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in GIVEN.items() if name in names} | values)
+
+
+def outside(allowed):
+    """Numbers just outside of a range, and what is no finite number."""
+    yield from (math.nan, math.inf, -math.inf)
+    step = 1 if allowed.whole else 1e-6
+    yield from (bound - step for bound in [allowed.least] if bound is not None)
+    yield from (bound for bound in (allowed.above, allowed.below) if bound is not None)
+    yield from (bound + step for bound in [allowed.most] if bound is not None)
+
+
+def test_configurations_are_found():
+    assert {"EvalConfig", "TrainConfig", "ChatConfig", "TinyTargetConfig"} <= {kind.__name__ for kind in configs()}
+    assert len({kind.__name__ for kind in configs()}) >= 17
+
+
+@pytest.mark.parametrize(("kind", "field"), numbers())
+def test_every_numeric_option_has_a_finite_range_and_refuses_what_lies_outside(kind, field):
+    allowed = range_of(field)
+    assert allowed is not None
+    assert (allowed.least is None) != (allowed.above is None)
+    assert (allowed.most is None) != (allowed.below is None)
+    built(kind)  # the defaults lie inside
+    for number in outside(allowed):
+        value = str(number) if field.name in LISTS and field.type not in NUMBERS else number
+        with pytest.raises(InputError) as caught:
+            built(kind, **{field.name: value})
+        assert field.name.replace("_", "-") in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [True, 2.5, "2"])
+def test_a_whole_number_is_no_truth_and_no_fraction(value):
+    assert value not in Range(least=1, most=3, whole=True)
+
+
+def test_lists_of_numbers_name_the_part_that_is_wrong():
+    share = Range(least=0, most=1)
+    assert numbers_in("--a", "0, 0.5;same,1/0.2", share, ["same"]) == [0, 0.5, 1, 0.2]
+    with pytest.raises(InputError, match="--a: 'hot' is not a number from 0 to 1"):
+        numbers_in("--a", "0,hot", share, [])
+    with pytest.raises(InputError, match="empty part"):
+        numbers_in("--a", "0,,1", share, [])
+
+
+def test_a_range_says_its_ends():
+    assert str(Range(least=1, most=1000, whole=True)) == "a whole number from 1 to 1,000"
+    assert str(Range(above=0, most=1)) == "a number above 0 and at most 1"
+
+
+def test_the_first_number_that_is_wrong_is_named_with_its_range():
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        some_number: float = option("help", 1.0, least=0, below=2)
+
+    with pytest.raises(InputError, match=r"^--some-number is nan, must be a number at least 0 and below 2$"):
+        check_ranges(Own(math.nan))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        *("chain:0", "chain:1000", "1x100", "2x20", "5000x1", "dynamic:nodes=1000000", "dynamic:topk=100000"),
+        *("auto:nodes=5000", "auto:depth=65", "auto:topk=0", "sampled:nodes=4097", "sampled:price=0"),
+        *("sampled:price=nan", "sampled:price=1e-9", "sampled:price=inf", "dynamic:depth=1000", "dynamic:nodes=nan"),
+        *("confident:threshold=nan", "confident:threshold=2", "confident:depth=100", "confident:goal=-1"),
+    ],
+)
+def test_a_tree_beyond_all_measure_is_refused(tree):
+    with pytest.raises(TreeError) as caught:
+        policy(tree)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "verifier", [f"{name}:{field.name.replace('_', '-')}={value}" for name, scheme in SCHEMES.items()
+                 for field in dataclasses.fields(scheme) for value in ("nan", "inf", "-1", "1000000000000")]
+)  # fmt: skip
+def test_a_verifiers_option_beyond_all_measure_is_refused(verifier):
+    with pytest.raises(InputError):
+        scheme_by_name(verifier, allow_lossy=True)
+
+
+COMMANDS = {
+    "train": ["--target", "nowhere", "--data", "none", "--out", "OUT"],
+    "quickstart": ["--out", "OUT"],
+    "skip": ["--target", "nowhere", "--text", "none", "--out", "OUT"],
+    "generate": ["--target", "nowhere", "--prompt", "x"],
+    "eval": ["--target", "nowhere", "--head", "none", "--out", "OUT"],
+    "bench": ["--target", "nowhere", "--head", "none", "--out", "OUT"],
+    "acceptance": ["--target", "nowhere", "--head", "none", "--out", "OUT"],
+}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("train --noise nan", "train --feature-weight nan", "train --learning-rate inf", "train --clip -1"),
+        *("train --minutes nan", "train --beta1 1.5", "train --weight-decay nan", "train --held-out 0"),
+        *("train --seed 18446744073709551616", "generate --seed 18446744073709551616", "skip --minutes nan"),
+        *("quickstart --limit 0", "quickstart --target-seconds -1", "quickstart --head-minutes nan"),
+        *("generate --temperature nan", "generate --top-p nan", "generate --max-new-tokens 0", "generate --batch 0"),
+        *("eval --temperature 0,nan", "bench --contexts 0", "bench --batches 1,0", "bench --pad-layers -1"),
+        *("acceptance --draws 2,0", "acceptance --draft-temperature 1.2/nan", "eval --seed -1", "eval --limit x"),
+    ],
+)
+def test_a_number_out_of_range_is_one_line_and_writes_nothing(line, tmp_path, monkeypatch, capsys):
+    command, flag, value = line.split()
+    out = str(tmp_path / "out.json")
+    arguments = [out if word == "OUT" else word for word in COMMANDS[command]]
+    monkeypatch.setattr(sys, "argv", ["treespec", command, *arguments, flag, value])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("treespec: ")
+    assert said.count("\n") == 1
+    assert flag in said
+    assert not (tmp_path / "out.json").exists()

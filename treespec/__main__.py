@@ -1,0 +1,6 @@
+"""`python -m treespec` is `treespec`."""
+
+from treespec.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -19,8 +19,11 @@ class CertifyConfig:
     questions: str = option("prompts: builtin, mt-bench or a JSONL file", "builtin")
     limit: int = option("only the first so many questions", 8)
     greedy_tokens: int = option("length of each greedy answer", 64)
-    tokens: int = option("so many sampled tokens a side", 2000)
-    length: int = option("tokens of a sampled continuation", 8)
+    tokens: int = option("sampled tokens: more find smaller faults", 20_000)
+    length: int = option("tokens of a sampled text", 64)
+    batch: int = option("texts at a time in half of the samples; 1 is all alone", 4)
+    top_k: int = option("of half of the samples; 0 keeps all tokens", 20)
+    top_p: float = option("of half of the samples; 1 keeps all tokens", 0.9)
     error: float = option("chance of failing a verifier that is exact, all tests together", 1e-3)
     seed: int = option("of all samples", 0)
     drafter: str | None = option(DRAFTER, None)
@@ -34,10 +37,12 @@ class CertifyConfig:
 
     def __post_init__(self) -> None:
         one_source(self)
-        at_least(self, limit=1, greedy_tokens=1, tokens=1, length=1, seed=0)
-        if self.temperature <= 0:
+        at_least(self, limit=1, greedy_tokens=1, tokens=1, length=1, batch=1, top_k=0, seed=0)
+        if not self.temperature > 0:
             raise InputError(
                 f"--temperature is {self.temperature:g}: greedy answers are tested anyway, give one above 0"
             )
-        if not 0 < self.error < 1:
-            raise InputError(f"--error is {self.error:g}, must lie in (0, 1), such as 0.001")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"--top-p is {self.top_p:g}, must lie in (0, 1]; 1 keeps all tokens")
+        if not 1e-5 <= self.error < 1:
+            raise InputError(f"--error is {self.error:g}, must lie in [1e-5, 1), such as 0.001")

@@ -122,7 +122,7 @@ def sample(
                     top_k=params.top_k,
                     top_p=params.top_p,
                 )
-            cycles = list(witness.texts.values()) or [()] * len(texts)
+            cycles = list(witness.texts.values()) or [[] for _ in texts]
             for (prompt_number, prompt), output, seen in zip(texts, outputs, cycles, strict=True):
                 group = number * len(prompts) + prompt_number
                 samples.append(Sample(group, prompt, output.token_ids, params, seen))

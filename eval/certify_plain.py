@@ -28,7 +28,7 @@ def own_settings(model: Any) -> dict[str, Any]:
     if config is None:
         return {}
     settings, nothing = config.to_dict(), GenerationConfig().to_dict() | {"num_beams": 1, "repetition_penalty": 1.0}
-    neutral = (None, False, 0, [], {})
+    neutral: tuple[Any, ...] = (None, False, 0, [], {})
     return {
         name: value
         for name, value in settings.items()

@@ -11,7 +11,7 @@ from treespec.datastore import build
 from treespec.draft.kinds import KINDS
 from treespec.draft.skip_set import SkipSet, save_skip_set
 from treespec.draft.sources import SOURCES
-from treespec.eval.certify import sampled
+from treespec.eval.certify import numbers, sample
 from treespec.eval.certify_config import CertifyConfig
 from treespec.heads.checkpoint import save_head
 from treespec.target import Target
@@ -71,6 +71,6 @@ def test_sampled_answers_have_the_targets_law(home, kind):
     given = kind in ("rest", "lookup", "lookahead", "jacobi")
     verifier, tree = ("topk", None) if given else ("rrs-wo", "2x2")
     spec = load(str(home / "target"), drafter=drafter, tree=tree, verifier=verifier, dtype="float32")
-    config = CertifyConfig("", "", tokens=300, length=6)
-    rows = sampled(spec, spec, spec.encode(TEXT), 1, config, seed=3)
-    assert kstest(torch.cat(rows)[:, 1].double().numpy(), "uniform").pvalue >= 1e-4
+    config = CertifyConfig("", "", tokens=300, length=6, batch=1, top_k=0, top_p=1.0, seed=3)
+    rows = numbers(spec, sample(spec, [spec.encode(TEXT)], config))
+    assert kstest(torch.cat([row.by_p for row in rows]).numpy(), "uniform").pvalue >= 1e-4

@@ -23,8 +23,9 @@ from treespec.draft.trie import trie
 from treespec.errors import InputError
 from treespec.eval.bench import bench
 from treespec.eval.bench_config import BenchConfig
-from treespec.eval.certify import examine, repeats
+from treespec.eval.certify import examine
 from treespec.eval.certify_config import CertifyConfig
+from treespec.eval.certify_numbers import repeats
 from treespec.eval.run import evaluate
 from treespec.sampling import SamplingParams, sample
 from treespec.spec import Spec
@@ -269,12 +270,12 @@ class TestCertificate:
         assert torch.allclose(law[0], wanted / wanted.sum(-1, keepdim=True))
 
     def test_a_drafter_without_a_head_is_certified(self):
-        config = CertifyConfig("target", drafter="lookup", tokens=80, length=4, greedy_tokens=8)
+        config = CertifyConfig("target", drafter="lookup", tokens=80, length=4, batch=1, greedy_tokens=8)
         found = examine(spec_of("llama", "lookup"), [prompt(), prompt(5)], config)
         assert found["passed"]
         assert found["tree"] == "lookup"
 
     def test_a_verifier_that_takes_what_it_is_given_is_not(self):
-        config = CertifyConfig("target", drafter="lookup", tokens=300, length=6, greedy_tokens=1)
+        config = CertifyConfig("target", drafter="lookup", tokens=300, length=6, batch=1, greedy_tokens=1)
         found = examine(spec_of("gpt-neox", "lookup", verifier=Credulous(TopK())), [prompt(20) * 2], config)
         assert [test["passed"] for test in found["tests"]][1] is False

@@ -1,0 +1,129 @@
+"""Faults that a certificate must find: each makes a `Spec` wrong in place, as a mistake in the code would."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from mutants import mutant
+
+from treespec.draft import grow, grow_confident
+from treespec.spec import Spec
+from treespec.trees.tree import Drafts, Draws, TokenTree
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A scheme with another draw or plan. It has the name of the one that it changes."""
+
+    scheme: Any
+    drawing: Callable | None = None
+    planning: Callable | None = None
+    deterministic: bool = False
+    lossless: bool = True
+    max_draws: int | None = None
+
+    @property
+    def name(self):
+        return self.scheme.name
+
+    def draw(self, q, k, generator):
+        return (self.drawing or type(self.scheme).draw)(self.scheme, q, k, generator)
+
+    def plan(self, p, q, draws):
+        return (self.planning or type(self.scheme).plan)(self.scheme, p, q, draws)
+
+    def acceptance_rate(self, p, q, k):
+        return None
+
+
+def change(spec: Spec, drawing: Callable | None = None, planning: Callable | None = None) -> None:
+    """Put a changed scheme into the verifier and the drafter."""
+    scheme = Changed(spec.verifier.scheme, drawing, planning)
+    spec.verifier = spec.decoder.verifier = replace(spec.verifier, scheme=scheme)
+    spec.decoder.drafter.scheme = scheme
+
+
+def redraft(spec: Spec, before: Callable | None = None, after: Callable | None = None) -> None:
+    """Around every draft: before(generators) and after(tree)."""
+    drafter = spec.decoder.drafter
+
+    def draft_trees(roots: Any, params: Any, generators: Sequence[torch.Generator], cache: Any) -> list[TokenTree]:
+        if before:
+            before(generators)
+        trees = type(drafter).draft_trees(drafter, roots, params, generators, cache)
+        return [after(tree) for tree in trees] if after else trees
+
+    drafter.draft_trees = draft_trees
+    drafter.new = lambda: redrafted(type(drafter).new(drafter), before, after)
+
+
+def redrafted(drafter: Any, before: Callable | None, after: Callable | None) -> Any:
+    redraft(type("Of", (), {"decoder": type("One", (), {"drafter": drafter})})(), before, after)
+    return drafter
+
+
+def draws_from_a_hotter_law(spec: Spec, power: float = 0.95) -> None:
+    """Draws from q^.95 told as draws from q."""
+    change(spec, drawing=lambda scheme, q, k, generator: scheme.draw(normal(q**power), k, generator))
+
+
+def phantoms_dropped(spec: Spec) -> None:
+    """The verifier is not told of draws that have no node."""
+
+    def dropped(tree: TokenTree) -> TokenTree:
+        if tree.drafts is None:
+            return tree
+        nodes, draws = tree.drafts.nodes, tree.drafts.draws
+        child = (tree.parents == nodes[:, None, None]) & (tree.tokens == draws.tokens[..., None])  # [I, K, N]
+        repeat = (draws.tokens[:, :, None] == draws.tokens[:, None]).tril(-1).any(-1)
+        kept = draws.tokens.masked_fill(~child.any(-1) | repeat, -1)
+        return replace(tree, drafts=Drafts(nodes, tree.drafts.q, Draws(kept, draws.scores)))
+
+    redraft(spec, after=dropped)
+
+
+def coins_reused(spec: Spec) -> None:
+    """The verifier's uniform numbers are those that the draft was drawn by."""
+    states: dict[torch.Generator, torch.Tensor] = {}
+    redraft(spec, before=lambda generators: states.update({one: one.get_state() for one in generators}))
+    verifier = spec.decoder.verifier
+
+    class Reusing:
+        name, scheme = verifier.name, verifier.scheme
+
+        def __call__(self, tree, p, generator):
+            after = generator.get_state()
+            generator.set_state(states[generator])
+            verdict = verifier(tree, p, generator)
+            generator.set_state(after)
+            return verdict
+
+    spec.verifier = spec.decoder.verifier = Reusing()
+
+
+def seeded_anew(spec: Spec) -> None:
+    """Every cycle begins with the seed of the text."""
+    redraft(spec, before=lambda generators: [one.manual_seed(one.initial_seed()) for one in generators])
+
+
+def doubted_token_dropped(monkeypatch: Any) -> None:
+    """A confident chain ends before the token that it doubts: whether there is a draw depends on the draw."""
+    whole = "        laws.append(q)\n        draws.append(drawn)\n        tokens.append(drawn.tokens[:, 0])\n"
+    stop = (
+        "        if level == depth or not float(logits.float().softmax(-1)[0, last]) >= threshold:\n            break\n"
+    )
+    early = stop.replace("level == depth or not ", "not ").replace("last]", "drawn.tokens[0, 0].clamp_min(0)]")
+    end = "    number = torch.arange(len(tokens), device=logits.device)\n"
+    broken = mutant(
+        grow_confident,
+        (whole, early + whole),
+        (stop, "        if level == depth:\n            break\n"),
+        (end, "    if not draws:\n        return root_only(root)\n" + end),
+    )
+    broken.root_only = grow.root_only
+    monkeypatch.setattr(grow, "grow_confident", broken.grow_confident)
+
+
+def normal(law: torch.Tensor) -> torch.Tensor:
+    return law / law.sum(-1, keepdim=True)

@@ -1,0 +1,69 @@
+"""Planted faults are not certified: each p-value is far below its error, so that a seed hardly matters."""
+
+from dataclasses import replace
+
+import faults
+import pytest
+from certifying import CONFIG, PROMPTS, tiny
+
+from treespec.eval.certify import judge, sample
+
+DRAWS = "draws follow the law that they are said to"
+REPEATS = "draws repeat the others at their node as often as they should"
+CYCLES = "cycles are independent of the cycle before"
+TOKENS = "tokens follow the target's law, by p/q"
+FIRST = "first tokens of cycles follow it, by p/q as told"
+
+
+def p_values(spec, tokens, seed=0):
+    """By question; plain texts are not compared, for they are ours."""
+    texts = sample(spec, PROMPTS, replace(CONFIG, tokens=tokens, seed=seed))
+    return {test["test"]: test["p_value"] for test in judge(spec, [], texts, texts, CONFIG)["tests"][1:]}
+
+
+def wrong_residual(scheme, p, q, draws):
+    first = draws.tokens[:, :1].clamp(min=0)
+    accepted = (p.gather(1, first) / q.gather(1, first)).clamp(max=1)
+    return (p * (1 - accepted)).scatter_add_(1, first, accepted)
+
+
+def cold(scheme, p, q, draws):
+    return faults.normal(p**2)
+
+
+def before_truncation(scheme, q, k, generator):
+    return scheme.draw(q * (q >= q.topk(3).values[..., -1:]), k, generator)
+
+
+@pytest.mark.parametrize(
+    ("tree", "verifier", "tokens", "plant", "question"),
+    [
+        ("64x1", "rrs", 400, lambda spec: faults.draws_from_a_hotter_law(spec, 0.9), DRAWS),
+        ("4x2", "optimal", 200, faults.phantoms_dropped, REPEATS),
+        ("chain:1", "single", 1600, faults.coins_reused, FIRST),
+        ("chain:3", "single", 200, faults.seeded_anew, CYCLES),
+        ("chain:1", "single", 600, lambda spec: faults.change(spec, planning=wrong_residual), FIRST),
+        ("8x1", "rrs-wo", 100, lambda spec: faults.change(spec, drawing=before_truncation), DRAWS),
+        ("chain:1", "single", 600, lambda spec: faults.change(spec, planning=cold), TOKENS),
+    ],
+    ids=["hotter draws", "phantoms", "coins reused", "seeded anew", "residual", "before top-p", "temperature"],
+)
+def test_planted_faults_are_found(tree, verifier, tokens, plant, question):
+    spec = tiny(tree, verifier)
+    plant(spec)
+    found = p_values(spec, tokens)
+    assert found[question] < CONFIG.error / 9, found
+
+
+def test_a_chain_that_drops_the_doubted_token_is_found(monkeypatch):
+    faults.doubted_token_dropped(monkeypatch)
+    assert p_values(tiny("confident:depth=3,threshold=0.2", "single"), 200)[DRAWS] < CONFIG.error / 9
+
+
+def test_phantoms_dropped_for_what_was_drawn_below_a_gap_are_found(tmp_path):
+    """`rrs-wo` told of the first and the third draw as if there had been no second."""
+    shape = tmp_path / "gap.json"
+    shape.write_text("[[0], [3]]")
+    spec = tiny(str(shape), "rrs-wo")
+    faults.phantoms_dropped(spec)
+    assert p_values(spec, 800)[DRAWS] < CONFIG.error / 9

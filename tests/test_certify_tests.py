@@ -1,0 +1,91 @@
+"""The statistics of a certificate have the error that they state on exact texts, and the power."""
+
+import pytest
+import torch
+from scipy.stats import binom, kstest
+
+from treespec.eval.certify_numbers import successive
+from treespec.eval.certify_tests import exchangeable, independent, least_correlation, least_gap, uniform
+from treespec.eval.certify_witness import drawn, placed, repeats_among
+from treespec.trees.tree import Drafts, Draws
+from treespec.verify import SCHEMES
+
+ROUNDS, ERROR = 200, 0.05
+
+
+def texts(generator, number, length=20, vocabulary=4, sharp=2.0):
+    """Places of the tokens [number, length] of a Markov chain, in the orders of p and of the tokens' numbers, and its
+    tokens' ranks, which hang together along a text."""
+    table = (sharp * torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    last = torch.zeros(number, dtype=torch.int64)
+    columns = []
+    for _ in range(length):
+        p = table[last]
+        token = p.multinomial(1, generator=generator)
+        order = torch.arange(vocabulary).expand_as(p)
+        ranked = token[:, 0] / vocabulary + 0.1
+        columns.append(torch.stack([*(placed(p, by, token, generator)[:, 0] for by in (p, order)), ranked]))
+        last = token[:, 0]
+    return torch.stack(columns, dim=2)  # [3, number, length]
+
+
+def test_exact_texts_fail_as_often_as_stated():
+    """200 exact runs: the failures of each statistic at 5 % lie within 1e-4 of their binomial law's ends."""
+    generator, failures = torch.Generator().manual_seed(1), torch.zeros(3)
+    for _ in range(ROUNDS):
+        by_p, by_number, ranks = texts(generator, 24)
+        failures[0] += uniform(by_p.flatten()) < ERROR
+        failures[1] += independent(torch.cat([successive(row) for row in by_number])) < ERROR
+        groups = [i % 3 for i in range(12)]
+        failures[2] += exchangeable(list(ranks[:12]), list(ranks[12:]), (groups, groups), ERROR)[0] < ERROR
+    low, high = binom.ppf([1e-4, 1 - 1e-4], ROUNDS, ERROR)
+    assert ((failures >= low) & (failures <= high)).all(), failures
+
+
+def test_independence_fails_as_often_as_stated_in_the_tail():
+    """5,000 exact runs of 300 pairs at 1e-3: no more than 15 fail, of which 5 are expected."""
+    numbers = torch.rand(5000, 301, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    assert sum(independent(row.unfold(0, 2, 1)) < 1e-3 for row in numbers) <= 15
+
+
+def test_the_stated_gap_is_found():
+    """A shift of `least_gap` is found 99 times in 100 or more: by shifted uniform numbers, 300 times."""
+    n, error = 400, 1e-3
+    shift, generator = least_gap(n, error), torch.Generator().manual_seed(1)
+    numbers = torch.rand(300, n, generator=generator).double()
+    moved = torch.rand(300, n, generator=generator) < shift
+    found = sum(uniform(row) < error for row in torch.where(moved, numbers * 1e-3, numbers))
+    assert found >= 290
+
+
+def test_the_stated_correlation_is_found():
+    """Pairs of which a share is twice the same number have that share as their correlation."""
+    n, error = 400, 1e-3
+    share, generator = least_correlation(n, error), torch.Generator().manual_seed(1)
+    pairs = torch.rand(300, n, 2, generator=generator)
+    same = torch.rand(300, n, generator=generator) < share
+    pairs[..., 1] = torch.where(same, pairs[..., 0], pairs[..., 1])
+    assert sum(independent(row) < error for row in pairs) >= 290
+
+
+def test_numbers_of_true_samples_are_uniform():
+    generator = torch.Generator().manual_seed(0)
+    law = torch.randn(7, generator=generator).softmax(-1)
+    chosen = law.multinomial(20_000, replacement=True, generator=generator)[:, None]
+    order = torch.tensor([3.0, 1, 1, 5, 0, 2, 2])  # ties share one place
+    numbers = placed(law.expand(20_000, -1), order.expand(20_000, -1), chosen, generator)
+    assert kstest(numbers.flatten().numpy(), "uniform").pvalue > 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.deterministic])
+def test_the_draws_of_every_scheme_follow_the_law_that_is_said_of_them(name):
+    """And repeat one another as often as they should: an error of 1e-4 each."""
+    generator = torch.Generator().manual_seed(3)
+    q = (1.5 * torch.randn(1500, 6, generator=generator)).softmax(-1)
+    draws = SCHEMES[name].draw(q, min(3, SCHEMES[name].max_draws or 3), generator)
+    drafts = Drafts(torch.arange(len(q)), q, Draws(draws.tokens, draws.scores))
+    laws, tokens, is_first = drawn(name, drafts)
+    assert is_first.sum() == len(q)
+    assert uniform(placed(laws, laws, tokens[:, None], generator).flatten()) > 1e-4
+    if name in ("rrs", "kseq", "valued", "optimal"):
+        assert uniform(repeats_among(drafts, generator)) > 1e-4

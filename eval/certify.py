@@ -12,17 +12,13 @@ half in batches; a place in a law is uniform whatever the law, so that all of th
 The error is shared among the questions. `certify_tests` has the statistics, docs/verification.md what they find.
 """
 
-import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from treespec.errors import InputError
 from treespec.eval.certify_config import CertifyConfig
 from treespec.eval.certify_numbers import Places, Sample, places, successive, successive_draws
 from treespec.eval.certify_plain import greedy_answer, own_settings, plain_texts, seeds, spread
@@ -37,6 +33,7 @@ from treespec.eval.certify_tests import (
 from treespec.eval.certify_witness import watched
 from treespec.eval.questions import load_questions
 from treespec.eval.run import Step, describe
+from treespec.files import check_writable, write_json
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec, load
 
@@ -48,11 +45,7 @@ Report = Callable[[Step], None]
 
 def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[str, Any]:
     """Runs all tests and writes the report; `passed` in it is the verdict. Raises InputError for bad input."""
-    temporary = Path(f"{config.out}.writing")
-    try:
-        temporary.touch()
-    except OSError as error:
-        raise InputError(f"--out {config.out} cannot be written: {error.strerror}; choose another file") from error
+    check_writable(config.out)
     report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
     spec = load(
         config.target,
@@ -70,8 +63,7 @@ def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[s
     prompts = [spec.encode([{"role": "user", "content": question.turns[0]}]) for question in questions]
     found = examine(spec, prompts, config, report)
     found = {"config": asdict(config), "environment": describe(spec.target), "promised": promised(config), **found}
-    temporary.write_text(json.dumps(found, indent=2) + "\n")
-    os.replace(temporary, config.out)
+    write_json(config.out, found)
     return found
 
 

@@ -35,7 +35,8 @@ CALIBRATION = Calibration(
 
 def times(node: float = 0.001, step: float = 0.002) -> Times:
     """A forward of 10 ms and what each further node and each level of drafts add, in seconds."""
-    return Times(NODES, tuple(0.01 + node * (n - 1) for n in NODES), step, step, (step, step), (step, step))
+    level = (step, step)
+    return Times(NODES, tuple(0.01 + node * (n - 1) for n in NODES), step, step, level, level, level)
 
 
 def test_the_drawing():

@@ -133,8 +133,9 @@ def test_the_command_gives_a_report_and_exit_code_0(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):
-    with pytest.raises(InputError, match="--out"):
-        certify(CertifyConfig("no-model", "no-head", out=str(tmp_path / "missing" / "report.json")))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write"):
+        certify(CertifyConfig("no-model", "no-head", out=str(tmp_path / "file" / "report.json")))
 
 
 @pytest.mark.parametrize(

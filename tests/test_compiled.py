@@ -9,7 +9,7 @@ from torch import nn
 
 from treespec.cache import TreeLayer
 from treespec.compiled import BUCKETS, Compiled, Room, padded, padded_mask
-from treespec.draft.times import path
+from treespec.draft.measure import path
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.packed import PackedLinear

@@ -98,6 +98,8 @@ def test_no_command_asks_standard_input(trap, tmp_path, command):
     folder, witness = trap
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     (tmp_path / "data.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Hi"], "messages": talk}) + "\n")
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text("{}")
     places = {"TRAP": folder, "DATA": tmp_path / "data.jsonl", "OUT": tmp_path / "out", "HEAD": tmp_path / "head"}
     arguments = [str(places.get(word, word)) for word in command.split()]
     done = CliRunner().invoke(app, arguments, input="y\ny\ny\n")

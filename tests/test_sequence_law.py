@@ -106,7 +106,7 @@ class TestSequenceLaw:
         spec = Spec(table.target, table.head, "sampled:price=.1,depth=2", verifier, calibration=calibration)
         self.check(spec, SamplingParams(temperature=0.8), texts=2)
 
-    @pytest.mark.parametrize("verifier", ["topk", "rrs-wo", "traversal", "optimal", "block"])
+    @pytest.mark.parametrize("verifier", ["auto", "topk", "rrs-wo", "traversal", "optimal", "block"])
     def test_trees_chosen_by_their_cost_give_it_too(self, table, verifier):
         """Times by which sizes and depths change from cycle to cycle."""
         calibration = Calibration((0.0,) * 4, (0.0,) * 7, {"1": [(0.1, 4.0)]}, rates={"1": (0.5, 0.3, 0.1)})

@@ -48,7 +48,7 @@ def test_the_command_writes_a_skip_set_that_drafts(tmp_path, monkeypatch, capsys
     text.write_text(line * 3 if name.endswith("jsonl") else "the user asks and the assistant answers " * 9)
     options = ["--text", str(text), "--out", str(out), "--trials", "4", "--limit", "2", "--max-new-tokens", "6"]
     assert run(monkeypatch, "skip", "--target", str(words), *options, "--dtype", "float32") == 0
-    assert "4/4" in capsys.readouterr().out
+    assert "4/4" in capsys.readouterr().err
     kept = json.loads(out.read_text())
     assert (kept["target"], kept["trials"], kept["layers"]) == (str(words), 4, 3)
     assert load_skip_set(out, 3).layers == 3

@@ -126,7 +126,8 @@ class Spec:
         wanted = asked(options)
         generator = torch.Generator(device=self.target.output_device).manual_seed(seed_of(seed))
         with alone_with(self.decoder.models):
-            if isinstance(self.policy, AutoTree) or (isinstance(self.verifier, Auto) and self.source):
+            given = isinstance(self.source, GivenDrafter) and isinstance(self.verifier, Auto)
+            if given or isinstance(self.policy, AutoTree):
                 self.times()  # measured here, where nothing is timed
             ids = self.encode(prompt)
         room = self.target.context_length - len(ids)

@@ -31,7 +31,7 @@ def part(tree: TokenTree, pace: Pace) -> TokenTree:
             reach[node] = reach[parent] * min(believed, CERTAIN)
         order = np.argsort(-reach[1:], kind="stable") + 1  # a parent stands before its children
         size, _ = best_size(reach[order], pace.forward, pace.plain)
-        if size == 1 and nodes > 1 and not pace.rests(0.0):
+        if size == 1 and nodes > 1 and not pace.rests(0.5 * pace.plain):
             size = 2  # tried again after a while
         kept = np.sort(np.concatenate([[0], order[: size - 1]]))
     if len(kept) > 1 or tree.rows:

@@ -18,7 +18,7 @@ from treespec.target import Target
 from treespec.trees.mask import committed
 
 MANY = 32  # new pairs: more than a cycle brings, so this is a prompt
-MOST = 512  # pairs that wait while nothing is drafted
+MOST = 96  # pairs that wait while nothing is drafted
 
 
 def new_head(target: Target, bias: bool = True) -> EagleHead:

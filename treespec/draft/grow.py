@@ -174,6 +174,8 @@ class TreeDrafter:
             rates = nearest(known, max(params.temperature, COLDEST)) if known else None
             pace = self.paces[row] = Pace(self.times(), rates)
         assert isinstance(pace, Pace)
+        if pace.idle:  # nothing was learned since it was last asked
+            return pace.rests(pace.hope)
         shape = self._shape(pace, self.policy, params)
         if not shape.likeliest:
             return pace.rests(shape.speed)

@@ -31,12 +31,13 @@ from treespec.verify.walk import follow
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and those that a cycle has committed
 DEEP = 5  # levels, at most
 WIDE = 6  # nodes of a wide level
-ROUNDS = 12
+ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # fewer rounds where they take longer than that, but not fewer than the fewest
 DEAR = 6  # a tree whose forward costs that many one-token forwards is never worth it: no larger one is measured
 
 DRAWS, BINARY = RRSWithoutReplacement(), balanced(2, 2)
 
-Step = Callable[[], object]
+Act = Callable[[], object]
+Step = tuple[Act, Act]  # what comes before it when decoding, and what is timed: it finds the caches as it will
 
 
 @torch.inference_mode()
@@ -49,30 +50,38 @@ def measure(target: Target, proposer: Proposer | None) -> Times:
     features = target.prefill(cache, tokens[None], taps)[0]
     generator = torch.Generator(device=target.output_device).manual_seed(0)
 
-    # 2. Forwards over more and more nodes, up to the first that is too dear.
-    nodes = affordable(target, cache, tokens)
-    steps: list[Step] = [partial(target.forward_tree, cache, path(n, tokens)) for n in nodes]
+    forward = partial(target.forward_tree, cache)
+    between = partial(forward, path(4, tokens))
 
-    # 3. Verifying and committing, of a tree without drafts, of the likeliest tokens, of a chain and a tree of draws.
-    sampled, flat = SamplingParams(1.0), Flat(target)
-    growths = [grow_static(tokens[-1:], flat.root, tree, DRAWS, sampled, generator) for tree in (chain(5), BINARY)]
-    single_tree, drawn_tree = (grow_together(flat, [growth])[0] for growth in growths)
-    for tree, params in (
-        (path(1, tokens), sampled),
-        (path(6, tokens), SamplingParams()),
-        (single_tree, sampled),
-        (drawn_tree, sampled),
-    ):
-        steps.append(partial(judge, target.forward_tree(cache, tree).logits, cache, tree, params, generator))
-
-    # 4. Drafts of one level and of several, of one node a level and of many.
+    # 2. Drafts of one level and of several, of one node a level and of many.
     deep = min(DEEP, proposer.max_depth or DEEP) if proposer else DEEP
+    drafting: list[Step] = []
     if proposer:
         proposer = proposer.new()
         proposer.observe([features[:-1]], [tokens])
         draft = partial(drafts, proposer, cache, features, tokens, generator)
-        steps += [partial(draft, draws, depth) for draws in (None, 2, 1, 0) for depth in (1, deep)]
-        steps += [partial(draft, None, deep, WIDE)]
+        acts = [partial(draft, draws, depth) for draws in (None, 2, 1, 0) for depth in (1, deep)]
+        drafting = [(between, act) for act in (*acts, partial(draft, None, deep, WIDE))]
+
+    # 3. Forwards over more and more nodes, up to the first that is too dear.
+    nodes = affordable(target, cache, tokens)
+    earlier: Act = drafting[-2][1] if drafting else between
+    steps: list[Step] = [(between if n == 1 else earlier, partial(forward, path(n, tokens))) for n in nodes]
+
+    # 4. Verifying and committing, of a tree without drafts, of the likeliest tokens, of a chain and a tree of draws.
+    sampled, flat = SamplingParams(1.0), Flat(target)
+    growths = [grow_static(tokens[-1:], flat.root, tree, DRAWS, sampled, generator) for tree in (chain(5), BINARY)]
+    single_tree, drawn_tree = (grow_together(flat, [growth])[0] for growth in growths)
+    kinds = [
+        (path(1, tokens), sampled),
+        (path(6, tokens), SamplingParams()),
+        (single_tree, sampled),
+        (drawn_tree, sampled),
+    ]
+    for tree, params in kinds:
+        scored: Act = partial(forward, tree)
+        steps.append((scored, partial(judge, forward(tree).logits, cache, tree, params, generator)))
+    steps += drafting
     found = fast_times(steps, target.output_device)
     rest, costs = found[len(nodes) : len(nodes) + 4], found[len(nodes) + 4 :] or [0.0] * 9
     chosen, drawn, single, fixed = (
@@ -107,7 +116,7 @@ def affordable(target: Target, cache: TreeCache, tokens: Tensor) -> tuple[int, .
     found: list[float] = []
     for n in NODES:
         forward = partial(target.forward_tree, cache, path(n, tokens))
-        found.append(fast_times([forward], target.output_device, rounds=3)[0])
+        found.append(fast_times([(forward, forward)], target.output_device, rounds=2)[0])
         if len(found) > 4 and found[-1] > DEAR * found[0]:
             break
     return NODES[: len(found)]
@@ -175,11 +184,21 @@ def path(nodes: int, tokens: Tensor) -> TokenTree:
 def fast_times(steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS) -> list[float]:
     """Seconds of each step, interleaved over rounds, the first for warming up."""
     seen: list[list[float]] = [[] for _ in steps]
-    for _ in range(rounds + 1):
-        for step, own in zip(steps, seen, strict=True):
+    begun = time.perf_counter()
+    for done in range(rounds + 1):
+        if done > FEWEST and time.perf_counter() - begun > SECONDS:
+            break
+        for (before, step), own in zip(steps, seen, strict=True):
+            before()
+            synchronize(device)
             started = time.perf_counter()
             step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             own.append(time.perf_counter() - started)
     return [statistics.quantiles(own[1:], n=4, method="inclusive")[0] for own in seen]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -24,7 +24,7 @@ GUESS = (0.7, 0.1, 0.05)  # rates of a drafter that nothing is known of
 CYCLES = 4  # cycles that the first estimate of the speed counts for
 LEAST, MOST = 0.02, 1.5  # bounds of trust
 CERTAIN = 0.98  # the most that is believed of a child
-GAP = 32  # cycles without drafts before one is tried again; twice as many after each that brings nothing
+GAP, STEEP = 32, 6  # cycles without drafts before one is tried again, times how far off drafting is, to this power
 
 
 @final
@@ -82,7 +82,8 @@ class Pace:
         weight = FITTED if rates else GUESSED
         self.by_rates, self.by_law = Trust(weight), Trust(weight)
         self.tokens = self.seconds = 0.0  # of cycles whose tree was chosen level by level
-        self.idle, self.gap, self.trying = 0, GAP, False
+        self.idle, self.trials, self.trying = 0, 0, False
+        self.hope = 0.0  # tokens a second that drafting was expected to reach when it began to rest
         self.promise: Promise | None = None  # of the cycle that runs; None: without drafts
 
     @property
@@ -111,13 +112,16 @@ class Pace:
         return forward + self.times.drafting(levels, draws, inner) + self.times.resting(draws)
 
     def rests(self, speed: float) -> bool:
-        """Whether this cycle goes without drafts. speed: what drafting is expected to reach, in tokens a second."""
-        self.promise, self.trying = None, False
+        """Whether this cycle goes without drafts. speed: what drafting is expected to reach, in tokens a second.
+
+        The less it would reach, and the more trials have brought nothing, the later it is tried again.
+        """
+        self.promise, self.trying, self.hope = None, False, speed
         if speed > self.plain:
-            self.idle = 0
+            self.idle = self.trials = 0
             return False
-        if self.idle >= self.gap:
-            self.idle, self.gap, self.trying = 0, 2 * self.gap, True
+        if self.idle >= GAP * 2**self.trials * (self.plain / max(speed, self.plain / 8)) ** STEEP:
+            self.idle, self.trials, self.trying = 0, self.trials + 1, True
             return False
         self.idle += 1
         return True
@@ -131,4 +135,4 @@ class Pace:
             self.tokens = FORGET * self.tokens + 1 + len(path)
             self.seconds = FORGET * self.seconds + self.promise.seconds
         if path:
-            self.gap = GAP
+            self.trials = 0

@@ -49,7 +49,7 @@ GENERATOR = torch.Generator()
 
 def spec_of(name, drafter, **options):
     model = target(name) if isinstance(name, str) else name
-    return Spec(model, source_of(drafter, model), **options)
+    return Spec(model, source_of(drafter, model), **{"verifier": "topk", **options})
 
 
 def random_text(seed, length=40, vocab=4):

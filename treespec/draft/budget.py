@@ -11,7 +11,7 @@ from treespec.draft.pace import CERTAIN, Pace, Promise
 from treespec.trees.auto import best_size
 from treespec.trees.tree import TokenTree
 
-RATES = (0.4, 0.1, 0.05, 0.03)  # of the first, second, … child; later ones have the last
+RATES = (0.6, 0.12, 0.06, 0.03)  # of the first, second, … child, at first; later ones have the last
 ROWS_BRING = 1.6  # tokens a cycle of drafters with rows of their own (Lookahead in Spec-Bench, 2401.07851)
 
 
@@ -31,8 +31,8 @@ def part(tree: TokenTree, pace: Pace) -> TokenTree:
             reach[node] = reach[parent] * min(believed, CERTAIN)
         order = np.argsort(-reach[1:], kind="stable") + 1  # a parent stands before its children
         size, _ = best_size(reach[order], pace.forward, pace.plain)
-        if size == 1 and nodes > 1 and not pace.rests(0.5 * pace.plain):
-            size = 2  # tried again after a while
+        if size == 1 and nodes > 1 and pace.trying:
+            size = 2
         kept = np.sort(np.concatenate([[0], order[: size - 1]]))
     if len(kept) > 1 or tree.rows:
         shorter = tree if len(kept) == nodes else selected(tree, kept)
@@ -65,8 +65,18 @@ def selected(tree: TokenTree, kept: np.ndarray) -> TokenTree:
     return TokenTree(tree.tokens[rows], parents, tree.depth[rows], ancestors)
 
 
-def rows_pay(widest: int, pace: Pace) -> bool:
-    """Whether a drafter whose forwards take `widest` nodes and rows is likely to pay at all."""
-    nodes = len(pace.forward)
-    seconds = float(pace.forward[min(widest, nodes) - 1]) * max(widest / nodes, 1)
-    return ROWS_BRING / seconds > pace.plain
+def rests(pace: Pace, widest: int) -> bool:
+    """Whether a text goes without given tokens this cycle, before they are looked for.
+
+    widest: nodes and rows of a forward, of a drafter that brings rows of its own; 0: it brings none.
+    """
+    if widest:
+        nodes = len(pace.forward)
+        wide = float(pace.forward[min(widest, nodes) - 1]) * max(widest / nodes, 1)
+        return pace.rests(ROWS_BRING / wide)
+    if pace.idle:
+        return pace.rests(pace.hope)  # nothing was learned since it was last asked
+    chance = min(RATES[0] * float(pace.by_law.factors[0]), CERTAIN)
+    tokens = (chance ** np.arange(len(pace.forward))).cumsum()  # of a chain of 0, 1, … given tokens
+    seconds = pace.forward + pace.times.resting(0)
+    return pace.rests(float((tokens[1:] / seconds[1:]).max()))

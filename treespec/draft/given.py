@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
-from treespec.draft.budget import part, rows_pay
+from treespec.draft.budget import part, rests
 from treespec.draft.pace import Pace
 from treespec.draft.times import Times
 from treespec.errors import InputError
@@ -90,8 +90,7 @@ class GivenDrafter:
         if not self.times:
             return drafter.draft(text, generator)
         pace = self.paces[row] = self.paces[row] or Pace(self.times())
-        pace.promise = None
-        self.resting[row] = drafter.widest > 0 and not rows_pay(drafter.widest, pace)
+        self.resting[row] = rests(pace, drafter.widest)
         if self.resting[row]:
             return root_only(torch.tensor([root]))
         return part(drafter.draft(text, generator), pace)

@@ -10,7 +10,7 @@ from treespec.options import MANY, TOKENS, check_ranges, option
 
 # EAGLE-2's 60 nodes are for a GPU: two cores pay for every node of a small target.
 SMALL_TREE = "dynamic:depth=5,topk=6,nodes=24"
-VERIFIERS = f"single,rrs,rrs-wo,spechub,greedy,is-lp,optimal,traversal@sampled,topk@{SMALL_TREE}"
+VERIFIERS = f"auto,single,rrs,rrs-wo,spechub,greedy,is-lp,optimal,traversal@sampled,topk@{SMALL_TREE}"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from treespec.draft.vocabulary import most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
 from treespec.files import locked
 from treespec.identity import identity_of
+from treespec.printable import one_line
 from treespec.target import Target
 from treespec.train import features
 from treespec.train.config import TrainConfig
@@ -35,7 +36,7 @@ def read(config: TrainConfig, accelerator: Accelerator) -> list[Conversation]:
     conversations, report = read_conversations(config.data)
     accelerator.print(f"{config.data}: {report}")
     for problem in report.problems:
-        accelerator.print(f"  {problem}")
+        accelerator.print(f"  {one_line(problem)}")
     return conversations
 
 

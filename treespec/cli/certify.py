@@ -19,6 +19,7 @@ def certify(config: CertifyConfig) -> None:
     from treespec.cli.progress import with_progress
     from treespec.eval.certify import certify as run
     from treespec.eval.certify import promised
+    from treespec.printable import one_line
 
     end_notice()
     can = promised(config)
@@ -38,7 +39,7 @@ def certify(config: CertifyConfig) -> None:
         print(f"{said(test)}  {test['test']}: p-value {test['p_value']:.3g} of {test['samples']}")
     if found["not_applied"]:
         settings = ", ".join(f"{name}={value}" for name, value in found["not_applied"].items())
-        print(f"Left out on both sides: the model's own generation config would also apply {settings}.")
+        print(f"Left out on both sides: the model's own generation config would also apply {one_line(settings)}.")
     verdict = "Certified" if found["passed"] else "NOT certified"
     print(f"{verdict}: {found['verifier']}. Report: {Path(config.out).resolve()}")
     if not found["passed"]:

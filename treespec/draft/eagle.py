@@ -38,6 +38,42 @@ def embedding_of(target: Target) -> nn.Parameter:
 
 
 @final
+class Pairs:
+    """Features of one text and the token that follows each, which wait for the head; joined when it takes them.
+
+    A text that rests adds one pair a cycle: joining them each time would copy all that wait.
+    """
+
+    def __init__(self, features: Tensor, tokens: Tensor) -> None:
+        """features: [n, F]. tokens: [n] int64, the one after each."""
+        self.features, self.tokens = [features], [tokens]
+        self.count = len(tokens)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def add(self, features: Tensor, tokens: Tensor) -> None:
+        """features: [n, F]. tokens: [n] int64."""
+        if not self.count:
+            self.features, self.tokens = [], []  # empty ones may be of another dtype
+        self.features.append(features)
+        self.tokens.append(tokens)
+        self.count += len(tokens)
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """[n, F] features and [n] tokens."""
+        if len(self.tokens) > 1:
+            self.features, self.tokens = [torch.cat(self.features)], [torch.cat(self.tokens)]
+        return self.features[0], self.tokens[0]
+
+    def split(self, length: int) -> "Pairs":
+        """Keep the first `length` pairs; return the others."""
+        features, tokens = self.joined()
+        self.features, self.tokens, self.count = [features[:length]], [tokens[:length]], min(length, self.count)
+        return Pairs(features[length:], tokens[length:])
+
+
+@final
 class EagleProposer:
     """Drafts with a head and the target's output path; one text at first.
 
@@ -64,7 +100,7 @@ class EagleProposer:
         self.compiled = compiled.likewise(head, over_layer, target.output_device) if compiled else None
         self.forward_seconds = 0.0
         self.cache = TreeCache(layers=1)
-        self.waiting = [self._nothing()]  # of each text features [n, F] and tokens [n]
+        self.waiting = [self._nothing()]  # of each text
         self.positions = torch.empty(0)  # [B, 1] of the last level's features
         self.frontier = torch.empty(0)  # [B, F, H] features extrapolated at the frontiers
         self.seen = torch.empty(0)  # [B, F, T] bool: which columns of the cache each frontier node sees
@@ -88,31 +124,28 @@ class EagleProposer:
 
     @property
     def lengths(self) -> list[int]:
-        return [done + len(tokens) for done, (_, tokens) in zip(self.cache.lengths, self.waiting, strict=True)]
+        return [done + len(pairs) for done, pairs in zip(self.cache.lengths, self.waiting, strict=True)]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        for row, (new, known) in enumerate(zip(features, tokens, strict=True)):
-            before, following = self.waiting[row], known[1:].to(new.device)
-            if len(before[1]):
-                new, following = torch.cat([before[0], new]), torch.cat([before[1], following])
-            self.waiting[row] = (new, following)
-        fresh, waiting = max(map(len, tokens)) - 1, max(len(known) for _, known in self.waiting)
+        for pairs, new, known in zip(self.waiting, features, tokens, strict=True):
+            pairs.add(new, known[1:].to(new.device))
+        fresh, waiting = max(map(len, tokens)) - 1, max(map(len, self.waiting))
         if fresh > MANY or waiting > MOST:
-            ends = [(f[-1:], t[-1:]) for f, t in self.waiting]
-            self.waiting = [(f[:-1], t[:-1]) for f, t in self.waiting]
+            ends = [pairs.split(len(pairs) - 1) for pairs in self.waiting]
             self.begin()
             self.waiting = ends
 
     def rewind(self, lengths: Sequence[int]) -> None:
         keep = [max(0, length - done) for length, done in zip(lengths, self.cache.lengths, strict=True)]
-        self.waiting = [(f[:n], t[:n]) for (f, t), n in zip(self.waiting, keep, strict=True)]
+        for pairs, length in zip(self.waiting, keep, strict=True):
+            pairs.split(length)
         self.cache.rewind([min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)])
 
     def new(self) -> "EagleProposer":
         return EagleProposer(self.head, self.target, self.chunk)
 
     def join(self, others: Sequence["EagleProposer"]) -> None:
-        self.waiting += [pairs for proposer in others for pairs in proposer.waiting]
+        self.waiting = self.waiting + [pairs for proposer in others for pairs in proposer.waiting]
         self.cache.join([proposer.cache for proposer in others])
 
     def select(self, rows: Sequence[int]) -> None:
@@ -121,7 +154,7 @@ class EagleProposer:
 
     @torch.no_grad()
     def begin(self, roots: Tensor | None = None, cache: TreeCache | None = None) -> list[Tensor | None]:
-        counts = [len(tokens) for _, tokens in self.waiting]
+        counts = [len(pairs) for pairs in self.waiting]
         if not any(counts):
             return [None] * len(counts)
         started = time.perf_counter()
@@ -130,7 +163,7 @@ class EagleProposer:
         start = 0
         while start < max(counts):
             end = start + (self.chunk or self.target.rows_beside(self.cache.end))
-            part = [(f[start:end], t[start:end]) for f, t in self.waiting]
+            part = [(f[start:end], t[start:end]) for f, t in map(Pairs.joined, self.waiting)]
             features = self.head.fuse(together([f for f, _ in part]))  # [B, n, H]
             tokens = together([t for _, t in part])  # [B, n]
             b, n = tokens.shape
@@ -184,11 +217,10 @@ class EagleProposer:
         layer.length += n
         return hidden
 
-    def _nothing(self) -> tuple[Tensor, Tensor]:
-        """No features [0, F] and no tokens [0]."""
+    def _nothing(self) -> "Pairs":
         device = self.target.output_device
         features = torch.empty(0, self.head.feature_size, dtype=self.head.dtype, device=device)
-        return features, torch.empty(0, dtype=torch.int64, device=device)
+        return Pairs(features, torch.empty(0, dtype=torch.int64, device=device))
 
 
 def over_layer(

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from treespec.default_tree import verifier_for
-from treespec.draft.given import check_given
-from treespec.draft.given_kinds import GIVEN
-from treespec.draft.grow import check_pair
+from treespec.draft.default_tree import verifier_for
+from treespec.draft.model_free.given import check_given
+from treespec.draft.model_free.kinds import GIVEN
+from treespec.draft.tree_drafter import check_pair
 from treespec.errors import InputError
 from treespec.trees.policy import Policy, policy
-from treespec.verify.verifiers import verifier_by_name
+from treespec.verify.registry import verifier_by_name
 from treespec.verify.walk import Verifier
 
 

@@ -24,7 +24,7 @@ class Pair:
 
 
 def verdict(summary: dict[str, Any]) -> list[str]:
-    """A few sentences about the rows of `treespec.eval.summary.summarise`."""
+    """A few sentences about the rows of `treespec.eval.mtbench.summary.summarise`."""
     several = len({row.get("drafter") for row in summary["configurations"]} - {None}) > 1
     pairs = [
         Pair(

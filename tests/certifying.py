@@ -6,8 +6,8 @@ import torch
 import transformers as hf
 from models import GROUPED, random_model
 
-from treespec.draft.model import ModelProposer
-from treespec.eval.certify_config import CertifyConfig
+from treespec.draft.models.model import ModelProposer
+from treespec.eval.certify.config import CertifyConfig
 from treespec.spec import Spec
 from treespec.target import Target
 

@@ -15,9 +15,9 @@ from models import GROUPED, random_model, tokenizer
 
 from treespec.cli.chat_config import ChatConfig
 from treespec.cli.config import load_spec
-from treespec.draft.eagle import new_head
+from treespec.draft.trained.eagle import new_head
 from treespec.heads.checkpoint import save_head
-from treespec.printable import CONTROL
+from treespec.text.printable import CONTROL
 
 CONTEXT = 4096
 PROMPT = "\x1b[?2004h"  # bracketed paste is switched on when a prompt is ready, and off when it is answered

@@ -9,7 +9,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify import SCHEMES
+from treespec.verify.registry import SCHEMES
 from treespec.verify.scheme import Scheme
 
 Outcome = tuple[tuple[int, ...], float]  # draws, -1 for none; their probability

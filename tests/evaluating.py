@@ -6,8 +6,8 @@ import transformers as hf
 from models import GROUPED, random_head, random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from treespec.eval import answers
-from treespec.eval.config import EvalConfig
+from treespec.eval.mtbench import answers
+from treespec.eval.mtbench.config import EvalConfig
 from treespec.heads.checkpoint import save_head
 from treespec.target import Target
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from mutants import mutant
 
-from treespec.draft import grow, grow_confident
+from treespec.draft import tree_drafter
+from treespec.draft.grow import confident
 from treespec.spec import Spec
 from treespec.trees.tree import Drafts, Draws, TokenTree
 
@@ -116,13 +117,13 @@ def doubted_token_dropped(monkeypatch: Any) -> None:
     early = stop.replace("level == depth or not ", "not ").replace("last]", "drawn.tokens[0, 0].clamp_min(0)]")
     end = "    number = torch.arange(len(tokens), device=logits.device)\n"
     broken = mutant(
-        grow_confident,
+        confident,
         (whole, early + whole),
         (stop, "        if level == depth:\n            break\n"),
         (end, "    if not draws:\n        return root_only(root)\n" + end),
     )
-    broken.root_only = grow.root_only
-    monkeypatch.setattr(grow, "grow_confident", broken.grow_confident)
+    broken.root_only = tree_drafter.root_only
+    monkeypatch.setattr(tree_drafter, "grow_confident", broken.grow_confident)
 
 
 def normal(law: torch.Tensor) -> torch.Tensor:

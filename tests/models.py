@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treespec.cache import TreeCache
-from treespec.draft import eagle3
 from treespec.draft.drafter import Drafter
-from treespec.draft.eagle import new_head
+from treespec.draft.trained import eagle3
+from treespec.draft.trained.eagle import new_head
 from treespec.draft.vocabulary import restrict
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head

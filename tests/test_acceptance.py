@@ -12,18 +12,19 @@ from enumeration import random_law
 from models import random_head, save_model, target, tokenizer
 from torch import Tensor
 
-from treespec.draft.eagle import EagleProposer
-from treespec.draft.growth import Frontier
+from treespec.draft.proposer import Frontier
+from treespec.draft.trained.eagle import EagleProposer
 from treespec.errors import InputError
-from treespec.eval.acceptance import accept, average
-from treespec.eval.acceptance_config import PRESETS, AcceptanceConfig, Case, cases, sweeps
-from treespec.eval.acceptance_plot import axes, panels
-from treespec.eval.collect import Logits, Text, logits_of
-from treespec.eval.rates import rate
+from treespec.eval.acceptance.collect import Logits, logits_of
+from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, Case, cases, sweeps
+from treespec.eval.acceptance.plot import axes, panels
+from treespec.eval.acceptance.rates import rate
+from treespec.eval.acceptance.run import accept, average
+from treespec.eval.texts import Text
 from treespec.heads.checkpoint import save_head
 from treespec.spec import Spec
 from treespec.target import Target
-from treespec.verify import SCHEMES, scheme_by_name
+from treespec.verify.registry import SCHEMES, scheme_by_name
 
 FIGURE_2 = [  # t1, t2, α*, kseq, rrs
     *[("1/3", 0, 0.8889, 0.8114, 0.7778), ("1/3", 1 / 9, 1, 0.8889, 0.8519), ("1/3", 2 / 9, 1, 0.9576, 0.9259)],

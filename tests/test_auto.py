@@ -12,20 +12,21 @@ import transformers as hf
 from models import GROUPED, TableConfig, TableModel, random_head, random_model, target
 
 from treespec.draft.calibration import Calibration
-from treespec.draft.eagle import EagleProposer
-from treespec.draft.grow import check_pair
-from treespec.draft.grow_auto import GRAIN, expansion, shape_for
-from treespec.draft.pace import Pace, Promise
-from treespec.draft.times import NODES, Times, kept_times, key, times_for
+from treespec.draft.fit.measure import times_for
+from treespec.draft.grow.auto import GRAIN, expansion, shape_for
+from treespec.draft.pace.pace import Pace, Promise
+from treespec.draft.pace.times import NODES, Times, kept_times, key
+from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.tree_drafter import check_pair
 from treespec.files import write_json
 from treespec.spec import Spec
 from treespec.target import Target
 from treespec.trees.auto import AutoTree, best_size
-from treespec.trees.measured import expected_length
+from treespec.trees.medusa import expected_length
 from treespec.trees.policy import policy
 from treespec.trees.sequoia import sequoia
 from treespec.trees.static import StaticTree, TreeError, chain
-from treespec.verify import SCHEMES
+from treespec.verify.registry import SCHEMES
 
 RATES = {"1": (0.5, 0.2, 0.1)}
 CALIBRATION = Calibration(

@@ -8,7 +8,7 @@ from models import CONFIGS, random_head, random_model, target
 
 from treespec.cache import TreeCache
 from treespec.draft.calibration import Calibration
-from treespec.draft.times import Times
+from treespec.draft.pace.times import Times
 from treespec.errors import InputError
 from treespec.spec import Spec
 from treespec.target import Target

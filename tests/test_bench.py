@@ -12,13 +12,13 @@ from models import CONFIGS, GROUPED, random_model
 
 from treespec.cli import main
 from treespec.errors import InputError
-from treespec.eval.bench import bench
-from treespec.eval.bench_config import BenchConfig
-from treespec.eval.bench_figures import Timed, bound, of_cycles, of_speed
-from treespec.eval.bench_peers import generated
-from treespec.eval.bench_split import split
+from treespec.eval.bench.config import BenchConfig
+from treespec.eval.bench.figures import Timed, bound, of_cycles, of_speed
+from treespec.eval.bench.padding import pad
+from treespec.eval.bench.peers import generated
+from treespec.eval.bench.run import bench
+from treespec.eval.bench.split import split
 from treespec.files import read_json
-from treespec.padding import pad
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec, load
 from treespec.stats import Stats
@@ -193,7 +193,7 @@ def run(monkeypatch, options):
 
 
 def test_a_peer_that_raises_says_why_in_its_row(home, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("treespec.eval.bench_peers.LOOKUPS", (0,))
+    monkeypatch.setattr("treespec.eval.bench.peers.LOOKUPS", (0,))
     assert run(monkeypatch, options_in(home, tmp_path)) == 0
     found = json.loads((tmp_path / "bench.json").read_text())
     (row,) = [row for row in found["paddings"][0]["rows"] if row["name"].startswith("prompt lookup")]

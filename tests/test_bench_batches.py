@@ -2,8 +2,8 @@
 
 from evaluating import FILES, save_models
 
-from treespec.eval.bench import bench
-from treespec.eval.bench_config import BenchConfig
+from treespec.eval.bench.config import BenchConfig
+from treespec.eval.bench.run import bench
 
 
 def test_batches_of_any_size_have_the_same_tokens_and_a_line_each(tmp_path):

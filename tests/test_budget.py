@@ -5,12 +5,12 @@ import pytest
 import torch
 from models import CONFIGS, TableConfig, TableModel, random_model
 
-from treespec.draft.budget import RATES, part, rests
-from treespec.draft.given import GivenDrafter
-from treespec.draft.given_kinds import given_by
-from treespec.draft.pace import Pace
-from treespec.draft.times import Times
-from treespec.draft.trie import trie
+from treespec.draft.model_free.budget import RATES, part, rests
+from treespec.draft.model_free.given import GivenDrafter
+from treespec.draft.model_free.kinds import given_by
+from treespec.draft.model_free.trie import trie
+from treespec.draft.pace.pace import Pace
+from treespec.draft.pace.times import Times
 from treespec.spec import Spec
 from treespec.target import Target
 

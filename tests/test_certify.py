@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from treespec.cli import app
 from treespec.errors import InputError
-from treespec.eval.certify import certify, examine
-from treespec.eval.certify_config import CertifyConfig
-from treespec.eval.certify_numbers import Sample, places, starts
-from treespec.eval.certify_plain import greedy_answer, own_settings, plain_texts, seeds
-from treespec.eval.certify_witness import Cycle
+from treespec.eval.certify.config import CertifyConfig
+from treespec.eval.certify.numbers import Sample, places, starts
+from treespec.eval.certify.plain import greedy_answer, own_settings, plain_texts, seeds
+from treespec.eval.certify.run import certify, examine
+from treespec.eval.certify.witness import Cycle
 from treespec.heads.checkpoint import save_head
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec
@@ -74,7 +74,7 @@ def test_both_sides_end_at_a_templates_stops(tmp_path):
     stop = target.tokenizer.decode(whole[3:4])
     ended = Spec(target, random_head(target, seed=1), "2x2", "rrs-wo", template="vicuna_v1.1")
     with pytest.MonkeyPatch.context() as patch:
-        from treespec import templates
+        from treespec.text import templates
 
         patch.setattr(templates, "stops", lambda template: templates.Stops(strings=(stop,), token_ids=(whole[8],)))
         [theirs] = plain_texts(ended, prompt, 12, SamplingParams())

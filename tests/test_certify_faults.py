@@ -6,7 +6,7 @@ import faults
 import pytest
 from certifying import CONFIG, PROMPTS, tiny
 
-from treespec.eval.certify import judge, sample
+from treespec.eval.certify.run import judge, sample
 
 DRAWS = "draws follow the law that they are said to"
 REPEATS = "draws repeat the others at their node as often as they should"

@@ -4,11 +4,11 @@ import pytest
 import torch
 from scipy.stats import binom, kstest
 
-from treespec.eval.certify_numbers import successive
-from treespec.eval.certify_tests import exchangeable, independent, least_correlation, least_gap, uniform
-from treespec.eval.certify_witness import drawn, placed, repeats_among
+from treespec.eval.certify.numbers import successive
+from treespec.eval.certify.tests import exchangeable, independent, least_correlation, least_gap, uniform
+from treespec.eval.certify.witness import drawn, placed, repeats_among
 from treespec.trees.tree import Drafts, Draws
-from treespec.verify import SCHEMES
+from treespec.verify.registry import SCHEMES
 
 ROUNDS, ERROR = 200, 0.05
 

@@ -14,10 +14,10 @@ from treespec.cli.chat import stripped
 from treespec.cli.commands import in_words, run
 from treespec.cli.config import load_spec
 from treespec.cli.conversation import Conversation
-from treespec.conversations import read_conversations
 from treespec.decode import Piece
 from treespec.errors import InputError
-from treespec.printable import CONTROL
+from treespec.text.conversations import read_conversations
+from treespec.text.printable import CONTROL
 from treespec.trees.static import TreeError
 
 

@@ -10,11 +10,11 @@ from models import save_model
 from treespec import load
 from treespec.cli import main
 from treespec.draft.calibration import load_calibration
-from treespec.draft.eagle import new_head
-from treespec.figures import TAU
+from treespec.draft.trained.eagle import new_head
 from treespec.heads.checkpoint import save_head
+from treespec.stats import TAU
 from treespec.target import Target
-from treespec.verify.verifiers import NAMES
+from treespec.verify.registry import NAMES
 
 
 @pytest.fixture(scope="module")

@@ -19,19 +19,18 @@ from test_tree_verifiers import chi_square, complete
 from torch import Tensor
 from verdicts import Shape, Tables, trees
 
-from treespec.draft.grow_static import draft_laws
-from treespec.draft.model import ModelProposer
+from treespec.draft.grow.static import draft_laws
+from treespec.draft.models.model import ModelProposer
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
 from treespec.target import Target
 from treespec.trees.static import StaticTree, chain
 from treespec.trees.tree import Drafts, Draws, TokenTree
-from treespec.verify import SCHEMES, scheme_by_name
 from treespec.verify.laws import distinct
 from treespec.verify.optimal import Optimal
+from treespec.verify.registry import SCHEMES, scheme_by_name, verifier_by_name
 from treespec.verify.scheme import Scheme
 from treespec.verify.traversal import Traversal
-from treespec.verify.verifiers import verifier_by_name
 
 ERROR = 1e-4  # probability that a χ² fails by chance
 TOKENS = 100

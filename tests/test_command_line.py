@@ -15,13 +15,13 @@ from treespec.cli.early import DRAFTERS, check_sources
 from treespec.cli.entry import run
 from treespec.cli.export import ENGINES
 from treespec.cli.terminal import readable
-from treespec.draft.eagle import new_head
 from treespec.draft.sources import SOURCES
+from treespec.draft.trained.eagle import new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.heads.formats.export import WRITERS
-from treespec.printable import printable
 from treespec.target import Target
+from treespec.text.printable import printable
 
 OSC = "\x1b]0;owned\x07"
 

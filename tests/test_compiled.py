@@ -8,12 +8,12 @@ from models import CONFIGS, random_head, random_model, save_model
 from torch import nn
 
 from treespec.cache import TreeLayer
-from treespec.compiled import BUCKETS, Compiled, Room, padded, padded_mask
-from treespec.draft.measure import path
+from treespec.draft.fit.measure import path
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.packed import PackedLinear
-from treespec.regions import CompiledLayers
+from treespec.model.compiled import BUCKETS, Compiled, Room, padded, padded_mask
+from treespec.model.packed import PackedLinear
+from treespec.model.regions import CompiledLayers
 from treespec.spec import Spec, load
 from treespec.target import Target
 

@@ -8,9 +8,9 @@ from test_draft_model import small
 from test_sequence_law import TestSequenceLaw as Law
 
 from treespec.cache import TreeCache
-from treespec.draft.grow import TreeDrafter, check_pair
-from treespec.draft.model import ModelProposer
-from treespec.draft.several import SeveralModels
+from treespec.draft.models.model import ModelProposer
+from treespec.draft.models.several import SeveralModels
+from treespec.draft.tree_drafter import TreeDrafter, check_pair
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
@@ -18,7 +18,7 @@ from treespec.target import Target
 from treespec.trees.confident import ConfidentChain
 from treespec.trees.policy import policy
 from treespec.trees.static import TreeError
-from treespec.verify import SCHEMES, scheme_by_name
+from treespec.verify.registry import SCHEMES, scheme_by_name
 
 
 @pytest.fixture(scope="module")

@@ -15,15 +15,15 @@ from chat_templates import (
     turns,
 )
 
-from treespec import templates
-from treespec.conversations import (
+from treespec.errors import InputError
+from treespec.text import templates
+from treespec.text.conversations import (
     Conversation,
     Example,
     UnusableConversation,
     encode_conversation,
     encode_conversations,
 )
-from treespec.errors import InputError
 
 
 def decoded_answers(tokenizer, example: Example) -> list[str]:

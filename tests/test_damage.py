@@ -15,15 +15,16 @@ from models import random_eagle3, random_head, target, tokenizer
 from test_auto import times
 from test_calibration import USUAL
 
-from treespec.datastore import build, open_datastore
 from treespec.draft.calibration import load_calibration, save_calibration
-from treespec.draft.skip_set import SkipSet, load_skip_set, save_skip_set
-from treespec.draft.times import kept_times
+from treespec.draft.model_free.datastore import build, open_datastore
+from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
+from treespec.draft.pace.times import kept_times
 from treespec.draft.vocabulary import load_vocabulary, save_vocabulary
-from treespec.eval import answers, collect
-from treespec.eval.acceptance_config import AcceptanceConfig
-from treespec.eval.answers import Answer
-from treespec.eval.record import read_record, record_of
+from treespec.eval.acceptance import collect
+from treespec.eval.acceptance.config import AcceptanceConfig
+from treespec.eval.mtbench import answers
+from treespec.eval.mtbench.answers import Answer
+from treespec.eval.mtbench.record import read_record, record_of
 from treespec.files import write_json, write_tensors, write_text
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.formats.engines import Served

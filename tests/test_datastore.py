@@ -12,15 +12,16 @@ from test_decode import plain_generate
 from test_given import paths_of
 from test_sequence_law import TestSequenceLaw as SequenceLaw
 
-from treespec import datastore, load
-from treespec.datastore import ORDER, Datastore, build, encoded, fingerprint, open_datastore
-from treespec.draft.given import GivenDrafter
-from treespec.draft.rest import Rest, RestOptions
+from treespec import load
+from treespec.draft.model_free import datastore
+from treespec.draft.model_free.datastore import ORDER, Datastore, build, encoded, fingerprint, open_datastore
+from treespec.draft.model_free.given import GivenDrafter
+from treespec.draft.model_free.rest import Rest, RestOptions
+from treespec.draft.model_free.suffixes import longest_suffix, places_of, suffix_array
 from treespec.errors import InputError
 from treespec.files import locked, read_json, write_json
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec
-from treespec.suffixes import longest_suffix, places_of, suffix_array
 from treespec.target import Target
 
 END = 4

@@ -8,17 +8,16 @@ import torch
 from enumeration import STOCHASTIC
 from models import CONFIGS, random_head, random_model, target
 
-from treespec.default_tree import default_tree
 from treespec.draft.calibration import Calibration
-from treespec.draft.grow import check_pair
-from treespec.draft.times import Times
+from treespec.draft.default_tree import default_tree
+from treespec.draft.pace.times import Times
+from treespec.draft.tree_drafter import check_pair
 from treespec.errors import InputError
 from treespec.spec import Spec
 from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import policy
-from treespec.verify import SCHEMES, scheme_by_name
-from treespec.verify.verifiers import NAMES
+from treespec.verify.registry import NAMES, SCHEMES, scheme_by_name
 
 
 def prompt(length=7, seed=3):

@@ -8,14 +8,15 @@ import torch
 from models import TableConfig, TableModel, follow, random_model, target
 from safetensors.torch import load_file, save_file
 
-from treespec.draft.growth import Frontier
-from treespec.draft.hydra import HydraProposer
-from treespec.draft.kinds import KINDS
+from treespec.draft.pace.times import Times
+from treespec.draft.proposer import Frontier
 from treespec.draft.sources import fit, source_of
-from treespec.draft.times import Times
+from treespec.draft.trained.hydra import HydraProposer
+from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
-from treespec.eval.collect import Text, logits_of
+from treespec.eval.acceptance.collect import logits_of
+from treespec.eval.texts import Text
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.checksum import sealed
 from treespec.sampling import SamplingParams

@@ -7,7 +7,7 @@ import torch
 from models import save_model, target
 from test_depth_heads import SEVERAL, heads_for
 
-from treespec.draft.kinds import KINDS
+from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.spec import load
 from treespec.train.config import TrainConfig

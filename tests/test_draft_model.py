@@ -12,8 +12,8 @@ from test_decode import plain_generate, prompt
 from test_sequence_law import TestSequenceLaw as Law
 
 from treespec import load
-from treespec.draft.model import ModelProposer, tokens_differ
-from treespec.draft.several import SeveralModels, in_turns
+from treespec.draft.models.model import ModelProposer, tokens_differ
+from treespec.draft.models.several import SeveralModels, in_turns
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec

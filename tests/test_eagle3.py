@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from treespec.draft.calibration import Calibration
-from treespec.draft.eagle import EagleProposer
-from treespec.draft.growth import Frontier
-from treespec.draft.kinds import KINDS
+from treespec.draft.pace.times import Times
+from treespec.draft.proposer import Frontier
 from treespec.draft.sources import fit, source_of
-from treespec.draft.times import Times
+from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import draft_logits, save_vocabulary
 from treespec.errors import InputError
 from treespec.heads.checkpoint import HeadError, load_head, save_head

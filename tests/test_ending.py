@@ -8,8 +8,8 @@ from models import tokenizer
 from tokenizers import Tokenizer, decoders, normalizers, trainers
 from tokenizers.models import BPE
 
-from treespec.ending import INCOMPLETE, Ending
 from treespec.errors import InputError
+from treespec.text.ending import INCOMPLETE, Ending
 
 NEVER = frozenset[int]()
 TEXTS = [

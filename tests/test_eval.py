@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from treespec.cli.evaluate import evaluate as command
 from treespec.errors import InputError
-from treespec.eval.run import evaluate
-from treespec.eval.summary import summarise
-from treespec.figures import TAU
+from treespec.eval.mtbench.run import evaluate
+from treespec.eval.mtbench.summary import summarise
 from treespec.files import read_json, write_json
 from treespec.spec import Spec
+from treespec.stats import TAU
 from treespec.target import Target
 
 

@@ -10,7 +10,7 @@ from evaluating import answered, config_in, save_models, tokens_of
 from models import random_head
 
 from treespec.errors import InputError
-from treespec.eval.run import evaluate
+from treespec.eval.mtbench.run import evaluate
 from treespec.files import locked, read_json, write_json
 from treespec.heads.checkpoint import save_head
 from treespec.target import Target

@@ -7,8 +7,9 @@ import pytest
 from evaluating import QUESTIONS, TURNS, answered, config_in, page_of, save_models, tokens_of
 
 from treespec.errors import InputError
-from treespec.eval.config import EvalConfig, configurations, drafters_of, pairs_of
-from treespec.eval.run import evaluate, seed_of
+from treespec.eval.common import seed_of
+from treespec.eval.mtbench.config import EvalConfig, configurations, drafters_of, pairs_of
+from treespec.eval.mtbench.run import evaluate
 from treespec.spec import Spec
 from treespec.target import Target
 

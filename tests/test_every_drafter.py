@@ -7,12 +7,12 @@ from scipy.stats import kstest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treespec import load
-from treespec.datastore import build
-from treespec.draft.kinds import KINDS
-from treespec.draft.skip_set import SkipSet, save_skip_set
+from treespec.draft.model_free.datastore import build
+from treespec.draft.models.skip_set import SkipSet, save_skip_set
 from treespec.draft.sources import SOURCES
-from treespec.eval.certify import numbers, sample
-from treespec.eval.certify_config import CertifyConfig
+from treespec.draft.trained.kinds import KINDS
+from treespec.eval.certify.config import CertifyConfig
+from treespec.eval.certify.run import numbers, sample
 from treespec.heads.checkpoint import save_head
 from treespec.target import Target
 

@@ -17,21 +17,21 @@ from treespec import load
 from treespec.cli.chat_config import ChatConfig
 from treespec.cli.commands import run
 from treespec.cli.conversation import Conversation
-from treespec.draft.lookup import Lookup, matches
+from treespec.draft.model_free.lookup import Lookup, matches
+from treespec.draft.model_free.trie import trie
 from treespec.draft.sources import source_of
-from treespec.draft.trie import trie
 from treespec.errors import InputError
-from treespec.eval.bench import bench
-from treespec.eval.bench_config import BenchConfig
-from treespec.eval.certify import examine
-from treespec.eval.certify_config import CertifyConfig
-from treespec.eval.certify_numbers import repeats
-from treespec.eval.run import evaluate
+from treespec.eval.bench.config import BenchConfig
+from treespec.eval.bench.run import bench
+from treespec.eval.certify.config import CertifyConfig
+from treespec.eval.certify.numbers import repeats
+from treespec.eval.certify.run import examine
+from treespec.eval.mtbench.run import evaluate
 from treespec.sampling import SamplingParams, sample
 from treespec.spec import Spec
 from treespec.target import Target
+from treespec.verify.registry import NAMES
 from treespec.verify.topk import TopK
-from treespec.verify.verifiers import NAMES
 from treespec.verify.walk import Verdict
 
 DRAFTERS = [

@@ -11,13 +11,13 @@ from enumeration import STOCHASTIC
 from models import TableConfig, TableModel, draft_tree, follow, random_head
 from scipy.stats import chi2_contingency
 
-from treespec.draft.eagle import EagleProposer
-from treespec.draft.grow import TreeDrafter
+from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.tree_drafter import TreeDrafter
 from treespec.sampling import SamplingParams, TargetLaws, probs
 from treespec.target import Target
 from treespec.trees.policy import policy
 from treespec.trees.static import StaticTree
-from treespec.verify import scheme_by_name
+from treespec.verify.registry import scheme_by_name
 from treespec.verify.walk import Walk
 
 TEXT, FEATURES = torch.tensor([1, 2, 0, 3, 1]), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))

@@ -11,15 +11,15 @@ from models import TableConfig, TableModel, save_model, target
 from test_depth_heads import heads_for
 
 from treespec.cli import main
-from treespec.draft.kinds import KINDS
+from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
-from treespec.eval.accuracies import accuracies
-from treespec.eval.tree import make_tree
-from treespec.eval.tree_config import TreeConfig
+from treespec.eval.fit.accuracies import accuracies
+from treespec.eval.fit.tree import make_tree
+from treespec.eval.fit.tree_config import TreeConfig
 from treespec.heads.checkpoint import save_head
 from treespec.sampling import SamplingParams, probs
 from treespec.target import Target
-from treespec.trees.measured import expected_length, measured
+from treespec.trees.medusa import expected_length, measured
 from treespec.trees.policy import policy
 from treespec.trees.sequoia import best_shape, best_trees, sequoia
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, medusa
@@ -47,7 +47,7 @@ def table_of(seed, depth=3, ranks=3, descending=True):
 
 
 def test_the_drawn_five_nodes():
-    """Drawn in trees/measured.py and trees/sequoia.py."""
+    """Drawn in trees/medusa.py and trees/sequoia.py."""
     table = torch.tensor([[0.6, 0.2], [0.5, 0.2]])
     tree = measured(table, 5)
     assert set(tree.paths[1:]) == {(0,), (0, 0), (1,), (0, 1)}

@@ -17,7 +17,8 @@ from torch import Tensor
 from treespec import sampling
 from treespec.sampling import SamplingParams, probs
 from treespec.trees.tree import Drafts, Draws, TokenTree
-from treespec.verify import SCHEMES, greedy, is_lp, kseq, laws, otm_lp, rrs_wo, spechub, topk, valued
+from treespec.verify import greedy, is_lp, kseq, laws, otm_lp, rrs_wo, spechub, topk, valued
+from treespec.verify.registry import SCHEMES
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Walk
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from treespec.draft.nodes import Nodes
+from treespec.draft.grow.nodes import Nodes
 from treespec.trees.mask import ancestor_mask
 
 

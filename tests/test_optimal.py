@@ -12,11 +12,12 @@ from scipy.stats import chisquare, kstest, norm
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify import SCHEMES, coupling, optimal
+from treespec.verify import coupling, optimal
 from treespec.verify.coupling import Coupling
 from treespec.verify.laws import independent
 from treespec.verify.optimal import Optimal, selected_law
 from treespec.verify.rates import on_draws, optimal_iid
+from treespec.verify.registry import SCHEMES
 
 KS = (1, 2, 3, 4, 5)
 ERROR = 1e-4  # probability that a test of this file fails by chance, each

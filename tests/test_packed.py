@@ -7,7 +7,7 @@ import torch
 from models import target
 from torch import nn
 
-from treespec.packed import PackedLinear, pack
+from treespec.model.packed import PackedLinear, pack
 
 supported = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not multiply bfloat16 in oneDNN"

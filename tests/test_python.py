@@ -11,10 +11,10 @@ from models import CONFIGS, random_head, random_model, save_model, target
 
 import treespec
 from treespec import load
-from treespec.draft.skip import SkipProposer
-from treespec.draft.skip_set import SkipSet
+from treespec.draft.models.skip import SkipProposer
+from treespec.draft.models.skip_set import SkipSet
+from treespec.draft.models.sparse import SparseProposer
 from treespec.draft.sources import source_of
-from treespec.draft.sparse import SparseProposer
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.locks import alone_with

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from treespec.errors import InputError
-from treespec.eval.answers import Answer, append, read
+from treespec.eval.mtbench.answers import Answer, append, read
 from treespec.eval.questions import BUILTIN, MT_BENCH, Question, load_questions
 
 CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
@@ -192,7 +192,7 @@ def test_a_damaged_last_line_is_dropped_and_the_next_one_takes_its_place(tmp_pat
 def test_a_kill_loses_no_answer_whose_append_returned(tmp_path):
     path = tmp_path / "a.jsonl"
     writer = (
-        "import itertools, sys; from treespec.eval.answers import Answer, append\n"
+        "import itertools, sys; from treespec.eval.mtbench.answers import Answer, append\n"
         "for i in itertools.count():\n"
         "    append(sys.argv[1], Answer(i, 'math', 'm', ['x' * 50_000]))\n"
         "    print(i, flush=True)\n"

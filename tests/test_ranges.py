@@ -14,14 +14,14 @@ from treespec.options import check_ranges, numbers_in, option, range_of
 from treespec.trees.policy import policy
 from treespec.trees.ranges import Range
 from treespec.trees.static import TreeError
-from treespec.verify import SCHEMES, scheme_by_name
+from treespec.verify.registry import SCHEMES, scheme_by_name
 
 MODULES = (
-    *("treespec.cli.config", "treespec.cli.chat_config", "treespec.cli.generate", "treespec.cli.quickstart"),
-    *("treespec.cli.datastore", "treespec.train.config", "treespec.train.tiny_target", "treespec.train.stdlib_text"),
-    *(f"treespec.eval.{name}_config" for name in ("tree", "bench", "certify", "skip", "acceptance", "calibrate")),
-    *("treespec.eval.config", "treespec.draft.lookup", "treespec.draft.lookahead", "treespec.draft.jacobi"),
-    "treespec.draft.rest",
+    *(f"treespec.cli.{name}" for name in ("config", "chat_config", "generate", "quickstart", "datastore")),
+    *("treespec.train.config", "treespec.train.toy.tiny_target", "treespec.train.toy.stdlib_text"),
+    *(f"treespec.eval.{room}.config" for room in ("mtbench", "bench", "certify", "acceptance")),
+    *(f"treespec.eval.fit.{name}_config" for name in ("tree", "skip", "calibrate")),
+    *(f"treespec.draft.model_free.{name}" for name in ("lookup", "lookahead", "jacobi", "rest")),
 )
 LISTS = {"temperature", "draws", "draft_temperature", "contexts", "batches", "pad_layers"}  # numbers inside of a string
 NUMBERS = (int, float, int | None, float | None)

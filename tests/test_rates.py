@@ -7,8 +7,8 @@ import torch
 from enumeration import CASES, Outcome, enumerate_plans, independent, law, optimum, outcomes, random_law, sequential
 from torch import Tensor
 
-from treespec.verify import SCHEMES, scheme_by_name
 from treespec.verify.rates import measured, optimal_iid, optimal_tops, optimal_without_replacement
+from treespec.verify.registry import SCHEMES, scheme_by_name
 
 OPTIMAL = {"rrs": optimal_iid, "rrs-wo": optimal_without_replacement}  # by a scheme that draws so
 

@@ -9,13 +9,8 @@ from chat_templates import (
     turns,
 )
 
-from treespec.conversations import (
-    Example,
-    encode_conversation,
-    read_conversations,
-    split,
-)
 from treespec.errors import InputError
+from treespec.text.conversations import Example, encode_conversation, read_conversations, split
 
 SHAREGPT = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},

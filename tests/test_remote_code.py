@@ -13,7 +13,7 @@ from treespec.cli import app
 from treespec.errors import InputError
 from treespec.spec import load
 from treespec.target import Target
-from treespec.tokenizers import load_tokenizer
+from treespec.text.tokenizers import load_tokenizer
 
 CODE = """
 from pathlib import Path

@@ -8,8 +8,8 @@ import transformers as hf
 from models import GROUPED, random_model
 from test_target import TOLERANCE, plain_logits, prefix, random_tree
 
-from treespec.branching import context_length
 from treespec.errors import InputError
+from treespec.model.inspect import context_length
 from treespec.spec import Spec
 from treespec.target import Target
 

@@ -12,8 +12,8 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from treespec.draft.calibration import DRAWS, TOPS, Calibration, outline
-from treespec.draft.eagle import EagleProposer
-from treespec.draft.grow import TreeDrafter, check_pair
+from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.tree_drafter import TreeDrafter, check_pair
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
 from treespec.sampling import SamplingParams
@@ -22,8 +22,8 @@ from treespec.trees.policy import policy
 from treespec.trees.sampled import SampledTree, allot
 from treespec.trees.static import TreeError
 from treespec.trees.tree import Draws, TokenTree
+from treespec.verify.registry import NAMES, verifier_by_name
 from treespec.verify.rrs_wo import RRSWithoutReplacement
-from treespec.verify.verifiers import NAMES, verifier_by_name
 
 ERROR = 1e-4  # probability that a χ² fails by chance
 COUNTS = [(draws, tops) for draws in range(3) for tops in range(3)]

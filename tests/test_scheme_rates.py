@@ -8,8 +8,8 @@ from enumeration import CASES, ENUMERABLE, enumerate_plans, law, optimum, outcom
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify import SCHEMES, scheme_by_name
 from treespec.verify.rates import optimal_iid
+from treespec.verify.registry import SCHEMES, scheme_by_name
 
 
 def tied(q: list[float], number: int) -> bool:

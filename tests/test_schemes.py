@@ -9,8 +9,8 @@ from scipy.stats import chisquare
 
 from treespec.errors import InputError
 from treespec.trees.tree import Draws
-from treespec.verify import SCHEMES, scheme_by_name
 from treespec.verify.is_lp import IsLp
+from treespec.verify.registry import SCHEMES, scheme_by_name
 from treespec.verify.typical import Typical
 
 NAMES = [*ENUMERABLE, "is-lp:s=2", "is-lp:s=1", "is-lp:alphabet=2", "is-lp:s=2,alphabet=3"]

@@ -11,7 +11,7 @@ from models import TableConfig, TableModel, random_eagle3, random_head
 from scipy.stats import chi2
 
 from treespec.draft.calibration import Calibration
-from treespec.draft.times import Times
+from treespec.draft.pace.times import Times
 from treespec.draft.vocabulary import restrict
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec

@@ -13,8 +13,8 @@ from test_batch import prompts, what
 from test_decode import plain_generate, prompt
 
 from treespec import load
-from treespec.draft.skip import SkipProposer, refuse_what_cannot_skip, skipping
-from treespec.draft.skip_set import SkipSet, load_skip_set, save_skip_set
+from treespec.draft.models.skip import SkipProposer, refuse_what_cannot_skip, skipping
+from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
 from treespec.errors import InputError
 from treespec.spec import Spec
 from treespec.target import Target

@@ -8,13 +8,13 @@ from models import save_model
 from test_cli import run
 
 from treespec import load
-from treespec.draft.skip_set import SkipSet, load_skip_set
+from treespec.draft.models.skip_set import SkipSet, load_skip_set
 
 
 def test_the_search_finds_what_is_useless():
     """Of 8 sublayers three cost nothing to skip and gain a tenth each, all others cost more than they gain."""
     pytest.importorskip("optuna")
-    from treespec.eval.skip_search import search
+    from treespec.eval.fit.skip_search import search
 
     free, tried = SkipSet(4, (1, 3), (2,)), []
 

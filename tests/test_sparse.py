@@ -14,12 +14,12 @@ from test_draft_model import small
 
 from treespec import load
 from treespec.cache import TreeCache
-from treespec.draft.measure import measure
-from treespec.draft.model import ModelProposer
-from treespec.draft.skip import SkipProposer
-from treespec.draft.skip_set import SkipSet
-from treespec.draft.snapkv import most_seen, refuse_what_shows_no_attention
-from treespec.draft.sparse import CHOSEN, NOTHING, SparseProposer, columns, sparse_target
+from treespec.draft.fit.measure import measure
+from treespec.draft.models.model import ModelProposer
+from treespec.draft.models.skip import SkipProposer
+from treespec.draft.models.skip_set import SkipSet
+from treespec.draft.models.snapkv import most_seen, refuse_what_shows_no_attention
+from treespec.draft.models.sparse import CHOSEN, NOTHING, SparseProposer, columns, sparse_target
 from treespec.errors import InputError
 from treespec.spec import Spec
 from treespec.target import Target

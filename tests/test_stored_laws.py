@@ -12,14 +12,14 @@ from models import TableConfig, TableModel, draft_tree, follow, random_head
 from mutants import mutant
 from torch import Tensor
 
-from treespec.draft import grow_sampled, grow_static
 from treespec.draft.calibration import Calibration, outline
-from treespec.draft.eagle import EagleProposer
-from treespec.draft.grow import TreeDrafter
-from treespec.draft.grow_confident import grow_confident
-from treespec.draft.grow_sampled import Sampled
-from treespec.draft.grow_static import draft_laws
-from treespec.draft.growth import Growth
+from treespec.draft.grow import sampled, static
+from treespec.draft.grow.confident import grow_confident
+from treespec.draft.grow.growth import Growth
+from treespec.draft.grow.sampled import Sampled
+from treespec.draft.grow.static import draft_laws
+from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.tree_drafter import TreeDrafter
 from treespec.draft.vocabulary import restrict
 from treespec.sampling import SamplingParams
 from treespec.target import Target
@@ -27,8 +27,8 @@ from treespec.trees.policy import policy
 from treespec.trees.sampled import allot
 from treespec.trees.static import StaticTree, layout
 from treespec.trees.tree import Drafts, TokenTree
-from treespec.verify import scheme_by_name
 from treespec.verify.optimal import Optimal
+from treespec.verify.registry import scheme_by_name
 from treespec.verify.scheme import Scheme
 
 PARAMS = SamplingParams(0.9, top_k=5)
@@ -108,7 +108,7 @@ def test_a_static_tree_stores_the_laws_that_its_tokens_were_drawn_from(name: str
     shape = shape_of(tree, scheme)
     for seed in SEEDS:
         one, two = generators(seed)
-        found = grown(grow_static.grow_static(torch.tensor([0]), TABLE[:1], shape, scheme, PARAMS, one))
+        found = grown(static.grow_static(torch.tensor([0]), TABLE[:1], shape, scheme, PARAMS, one))
         check_static(found, shape, scheme, two)
         check_laws(found, scheme, shape.max_draws)
 
@@ -152,7 +152,7 @@ def test_so_does_a_sampled_tree(name: str, price: float) -> None:
     by = Sampled(scheme_by_name(name), MIXED, 3, price)
     for seed in SEEDS:
         one, two = generators(seed)
-        found = grown(grow_sampled.grow_sampled(torch.tensor([0]), TABLE[:1], by, PARAMS, one))
+        found = grown(sampled.grow_sampled(torch.tensor([0]), TABLE[:1], by, PARAMS, one))
         assert found.depth.max() > 1
         check_sampled(found, by, two)
         check_laws(found, by.scheme, 1)
@@ -186,7 +186,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("change", MUTANTS)
 def test_the_same_checks_find_mutants(change: str) -> None:
-    other = mutant(grow_static, MUTANTS[change])
+    other = mutant(static, MUTANTS[change])
     scheme, shape = scheme_by_name("rrs-wo"), policy("3x2")
     one, two = generators(0)
     found = grown(other.grow_static(torch.tensor([0]), TABLE[:1], shape, scheme, PARAMS, one))
@@ -195,7 +195,7 @@ def test_the_same_checks_find_mutants(change: str) -> None:
 
 
 def test_the_same_checks_find_laws_of_the_wrong_rows_of_a_sampled_tree() -> None:
-    other = mutant(grow_sampled, ("laws.append(q)", "laws.append(q.roll(1, 0))"))
+    other = mutant(sampled, ("laws.append(q)", "laws.append(q.roll(1, 0))"))
     by = Sampled(scheme_by_name("rrs-wo"), MIXED, 3, 0.02)
     one, two = generators(0)
     found = grown(other.grow_sampled(torch.tensor([0]), TABLE[:1], by, PARAMS, one))

@@ -9,10 +9,10 @@ import pytest
 from models import random_head, target
 from test_decode import plain_generate, prompt
 
-from treespec.draft.skip import SkipProposer
-from treespec.draft.skip_set import SkipSet
+from treespec.draft.models.skip import SkipProposer
+from treespec.draft.models.skip_set import SkipSet
+from treespec.draft.models.sparse import SparseProposer
 from treespec.draft.sources import source_of
-from treespec.draft.sparse import SparseProposer
 from treespec.errors import InputError, SupersededError
 from treespec.spec import Spec
 

@@ -6,10 +6,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from treespec.eval.answers import Answer
-from treespec.eval.config import EvalConfig, configurations
-from treespec.eval.run import in_order
-from treespec.eval.summary import figures, interval, resample
+from treespec.eval.bootstrap import interval, resample
+from treespec.eval.common import in_order
+from treespec.eval.mtbench.answers import Answer
+from treespec.eval.mtbench.config import EvalConfig, configurations
+from treespec.eval.mtbench.summary import figures
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8])

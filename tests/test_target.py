@@ -8,9 +8,9 @@ import transformers as hf
 from models import CANNOT_BRANCH, CONFIGS, VOCAB, random_model, target
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from treespec.attention import NAME, tree_attention
-from treespec.branching import layer_windows
 from treespec.errors import InputError
+from treespec.model.attention import NAME, tree_attention
+from treespec.model.inspect import layer_windows
 from treespec.target import Target
 from treespec.trees.static import StaticTree, layout
 from treespec.trees.tree import TokenTree

@@ -13,9 +13,9 @@ from training import flipped
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treespec.errors import InputError
-from treespec.train import tiny_target
-from treespec.train.stdlib_text import HELD_OUT, TRAIN, library_files, make_text
-from treespec.train.tiny_target import TinyTargetConfig, new_model, schedule, train_target
+from treespec.train.toy import tiny_target
+from treespec.train.toy.stdlib_text import HELD_OUT, TRAIN, library_files, make_text
+from treespec.train.toy.tiny_target import TinyTargetConfig, new_model, schedule, train_target
 
 STEMS = {"heapq", "textwrap", "bisect", "shlex", "fractions", "topics"}
 TINY = TinyTargetConfig(

@@ -14,11 +14,11 @@ from verdicts import Drawn, Shape, Tables, Text, expected_length, random_tables,
 from treespec.errors import InputError
 from treespec.trees.static import StaticTree, balanced, chain
 from treespec.trees.tree import Draws
-from treespec.verify import SCHEMES
 from treespec.verify.block import Block
 from treespec.verify.greedy import Greedy
 from treespec.verify.layer import Layer
 from treespec.verify.partial import LayerScheme
+from treespec.verify.registry import SCHEMES
 from treespec.verify.single import Single
 from treespec.verify.traversal import Traversal
 from treespec.verify.walk import Verifier

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from treespec.draft.grow_dynamic import expand
+from treespec.draft.grow.dynamic import expand
 from treespec.trees.dynamic import DynamicTree, best_first, connect
 from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask, positions, window_mask
 from treespec.trees.path_file import text_of

@@ -11,8 +11,9 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.sampling import sample
 from treespec.trees.tree import Draws
-from treespec.verify import scheme_by_name, valued
+from treespec.verify import valued
 from treespec.verify.rates import optimal_iid
+from treespec.verify.registry import scheme_by_name
 from treespec.verify.valued import Valued, arranged
 
 NEAR, ON_AVERAGE = 0.015, 0.001  # of the largest value

@@ -8,20 +8,20 @@ from models import COMMON, CONFIGS, draft_tree, follow, random_head, random_mode
 from torch import nn
 from transformers import PhiConfig
 
-from treespec.draft.calibrate import outcomes
 from treespec.draft.calibration import Calibration
-from treespec.draft.eagle import EagleProposer, new_head
-from treespec.draft.grow import TreeDrafter
-from treespec.draft.times import Times
+from treespec.draft.fit.calibrate import outcomes
+from treespec.draft.pace.times import Times
+from treespec.draft.trained.eagle import EagleProposer, new_head
+from treespec.draft.tree_drafter import TreeDrafter
 from treespec.draft.vocabulary import FILE, draft_logits, load_vocabulary, most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.packed import PackedLinear
+from treespec.model.packed import PackedLinear
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec, load
 from treespec.target import Target
 from treespec.trees.policy import policy
-from treespec.verify.verifiers import verifier_by_name
+from treespec.verify.registry import verifier_by_name
 
 CALIBRATION = Calibration((0.2, 0.1, -0.5, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0), (0.01, 30.0)]})
 SAMPLED = ("traversal", "sampled:price=.02,depth=3")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treespec.trees.static import StaticTree, layout
 from treespec.trees.tree import Drafts, Draws, TokenTree
-from treespec.verify import scheme_by_name
+from treespec.verify.registry import scheme_by_name
 
 Path = tuple[int, ...]  # of draws, as in StaticTree; it has a node if the static tree has it
 Text = tuple[int, ...]  # what follows the root

@@ -7,9 +7,9 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from treespec import templates
-from treespec.draft.kinds import KINDS
+from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError, first_line
+from treespec.text import templates
 from treespec.train.config import TrainConfig
 
 PRECISIONS = ("no", "bf16", "fp16")

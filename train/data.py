@@ -10,14 +10,14 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor
 
-from treespec.conversations import Conversation, Example, encode_conversations, read_conversations, split
-from treespec.draft.kinds import KINDS
+from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
 from treespec.files import locked
 from treespec.identity import identity_of
-from treespec.printable import one_line
 from treespec.target import Target
+from treespec.text.conversations import Conversation, Example, encode_conversations, read_conversations, split
+from treespec.text.printable import one_line
 from treespec.train import features
 from treespec.train.config import TrainConfig
 

@@ -15,15 +15,15 @@ from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch import Tensor
 
-from treespec.conversations import Conversation
-from treespec.draft.calibrate import calibrate
 from treespec.draft.calibration import save_calibration
-from treespec.draft.kinds import KINDS
+from treespec.draft.fit.calibrate import calibrate
+from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.files import locked, remove_leftovers, write_json
 from treespec.heads.checkpoint import save_head
 from treespec.target import Target
+from treespec.text.conversations import Conversation
 from treespec.train import checkpoint
 from treespec.train.batches import epoch_batches, padded
 from treespec.train.checks import check, make_accelerator, start_tracker

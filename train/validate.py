@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treespec.draft.kinds import KINDS, draft_steps
+from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.target import Target
 
 

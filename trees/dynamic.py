@@ -1,7 +1,7 @@
 """EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858): expand the likeliest nodes, rerank, keep the best.
 
 Only for children that are a deterministic function of the text: ranking sampled tokens by their own
-probability would bias the output (the pairing rule of `treespec.draft.grow`).
+probability would bias the output (the pairing rule of `treespec.draft.tree_drafter`).
 """
 
 from dataclasses import dataclass

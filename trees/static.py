@@ -16,7 +16,7 @@ EAGLE_CHILDREN = {
     "": 4, "0": 3, "1": 2, "2": 2, "3": 1, "00": 3, "01": 2, "02": 2, "10": 1, "000": 3, "0000": 2,
 }  # fmt: skip
 
-# Medusa's 63 nodes for Vicuna-7B (Cai et al. 2024, released configuration), chosen as in `treespec.trees.measured`.
+# Medusa's 63 nodes for Vicuna-7B (Cai et al. 2024, released configuration), chosen as in `treespec.trees.medusa`.
 MEDUSA_CHILDREN = {
     "": 10, "0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1, "00": 10, "01": 3,
     "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1, "000": 2,

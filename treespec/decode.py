@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
-from treespec.ending import Ending
 from treespec.errors import InputError, SupersededError
 from treespec.locks import alone_with
-from treespec.prefix import common_prefix
 from treespec.sampling import SamplingParams, TargetLaws, greedy_choice
 from treespec.stats import Stats, shared
 from treespec.target import Target
+from treespec.text.ending import Ending
+from treespec.text.prefix import common_prefix
 from treespec.trees.tree import TokenTree, root_only
 from treespec.verify.walk import Verdict, Verifier, follow_all
 

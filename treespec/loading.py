@@ -12,7 +12,7 @@ from treespec.draft.sources import modules_of, source_of
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder
 from treespec.locks import alone_with
-from treespec.packed import pack
+from treespec.model.packed import pack
 from treespec.target import Target
 
 

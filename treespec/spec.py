@@ -8,32 +8,33 @@ from typing import Any, Unpack, cast, final, overload
 import torch
 from transformers import PreTrainedModel
 
-from treespec import templates
 from treespec.decode import Decoder, Piece, Text
-from treespec.default_tree import default_tree, verifier_for
 from treespec.draft.calibration import Calibration
+from treespec.draft.default_tree import default_tree, verifier_for
 from treespec.draft.drafter import Drafter
-from treespec.draft.given import GivenDrafter, check_given
-from treespec.draft.grow import TreeDrafter, check_pair
-from treespec.draft.kinds import KINDS
+from treespec.draft.fit.measure import times_for
+from treespec.draft.model_free.given import GivenDrafter, check_given
+from treespec.draft.pace.times import Times
 from treespec.draft.proposer import Proposer
 from treespec.draft.sources import modules_of
-from treespec.draft.times import Times, times_for
-from treespec.ending import Ending
+from treespec.draft.trained.kinds import KINDS
+from treespec.draft.tree_drafter import TreeDrafter, check_pair
 from treespec.errors import InputError
 from treespec.loading import calibration_of, load_sources
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
-from treespec.prompts import Arrays, Prompt, Prompts, Single, encode, prompts_of
 from treespec.request import Options, asked, refuse_unknown, seed_of, seeds_of, whole
 from treespec.sampling import SamplingParams
 from treespec.stats import Stats
 from treespec.stream import Output, Stream, output_of
 from treespec.target import Target
+from treespec.text import templates
+from treespec.text.ending import Ending
+from treespec.text.prompts import Arrays, Prompt, Prompts, Single, encode, prompts_of
 from treespec.trees.auto import AutoTree
 from treespec.trees.policy import Policy, policy
 from treespec.verify.auto import Auto
-from treespec.verify.verifiers import verifier_by_name
+from treespec.verify.registry import verifier_by_name
 from treespec.verify.walk import Verifier
 
 
@@ -115,7 +116,7 @@ class Spec:
         self.generate([0] * 8, max_new_tokens=8)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, by `treespec.prompts.encode`. Raises InputError."""
+        """The token ids of a prompt, by `treespec.text.prompts.encode`. Raises InputError."""
         return encode(self.target, prompt, self.template)
 
     def request(
@@ -142,7 +143,7 @@ class Spec:
         return Text(ids, ending, generator, Stats()), wanted.params
 
     def stream(self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]) -> Stream:
-        """Pieces of the answer as they are accepted. prompt: see `treespec.prompts`.
+        """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
 
         seed: of the draws, in [0, 2^64); None is another one each time. options: see `treespec.request.Options`.
         The Spec decodes one text at a time: a stream ends with a SupersededError where another text has begun.
@@ -185,7 +186,7 @@ class Spec:
         seed: int | Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> Output | list[Output]:
-        """The whole answer, or of several prompts the list of theirs. prompt: see `treespec.prompts`.
+        """The whole answer, or of several prompts the list of theirs. prompt: see `treespec.text.prompts`.
 
         seed, options: as for `stream`, for several prompts as for `generate_all`. Threads that generate wait for each
         other; a stream of this Spec that is open is superseded.
@@ -261,7 +262,7 @@ def load(
     head: directory or hub id of a trained head of any kind. drafter: in its place, `kind:value` of
     `treespec.draft.sources.SOURCES`, such as lookup; with neither, one token is decoded at a time.
     tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default.
-    verifier: a name of `treespec.verify.verifiers.NAMES`; a lossy one needs allow_lossy.
+    verifier: a name of `treespec.verify.registry.NAMES`; a lossy one needs allow_lossy.
     trust_remote_code: run Python files that the target's or a draft model's directory brings.
     compile: the forwards of target and head, see `Target.compile`.
     Raises InputError, or HeadError and TreeError, for what cannot be used.

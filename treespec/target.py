@@ -16,29 +16,29 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from treespec.allocator import keep_freed_memory
-from treespec.attention import repeats, stack_query_heads
-from treespec.branching import (
+from treespec.cache import TreeCache
+from treespec.errors import InputError, first_line
+from treespec.model.allocator import keep_freed_memory
+from treespec.model.attention import repeats, stack_query_heads
+from treespec.model.compiled import Compiled, Room, padded, padded_mask
+from treespec.model.inspect import (
     context_length,
     decoder_of,
     end_tokens,
     layer_windows,
+    layers_of,
     refuse_what_cannot_branch,
     refusing,
 )
-from treespec.cache import TreeCache
-from treespec.compiled import Compiled, Room, padded, padded_mask
-from treespec.errors import InputError, first_line
-from treespec.masks import additive_masks
-from treespec.output import rows_of_output, scaled
-from treespec.plain import check_against_plain_model, understand
-from treespec.regions import CompiledLayers
-from treespec.rows import together, unpadded
-from treespec.taps import captured, layers_of, over_layers, tapped
-from treespec.tokenizers import load_tokenizer
+from treespec.model.masks import additive_masks, together, unpadded
+from treespec.model.output import rows_of_output, scaled
+from treespec.model.plain import check_against_plain_model, understand
+from treespec.model.regions import CompiledLayers
+from treespec.model.taps import captured, over_layers, tapped
+from treespec.model.weights import load_model
+from treespec.text.tokenizers import load_tokenizer
 from treespec.trees.mask import attention_mask, positions
 from treespec.trees.tree import TokenTree
-from treespec.weights import load_model
 
 log = logging.getLogger(__name__)
 

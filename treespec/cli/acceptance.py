@@ -3,7 +3,7 @@
 from treespec.cli.early import check_folder, check_readable, check_sources
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
-from treespec.eval.acceptance_config import AcceptanceConfig
+from treespec.eval.acceptance.config import AcceptanceConfig
 
 
 @takes(AcceptanceConfig)
@@ -17,8 +17,8 @@ def acceptance(config: AcceptanceConfig) -> None:
     from pathlib import Path
 
     from treespec.cli.progress import remark, show_result, with_progress
-    from treespec.eval.acceptance import accept
-    from treespec.eval.acceptance_table import report_of
+    from treespec.eval.acceptance.run import accept
+    from treespec.eval.acceptance.table import report_of
 
     result = with_progress(lambda report: accept(config, report))
     show_result(report_of(result))

@@ -3,7 +3,7 @@
 from treespec.cli.early import check_folder, check_sources
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
-from treespec.eval.bench_config import BenchConfig
+from treespec.eval.bench.config import BenchConfig
 
 
 @takes(BenchConfig)
@@ -15,8 +15,8 @@ def bench(config: BenchConfig) -> None:
     from pathlib import Path
 
     from treespec.cli.progress import remark, show_result, with_progress
-    from treespec.eval.bench import bench as run
-    from treespec.eval.bench_table import report_of
+    from treespec.eval.bench.run import bench as run
+    from treespec.eval.bench.table import report_of
 
     result = with_progress(lambda report: run(config, report))
     show_result(report_of(result))

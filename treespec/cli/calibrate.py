@@ -3,7 +3,7 @@
 from treespec.cli.early import check_readable, check_sources
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
-from treespec.eval.calibrate_config import CalibrateConfig
+from treespec.eval.fit.calibrate_config import CalibrateConfig
 
 
 @takes(CalibrateConfig)
@@ -13,7 +13,7 @@ def calibrate(config: CalibrateConfig) -> None:
     check_sources(config.target, config.head)
     notice(f"loading {config.target} …")
     from treespec.cli.progress import with_progress
-    from treespec.eval.calibrate import calibrate_head
+    from treespec.eval.fit.calibrate import calibrate_head
 
     file, coverage = with_progress(lambda report: calibrate_head(config, report))
     if coverage is not None:

@@ -5,7 +5,7 @@ import typer
 from treespec.cli.early import check_file, check_sources
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, notice
-from treespec.eval.certify_config import CertifyConfig
+from treespec.eval.certify.config import CertifyConfig
 
 
 @takes(CertifyConfig)
@@ -17,9 +17,9 @@ def certify(config: CertifyConfig) -> None:
     from pathlib import Path
 
     from treespec.cli.progress import with_progress
-    from treespec.eval.certify import certify as run
-    from treespec.eval.certify import promised
-    from treespec.printable import one_line
+    from treespec.eval.certify.run import certify as run
+    from treespec.eval.certify.run import promised
+    from treespec.text.printable import one_line
 
     end_notice()
     can = promised(config)

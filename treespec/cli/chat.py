@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, final
 from treespec.cli.chat_config import ChatConfig
 from treespec.cli.config import begin, load_spec
 from treespec.cli.options import takes
-from treespec.printable import CONTROL
+from treespec.text.printable import CONTROL
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -67,7 +67,7 @@ def answer(conversation: "Conversation", text: str, screen: "Screen", again: boo
 
     again: it takes the place of the last one.
     """
-    from treespec.figures import figures_of
+    from treespec.stats import figures_of
 
     stream, before = conversation.ask(text, again), conversation.last_answer
     with unechoed(), stoppable() as stop:

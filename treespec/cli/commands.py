@@ -12,9 +12,9 @@ from typing import final
 
 from treespec.cli.conversation import Conversation
 from treespec.errors import InputError
-from treespec.figures import figures_of
+from treespec.stats import figures_of
 from treespec.trees.policy import FORMS
-from treespec.verify.verifiers import NAMES
+from treespec.verify.registry import NAMES
 
 SEEDS = 1 << 63  # and less: each turn has a seed of its own, counted on from this one
 

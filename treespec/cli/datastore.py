@@ -37,8 +37,8 @@ def build(config: DatastoreConfig) -> None:
     notice(f"loading {config.target} …")
     import time
 
-    from treespec import datastore
-    from treespec.tokenizers import load_tokenizer
+    from treespec.draft.model_free import datastore
+    from treespec.text.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(config.target, config.trust_remote_code)
     if tokenizer is None:

@@ -67,7 +67,7 @@ def width_of(folder: str) -> int | None:
 def check_names(tree: str | None, verifier: str, allow_lossy: bool) -> None:
     """Raises InputError or TreeError for names of trees and verifiers that there are none of. It loads torch alone."""
     from treespec.trees.policy import policy
-    from treespec.verify.verifiers import verifier_by_name
+    from treespec.verify.registry import verifier_by_name
 
     if tree is not None:
         policy(tree)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from treespec.cli.terminal import end_notice
-from treespec.printable import one_line
+from treespec.text.printable import one_line
 
 if TYPE_CHECKING:
     import typer

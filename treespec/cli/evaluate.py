@@ -3,7 +3,7 @@
 from treespec.cli.early import check_folder, check_sources
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
-from treespec.eval.config import EvalConfig
+from treespec.eval.mtbench.config import EvalConfig
 
 
 @takes(EvalConfig)
@@ -20,8 +20,8 @@ def measure(config: EvalConfig) -> None:
     from pathlib import Path
 
     from treespec.cli.progress import remark, show_result, with_progress
-    from treespec.eval.run import evaluate as run
-    from treespec.eval.table import report_of
+    from treespec.eval.mtbench.run import evaluate as run
+    from treespec.eval.mtbench.table import report_of
 
     summary = with_progress(lambda report: run(config, report))
     remark(*(f"left out: {problem}" for problem in summary["left_out"]))

@@ -35,7 +35,7 @@ def export(
     from treespec.heads.formats.engines import Served
     from treespec.heads.formats.export import export as write
     from treespec.heads.formats.export import left_behind
-    from treespec.weights import load_config
+    from treespec.model.weights import load_config
 
     remove_leftovers(place.parent)
     written = write(head, to, place, Served.of(target, load_config(target, trust_remote_code)))

@@ -8,7 +8,7 @@ from treespec.cli.config import AnswerConfig, load_spec
 from treespec.cli.options import takes
 from treespec.cli.terminal import readable, standard_input
 from treespec.options import option
-from treespec.printable import printable
+from treespec.text.printable import printable
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,10 @@ def generate(config: GenerateConfig) -> None:
     prompts: list[Any] = [text if config.raw or not text else [{"role": "user", "content": text}] for text in texts]
     options = config.sampling() | {"stop": [readable(text, "--stop") for text in config.stop or ()]}
     spec = load_spec(config)
-    from treespec.figures import figures_of
-    from treespec.stats import Stats  # now that torch is there
+    from treespec.stats import (
+        Stats,  # now that torch is there
+        figures_of,
+    )
 
     total, shown = Stats(), printable if sys.stdout.isatty() else str
     if len(prompts) == 1:

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from treespec.cli.terminal import end_notice
-from treespec.printable import one_line
+from treespec.text.printable import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from treespec.eval.common import Step
     from treespec.eval.report import Report
-    from treespec.eval.run import Step
 
 Result = TypeVar("Result")
 

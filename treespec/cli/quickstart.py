@@ -43,11 +43,11 @@ def stages(config: QuickstartConfig) -> None:
     import torch
 
     from treespec.cli.evaluate import measure
-    from treespec.eval.config import EvalConfig
+    from treespec.eval.mtbench.config import EvalConfig
     from treespec.train.config import TrainConfig
     from treespec.train.run import train
-    from treespec.train.stdlib_text import TRAIN, make_text
-    from treespec.train.tiny_target import TinyTargetConfig, fast_dtype, train_target
+    from treespec.train.toy.stdlib_text import TRAIN, make_text
+    from treespec.train.toy.tiny_target import TinyTargetConfig, fast_dtype, train_target
 
     out = Path(config.out)
     text = make_text(out / "text")

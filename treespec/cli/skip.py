@@ -5,7 +5,7 @@ from pathlib import Path
 from treespec.cli.early import check_file, check_readable, check_sources
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
-from treespec.eval.skip_config import SkipConfig
+from treespec.eval.fit.skip_config import SkipConfig
 
 
 @takes(SkipConfig)
@@ -16,7 +16,7 @@ def skip(config: SkipConfig) -> None:
     check_sources(config.target)
     notice(f"loading {config.target} …")
     from treespec.cli.progress import with_progress
-    from treespec.eval.skip_search import search_skip_set
+    from treespec.eval.fit.skip_search import search_skip_set
 
     found = with_progress(lambda report: search_skip_set(config, report))
     print(

@@ -3,7 +3,7 @@
 from treespec.cli.early import check_file, check_readable, check_sources
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
-from treespec.eval.tree_config import TreeConfig
+from treespec.eval.fit.tree_config import TreeConfig
 
 
 @takes(TreeConfig)
@@ -14,9 +14,9 @@ def tree(config: TreeConfig) -> None:
     check_sources(config.target, config.head)
     notice(f"loading {config.target} …")
     from treespec.cli.progress import remark, show_result, with_progress
+    from treespec.eval.fit.tree import make_tree
     from treespec.eval.report import Report, Table
-    from treespec.eval.tree import make_tree
-    from treespec.figures import TAU
+    from treespec.stats import TAU
 
     made, table, length = with_progress(lambda report: make_tree(config, report))
     ranks = [str(rank) for rank in range(1, table.shape[1] + 1)]

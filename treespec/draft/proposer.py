@@ -1,18 +1,29 @@
 """The seam of draft models: draft logits for tree nodes, a level at a time."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 from torch import Tensor
 
 from treespec.cache import TreeCache
-from treespec.draft.growth import Frontier
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Nodes whose children are to be drafted. tokens: [F]; parent_rows: [F] in the frontier above, 0 of the root.
+
+    The tokens are draft tokens, numbered as the logits.
+    """
+
+    tokens: Tensor
+    parent_rows: Tensor
 
 
 class Proposer(Protocol):
     """Holds what it knows of B texts. All calls of a cycle: begin, extend for each level, observe.
 
-    One that is made of M draft models gives logits [F, M, N] for [F, N] (`treespec.draft.several`).
+    One that is made of M draft models gives logits [F, M, N] for [F, N] (`treespec.draft.models.several`).
     """
 
     @property

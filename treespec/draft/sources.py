@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from treespec.draft.eagle import embedding_of
-from treespec.draft.given_kinds import GIVEN, given_by
-from treespec.draft.kinds import KINDS
-from treespec.draft.model import ModelProposer, draft_model
-from treespec.draft.several import SeveralModels
-from treespec.draft.skip import skipped_target
-from treespec.draft.sparse import sparse_target
+from treespec.draft.model_free.kinds import GIVEN, given_by
+from treespec.draft.models.model import ModelProposer, draft_model
+from treespec.draft.models.several import SeveralModels
+from treespec.draft.models.skip import skipped_target
+from treespec.draft.models.sparse import sparse_target
+from treespec.draft.trained.eagle import embedding_of
+from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head

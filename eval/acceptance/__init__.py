@@ -1,0 +1,1 @@
+"""The acceptance lab: acceptance rates and their optima."""

@@ -1,0 +1,1 @@
+"""The benchmark: forwards, cycles and peers in one run."""

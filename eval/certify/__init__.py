@@ -1,0 +1,1 @@
+"""A certificate that the text is the target's own."""

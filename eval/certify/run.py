@@ -1,0 +1,213 @@
+"""A certificate: is what treespec says the target's own, tested on a target, head, verifier and tree at hand.
+
+Greedy answers must be those of `model.generate`, token for token. Sampled texts are put to nine questions, or five
+where the draft is not drawn. Half of them are sampled by the whole law and half by a truncated one, half alone and
+half in batches; a place in a law is uniform whatever the law, so that all of them answer the same questions:
+
+    tokens           uniform by p/q, uniform by p, each independent of the one before
+    cycles           their first tokens uniform by p over the q that was told; each independent of the cycle before
+    draws            uniform by the q that they are said to come from; independent of draws before, in repeats too
+    plain sampling   texts of `model.generate` look alike
+
+The error is shared among the questions. `tests` has the statistics, docs/verification.md what they find.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treespec.eval.certify.config import CertifyConfig
+from treespec.eval.certify.numbers import Places, Sample, places, successive, successive_draws
+from treespec.eval.certify.plain import greedy_answer, own_settings, plain_texts, seeds, spread
+from treespec.eval.certify.tests import POWER, exchangeable, independent, least_correlation, least_gap, uniform
+from treespec.eval.certify.witness import watched
+from treespec.eval.common import Step
+from treespec.eval.environment import describe
+from treespec.eval.questions import load_questions
+from treespec.files import check_writable, write_json
+from treespec.sampling import SamplingParams
+from treespec.spec import Spec, load
+
+TESTS = 9  # of sampled texts, at most
+OURS, PLAIN = 0, 1  # sides, for the seeds
+
+Report = Callable[[Step], None]
+
+
+def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[str, Any]:
+    """Runs all tests and writes the report; `passed` in it is the verdict. Raises InputError for bad input."""
+    check_writable(config.out)
+    report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
+    spec = load(
+        config.target,
+        config.head,
+        config.tree,
+        config.verifier,
+        drafter=config.drafter,
+        allow_lossy=config.allow_lossy,
+        template=config.template,
+        device_map=config.device_map,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
+    questions = load_questions(config.questions)[0][: config.limit]
+    prompts = [spec.encode([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    found = examine(spec, prompts, config, report)
+    found = {"config": asdict(config), "environment": describe(spec.target), "promised": promised(config), **found}
+    write_json(config.out, found)
+    return found
+
+
+def promised(config: CertifyConfig) -> dict[str, float]:
+    """What the tests of all tokens can tell, said before any is drawn: texts that end early leave a little less."""
+    error = config.error / TESTS
+    finds = {"finds": least_gap(config.tokens, error), "finds_correlation": least_correlation(config.tokens, error)}
+    return {"error": error, "power": POWER, **finds}
+
+
+def examine(
+    spec: Spec, prompts: Sequence[list[int]], config: CertifyConfig, report: Report = lambda step: None
+) -> dict[str, Any]:
+    """The tests of one configured `spec`."""
+    answers = []
+    for number, prompt in enumerate(prompts, 1):
+        answers.append(greedy_answer(spec, prompt, config.greedy_tokens))
+        report(Step(number, len(prompts), "greedy answers"))
+    ours = sample(spec, prompts, config, report)
+    return judge(spec, answers, ours, sample_plain(spec, prompts, ours, config, report), config)
+
+
+def laws(config: CertifyConfig) -> list[SamplingParams]:
+    """The whole law and the truncated one, where that is another."""
+    whole = SamplingParams(config.temperature)
+    truncated = SamplingParams(config.temperature, config.top_k, config.top_p)
+    return [whole] if truncated == whole else [whole, truncated]
+
+
+def sample(
+    spec: Spec, prompts: Sequence[list[int]], config: CertifyConfig, report: Report = lambda step: None
+) -> list[Sample]:
+    """`config.tokens` tokens of texts by each law, alone and in batches, and their cycles."""
+    batches = [1] if config.batch == 1 else [1, config.batch]
+    cells = [(number, params, batch) for number, params in enumerate(laws(config)) for batch in batches]
+    copies = -(-config.tokens // (len(cells) * len(prompts) * config.length))
+    samples: list[Sample] = []
+    seed, total = seeds(config.seed, OURS), len(cells) * len(prompts) * copies
+    for number, params, batch in cells:
+        for texts in spread(prompts, copies, batch):
+            with watched(spec) as witness:
+                outputs = spec.generate_all(
+                    [prompt for _, prompt in texts],
+                    batch=batch,
+                    seed=[next(seed) for _ in texts],
+                    max_new_tokens=config.length,
+                    temperature=params.temperature,
+                    top_k=params.top_k,
+                    top_p=params.top_p,
+                )
+            cycles = list(witness.texts.values()) or [[] for _ in texts]
+            for (prompt_number, prompt), output, seen in zip(texts, outputs, cycles, strict=True):
+                group = number * len(prompts) + prompt_number
+                samples.append(Sample(group, prompt, output.token_ids, params, seen))
+            report(Step(len(samples), total, f"sampled by {spec.verifier.name}"))
+    return samples
+
+
+def sample_plain(
+    spec: Spec,
+    prompts: Sequence[list[int]],
+    ours: Sequence[Sample],
+    config: CertifyConfig,
+    report: Report = lambda step: None,
+) -> list[Sample]:
+    """As many texts of each prompt and law by `model.generate`."""
+    samples: list[Sample] = []
+    seed = seeds(config.seed, PLAIN)
+    for number, params in enumerate(laws(config)):
+        for group, prompt in enumerate(prompts, number * len(prompts)):
+            copies = sum(sample.group == group for sample in ours)
+            texts = plain_texts(spec, prompt, config.length, params, copies, next(seed))
+            samples += [Sample(group, prompt, text, params) for text in texts]
+            report(Step(len(samples), len(ours), "sampled by model.generate"))
+    return samples
+
+
+def numbers(spec: Spec, samples: Sequence[Sample]) -> list[Places]:
+    """Those of all texts, in their order."""
+    of: dict[int, Places] = {}
+    for params in {sample.params for sample in samples}:
+        rows = [row for row, sample in enumerate(samples) if sample.params == params]
+        of |= dict(zip(rows, places(spec, [samples[row] for row in rows]), strict=True))
+    return [of[row] for row in range(len(samples))]
+
+
+def judge(
+    spec: Spec,
+    answers: list[dict[str, Any]],
+    ours: Sequence[Sample],
+    plain: Sequence[Sample],
+    config: CertifyConfig,
+) -> dict[str, Any]:
+    """The verdict of each test on greedy answers and on the texts of both sides."""
+    mine, theirs = numbers(spec, ours), numbers(spec, plain)
+    cycles = [cycle for text in ours for cycle in text.cycles]
+
+    def joined(rows: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(rows)) if rows else torch.empty(0)
+
+    uniforms = {
+        "tokens follow the target's law, by p/q": joined([text.by_ratio for text in mine]),
+        "tokens follow the target's law, by p": joined([text.by_p for text in mine]),
+        "first tokens of cycles follow it, by p/q as told": joined([text.first_by_ratio for text in mine]),
+        "draws follow the law that they are said to": joined([cycle.draws for cycle in cycles]),
+        "draws repeat the others at their node as often as they should": joined([cycle.repeated for cycle in cycles]),
+    }
+    pairs = {
+        "tokens are independent of the token before": joined([successive(text.by_number) for text in mine]),
+        "cycles are independent of the cycle before": joined([successive(text.first) for text in mine]),
+        "draws are independent of the draws before": joined([successive_draws(text.cycles) for text in ours]),
+    }
+    # 1. A question without numbers, such as of draws that are not drawn, is not asked.
+    uniforms = {name: rows for name, rows in uniforms.items() if len(rows)}
+    pairs = {name: rows for name, rows in pairs.items() if len(rows)}
+    error = config.error / (len(uniforms) + len(pairs) + 1)
+    # 2. The others share the error.
+    tests = [question(name, rows, error, uniform(rows), least_gap(len(rows), error)) for name, rows in uniforms.items()]
+    tests += [
+        question(name, rows, error, independent(rows), least_correlation(len(rows), error))
+        for name, rows in pairs.items()
+    ]
+    ranks = [text.rank for text in mine], [text.rank for text in theirs]
+    groups = [text.group for text in ours], [text.group for text in plain]
+    p_value, finds = exchangeable(*ranks, groups, error)
+    tests.append(question("texts look like model.generate's, by the draft's rank", ranks[0], error, p_value, finds))
+    greedy = {
+        "test": "greedy answers are model.generate's, token for token",
+        "answers": len(answers),
+        "different": [answer for answer in answers if answer["different_at"] is not None],
+        "passed": all(answer["explained"] for answer in answers),
+    }
+    return {
+        "verifier": spec.verifier.name,
+        "tree": repr(spec.policy)[:200] if spec.policy else config.drafter,
+        "lossless": spec.verifier.scheme.lossless,
+        "not_applied": own_settings(spec.target.model),
+        "passed": bool(greedy["passed"] and all(test["passed"] for test in tests)),
+        "tests": [greedy, *tests],
+    }
+
+
+def question(name: str, numbers: Sequence[Any] | Tensor, error: float, p_value: float, finds: float) -> dict[str, Any]:
+    """One test in the report."""
+    return {
+        "test": name,
+        "samples": len(numbers),
+        "error": error,
+        "finds": finds,
+        "power": POWER,
+        "p_value": p_value,
+        "passed": bool(p_value >= error),
+    }

@@ -1,0 +1,34 @@
+"""What figures were measured on."""
+
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treespec.target import Target
+
+
+def describe(target: Target) -> dict[str, Any]:
+    """What the figures were measured on."""
+    devices = {p.device for p in target.model.parameters() if p.device.type != "meta"}
+    return {
+        "device": ", ".join(sorted(_device_name(device) for device in devices)),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "treespec": version("treespec"),
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} ({device})"
+    try:
+        model = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        model = None
+    return model[1] if model else platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""What is fitted to a target and its drafts: calibration, trees, skip sets."""

@@ -1,0 +1,1 @@
+"""MT-Bench: acceptance length and speedup."""

@@ -1,0 +1,1 @@
+"""What is found out by running the loop: times, rates, a calibration."""

@@ -1,0 +1,187 @@
+"""Fitting a head's calibration on text: what its laws promise against what the target then accepts."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from treespec.draft.calibration import DRAWS, TOP_FEATURES, TOPS, Calibration, features
+from treespec.draft.fit.own_rates import COLDEST, own_rates
+from treespec.draft.trained.kinds import KINDS, draft_steps
+from treespec.draft.tree_drafter import TreeDrafter
+from treespec.errors import InputError
+from treespec.sampling import SamplingParams, largest, probs
+from treespec.target import Target
+from treespec.trees.sampled import SampledTree
+from treespec.verify.laws import rejections, without
+from treespec.verify.rrs_wo import RRSWithoutReplacement, laws_of
+
+Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool, features [T, F]
+
+TEMPERATURES = (0.3, 0.6, 1.0)
+PRICES = (0.1, 0.05, 0.025, 0.0125, 0.006)
+PROMPTS = 12  # whose answers tell the rates
+ROOTS = 24  # positions at which trees are grown for each price, a temperature
+
+
+def calibrate(
+    head: Any,
+    target: Target,
+    rows: Sequence[Row],
+    depth: int = 6,
+    positions: int = 1500,
+    seed: int = 0,
+    temperatures: Sequence[float] = TEMPERATURES,
+) -> Calibration:
+    """Fit on text that the target would write. positions: at most so many, a draft step and temperature.
+
+    Raises InputError where the text is too short.
+    """
+    generator, depth = torch.Generator(device=target.output_device).manual_seed(seed), draft_steps(head, depth)
+    by_temperature = {t: outcomes(head, target, rows, depth, positions, t, generator) for t in temperatures}
+    found = [seen for own in by_temperature.values() for seen in own]
+    if not sum(len(seen[0]) for seen in found):
+        raise InputError("the text is too short to calibrate a head on: give longer conversations")
+    top, top_hit, draw, draw_hit, room, weight = (torch.cat(parts) for parts in zip(*found, strict=True))
+    tops = logistic(top.flatten(0, 1), top_hit.flatten(), weight[:, None].expand_as(top_hit).flatten())
+    draws = logistic(draw.flatten(0, 2), (draw_hit / room).flatten(), (weight[:, None, None] * room).flatten())
+    choice = [choices(head, target, row, depth, positions // len(rows) + 1) for row in rows]
+    seen, taken, share = (torch.cat(parts) for parts in zip(*choice, strict=True))
+    greedy = logistic(seen, taken, share)
+    fitted = Calibration(tuple(tops.tolist()), tuple(draws.tolist()), {}, tuple(greedy.tolist()))
+    sizes = {f"{t:g}": tree_sizes(head, target, rows, fitted, depth, t, generator) for t in temperatures}
+    proposer = KINDS[head.kind].proposer(head, target)
+    prompts = prompts_of(rows, target)
+    rates = {f"{t:g}": own_rates(target, proposer, prompts, t, seed=seed) for t in (COLDEST, *temperatures)}
+    return replace(fitted, sizes=sizes, rates=rates)
+
+
+def prompts_of(rows: Sequence[Row], target: Target) -> list[list[int]]:
+    """What comes before the first token that counts, of some of the rows; at least a token, and room for an answer."""
+    firsts = [(tokens, max(int(counts.int().argmax()), 1)) for tokens, counts, _ in rows[:PROMPTS]]
+    return [tokens[: min(first, target.context_length // 2)].tolist() for tokens, first in firsts]
+
+
+@torch.no_grad()
+def outcomes(
+    head: Any,
+    target: Target,
+    rows: Iterable[Row],
+    depth: int,
+    positions: int,
+    temperature: float,
+    generator: torch.Generator,
+) -> list[tuple[Tensor, ...]]:
+    """What the models are to learn, of positions at all draft steps.
+
+    Of each: features of tops and draws, p of the tops [n, J], mass accepted by each draw [n, J + 1, M] and left for
+    it, and a weight [n]: about how often a tree reaches a text's token at that depth, min(1, q/p) of those above.
+    """
+    params, found = SamplingParams(temperature), []
+    for tokens, counts, known in rows:
+        if len(tokens) < depth + 3 or positions <= 0:
+            continue
+        given, last = target.parted(known, head.taps)
+        law = probs(target.output_logits(last), params)  # [T, V], row t: of token t + 1
+        weight = torch.ones(len(tokens) - depth - 1, device=law.device)
+        for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, given, depth)):
+            q = probs(logits, params)
+            p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
+            chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:: depth + 1]
+            found.append((*tried(p[chosen], q[chosen], step, generator), weight[chosen].cpu()))
+            ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
+            weight = weight * ratio.squeeze(1).clamp(max=1)
+        positions -= len(chosen)
+    return found
+
+
+@torch.no_grad()
+def choices(head: Any, target: Target, row: Row, depth: int, positions: int) -> tuple[Tensor, Tensor, Tensor]:
+    """At temperature 0: features of tops [n, 4], whether the target takes each [n], and a weight [n].
+
+    q is of temperature 1, as a tree's ranking is. The weight is about how often a tree reaches the text's token.
+    """
+    tokens, counts, known = row
+    found, weight = [], torch.ones(max(len(tokens) - depth - 1, 0), device=known.device)
+    given, last = target.parted(known, head.taps)
+    law = probs(target.output_logits(last), SamplingParams(1.0))
+    for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, given, depth)):
+        q = probs(logits, SamplingParams(1.0))
+        p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
+        chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:positions]
+        best = largest(q[chosen], min(TOPS, q.shape[-1]))[1]
+        hit = (best == p[chosen].argmax(-1, keepdim=True)).double().cpu()
+        top = features(q[chosen], step)[0][:, : best.shape[1]]
+        found.append((top.flatten(0, 1), hit.flatten(), weight[chosen, None].cpu().expand_as(hit).flatten()))
+        weight = weight * (q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)).squeeze(1).clamp(max=1)
+    if not found:
+        return torch.zeros(0, TOP_FEATURES), torch.zeros(0), torch.zeros(0)
+    one, two, three = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return one, two, three
+
+
+def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Features and outcomes of one tree node for each row of p and q, [n, V]; on the host."""
+    top, draw = features(q, depth)
+    best = q.topk(min(TOPS, q.shape[-1])).indices
+    hit = torch.zeros(top.shape[:2], device=q.device)
+    hit[:, : best.shape[1]] = p.gather(1, best)
+    accepted, room = [], []
+    for j in range(TOPS + 1):
+        rest = without(q, best[:, :j])
+        tokens = RRSWithoutReplacement().draw(rest, DRAWS, generator).tokens
+        mass = rejections(p, laws_of(rest, tokens), tokens)[0]
+        accepted.append(mass)
+        room.append((1 - hit[:, :j].sum(-1, keepdim=True) - mass.cumsum(-1) + mass).clamp(min=1e-6))
+    return top, hit.cpu(), draw, torch.stack(accepted, dim=1).cpu(), torch.stack(room, dim=1).cpu()
+
+
+def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
+    """[f] weights of a logistic regression, by Newton's method. x: [n, f]; y: [n] shares; weight: [n].
+
+    A step that overshoots is halved until it does not, as on few rows a full one may diverge.
+    """
+    x, y, weight = x.double(), y.double(), weight.double() / weight.sum()
+    ridge = 1e-6 * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    found = x.new_zeros(x.shape[1])
+
+    def loss(at: Tensor) -> Tensor:
+        return weight @ (softplus(x @ at) - y * (x @ at)) + at @ ridge @ at / 2
+
+    for _ in range(steps):
+        chance = torch.sigmoid(x @ found)
+        slope = x.T @ (weight * (chance - y)) + ridge @ found
+        bend = (x.T * (weight * chance * (1 - chance))) @ x + ridge
+        step = torch.linalg.solve(bend, slope)
+        while loss(found - step) > loss(found):
+            step = step / 2
+        found = found - step
+    return found
+
+
+def tree_sizes(
+    head: Any,
+    target: Target,
+    rows: Sequence[Row],
+    calibration: Calibration,
+    depth: int,
+    temperature: float,
+    generator: torch.Generator,
+) -> list[tuple[float, float]]:
+    """Mean nodes of the trees at each price, grown from positions of the text."""
+    params, sizes = SamplingParams(temperature), []
+    roots = [(row, at) for row in rows for at in (row[1][1:].nonzero().squeeze(1)[::40] + 1).tolist()[:3]]
+    for price in PRICES:
+        nodes = []
+        for (tokens, _, known), at in roots[:ROOTS]:
+            proposer = KINDS[head.kind].proposer(head, target)
+            proposer.observe([target.parted(known[:at], head.taps)[0]], [tokens[: at + 1]])
+            tree = SampledTree(depth=depth, price=price)
+            drafter = TreeDrafter(proposer, tree, RRSWithoutReplacement(), calibration)
+            trees = drafter.draft_trees(tokens[at : at + 1], params, [generator], target.new_cache())
+            nodes.append(len(trees[0].tokens))
+        sizes.append((price, sum(nodes) / len(nodes)))
+    return sizes

@@ -1,0 +1,226 @@
+"""Measuring what a cycle's parts cost, over the code that decodes: interleaved rounds, of each step a fast one.
+
+Other work on a machine only ever adds to a time, so a step's cost is the quartile of its fastest rounds.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treespec.cache import TreeCache
+from treespec.draft.grow.auto import best_of, likely
+from treespec.draft.grow.growth import Growth, grow_together
+from treespec.draft.grow.nodes import Nodes
+from treespec.draft.grow.static import grow_static
+from treespec.draft.pace.times import NODES, Times, kept_times, key
+from treespec.draft.proposer import Frontier, Proposer
+from treespec.errors import InputError
+from treespec.files import remove_leftovers, write_json
+from treespec.sampling import SamplingParams, TargetLaws, greedy_choice
+from treespec.target import Target
+from treespec.trees.mask import ancestor_mask
+from treespec.trees.static import StaticTree, balanced, chain
+from treespec.trees.tree import TokenTree
+from treespec.verify.auto import Auto
+from treespec.verify.rrs_wo import RRSWithoutReplacement
+from treespec.verify.topk import TopK
+from treespec.verify.walk import follow
+
+CONTEXT, WAITING = 192, 3  # tokens before the tree, and those that a cycle has committed
+DEEP = 5  # levels, at most
+WIDE = 6  # nodes of a wide level
+ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # fewer rounds where they take longer than that, but not fewer than the fewest
+DEAR = 6  # a tree whose forward costs that many one-token forwards is never worth it: no larger one is measured
+
+DRAWS, BINARY = RRSWithoutReplacement(), balanced(2, 2)
+
+Act = Callable[[], object]
+Step = tuple[Act, Act]  # what comes before it when decoding, and what is timed: it finds the caches as it will
+
+
+def times_for(target: Target, proposer: Proposer | None, folder: Path | None = None) -> Times:
+    """Kept times, or new ones (a few seconds). proposer: None measures the target alone.
+
+    folder: None is treespec's in the user's cache.
+    """
+    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
+    file = folder / f"times-{key(target, proposer)}.json"
+    if (kept := kept_times(file)) is not None:
+        return kept
+    times = measure(target, proposer)
+    with suppress(InputError):  # a cache that cannot be written is measured again
+        remove_leftovers(folder)
+        write_json(file, asdict(times))
+    return times
+
+
+@torch.inference_mode()
+def measure(target: Target, proposer: Proposer | None) -> Times:
+    """Seconds of everything that `Times` holds. proposer: None leaves the drafts at 0."""
+    # 1. A text, known to the target and to what drafts.
+    tokens = torch.arange(CONTEXT, device=target.output_device) % target.vocab_size  # more than some contexts hold
+    cache = target.new_cache()
+    taps = proposer.taps if proposer else ()
+    features = target.prefill(cache, tokens[None], taps)[0]
+    generator = torch.Generator(device=target.output_device).manual_seed(0)
+
+    forward = partial(target.forward_tree, cache)
+    between = partial(forward, path(4, tokens))
+
+    # 2. Drafts of one level and of several, of one node a level and of many.
+    deep = min(DEEP, proposer.max_depth or DEEP) if proposer else DEEP
+    drafting: list[Step] = []
+    if proposer:
+        proposer = proposer.new()
+        proposer.observe([features[:-1]], [tokens])
+        draft = partial(drafts, proposer, cache, features, tokens, generator)
+        acts = [partial(draft, draws, depth) for draws in (None, 2, 1, 0) for depth in (1, deep)]
+        drafting = [(between, act) for act in (*acts, partial(draft, None, deep, WIDE))]
+
+    # 3. Forwards over more and more nodes, up to the first that is too dear.
+    nodes = affordable(target, cache, tokens)
+    earlier: Act = drafting[-2][1] if drafting else between
+    steps: list[Step] = [(between if n == 1 else earlier, partial(forward, path(n, tokens))) for n in nodes]
+
+    # 4. Verifying and committing, of a tree without drafts, of the likeliest tokens, of a chain and a tree of draws.
+    sampled, flat = SamplingParams(1.0), Flat(target)
+    growths = [grow_static(tokens[-1:], flat.root, tree, DRAWS, sampled, generator) for tree in (chain(5), BINARY)]
+    single_tree, drawn_tree = (grow_together(flat, [growth])[0] for growth in growths)
+    kinds = [
+        (path(1, tokens), sampled),
+        (path(6, tokens), SamplingParams()),
+        (single_tree, sampled),
+        (drawn_tree, sampled),
+    ]
+    for tree, params in kinds:
+        scored: Act = partial(forward, tree)
+        steps.append((scored, partial(judge, forward(tree).logits, cache, tree, params, generator)))
+    steps += drafting
+    found = fast_times(steps, target.output_device)
+    rest, costs = found[len(nodes) : len(nodes) + 4], found[len(nodes) + 4 :] or [0.0] * 9
+    chosen, drawn, single, fixed = (
+        (first, max(last - first, 0) / max(deep - 1, 1)) for first, last in zip(costs[:8:2], costs[1:8:2], strict=True)
+    )
+    plain, likeliest, chain_of_draws, tree_of_draws = rest
+    return Times(
+        nodes=nodes,
+        target=tuple(found[: len(nodes)]),
+        begin=chosen[0],
+        step=chosen[1],
+        drawn=drawn,
+        single=single,
+        fixed=fixed,
+        row=max(costs[8] - costs[1], 0) / max(deep - 1, 1) / (WIDE - 1),
+        rest=(plain, likeliest, chain_of_draws, tree_of_draws),
+    )
+
+
+class Flat:
+    """A draft model whose law is the same for all tokens, at no cost."""
+
+    def __init__(self, target: Target) -> None:
+        self.root = torch.zeros(1, target.vocab_size, device=target.output_device)  # [1, V] logits
+
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        return [self.root.expand(len(frontier.tokens), -1) for frontier in frontiers if frontier]
+
+
+def affordable(target: Target, cache: TreeCache, tokens: Tensor) -> tuple[int, ...]:
+    """The sizes of NODES that may pay: up to the first whose forward costs DEAR forwards over one node."""
+    found: list[float] = []
+    for n in NODES:
+        forward = partial(target.forward_tree, cache, path(n, tokens))
+        found.append(fast_times([(forward, forward)], target.output_device, rounds=2)[0])
+        if len(found) > 4 and found[-1] > DEAR * found[0]:
+            break
+    return NODES[: len(found)]
+
+
+def judge(
+    logits: Tensor, cache: TreeCache, tree: TokenTree, params: SamplingParams, generator: torch.Generator
+) -> None:
+    """Verify a tree that the cache holds, commit three nodes of it at most, and forget them. logits: [N, V]."""
+    if params.greedy:
+        follow(tree, greedy_choice(logits))
+    else:
+        Auto()(tree, TargetLaws(logits, params), generator)
+    last = len(tree.tokens) - 1
+    cache.commit([sorted({0, last // 2, last})])
+    cache.rewind([CONTEXT])
+
+
+def drafts(
+    proposer: Proposer,
+    cache: TreeCache,
+    features: Tensor,
+    tokens: Tensor,
+    generator: torch.Generator,
+    draws: int | None,
+    depth: int,
+    width: int = 1,
+) -> None:
+    """Draft behind a few newly observed tokens. draws: as `Times.levels` has it. width: nodes of a level."""
+    proposer.rewind([CONTEXT - 1 - WAITING])
+    proposer.observe([features[-1 - WAITING : -1]], [tokens[-1 - WAITING :]])
+    (logits,) = proposer.begin(tokens[-1:], cache)
+    assert logits is not None
+    if draws is None:
+        growth = grow_wide(tokens[-1:], logits, depth, width)
+    else:
+        tree = StaticTree(tuple((0,) * level + (rank,) for level in range(depth) for rank in range(max(draws, 1))))
+        scheme = DRAWS if draws else TopK()
+        growth = grow_static(tokens[-1:], logits, tree, scheme, SamplingParams(1.0), generator)
+    grow_together(proposer, [growth])
+
+
+def grow_wide(root: Tensor, logits: Tensor, depth: int, width: int) -> Growth:
+    """The auto tree's steps, at a width that is given. root: [1] int64. logits: [1, V] draft logits."""
+    nodes = Nodes(root)
+    frontier = [0]
+    for level in range(depth):
+        children, chance = likely(logits, 10, level, SamplingParams(), None)
+        first, per_node = nodes.count, children.shape[1]
+        nodes.add(children.ravel(), torch.tensor(frontier).numpy().repeat(per_node))
+        if level == depth - 1:
+            break
+        best = best_of(chance.ravel(), width)
+        frontier = (first + best).tolist()
+        logits = yield nodes.frontier(best, best // per_node)
+    return nodes.tree()
+
+
+def path(nodes: int, tokens: Tensor) -> TokenTree:
+    """A tree of one branch; its shape does not matter to the time."""
+    number = torch.arange(nodes, device=tokens.device)
+    return TokenTree(tokens[:nodes], number - 1, number, ancestor_mask(number - 1, nodes))
+
+
+def fast_times(steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS) -> list[float]:
+    """Seconds of each step, interleaved over rounds, the first for warming up."""
+    seen: list[list[float]] = [[] for _ in steps]
+    begun = time.perf_counter()
+    for done in range(rounds + 1):
+        if done > FEWEST and time.perf_counter() - begun > SECONDS:
+            break
+        for (before, step), own in zip(steps, seen, strict=True):
+            before()
+            synchronize(device)
+            started = time.perf_counter()
+            step()
+            synchronize(device)
+            own.append(time.perf_counter() - started)
+    return [statistics.quantiles(own[1:], n=4, method="inclusive")[0] for own in seen]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

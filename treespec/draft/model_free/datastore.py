@@ -1,0 +1,190 @@
+"""Datastores for retrieval (REST, He et al. 2024, 2311.08252): much text as tokens, with a suffix array, on disk.
+
+A directory of index.json, tokens.npy [T] and suffixes.npy [T]. The texts stand one behind another, each with `end`
+behind it, a number that is no token. Both arrays are mapped into memory: the system keeps what searches touch.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from treespec.draft.model_free.suffixes import longest_suffix, suffix_array
+from treespec.errors import InputError
+from treespec.files import LOCK, TEMPORARY, locked, read_json, write_json, writing
+from treespec.text.conversations import encode_conversations, read_conversations
+
+FORMAT = 1
+ORDER = 16  # tokens that suffixes are sorted by: the longest that are searched for
+CONVERSATIONS = (".jsonl", ".json")
+MOST = 1 << 31  # tokens: pairs of ranks are 64-bit numbers
+BLOCK = 1 << 16  # characters of plain text that are encoded at once, to the end of a line
+BLOCKS = 64
+AGAIN = "build it again with treespec datastore build --target TARGET"
+
+
+@final
+@dataclass(frozen=True)
+class Datastore:
+    """tokens, suffixes: [T]. end: a continuation goes on to the first number that is not below it."""
+
+    tokens: np.ndarray
+    suffixes: np.ndarray
+    end: int
+
+    def continuations(self, text: np.ndarray, shortest: int, longest: int, most: int, length: int) -> np.ndarray:
+        """[M, length] int64 what follows the text's longest suffix that is found, -1 behind the end of a text.
+
+        text: [n] int64. shortest, longest: tokens of a suffix, ORDER at most. most: bounds M; of more matches as many
+        are taken evenly from the order of the suffixes, so that each continuation keeps its share.
+        """
+        context = text[-longest:].tolist()
+        known, first, last = longest_suffix(self.tokens, self.suffixes, context, shortest, min(longest, ORDER))
+        if not known:
+            return np.empty((0, length), dtype=np.int64)
+        matches = np.linspace(first, last - 1, min(last - first, most)).round().astype(np.int64)
+        places = self.suffixes[matches].astype(np.int64)[:, None] + known + np.arange(length)
+        found = self.tokens[places.clip(max=len(self.tokens) - 1)].astype(np.int64)
+        return np.where(np.cumsum(found >= self.end, axis=1) > 0, -1, found)
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A digest of which token has which number."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def build(texts: Iterable[list[int]], tokenizer: Any, folder: str | Path) -> int:
+    """Write a datastore and return its number of tokens. The suffix array takes some 50 bytes of memory a token.
+
+    index.json is written last, so that what a kill leaves is no datastore yet, and the next build goes over it.
+    Raises InputError where the folder exists, is being built by another process or cannot be written, and for no token
+    or more than MOST.
+    """
+    folder = Path(folder)
+    refuse_what_is_there(folder)
+    with locked(folder):
+        try:
+            refuse_what_is_there(folder)  # another build may have ended just now
+            tokens, end = joined(texts, tokenizer)
+            arrays = {"tokens": tokens, "suffixes": suffix_array(tokens, ORDER)}
+            for name, array in arrays.items():
+                with writing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
+                    np.save(file, array)
+            index = {"format": FORMAT, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens), "end": end}
+            write_json(folder / "index.json", index | {"arrays": {name: digest(arrays[name]) for name in arrays}})
+        finally:
+            tidy(folder)
+    return len(tokens)
+
+
+def refuse_what_is_there(folder: Path) -> None:
+    """Raises InputError unless the folder is missing, empty, or what a killed build has left."""
+    unfinished = {LOCK, "tokens.npy", "suffixes.npy"}
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    names = {name for name in names if not TEMPORARY.fullmatch(name)}
+    if (folder.exists() and not folder.is_dir()) or names - unfinished or (names and LOCK not in names):
+        raise InputError(f"--out {folder} exists: delete it, or choose another")
+
+
+def joined(texts: Iterable[list[int]], tokenizer: Any) -> tuple[np.ndarray, int]:
+    """(all texts, each with `end` behind it [T], that `end`). Raises InputError for no token or more than MOST."""
+    end = max(tokenizer.get_vocab().values()) + 1
+    kind = np.uint16 if end < 1 << 16 else np.uint32
+    parts = [np.array([*text, end], dtype=kind) for text in texts if text]
+    if not parts:
+        raise InputError("--data holds no text")
+    if (size := sum(map(len, parts))) > MOST:
+        raise InputError(f"--data holds {size} tokens, a datastore at most {MOST}: give less")
+    return np.concatenate(parts), end
+
+
+def tidy(folder: Path) -> None:
+    """Remove the lock's file, and an unfinished datastore with its folder."""
+    whole = (folder / "index.json").exists()
+    with suppress(OSError):
+        for name in (LOCK,) if whole else (LOCK, "tokens.npy", "suffixes.npy"):
+            (folder / name).unlink(missing_ok=True)
+        if not whole:
+            folder.rmdir()
+
+
+def digest(array: np.ndarray) -> str:
+    """SHA-256 of an array's type, shape and numbers."""
+    content = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
+    content.update(array.data)
+    return content.hexdigest()
+
+
+def open_datastore(folder: str | Path, tokenizer: Any, vocab_size: int) -> Datastore:
+    """vocab_size: V of the target, which may lack tokens of its tokenizer.
+
+    Both arrays are read once, about a second a GB, to compare their checksums.
+    Raises InputError for what is no datastore, is damaged, or is of another format or tokenizer.
+    """
+    folder = Path(folder)
+    if not (folder / "index.json").is_file():
+        raise InputError(
+            f"no datastore at {folder}: it has no readable index.json; make one with treespec datastore build"
+        )
+    index = read_json(folder / "index.json", AGAIN)
+    form, vocabulary = index.get("format"), index.get("tokenizer")
+    if form != FORMAT:
+        raise InputError(f"datastore {folder} has format {form}, this treespec reads {FORMAT}: {AGAIN}")
+    if tokenizer is None or vocabulary != fingerprint(tokenizer):
+        raise InputError(f"datastore {folder} is of another tokenizer than the target's: {AGAIN}")
+    tokens, suffixes = (stored(folder / f"{name}.npy", name, index) for name in ("tokens", "suffixes"))
+    end = index.get("end")
+    if type(end) is not int or end < 0:
+        raise InputError(f"{folder / 'index.json'} is damaged, its end is {end!r}: {AGAIN}")
+    return Datastore(tokens, suffixes, min(end, vocab_size))
+
+
+def stored(file: Path, name: str, index: dict[str, Any]) -> np.ndarray:
+    """An array of a datastore, mapped into memory. Raises InputError if it is not what the index says."""
+    try:
+        array = np.load(file, mmap_mode="r").view(np.ndarray)
+        if array.shape != (index["tokens"],) or array.dtype.kind != "u":
+            raise ValueError("it is not of the length that index.json says")
+        if "arrays" in index and index["arrays"][name] != digest(array):  # older datastores have no checksums
+            raise ValueError("its checksum does not match")
+    except Exception as error:  # numpy raises what its header's bytes lead to
+        raise InputError(f"{file} is damaged ({' '.join(str(error).split())}): {AGAIN}") from error
+    return array
+
+
+def encoded(
+    file: str | Path, tokenizer: Any, template: str | None = None, say: Callable[[str], None] = lambda line: None
+) -> Iterator[list[int]]:
+    """The tokens of the texts of a file: of conversations (.jsonl, .json) by the template, of any other its own text.
+
+    Plain text is one text, encoded in blocks of lines. say: told how many conversations are used, and which are not.
+    Raises InputError for what cannot be read.
+    """
+    path = Path(file)
+    if path.suffix in CONVERSATIONS:
+        conversations, found = read_conversations(path)
+        say(f"{path}: {found}")
+        examples, fitted = encode_conversations(tokenizer, conversations, template, 1 << 62)
+        if fitted.left_out:
+            say(f"encoded: {fitted}")
+        for problem in found.problems + fitted.problems:
+            say(f"  {problem}")
+        yield from (example.input_ids.tolist() for example in examples)
+        return
+    tokens: list[int] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            blocks = iter(lambda: "".join(lines.readlines(BLOCK)), "")
+            while some := list(islice(blocks, BLOCKS)):
+                for ids in tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]:
+                    tokens += ids
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise InputError(f"cannot read --data {path}: {reason}") from error
+    yield tokens

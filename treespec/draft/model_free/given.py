@@ -1,0 +1,140 @@
+"""Drafters without a model: they hand over trees of given tokens, found in the text, in a datastore or by guesses.
+
+The children are a function of the text and of draws made before, so their law is one-hot and the plan is that of
+`topk`: sample p and see whether the token is a child. No other scheme's q describes them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, Self, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.cache import TreeCache
+from treespec.draft.model_free.budget import part, rests
+from treespec.draft.pace.pace import Pace
+from treespec.draft.pace.times import Times
+from treespec.errors import InputError
+from treespec.sampling import SamplingParams
+from treespec.target import TreeOutput
+from treespec.trees.tree import Rows, TokenTree, root_only
+from treespec.verify.auto import Auto
+from treespec.verify.walk import Verifier
+
+
+class TextDrafter(Protocol):
+    """Drafts for one text."""
+
+    @property
+    def widest(self) -> int:
+        """Nodes and rows of a forward at most, where it brings rows of its own every cycle; 0: it brings none."""
+        ...
+
+    def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
+        """text: [T] int64, the root last. The tree, without laws, is on the host."""
+        ...
+
+    def settle(self, accepted: int, out: TreeOutput) -> None:
+        """So many drafted tokens of the tree were accepted. out: what the target said of it."""
+        ...
+
+    def new(self) -> Self:
+        """Another of its kind, which knows nothing of its text."""
+        ...
+
+
+def check_given(name: str, verifier: Verifier, tree: object) -> None:
+    """The pairing rule of trees of given tokens. Raises InputError for a scheme that needs draft laws, and for a tree.
+
+    At temperature 0 all schemes agree; which one is refused does not hang on it.
+    """
+    if not verifier.scheme.deterministic and not isinstance(verifier, Auto):
+        raise InputError(
+            f"{name} hands over given tokens, which have no draft law for verifier {verifier.name}: "
+            "take --verifier topk, or auto"
+        )
+    if tree is not None:
+        raise InputError(f"{name} makes its own tree: leave out --tree, and see --drafter {name}:… for its options")
+
+
+@final
+class GivenDrafter:
+    """A `TextDrafter` for each of B texts; all that was observed of a text is kept. name: as `--drafter` has it.
+
+    times: given, only the part of a tree that pays is drafted (`treespec.draft.model_free.budget`); None: all of it.
+    """
+
+    taps: tuple[int, ...] = ()
+    forward_seconds = 0.0
+
+    def __init__(self, drafter: TextDrafter, name: str, times: Callable[[], Times] | None = None) -> None:
+        self.name, self.drafters, self.times = name, [drafter], times
+        self.texts = [np.empty(0, dtype=np.int64)]  # of each the observed tokens [T]
+        self.paces: list[Pace | None] = [None]
+        self.resting = [False]  # texts whose drafter was not asked this cycle
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(text) for text in self.texts]
+
+    def draft_trees(
+        self, roots: Tensor, params: SamplingParams, generators: Sequence[torch.Generator], cache: TreeCache
+    ) -> list[TokenTree]:
+        trees = [self._draft(row, root, generators[row]) for row, root in enumerate(roots.tolist())]
+        return [moved(tree, roots.device) for tree in trees]
+
+    def _draft(self, row: int, root: int, generator: torch.Generator) -> TokenTree:
+        drafter, text = self.drafters[row], np.append(self.texts[row], root)
+        if not self.times:
+            return drafter.draft(text, generator)
+        pace = self.paces[row] = self.paces[row] or Pace(self.times())
+        self.resting[row] = rests(pace, drafter.widest)
+        if self.resting[row]:
+            return root_only(torch.tensor([root]))
+        return part(drafter.draft(text, generator), pace)
+
+    def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
+        for row, (path, out) in enumerate(zip(paths, outs, strict=True)):
+            if pace := self.paces[row]:
+                pace.settle(path)
+            if not self.resting[row]:
+                self.drafters[row].settle(len(path), out)
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        new = [known[:-1].cpu().numpy() for known in tokens]
+        self.texts = [np.concatenate(pair) for pair in zip(self.texts, new, strict=True)]
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
+        self.drafters = [drafter.new() for drafter in self.drafters]
+        self.paces, self.resting = [None] * len(lengths), [False] * len(lengths)
+
+    def new(self) -> "GivenDrafter":
+        return GivenDrafter(self.drafters[0].new(), self.name, self.times)
+
+    def paced(self, times: Callable[[], Times]) -> "GivenDrafter":
+        """Another of its kind that drafts only what pays."""
+        return GivenDrafter(self.drafters[0].new(), self.name, times)
+
+    def join(self, others: Sequence["GivenDrafter"]) -> None:
+        self.texts = self.texts + [text for other in others for text in other.texts]
+        self.drafters = self.drafters + [drafter for other in others for drafter in other.drafters]
+        self.paces = self.paces + [pace for other in others for pace in other.paces]
+        self.resting = self.resting + [resting for other in others for resting in other.resting]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+        self.drafters = [self.drafters[row] for row in rows]
+        self.paces = [self.paces[row] for row in rows]
+        self.resting = [self.resting[row] for row in rows]
+
+
+def moved(tree: TokenTree, device: torch.device) -> TokenTree:
+    """A tree without laws on another device."""
+    rows = tree.rows
+    if rows:
+        rows = Rows(rows.tokens.to(device), rows.depth.to(device), rows.mask.to(device), rows.asked)
+    names = ("tokens", "parents", "depth", "ancestors")
+    return replace(tree, rows=rows, **{name: getattr(tree, name).to(device) for name in names})

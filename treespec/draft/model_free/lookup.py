@@ -1,0 +1,60 @@
+"""Prompt lookup (Saxena 2023): what followed the text's last tokens where they stood before.
+
+transformers has it as `prompt_lookup_num_tokens`, for one text at a time and one match.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+
+from treespec.draft.model_free.trie import trie
+from treespec.options import check_ranges, option
+from treespec.target import TreeOutput
+from treespec.trees.tree import TokenTree
+
+
+@final
+@dataclass(frozen=True)
+class Lookup:
+    """tokens: of a continuation. ngram: at most so many last tokens are looked for, as many as are found.
+
+    matches: continuations that are merged into a tree, the first ones: behind a late match the text soon ends.
+    Raises InputError for a number out of its range.
+    """
+
+    tokens: int = option("of a continuation", 10, least=1, most=4095)
+    ngram: int = option("last tokens that are looked for, at most", 3, least=1, most=64)
+    matches: int = option("continuations that are merged into a tree", 1, least=1, most=4096)
+    widest: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_ranges(self, flag="")
+
+    def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
+        ends = matches(text, self.ngram)[: self.matches]
+        places = ends[:, None] + np.arange(1, self.tokens + 1)  # [M, L]
+        found = np.where(places < len(text), text[places.clip(max=len(text) - 1)], -1)
+        return trie(int(text[-1]), found, nodes=1 + found.size)
+
+    def settle(self, accepted: int, out: TreeOutput) -> None:
+        """Nothing is learnt but the text."""
+
+    def new(self) -> "Lookup":
+        return self
+
+
+def matches(text: np.ndarray, ngram: int) -> np.ndarray:
+    """[M] ascending: where else the longest suffix of at most `ngram` tokens that occurs in the text ends.
+
+    text: [T]. In `a b c a b c a b` the suffix of 3 tokens, c a b, ends at 4 and nowhere else but at the end.
+    """
+    found = np.flatnonzero(text[:-1] == text[-1])
+    for back in range(1, ngram):
+        longer = found[found >= back]
+        longer = longer[text[longer - back] == text[-1 - back]] if back < len(text) else longer[:0]
+        if not len(longer):
+            break
+        found = longer
+    return found

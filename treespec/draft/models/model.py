@@ -1,0 +1,131 @@
+"""A smaller language model as the drafter (Leviathan et al. 2023, 2211.17192; Chen et al. 2023, 2302.01318)."""
+
+import time
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from treespec.cache import TreeCache
+from treespec.draft.models.branch import Branch
+from treespec.draft.proposer import Frontier
+from treespec.errors import InputError
+from treespec.model.masks import together
+from treespec.target import Target
+
+MANY = 32  # tokens: more than a cycle brings
+
+
+@final
+class ModelProposer:
+    """Drafts with a model that has the target's tokens; one text at first.
+
+    `begin` runs the model over the observed tokens that are not in its cache yet, and the root. The root stays there,
+    being the next token to be observed; drafted levels are written behind it and forgotten.
+    """
+
+    taps: tuple[int, ...] = ()
+    max_depth: int | None = None
+    vocabulary: Tensor | None = None
+
+    def __init__(self, model: Target, target: Target) -> None:
+        self.model, self.target, self.vocab_size = model, target, target.vocab_size
+        self.forward_seconds = 0.0
+        self.cache = model.new_cache()
+        self.known = [torch.empty(0, dtype=torch.int64, device=model.output_device)]  # of each text all tokens [n]
+        self.branch: Branch | None = None
+
+    @property
+    def identity(self) -> object:
+        return [self.model.config.to_dict(), str(self.model.dtype)]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(tokens) for tokens in self.known]
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        fresh = [new[:-1].to(self.model.output_device) for new in tokens]
+        self.known = [torch.cat(both) for both in zip(self.known, fresh, strict=True)]
+        if max(map(len, fresh)) > MANY:
+            self._run(self.known)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        self.known = [tokens[:length] for tokens, length in zip(self.known, lengths, strict=True)]
+        self.cache.rewind([min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)])
+
+    def new(self) -> "ModelProposer":
+        return ModelProposer(self.model, self.target)
+
+    def join(self, others: Sequence["ModelProposer"]) -> None:
+        self.known += [tokens for other in others for tokens in other.known]
+        self.cache.join([other.cache for other in others])
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.known = [self.known[row] for row in rows]
+        self.cache.select(rows)
+
+    def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
+        started = time.perf_counter()
+        self.rewind(self.lengths)  # a root that was not observed is another's
+        roots = roots.to(self.model.output_device)
+        hidden = self._run([torch.cat(text) for text in zip(self.known, roots.split(1), strict=True)])
+        logits = self._fitted(self.model.output_logits(hidden))
+        self.branch = Branch(self.model, self.cache, self.cache.lengths)
+        self.forward_seconds += time.perf_counter() - started
+        return list(logits.split(1))
+
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        assert self.branch
+        started = time.perf_counter()
+        last = self.model.vocab_size - 1  # padding of the target's embedding that the model lacks
+        inside = [f and Frontier(f.tokens.clamp_max(last), f.parent_rows) for f in frontiers]
+        logits = [self._fitted(rows) for rows in self.branch.extend(inside)]
+        self.forward_seconds += time.perf_counter() - started
+        return logits
+
+    @torch.no_grad()
+    def _run(self, texts: Sequence[Tensor]) -> Tensor:
+        """Bring texts into the cache; [B, H] hidden states at the last token of those that were not there whole."""
+        waiting = [tokens[done:] for tokens, done in zip(texts, self.cache.lengths, strict=True)]
+        counts = [len(tokens) for tokens in waiting]
+        tokens = together(waiting).clamp_max(self.model.vocab_size - 1)
+        hidden = self.model.prefill(self.cache, tokens, counts=counts)
+        return torch.stack([row[count - 1] for row, count in zip(hidden, counts, strict=True)])
+
+    def _fitted(self, logits: Tensor) -> Tensor:
+        """[F, V] logits over the target's vocabulary: padding of the model's own is cut, of the target's is -inf."""
+        return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
+
+
+def draft_model(path: str, target: Target) -> ModelProposer:
+    """`--drafter model:PATH`, in the target's dtype beside its output. Raises InputError for one that does not fit."""
+    place = target.output_device
+    try:
+        model = Target.load(
+            path,
+            dtype=target.dtype,
+            device_map=None if place.type == "cpu" else {"": place},
+            trust_remote_code=target.trust_remote_code,
+        )
+    except InputError as error:
+        raise InputError(f"--drafter model:{path}: {str(error).replace('the target', 'the draft model')}") from error
+    if difference := tokens_differ(model, target):
+        raise InputError(
+            f"--drafter model:{path} has other tokens than the target ({difference}): take a model of its family"
+        )
+    return ModelProposer(model, target)
+
+
+def tokens_differ(model: Target, target: Target) -> str | None:
+    """Where two models do not name the same tokens by the same numbers; None where they do.
+
+    A number that only one of them names is padding of the other's embedding: it may be there or not.
+    """
+    if model.tokenizer is None or target.tokenizer is None:
+        same = model.vocab_size == target.vocab_size and model.tokenizer is target.tokenizer
+        return None if same else f"{model.vocab_size} and {target.vocab_size}, without a tokenizer to compare"
+    theirs, ours = ({i: token for token, i in one.tokenizer.get_vocab().items()} for one in (model, target))
+    differ = [i for i in sorted(theirs.keys() & ours.keys()) if theirs[i] != ours[i]]
+    return f"token {differ[0]} is {theirs[differ[0]]!r}, the target's {ours[differ[0]]!r}" if differ else None

@@ -1,0 +1,128 @@
+"""The target drafts for itself with sublayers left out (Draft & Verify, Zhang et al. 2024, 2309.08168).
+
+Nothing is trained and no weight is held twice. At the layers whose attention stays, drafts see the keys and values
+that the whole target has written of the text. A sublayer that is left out adds nothing to the residual stream:
+
+    x -> x + attention(norm(x)) -> x + mlp(norm(x))        with the attention skipped:  x -> x -> x + mlp(norm(x))
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from treespec.cache import TreeCache
+from treespec.draft.models.branch import Branch, root_frontiers
+from treespec.draft.models.skip_set import SkipSet, load_skip_set
+from treespec.draft.proposer import Frontier
+from treespec.errors import InputError
+from treespec.model.taps import captured
+from treespec.target import Target
+
+
+@final
+class NoAttention(nn.Module):
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return torch.zeros_like(hidden_states), None
+
+
+@final
+class NoMLP(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return torch.zeros_like(hidden_states)
+
+
+@contextmanager
+def skipping(target: Target, skipped: SkipSet) -> Iterator[None]:
+    """Inside, the target's forwards leave these sublayers out."""
+    layers = target.stack
+    parts = [(layers[k], "self_attn", NoAttention()) for k in skipped.attention]
+    swaps: list[tuple[nn.Module, str, nn.Module]] = [*parts, *((layers[k], "mlp", NoMLP()) for k in skipped.mlp)]
+    before = [(layer, name, getattr(layer, name)) for layer, name, _ in swaps]
+    try:
+        put(swaps)
+        yield
+    finally:
+        try:
+            put(before)
+        finally:  # an interrupt within the first leaves no sublayer out
+            put(before)
+
+
+def put(parts: Sequence[tuple[nn.Module, str, nn.Module]]) -> None:
+    """Sublayers, by layer and name, into their places."""
+    for layer, name, part in parts:
+        setattr(layer, name, part)
+
+
+@torch.no_grad()
+def refuse_what_cannot_skip(target: Target) -> None:
+    """Raise InputError for layers that are not a residual stream with self_attn and mlp: with all skipped, x stays."""
+    name, layers = type(target.model).__name__, target.stack
+    if not all(hasattr(layer, part) for layer in layers for part in ("self_attn", "mlp")):
+        raise InputError(f"{name} cannot draft with layers skipped: its layers have no self_attn and mlp")
+    everything = SkipSet(target.layers, tuple(range(target.layers)), tuple(range(target.layers)))
+    ends = (0, target.layers - 1)
+    try:
+        with skipping(target, everything), captured(layers, ends) as inputs:
+            target.decoder(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=target.device), use_cache=False)
+        stays = torch.equal(inputs[0], inputs[ends[1]].to(inputs[0].device))
+    except (TypeError, ValueError):  # a sublayer that returns something else
+        stays = False
+    if not stays:
+        raise InputError(f"{name} cannot draft with layers skipped: its layers do more than add attention and MLP")
+
+
+@final
+class SkipProposer:
+    """Drafts with a target, that `refuse_what_cannot_skip` takes, but for some sublayers; one text at first."""
+
+    taps: tuple[int, ...] = ()
+    max_depth: int | None = None
+    vocabulary: Tensor | None = None
+
+    def __init__(self, target: Target, skipped: SkipSet) -> None:
+        self.target, self.skipped, self.vocab_size = target, skipped, target.vocab_size
+        self.forward_seconds = 0.0
+        self.lengths = [0]
+        self.branch: Branch | None = None
+
+    @property
+    def identity(self) -> object:
+        return [self.skipped.attention, self.skipped.mlp]
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        self.lengths = [length + len(new) - 1 for length, new in zip(self.lengths, tokens, strict=True)]
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+
+    def new(self) -> "SkipProposer":
+        return SkipProposer(self.target, self.skipped)
+
+    def join(self, others: Sequence["SkipProposer"]) -> None:
+        self.lengths += [length for other in others for length in other.lengths]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
+        self.branch = Branch(self.target, cache, cache.lengths)
+        return list(self.extend(root_frontiers(roots)))
+
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        assert self.branch
+        started = time.perf_counter()
+        with skipping(self.target, self.skipped):
+            logits = self.branch.extend(frontiers)
+        self.forward_seconds += time.perf_counter() - started
+        return logits
+
+
+def skipped_target(file: str, target: Target) -> SkipProposer:
+    """`--drafter self:FILE`. Raises InputError."""
+    refuse_what_cannot_skip(target)
+    return SkipProposer(target, load_skip_set(file, target.layers))

@@ -1,0 +1,108 @@
+"""Which positions of a text a budget of keys and values keeps: SnapKV's (Li et al. 2024, 2404.14469).
+
+The last tokens of a prompt look back once more, and each key-value head keeps the positions that they saw most:
+
+    position          0   1   2   3   4   5 | 6   7      the window is 6 and 7
+    seen by 6 and 7  .5  .1  .0  .3  .0  .1              two are kept: 0 and 3
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from treespec.cache import TreeCache
+from treespec.errors import InputError
+from treespec.model.attention import NAME, tree_attention
+from treespec.model.masks import together
+from treespec.target import Target
+from treespec.trees.mask import committed
+
+WATCHED = "treespec_watched"
+POOL = 5  # neighbours whose scores are averaged, as MagicDec does
+
+
+def refuse_what_shows_no_attention(target: Target) -> None:
+    """Raise InputError for a model whose layers do not all see the whole text, or whose attention is not sdpa."""
+    name = type(target.model).__name__
+    if target.windows.keys() != {"full_attention"}:
+        raise InputError(f"snapkv is for layers that see the whole text, some of {name} do not: take sparse:N")
+    if target.config._attn_implementation != NAME:
+        raise InputError(f"snapkv reads the attention of sdpa, {name} has another: take sparse:N")
+
+
+@torch.no_grad()
+def most_seen(target: Target, cache: TreeCache, recent: Sequence[Tensor | None], keep: int) -> list[Tensor | None]:
+    """Of each text [layers, keep, key-value heads] int64 positions before its window; None where that is None.
+
+    recent: of each text its last committed tokens [W]. A forward over them, which leaves the cache as it was found.
+    For a moment it holds a layer's attention, [B, heads, W, T] in float32.
+    """
+    windows = [tokens if tokens is not None else torch.zeros(1, dtype=torch.int64) for tokens in recent]
+    tokens = together([window.to(target.output_device) for window in windows])  # [B, W]
+    sizes = [len(window) for window in windows]
+    before = [max(0, length - size) for length, size in zip(cache.lengths, sizes, strict=True)]
+    b, w = tokens.shape
+    device = tokens.device
+    column = torch.arange(cache.end, device=device)
+    earlier = column < torch.tensor(before, device=device)[:, None]  # [B, end]
+    causal = torch.ones(w, w, dtype=torch.bool, device=device).tril().expand(b, w, w)
+    seen = torch.cat([earlier[:, None].expand(b, w, -1), causal], dim=2)
+    own = torch.tensor(before, device=device)[:, None] + torch.arange(w, device=device)
+    places = torch.cat([column.expand(b, -1), own], dim=1)
+    looks = committed(sizes, device)[:, 0]  # [B, W] those that are not filled up
+    best: list[Tensor] = []
+
+    def choose(weights: Tensor) -> None:
+        """weights: [B, key-value heads, group, W, T]."""
+        mine = looks.to(weights.device)[:, None, None, :, None]
+        score = (weights[..., : cache.end] * mine).sum((2, 3))  # [B, heads, end]
+        score = F.avg_pool1d(score, POOL, stride=1, padding=POOL // 2)
+        score = score.masked_fill(~earlier.to(score.device)[:, None], -1.0)
+        best.append(score.topk(min(keep, cache.end), dim=-1).indices.transpose(1, 2).cpu())  # [B, keep, heads]
+
+    with watched(target.model, choose):
+        target.forward_nodes(cache, tokens, places, seen)
+    found = torch.stack(best, dim=1)  # [B, layers, keep, heads]
+    return [None if tokens is None else found[row] for row, tokens in enumerate(recent)]
+
+
+class Seeing(threading.local):
+    """What is shown the attention weights of the forward that this thread runs."""
+
+    see: Callable[[Tensor], None]
+
+
+_now = Seeing()
+
+
+def watch(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> tuple[Tensor, None]:
+    grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, heads, group, W, D]
+    scores = grouped @ k.float()[:, :, None].mT * (options.get("scaling") or q.shape[-1] ** -0.5)
+    _now.see((scores + mask[:, :, None]).softmax(-1))
+    return tree_attention(module, q, k, v, mask, **options)
+
+
+AttentionInterface.register(WATCHED, watch)
+AttentionMaskInterface.register(WATCHED, sdpa_mask)
+
+
+@contextmanager
+def watched(model: PreTrainedModel, see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, the attention weights of each layer are shown as it runs."""
+    _now.see = see
+    try:
+        model.set_attn_implementation(WATCHED)
+        yield
+    finally:
+        del _now.see
+        try:
+            model.set_attn_implementation(NAME)
+        finally:  # an interrupt within the first leaves nothing half done
+            model.set_attn_implementation(NAME)

@@ -1,0 +1,199 @@
+"""The target drafts over a budget of its own keys and values (MagicDec, Sadhukhan et al. 2025, 2408.11049).
+
+Where texts are long a forward's time goes to the keys and values, not the weights. Drafts see a small copy of them: the
+first few tokens and the latest (StreamingLLM, Xiao et al. 2024, 2309.17453), or in place of the first few those that
+the last tokens of the prompt saw most (`snapkv`). All keep the positions that they have in the text.
+
+A text of 11 tokens, a budget of 8 with 4 sinks; the next token takes the place of token 7:
+
+    column     0 1 2 3 | 4 5  6  7
+    position   0 1 2 3 | 8 9 10  7
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from treespec.cache import TreeCache
+from treespec.draft.models.branch import Branch, root_frontiers
+from treespec.draft.models.snapkv import most_seen, refuse_what_shows_no_attention
+from treespec.draft.proposer import Frontier
+from treespec.errors import InputError
+from treespec.options import MANY
+from treespec.target import Target
+
+SINKS, WINDOW = 4, 32
+NOTHING, CHOSEN = -1, -2  # in a column: no token, or another token for each layer and head
+
+
+@dataclass(frozen=True)
+class Text:
+    """recent: [W] its last tokens. chosen: [layers, S, heads] positions below start that stay, None is the sinks."""
+
+    length: int
+    recent: Tensor
+    start: int = SINKS
+    chosen: Tensor | None = None
+
+
+def columns(length: int, budget: int, first: int, start: int, chosen: bool = False) -> Tensor:
+    """[budget] the position in each column: sinks, or what is chosen, in the first ones, and behind them a ring.
+
+    The ring holds the last positions from start on, each at its own column for good.
+    """
+    column, ring = torch.arange(budget), budget - first
+    last = length - 1 - (length - 1 - start - (column - first)) % ring
+    sinks = torch.full_like(column, CHOSEN) if chosen else column.where(column < length, NOTHING)
+    return torch.where(column < first, sinks, last.where(last >= start, NOTHING))
+
+
+@final
+class SparseProposer:
+    """Drafts with the target over at most `budget` positions of each text, and those drafted; one text at first.
+
+    window: how many of a prompt's last tokens choose what stays of it, at least half the budget, once the text is
+    longer than the budget; None is StreamingLLM's sinks. Memory besides the target's: keys and values of
+    texts x (budget + drafted nodes), 2 x layers x key-value heads x head width numbers each. Every cycle copies what
+    was committed, and all anew where texts enter or leave.
+    """
+
+    taps: tuple[int, ...] = ()
+    max_depth: int | None = None
+    vocabulary: Tensor | None = None
+
+    def __init__(self, target: Target, budget: int, window: int | None = None) -> None:
+        self.target, self.budget, self.window, self.vocab_size = target, budget, window, target.vocab_size
+        self.ring = max(window, budget // 4) if window else budget - SINKS  # columns
+        self.forward_seconds = 0.0
+        self.texts = [Text(0, torch.empty(0, dtype=torch.int64))]
+        self.cache: TreeCache | None = None
+        self.held = torch.empty(0)  # [B, C] the positions in its columns
+        self.branch: Branch | None = None
+
+    @property
+    def identity(self) -> object:
+        return [self.budget, self.window]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [text.length for text in self.texts]
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        for row, (text, new) in enumerate(zip(self.texts, tokens, strict=True)):
+            known = text
+            if self.window and len(new) - 1 > self.window:
+                known = self._unchosen(row)
+            recent = torch.cat([known.recent, new[:-1].cpu()])[-(self.window or 1) :]
+            self.texts[row] = replace(known, length=text.length + len(new) - 1, recent=recent)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        for row, length in enumerate(lengths):
+            text = self.texts[row] if length >= self.texts[row].start else self._unchosen(row)
+            left = max(0, len(text.recent) - (text.length - length))
+            self.texts[row] = replace(text, length=length, recent=text.recent[:left])
+            if self.cache:
+                self.held[row].masked_fill_(self.held[row] >= length, NOTHING)
+
+    def new(self) -> "SparseProposer":
+        return SparseProposer(self.target, self.budget, self.window)
+
+    def join(self, others: Sequence["SparseProposer"]) -> None:
+        self.texts += [text for other in others for text in other.texts]
+        self.cache = None
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.texts, self.cache = [self.texts[row] for row in rows], None
+
+    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
+        started = time.perf_counter()
+        self._choose(cache)
+        lengths, ring = cache.lengths, self.ring
+        wanted = []
+        for text, length in zip(self.texts, lengths, strict=True):
+            first = SINKS if text.chosen is None else self.budget - ring
+            wanted.append(columns(length, self.budget, first, text.start, text.chosen is not None))
+        positions = torch.stack(wanted)[:, : min(self.budget, cache.end)]
+        small = self._copied(cache, positions)
+        places = positions.where(positions != CHOSEN, 0).to(self.target.output_device)
+        self.branch = Branch(self.target, small, lengths, places)
+        self.forward_seconds += time.perf_counter() - started
+        return list(self.extend(root_frontiers(roots)))
+
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        assert self.branch
+        started = time.perf_counter()
+        logits = self.branch.extend(frontiers)
+        self.forward_seconds += time.perf_counter() - started
+        return logits
+
+    def _unchosen(self, row: int) -> Text:
+        """The text with its sinks again."""
+        text = self.texts[row]
+        if text.chosen is not None and self.cache:
+            self.held[row] = NOTHING
+        return replace(text, start=SINKS, chosen=None)
+
+    def _choose(self, cache: TreeCache) -> None:
+        """What stays of texts that have outgrown the budget."""
+        if not self.window:
+            return
+        due = [
+            text.recent if length > self.budget and text.chosen is None and len(text.recent) else None
+            for text, length in zip(self.texts, cache.lengths, strict=True)
+        ]
+        if all(recent is None for recent in due):
+            return
+        for row, chosen in enumerate(most_seen(self.target, cache, due, self.budget - self.ring)):
+            if chosen is not None:
+                start = cache.lengths[row] - len(self.texts[row].recent)
+                self.texts[row] = replace(self.texts[row], start=start, chosen=chosen)
+
+    @torch.no_grad()
+    def _copied(self, cache: TreeCache, wanted: Tensor) -> TreeCache:
+        """The small cache with these positions [B, C] in its columns; only what it lacks is copied."""
+        b, c = wanted.shape
+        if self.cache is None:
+            self.cache, self.held = self.target.new_cache(), torch.full((b, 0), NOTHING)
+        small = self.cache
+        held = pad(self.held, (0, c - self.held.shape[1]), value=NOTHING)
+        lacks = (held != wanted) & (wanted != NOTHING)
+        row, column = (lacks & (wanted != CHOSEN)).nonzero(as_tuple=True)
+        moves = torch.stack([row, column, wanted[row, column]])
+        whole = (lacks & (wanted == CHOSEN)).any(1).nonzero().squeeze(1).tolist()
+        small.reserve(c)
+        small.rewind([c] * b)
+        for i, (layer, source) in enumerate(zip(small.tree_layers, cache.tree_layers, strict=True)):
+            if not source.is_initialized:
+                continue
+            if not layer.is_initialized:
+                layer.lazy_initialization(*source.storage)
+            text, to, position = moves.to(source.device)
+            for states, known in zip(layer.storage, source.storage, strict=True):
+                states[text, :, to] = known[text, :, position]
+                for one in whole:
+                    chosen = self.texts[one].chosen
+                    assert chosen is not None
+                    index = chosen[i].T[..., None].to(known.device).expand(-1, -1, known.shape[-1])
+                    states[one, :, : len(chosen[i])] = known[one].gather(1, index)
+        self.held = wanted
+        return small
+
+
+def sparse_target(value: str, target: Target) -> SparseProposer:
+    """`--drafter sparse:512` or `sparse:512,snapkv`. Raises InputError."""
+    number, _, kind = value.partition(",")
+    if not number.isdecimal() or kind not in ("", "snapkv"):
+        raise InputError(f"--drafter sparse:{value} is not understood: write sparse:512 or sparse:512,snapkv")
+    least = 2 * WINDOW if kind else 2 * SINKS
+    if int(number) < least:
+        raise InputError(f"--drafter sparse:{value}: the budget must be at least {least} tokens")
+    if int(number) > MANY:
+        raise InputError(f"--drafter sparse:{value}: the budget must be at most {MANY:,} tokens")
+    if kind:
+        refuse_what_shows_no_attention(target)
+    return SparseProposer(target, int(number), WINDOW if kind else None)

@@ -1,0 +1,138 @@
+"""What drafting brings to one text and costs: measured times, promised acceptance, and what was accepted so far.
+
+Modelled seconds, not a clock: the choice of each cycle depends on the text's own past alone, so it stays lossless, and
+the same seed gives the same text.
+
+A drafter promises of each node Pr(it is accepted | its parent is). `trust` is how many of these promises were kept at
+the nodes that were reached, of first children and of the others apart:
+
+    root - a .6 - c .5       accepted: a, and the target's own token after it
+         \ b .2              promised to first children .6 + .5, kept 1; to others .2, kept 0
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from treespec.draft.pace.times import Times
+
+FORGET = 0.97  # weight of the cycles before, a cycle: texts change their manner
+FITTED, GUESSED = 4.0, 2.0  # acceptances that rates fitted on text, and rates guessed, count for
+GUESS = (0.7, 0.1, 0.05)  # rates of a drafter that nothing is known of
+CYCLES = 4  # cycles that the first estimate of the speed counts for
+LEAST, MOST = 0.02, 1.5  # bounds of trust
+CERTAIN = 0.98  # the most that is believed of a child
+GAP, STEEP = 32, 6  # cycles without drafts before one is tried again, times how far off drafting is, to this power
+
+
+@final
+class Trust:
+    """How many promises of one kind were kept: of first children, and of others."""
+
+    def __init__(self, weight: float) -> None:
+        """weight: acceptances that the promises themselves count for."""
+        self.promised, self.kept = np.full(2, weight), np.full(2, weight)
+
+    @property
+    def factors(self) -> np.ndarray:
+        """[2] acceptances for one that was promised."""
+        return (self.kept / self.promised).clip(LEAST, MOST)
+
+    def believed(self, chances: np.ndarray) -> np.ndarray:
+        """[F, K] as promised to the children of F nodes, the likeliest first -> as far as it can be believed."""
+        first, others = self.factors
+        trusted = chances * others
+        trusted[:, 0] = chances[:, 0] * first
+        return trusted / (trusted.sum(1, keepdims=True) / CERTAIN).clip(1)
+
+    def settle(self, promise: "Promise", path: Sequence[int]) -> None:
+        """A tree was verified. path: its accepted nodes, without the root."""
+        self.promised, self.kept = FORGET * self.promised, FORGET * self.kept
+        for place, node in enumerate([0, *path]):
+            (children,) = np.nonzero(promise.parents == node)
+            if not len(children):
+                continue
+            self.promised += promise.chances[children[0]], promise.chances[children[1:]].sum()
+            if place < len(path):
+                self.kept[int(path[place] != children[0])] += 1
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Of one cycle's tree. trust: what it bears on. seconds: of the cycle, modelled.
+
+    parents: [N] of each node. chances: [N] Pr(it is accepted | its parent is).
+    """
+
+    trust: Trust
+    seconds: float
+    parents: np.ndarray
+    chances: np.ndarray
+
+
+@final
+class Pace:
+    """Of one text. rates: how often the first, second, … child of a node is accepted; None where nobody knows."""
+
+    def __init__(self, times: Times, rates: tuple[float, ...] | None = None) -> None:
+        self.times, self.rates = times, rates or GUESS
+        self.forward = times.forward(times.nodes[-1])  # [M] seconds over 1, 2, … nodes
+        weight = FITTED if rates else GUESSED
+        self.by_rates, self.by_law = Trust(weight), Trust(weight)
+        self.tokens = self.seconds = 0.0  # of cycles whose tree was chosen level by level
+        self.idle, self.trials, self.trying = 0, 0, False
+        self.hope = 0.0  # tokens a second that drafting was expected to reach when it began to rest
+        self.promise: Promise | None = None  # of the cycle that runs; None: without drafts
+
+    @property
+    def plain(self) -> float:
+        """Tokens a second without drafts."""
+        return 1 / (float(self.forward[0]) + self.times.rest[0])
+
+    def start(self, speed: float) -> None:
+        """An estimate of the speed of trees chosen level by level, in tokens a second, for some cycles."""
+        if not self.seconds:
+            self.tokens, self.seconds = CYCLES * speed / self.plain, CYCLES / self.plain
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of the cycles whose tree was chosen level by level."""
+        return self.tokens / self.seconds
+
+    @property
+    def rate(self) -> float:
+        """Tokens that a second is worth: what would be had without drafts, or with them."""
+        return max(self.plain, self.speed)
+
+    def cost(self, nodes: int, levels: int, draws: int | None = None, inner: int = 0) -> float:
+        """Seconds of a cycle with drafts. draws: as `Times.levels` has it. inner: nodes that have children."""
+        forward = float(self.forward[min(nodes, len(self.forward)) - 1])
+        return forward + self.times.drafting(levels, draws, inner) + self.times.resting(draws)
+
+    def rests(self, speed: float) -> bool:
+        """Whether this cycle goes without drafts. speed: what drafting is expected to reach, in tokens a second.
+
+        The less it would reach, and the more trials have brought nothing, the later it is tried again.
+        """
+        self.promise, self.trying, self.hope = None, False, speed
+        if speed > self.plain:
+            self.idle = self.trials = 0
+            return False
+        if self.idle >= GAP * 2**self.trials * (self.plain / max(speed, self.plain / 8)) ** STEEP:
+            self.idle, self.trials, self.trying = 0, self.trials + 1, True
+            return False
+        self.idle += 1
+        return True
+
+    def settle(self, path: Sequence[int]) -> None:
+        """A cycle has ended. path: the accepted nodes, without the root."""
+        if not self.promise:
+            return
+        self.promise.trust.settle(self.promise, path)
+        if self.promise.trust is self.by_law:
+            self.tokens = FORGET * self.tokens + 1 + len(path)
+            self.seconds = FORGET * self.seconds + self.promise.seconds
+        if path:
+            self.trials = 0

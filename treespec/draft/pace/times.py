@@ -1,0 +1,107 @@
+"""What a forward over a tree and a level of drafts cost: measured once for a device and a model, kept in a file."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from treespec.draft.proposer import Proposer
+from treespec.errors import InputError
+from treespec.files import read_json
+from treespec.target import Target
+
+NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds. target: of the forward over as many nodes as `nodes` says.
+
+    Of the first level of drafts and of every further one with one node: begin and step of trees that are chosen level
+    by level, fixed of trees whose shape is settled before, both of the likeliest tokens; drawn of trees where several
+    tokens a node are drawn, single of chains of draws. row: what every further node of a level adds. rest: what a
+    cycle takes beside the target's forward and the drafts, to verify and to commit: without drafts, of the likeliest
+    tokens, of single draws, of several a node.
+    """
+
+    nodes: tuple[int, ...]
+    target: tuple[float, ...]
+    begin: float
+    step: float
+    drawn: tuple[float, float]
+    single: tuple[float, float]
+    fixed: tuple[float, float] = (0.0, 0.0)
+    row: float = 0.0
+    rest: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    def levels(self, draws: int | None) -> tuple[float, float]:
+        """Seconds of the first level and of each further one.
+
+        draws: at a node; 0 where the likeliest are taken; None where they are, and the tree is chosen level by level.
+        """
+        if draws is None:
+            return self.begin, self.step
+        return (self.fixed, self.single, self.drawn)[min(draws, 2)]
+
+    def drafting(self, levels: int, draws: int | None, inner: int = 0) -> float:
+        """Seconds of the drafts. inner: nodes that have children."""
+        begin, step = self.levels(draws)
+        return begin + step * max(levels - 1, 0) + self.row * max(inner - levels, 0)
+
+    def resting(self, draws: int | None) -> float:
+        """Seconds beside the target's forward and the drafts, in a cycle with drafts."""
+        return self.rest[1 + min(draws or 0, 2)]
+
+    def forward(self, most: int) -> np.ndarray:
+        """[most] seconds of the target's forward over 1, 2, … nodes: no less for more, straight lines between."""
+        known, at, n = np.maximum.accumulate(self.target), np.array(self.nodes), np.arange(1, most + 1)
+        right = np.searchsorted(at, n).clip(1, len(at) - 1)
+        slope = (known[right] - known[right - 1]) / (at[right] - at[right - 1])
+        return known[right - 1] + slope * (n - at[right - 1])
+
+
+def kept_times(file: Path) -> Times | None:
+    """What an earlier run measured; None for a file that is missing, damaged or not understood."""
+    try:
+        fields = read_json(file, "it is measured again")
+        nodes = tuple(fields["nodes"])
+        if nodes != NODES[: len(nodes)] or len(nodes) < 2:
+            return None  # of an older version
+        return Times(
+            nodes=nodes,
+            target=seconds(fields["target"], len(nodes)),
+            begin=seconds([fields["begin"]], 1)[0],
+            step=seconds([fields["step"]], 1)[0],
+            drawn=cast(tuple[float, float], seconds(fields["drawn"], 2)),
+            single=cast(tuple[float, float], seconds(fields["single"], 2)),
+            fixed=cast(tuple[float, float], seconds(fields["fixed"], 2)),
+            row=seconds([fields["row"]], 1)[0],
+            rest=cast(tuple[float, float, float, float], seconds(fields["rest"], 4)),
+        )
+    except (InputError, LookupError, TypeError, ValueError):
+        return None
+
+
+def seconds(values: Sequence[float], count: int) -> tuple[float, ...]:
+    """`count` finite times that are not negative. Raises ValueError for anything else."""
+    found = tuple(map(float, values))
+    if len(found) != count or not all(0 <= value < math.inf for value in found):
+        raise ValueError("no such times")
+    return found
+
+
+def key(target: Target, proposer: Proposer | None) -> str:
+    """What the times depend on, in short."""
+    device = target.output_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {os.cpu_count()}"
+    model = target.config.to_json_string()
+    parts = [name, torch.get_num_threads(), str(target.dtype), torch.__version__]
+    parts += [target.layers, model, proposer.identity if proposer else None, target.compiled is not None]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Proposers over trained heads."""

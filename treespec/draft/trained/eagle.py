@@ -1,0 +1,234 @@
+"""The EAGLE heads as proposers: true features of accepted tokens go in, drafted ones are forgotten."""
+
+import time
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from treespec.cache import TreeCache
+from treespec.draft.proposer import Frontier
+from treespec.errors import InputError
+from treespec.heads.eagle import EagleHead, config_for
+from treespec.heads.eagle3 import Eagle3Head
+from treespec.model.compiled import FixedLayer, padded, padded_mask
+from treespec.model.masks import rows_of, together, unpadded
+from treespec.target import Target
+from treespec.trees.mask import committed
+
+MANY = 32  # new pairs: more than a cycle brings, so this is a prompt
+MOST = 96  # pairs that wait while nothing is drafted
+
+
+def new_head(target: Target, bias: bool = True) -> EagleHead:
+    """An untrained head for a target, in float32, with the target's embedding. bias: of fc."""
+    config = config_for(target.config, target.feature_width, target.vocab_size, target.embed_scale)
+    head = EagleHead(config | {"bias": bias})
+    head.embed_tokens.weight = embedding_of(target)
+    return head
+
+
+def embedding_of(target: Target) -> nn.Parameter:
+    """[V, E] the target's own. Raises InputError where it is offloaded."""
+    weight = target.model.get_input_embeddings().weight
+    if weight.is_meta:
+        raise InputError("the target's embedding is offloaded; give it room on a device, where the head takes it from")
+    return weight
+
+
+@final
+class Pairs:
+    """Features of one text and the token that follows each, which wait for the head; joined when it takes them.
+
+    A text that rests adds one pair a cycle: joining them each time would copy all that wait.
+    """
+
+    def __init__(self, features: Tensor, tokens: Tensor) -> None:
+        """features: [n, F]. tokens: [n] int64, the one after each."""
+        self.features, self.tokens = [features], [tokens]
+        self.count = len(tokens)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def add(self, features: Tensor, tokens: Tensor) -> None:
+        """features: [n, F]. tokens: [n] int64."""
+        if not self.count:
+            self.features, self.tokens = [], []  # empty ones may be of another dtype
+        self.features.append(features)
+        self.tokens.append(tokens)
+        self.count += len(tokens)
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """[n, F] features and [n] tokens."""
+        if len(self.tokens) > 1:
+            self.features, self.tokens = [torch.cat(self.features)], [torch.cat(self.tokens)]
+        return self.features[0], self.tokens[0]
+
+    def split(self, length: int) -> "Pairs":
+        """Keep the first `length` pairs; return the others."""
+        features, tokens = self.joined()
+        self.features, self.tokens, self.count = [features[:length]], [tokens[:length]], min(length, self.count)
+        return Pairs(features[length:], tokens[length:])
+
+
+@final
+class EagleProposer:
+    """Drafts with a head and the target's output path; one text at first.
+
+    Observed pairs (feature, following token) wait until `begin` runs the head over them; of many, as of a prompt,
+    only the last waits. Every level of the trees is written behind them in the head's own cache, a row for each
+    text, and forgotten by the next `begin`:
+
+        | observed pairs | level 1 | level 2 | ...
+
+    Texts that wait for fewer pairs, or have fewer frontier nodes, are filled up with ones that nothing sees.
+    """
+
+    max_depth: int | None = None
+
+    def __init__(
+        self,
+        head: EagleHead | Eagle3Head,
+        target: Target,
+        chunk: int | None = None,
+    ) -> None:
+        """chunk: pairs that go through the head at a time, None as the target takes them."""
+        self.head, self.target, self.chunk = head, target, chunk
+        compiled = target.compiled
+        self.compiled = compiled.likewise(head, over_layer, target.output_device) if compiled else None
+        self.forward_seconds = 0.0
+        self.cache = TreeCache(layers=1)
+        self.waiting = [self._nothing()]  # of each text
+        self.positions = torch.empty(0)  # [B, 1] of the last level's features
+        self.frontier = torch.empty(0)  # [B, F, H] features extrapolated at the frontiers
+        self.seen = torch.empty(0)  # [B, F, T] bool: which columns of the cache each frontier node sees
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.head.taps
+
+    @property
+    def identity(self) -> object:
+        drafted = self.vocab_size if self.vocabulary is None else len(self.vocabulary)
+        return [self.head.config, drafted]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.vocab_size
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        return self.head.vocabulary
+
+    @property
+    def lengths(self) -> list[int]:
+        return [done + len(pairs) for done, pairs in zip(self.cache.lengths, self.waiting, strict=True)]
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        for pairs, new, known in zip(self.waiting, features, tokens, strict=True):
+            pairs.add(new, known[1:].to(new.device))
+        fresh, waiting = max(map(len, tokens)) - 1, max(map(len, self.waiting))
+        if fresh > MANY or waiting > MOST:
+            ends = [pairs.split(len(pairs) - 1) for pairs in self.waiting]
+            self.begin()
+            self.waiting = ends
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        keep = [max(0, length - done) for length, done in zip(lengths, self.cache.lengths, strict=True)]
+        for pairs, length in zip(self.waiting, keep, strict=True):
+            pairs.split(length)
+        self.cache.rewind([min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)])
+
+    def new(self) -> "EagleProposer":
+        return EagleProposer(self.head, self.target, self.chunk)
+
+    def join(self, others: Sequence["EagleProposer"]) -> None:
+        self.waiting = self.waiting + [pairs for proposer in others for pairs in proposer.waiting]
+        self.cache.join([proposer.cache for proposer in others])
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.waiting = [self.waiting[row] for row in rows]
+        self.cache.select(rows)
+
+    @torch.no_grad()
+    def begin(self, roots: Tensor | None = None, cache: TreeCache | None = None) -> list[Tensor | None]:
+        counts = [len(pairs) for pairs in self.waiting]
+        if not any(counts):
+            return [None] * len(counts)
+        started = time.perf_counter()
+        self.cache.rewind(self.cache.lengths)
+        ends: list[Tensor] = [torch.empty(0)] * len(counts)
+        start = 0
+        while start < max(counts):
+            end = start + (self.chunk or self.target.rows_beside(self.cache.end))
+            part = [(f[start:end], t[start:end]) for f, t in map(Pairs.joined, self.waiting)]
+            features = self.head.fuse(together([f for f, _ in part]))  # [B, n, H]
+            tokens = together([t for _, t in part])  # [B, n]
+            b, n = tokens.shape
+            causal = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril().expand(b, n, n)
+            known = committed(self.cache.lengths, tokens.device).expand(b, n, -1)
+            first = torch.tensor(self.cache.lengths, device=tokens.device)[:, None]
+            positions = first + torch.arange(n, device=tokens.device)
+            hidden = self._forward(tokens, features, positions, torch.cat([known, causal], dim=2))
+            for row, (_, following) in enumerate(part):
+                if len(following) or not start:
+                    ends[row] = hidden[row, len(following) - 1]
+            self.cache.commit([range(len(t)) for _, t in part])
+            start = end
+        device = hidden.device
+        self.waiting = [self._nothing() for _ in counts]
+        self.frontier = torch.stack(ends)[:, None]
+        self.seen = committed(self.cache.lengths, device)
+        self.positions = torch.tensor(self.cache.lengths, device=device)[:, None] - 1
+        logits = self.head.logits(self.frontier, self.target)
+        self.forward_seconds += time.perf_counter() - started
+        return [row if length else None for row, length in zip(logits, self.cache.lengths, strict=True)]
+
+    @torch.no_grad()
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        started = time.perf_counter()
+        nothing = torch.empty(0, dtype=torch.int64, device=self.frontier.device)
+        tokens = together([f.tokens if f else nothing for f in frontiers])  # [B, F]
+        above = together([f.parent_rows if f else nothing for f in frontiers])
+        b, n = tokens.shape
+        own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
+        self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
+        self.positions = self.positions + 1
+        if self.vocabulary is not None:
+            tokens = self.vocabulary[tokens]
+        self.frontier = self._forward(tokens, rows_of(self.frontier, above), self.positions, self.seen)
+        sizes = [len(f.tokens) if f else 0 for f in frontiers]
+        logits = self.head.logits(unpadded(self.frontier, sizes), self.target)
+        self.forward_seconds += time.perf_counter() - started
+        return list(logits.split(sizes))
+
+    def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """tokens: [B, T]; features: [B, T, H]; positions: [B, T or 1]; mask: [B, T, P + T]. Returns [B, T, H]."""
+        layer, n = self.cache.tree_layers[0], tokens.shape[1]
+        if self.compiled and (room := self.compiled.room(n, [layer])):
+            seen, positions = padded_mask(mask, room)[:, None], padded(positions.expand(-1, n), room.nodes)
+            tokens, features = padded(tokens, room.nodes), padded(features, room.nodes)
+            hidden = self.compiled([layer], room, tokens, features, positions, seen)[:, :n]
+            hidden = hidden.clone()  # the next step would write over a graph's output
+        else:
+            hidden = self.head.step(tokens, features, positions, mask[:, None], layer)
+        layer.length += n
+        return hidden
+
+    def _nothing(self) -> "Pairs":
+        device = self.target.output_device
+        features = torch.empty(0, self.head.feature_size, dtype=self.head.dtype, device=device)
+        return Pairs(features, torch.empty(0, dtype=torch.int64, device=device))
+
+
+def over_layer(
+    head: EagleHead | Eagle3Head,
+    layers: Sequence[FixedLayer],
+    tokens: Tensor,
+    features: Tensor,
+    positions: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    return head.step(tokens, features, positions, mask, layers[0])

@@ -1,0 +1,25 @@
+"""A new EAGLE-3 head for a target."""
+
+import torch
+from torch import nn
+
+from treespec.draft.trained.eagle import embedding_of
+from treespec.heads.eagle3 import Eagle3Head, config_for, default_taps
+from treespec.target import Target
+
+
+def new_head(target: Target) -> Eagle3Head:
+    """An untrained head in float32, with the target's embedding, that drafts all tokens.
+
+    Its output layer starts as the target's, where they are of one width. Raises InputError where the embedding or
+    the output embedding is offloaded, or the latter is no plain linear layer.
+    """
+    embedding = embedding_of(target)
+    taps = default_taps(target.layers)
+    head = Eagle3Head(config_for(target.config, embedding.shape[1], target.vocab_size, taps, target.embed_scale))
+    assert head.embed_tokens is not None
+    head.embed_tokens.weight = embedding
+    output = target.output_rows(torch.arange(target.vocab_size))
+    if output.in_features == head.hidden_size:
+        head.lm_head.weight = nn.Parameter(output.weight.float())
+    return head

@@ -1,0 +1,113 @@
+"""Medusa's heads as a proposer: the logits of a level are the same at all its nodes."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from treespec.cache import TreeCache
+from treespec.draft.proposer import Frontier
+from treespec.draft.trained.states import LastStates, stacked
+from treespec.draft.vocabulary import spread
+from treespec.errors import InputError
+from treespec.heads.medusa import MedusaHead
+from treespec.target import Target
+
+
+def new_medusa(target: Target, heads: int = 5) -> MedusaHead:
+    """Untrained heads for a target, in float32, which draft as the target's output embedding would."""
+    sizes = {"hidden_size": target.feature_width, "vocab_size": target.vocab_size}
+    head = MedusaHead({"model_type": "medusa", "medusa_num_heads": heads, "medusa_num_layers": 1} | sizes)
+    for layer in head.output_layers:
+        layer.weight = torch.nn.Parameter(output_weight(target))
+    return head
+
+
+def output_weight(target: Target) -> Tensor:
+    """[V, H] a copy of the target's output embedding, in float32. Raises InputError where it is offloaded."""
+    weight = target.model.get_output_embeddings().weight
+    if weight.is_meta:
+        raise InputError("the target's output embedding is offloaded; give it room on a device to train heads")
+    return weight.detach().float().clone()
+
+
+@final
+class MedusaProposer:
+    """Drafts from the last hidden state of each text; one text at first."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, head: MedusaHead, target: Target) -> None:
+        self.head, self.target = head, target
+        self.forward_seconds = 0.0
+        self.observed = LastStates()
+        self.states = torch.empty(0)  # [B, H]
+        self.level = 0
+
+    @property
+    def max_depth(self) -> int:
+        return self.head.max_depth
+
+    @property
+    def identity(self) -> object:
+        return [self.head.config, self.vocab_size if self.vocabulary is None else len(self.vocabulary)]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.vocab_size
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        return self.head.vocabulary
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.observed.lengths
+
+    @torch.no_grad()
+    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
+        known = self.observed.known()
+        if all(state is None for state in known):
+            return [None] * len(known)
+        self.states, self.level = stacked(known), 0
+        logits = self._logits()
+        return [None if state is None else row for row, state in zip(logits, known, strict=True)]
+
+    @torch.no_grad()
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        self.level += 1
+        sizes = [len(frontier.tokens) if frontier else 0 for frontier in frontiers]
+        return [row.expand(size, -1) for row, size in zip(self._logits(), sizes, strict=True)]
+
+    def _logits(self) -> list[Tensor]:
+        """Of each text [1, N], by the level's head."""
+        started = time.perf_counter()
+        logits = self.head.step(self.level, self.states)
+        self.forward_seconds += time.perf_counter() - started
+        return list(logits.split(1))
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        self.observed.observe(features)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        self.observed.rewind(lengths)
+
+    def new(self) -> "MedusaProposer":
+        return MedusaProposer(self.head, self.target)
+
+    def join(self, others: Sequence["MedusaProposer"]) -> None:
+        self.observed.join([other.observed for other in others])
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.observed.select(rows)
+
+
+@torch.no_grad()
+def medusa_rollout(head: MedusaHead, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+    """`Kind.rollout`: step d is head d - 1 of the same states."""
+    states = features[: max(0, len(tokens) - steps - 1)].to(head.dtype)
+    for i in range(steps if len(states) else 0):
+        logits = head.step(i, states)
+        yield logits if head.vocabulary is None else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)

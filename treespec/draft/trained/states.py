@@ -1,0 +1,117 @@
+"""What Medusa's and Hydra's heads know of B texts: a state for the last position of each."""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from treespec.cache import TreeCache
+from treespec.heads.hydra import HydraHead
+from treespec.model.masks import together
+from treespec.trees.mask import committed
+
+MANY = 32  # states: more than a cycle brings
+
+
+@final
+class LastStates:
+    """The target's hidden state itself. lengths: positions of each text that were observed; one text at first."""
+
+    def __init__(self) -> None:
+        self.lengths = [0]
+        self.last: list[Tensor | None] = [None]
+
+    def observe(self, features: Sequence[Tensor]) -> None:
+        """Each text grew by so many hidden states, [n, H]."""
+        for row, new in enumerate(features):
+            if len(new):
+                self.lengths[row] += len(new)
+                self.last[row] = new[-1].clone()  # a view would hold a whole prompt's
+
+    def known(self) -> list[Tensor | None]:
+        """Of each text the state [H] of its last position; None where it is not known."""
+        return self.last
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """A text that is cut has no last state before more of it is observed."""
+        pairs = zip(self.last, self.lengths, lengths, strict=True)
+        self.last = [last if had == length else None for last, had, length in pairs]
+        self.lengths = list(lengths)
+
+    def join(self, others: Sequence["LastStates"]) -> None:
+        self.lengths += [length for other in others for length in other.lengths]
+        self.last += [last for other in others for last in other.last]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.lengths = [self.lengths[row] for row in rows]
+        self.last = [self.last[row] for row in rows]
+
+
+@final
+class PrefixStates:
+    """What Hydra++'s prefix layer makes of the hidden states up to a position, by its own cache.
+
+    Observed states wait until `known` runs the layer over them; many, as of a prompt, do not wait. Texts that wait
+    for fewer are filled up with ones that nothing sees.
+    """
+
+    def __init__(self, head: HydraHead, device: torch.device, chunk: int = 512) -> None:
+        self.head, self.chunk = head, chunk
+        self.nothing = torch.empty(0, head.hidden_size, dtype=head.dtype, device=device)
+        self.cache = TreeCache(layers=1)
+        self.waiting = [self.nothing]  # of each text [n, H]
+        self.done = LastStates()
+
+    @property
+    def lengths(self) -> list[int]:
+        return [done + len(states) for done, states in zip(self.done.lengths, self.waiting, strict=True)]
+
+    def observe(self, features: Sequence[Tensor]) -> None:
+        """Each text grew by so many hidden states, [n, H]."""
+        pairs = zip(self.waiting, features, strict=True)
+        self.waiting = [torch.cat([before, new]) if len(before) else new for before, new in pairs]
+        if max(map(len, self.waiting)) > MANY:
+            self.known()
+
+    @torch.no_grad()
+    def known(self) -> list[Tensor | None]:
+        """Of each text the state [H] of its last position; None where it is not known."""
+        layer = self.cache.tree_layers[0]
+        for start in range(0, max(map(len, self.waiting)), self.chunk):
+            part = [states[start : start + self.chunk] for states in self.waiting]
+            features = together(part)  # [B, n, H]
+            b, n = features.shape[:2]
+            causal = torch.ones(n, n, dtype=torch.bool, device=features.device).tril().expand(b, n, n)
+            before = committed(self.cache.lengths, features.device).expand(b, n, -1)
+            first = torch.tensor(self.cache.lengths, device=features.device)[:, None]
+            positions = first + torch.arange(n, device=features.device)
+            hidden = self.head.states(features, positions, torch.cat([before, causal], dim=2)[:, None], layer)
+            layer.length += n
+            self.done.observe([row[: len(own)] for row, own in zip(hidden, part, strict=True)])
+            self.cache.commit([range(len(own)) for own in part])
+        self.waiting = [self.nothing for _ in self.waiting]
+        return self.done.known()
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """As of `LastStates`."""
+        pairs = list(zip(self.waiting, self.done.lengths, lengths, strict=True))
+        self.waiting = [states[: max(0, length - done)] for states, done, length in pairs]
+        self.done.rewind([min(done, length) for _, done, length in pairs])
+        self.cache.rewind(self.done.lengths)
+
+    def join(self, others: Sequence["PrefixStates"]) -> None:
+        self.waiting += [states for other in others for states in other.waiting]
+        self.done.join([other.done for other in others])
+        self.cache.join([other.cache for other in others])
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.waiting = [self.waiting[row] for row in rows]
+        self.done.select(rows)
+        self.cache.select(rows)
+
+
+def stacked(states: Sequence[Tensor | None]) -> Tensor:
+    """[B, H] the states of texts of which one at least is known, 0 for the others."""
+    some = next(state for state in states if state is not None)
+    return torch.stack([torch.zeros_like(some) if state is None else state for state in states])

@@ -1,0 +1,246 @@
+"""Growing a token tree: a proposer gives draft logits, a scheme draws, a policy shapes."""
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from treespec.cache import TreeCache
+from treespec.draft.calibration import Calibration, nearest
+from treespec.draft.grow.auto import Shape, grow_auto, shape_for
+from treespec.draft.grow.confident import Confidence, grow_confident
+from treespec.draft.grow.dynamic import grow_dynamic
+from treespec.draft.grow.growth import Growth, grow_together
+from treespec.draft.grow.sampled import Sampled, grow_sampled
+from treespec.draft.grow.static import grow_static
+from treespec.draft.models.several import SeveralModels
+from treespec.draft.pace.pace import Pace
+from treespec.draft.pace.times import Times
+from treespec.draft.proposer import Proposer
+from treespec.draft.vocabulary import in_target
+from treespec.errors import InputError
+from treespec.sampling import SamplingParams
+from treespec.target import TreeOutput
+from treespec.trees.auto import AutoTree
+from treespec.trees.confident import ConfidentChain
+from treespec.trees.dynamic import DynamicTree
+from treespec.trees.policy import Policy
+from treespec.trees.sampled import SampledTree
+from treespec.trees.static import StaticTree
+from treespec.trees.tree import TokenTree, root_only
+from treespec.verify.is_lp import IsLp
+from treespec.verify.optimal import Optimal
+from treespec.verify.registry import SCHEMES
+from treespec.verify.rrs import RRS
+from treespec.verify.rrs_wo import RRSWithoutReplacement
+from treespec.verify.scheme import Scheme
+
+COLDEST = 0.01  # whose rates are those of temperature 0
+
+
+def check_pair(policy: Policy, scheme: Scheme, proposer: Proposer | None = None) -> None:
+    """The pairing rule: raise InputError for a policy and scheme that may not go together.
+
+    How many draws a node gets must be settled before they are made. Keeping nodes by what was drawn, as the
+    dynamic tree does, is harmless only where the children are a function of the text, whose q is one-hot.
+    Draws of several draft models, a law each, are for static trees and schemes that take a law a draw.
+    """
+    if isinstance(proposer, SeveralModels):
+        if not isinstance(policy, StaticTree):
+            raise InputError("draft models that take turns need a tree of fixed shape: take --tree eagle or 2x4")
+        if not (scheme.deterministic or isinstance(scheme, RRS | IsLp)):
+            raise InputError(
+                f"verifier {scheme.name} takes one draft law a node, several draft models have one each: "
+                "take --verifier rrs, is-lp or topk"
+            )
+    if isinstance(policy, DynamicTree) and not scheme.deterministic:
+        raise InputError(
+            f"the dynamic tree cannot go with verifier {scheme.name}: it keeps children by the probability of "
+            "what was drawn, which biases sampled draws; take --tree eagle (or another static tree), "
+            "or --verifier topk"
+        )
+    if isinstance(policy, AutoTree):
+        return
+    if isinstance(policy, SampledTree):
+        if not isinstance(scheme, RRSWithoutReplacement | Optimal):
+            raise InputError(
+                f"the sampled tree cannot go with verifier {scheme.name}: it takes tops and draws from the rest of the "
+                "draft law, which rrs-wo, traversal and optimal answer; take one of them, or --tree eagle"
+            )
+        return
+    widest = policy.topk if isinstance(policy, DynamicTree) else policy.max_draws
+    if scheme.max_draws and widest > scheme.max_draws:
+        raise InputError(
+            f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, this tree makes {widest}; "
+            f"take --tree {'chain:5' if scheme.max_draws == 1 else f'balanced:{scheme.max_draws}x3'}"
+        )
+
+
+def check_depth(policy: Policy, deepest: int | None) -> None:
+    """Raise InputError for a tree with more levels than can be drafted. deepest: None is any number."""
+    if deepest is None or policy.max_depth <= deepest:
+        return
+    forms: dict[type, str] = {
+        DynamicTree: "dynamic:depth=",
+        SampledTree: "sampled:depth=",
+        AutoTree: "auto:depth=",
+        ConfidentChain: "confident:depth=",
+    }
+    raise InputError(
+        f"the tree is {policy.max_depth} deep, the head drafts {deepest} tokens: "
+        f"take --tree {forms.get(type(policy), 'chain:')}{deepest}"
+    )
+
+
+@final
+class TreeDrafter:
+    """Drafts a tree a cycle for each text that its proposer holds.
+
+    At temperature 0 the children are the likeliest tokens under every scheme: the target's law is one-hot there, so
+    all lossless plans agree (output the target's token), and what is left to choose is the set of children. Raises
+    InputError for a policy and scheme that may not go together, and for a tree deeper than the proposer drafts.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        policy: Policy,
+        scheme: Scheme,
+        calibration: Calibration | None = None,
+        times: Callable[[], Times] | None = None,
+    ) -> None:
+        check_pair(policy, scheme, proposer)
+        check_depth(policy, proposer.max_depth)
+        if isinstance(policy, SampledTree) and calibration is None:
+            remedy = "make it with treespec calibrate, or take" if hasattr(proposer, "head") else "without a head take"
+            raise InputError(f"the sampled tree needs a head's calibration.json: {remedy} --tree eagle")
+        self.proposer, self.policy, self.scheme, self.calibration = proposer, policy, scheme, calibration
+        self.times = times
+        self.paces = [self._pace()]
+
+    @torch.no_grad()
+    def draft_trees(
+        self, roots: Tensor, params: SamplingParams, generators: Sequence[torch.Generator], cache: TreeCache
+    ) -> list[TokenTree]:
+        rests = [self._rests(row, params) for row in range(len(roots))]
+        if all(rests):
+            return [root_only(root) for root in roots.split(1)]
+        texts = enumerate(zip(roots.split(1), self.proposer.begin(roots, cache), generators, strict=True))
+        growths = [
+            self._grow(row, root, None if rests[row] else logits, params, generator)
+            for row, (root, logits, generator) in texts
+        ]
+        trees, vocabulary = grow_together(self.proposer, growths), self.proposer.vocabulary
+        return (
+            trees if vocabulary is None else [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
+        )
+
+    def _grow(
+        self, row: int, root: Tensor, logits: Tensor | None, params: SamplingParams, generator: torch.Generator
+    ) -> Growth:
+        """In draft tokens, but for the root."""
+        if logits is None:
+            return root_only(root)
+        root, tree = root.to(logits.device), self.policy
+        if isinstance(tree, AutoTree):
+            return (yield from self._auto(row, root, logits, tree, params, generator))
+        if isinstance(tree, SampledTree) and params.greedy:
+            tree = DynamicTree(tree.depth, nodes=tree.nodes)
+        if isinstance(tree, SampledTree):
+            assert self.calibration
+            price = tree.price or self.calibration.price(tree.nodes, params.temperature)
+            by = Sampled(self.scheme, self.calibration, tree.depth, price)
+            return (yield from grow_sampled(root, logits, by, params, generator))
+        if isinstance(tree, DynamicTree):
+            return (yield from grow_dynamic(root, logits, tree))
+        scheme = SCHEMES["topk"] if params.greedy else self.scheme
+        if isinstance(tree, ConfidentChain):
+            pace = self.paces[row]
+            assert isinstance(pace, Confidence)
+            grown = yield from grow_confident(root, logits, tree.depth, pace.threshold, scheme, params, generator)
+            pace.levels = len(grown.tokens) - 1
+            return grown
+        return (yield from grow_static(root, logits, tree, scheme, params, generator))
+
+    def _rests(self, row: int, params: SamplingParams) -> bool:
+        """Whether a text goes without drafts this cycle, as auto trees may."""
+        if not isinstance(self.policy, AutoTree):
+            return False
+        pace = self.paces[row]
+        if pace is None:
+            assert self.times
+            known = self.calibration.rates if self.calibration else {}
+            rates = nearest(known, max(params.temperature, COLDEST)) if known else None
+            pace = self.paces[row] = Pace(self.times(), rates)
+        assert isinstance(pace, Pace)
+        if pace.idle:  # nothing was learned since it was last asked
+            return pace.rests(pace.hope)
+        shape = self._shape(pace, self.policy, params)
+        if not shape.likeliest:
+            return pace.rests(shape.speed)
+        pace.start(shape.speed)
+        return pace.rests(max(shape.speed, pace.speed))
+
+    def _shape(self, pace: Pace, tree: AutoTree, params: SamplingParams) -> Shape:
+        """The best of the trees whose shape is settled before anything is drafted."""
+        likeliest = params.greedy or self.scheme.deterministic
+        return shape_for(pace, tree, 0 if likeliest else self.scheme.max_draws)
+
+    def _auto(
+        self,
+        row: int,
+        root: Tensor,
+        logits: Tensor,
+        tree: AutoTree,
+        params: SamplingParams,
+        generator: torch.Generator,
+    ) -> Growth:
+        pace = self.paces[row]
+        assert isinstance(pace, Pace)
+        shape = self._shape(pace, tree, params)
+        if shape.likeliest and pace.speed > shape.speed:
+            return (yield from grow_auto(root, logits, tree, params, pace, self.calibration))
+        pace.promise = shape.promise(pace)
+        scheme = SCHEMES["topk"] if shape.likeliest else self.scheme
+        return (yield from grow_static(root, logits, shape.tree, scheme, params, generator))
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.proposer.taps
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.proposer.lengths
+
+    @property
+    def forward_seconds(self) -> float:
+        return self.proposer.forward_seconds
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        self.proposer.observe(features, tokens)
+
+    def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
+        for pace, path in zip(self.paces, paths, strict=True):
+            if pace:
+                pace.settle(path)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        self.proposer.rewind(lengths)
+        self.paces = [self._pace() for _ in lengths]
+
+    def new(self) -> "TreeDrafter":
+        return TreeDrafter(self.proposer.new(), self.policy, self.scheme, self.calibration, self.times)
+
+    def join(self, others: Sequence["TreeDrafter"]) -> None:
+        self.proposer.join([other.proposer for other in others])
+        self.paces += [pace for other in others for pace in other.paces]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.proposer.select(rows)
+        self.paces = [self.paces[row] for row in rows]
+
+    def _pace(self) -> Pace | Confidence | None:
+        if isinstance(self.policy, ConfidentChain):
+            return Confidence(self.policy)
+        return None

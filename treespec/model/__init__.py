@@ -1,0 +1,1 @@
+"""How a transformers decoder holds a tree."""

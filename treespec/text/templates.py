@@ -1,0 +1,252 @@
+"""Prompt templates: how messages become token ids, the same in training, evaluation and chat."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from treespec.errors import InputError, first_line
+from treespec.text.prefix import common_prefix
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages: TypeAlias = Sequence[dict[str, str]]  # {"role": system | user | assistant, "content": text}
+Template: TypeAlias = str | None  # None: the tokenizer's own chat template; else the name of one of fschat's
+
+EXAMPLES = "vicuna_v1.1, llama-2, mistral, zephyr, zero_shot"
+
+
+@dataclass(frozen=True)
+class Stops:
+    """What ends an answer besides the end-of-sequence token."""
+
+    strings: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+
+def check(tokenizer: "PreTrainedTokenizerBase", template: Template = None) -> None:
+    """Raises InputError when there is no such template, or none is named and the tokenizer has none."""
+    if template is not None:
+        _conversation(template)
+    elif not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
+            f"pass `--template NAME` with one of fschat's, such as {EXAMPLES}"
+        )
+
+
+def render(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    template: Template = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The text of the messages. Raises InputError as `check` does, and for messages a template refuses."""
+    if template is not None:
+        return _text(_render_fschat(template, messages, add_generation_prompt))
+    check(tokenizer)
+    with _refusals():
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    return _text(str(text))
+
+
+def encode(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    template: Template = None,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """Token ids of the messages, without a doubled start token. Raises as `render` does.
+
+    The tokenizer's own template writes its start token itself, as in `tokenizer.apply_chat_template`;
+    fschat leaves it to the tokenizer, as in `fastchat.llm_judge.gen_model_answer`.
+    """
+    text = render(tokenizer, messages, template, add_generation_prompt)
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    before = opening(tokenizer, template)
+    return ids if ids[: len(before)] == before else before + ids
+
+
+def opening(tokenizer: "PreTrainedTokenizerBase", template: Template = None) -> list[int]:
+    """The tokens that go before a rendered text unless it begins with them."""
+    if template is None:
+        return []
+    probe = tokenizer("a", return_special_tokens_mask=True)
+    pairs = zip(probe["input_ids"], probe["special_tokens_mask"], strict=True)
+    return [token for token, _ in takewhile(lambda pair: pair[1], pairs)]
+
+
+def stops(template: Template = None) -> Stops:
+    """The stop strings and stop token ids that an fschat template names; none for the tokenizer's own."""
+    if template is None:
+        return Stops()
+    conversation = _conversation(template)
+    strings = conversation.stop_str or ()
+    return Stops(
+        strings=(strings,) if isinstance(strings, str) else tuple(strings),
+        token_ids=tuple(conversation.stop_token_ids or ()),
+    )
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
+    """The special tokens and their ids."""
+    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def answers(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, template: Template, special: Iterable[str]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a whole conversation, and where in it each answer lies with the token that ends it.
+
+    special: the tokenizer's `special_tokens`. Returns (text, [start, end) in characters of every assistant
+    message), no span at all where one of the answers cannot be told apart. Where the template marks
+    answers ({% generation %}) its marks are taken. Otherwise an answer begins where the rendered prompt
+    before it ends. Either way the words of each answer must lie inside.
+    """
+    # Templates trim answers, and leave out the thoughts of earlier turns.
+    words = {
+        i: message["content"].rpartition("</think>")[2].strip()
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant"
+    }
+    if template is None:
+        check(tokenizer)
+        text, spans = _marked(tokenizer, messages)
+        if spans and all(any(_has(text, span, answer) for span in spans) for answer in words.values()):
+            return text, spans
+    whole = render(tokenizer, messages, template, add_generation_prompt=False)
+    names = _any_of(tuple(special))
+    spans = []
+    for i, answer in words.items():
+        span = _answer(tokenizer, messages[: i + 1], template, whole, answer, names)
+        if span is None or not _has(whole, span, answer):
+            return whole, []
+        spans.append(span)
+    return whole, spans
+
+
+def _has(text: str, span: tuple[int, int], answer: str) -> bool:
+    """Whether the words of the answer stand in the span; some templates change the spaces between."""
+    return span[0] >= 0 and " ".join(answer.split()) in " ".join(text[slice(*span)].split())
+
+
+def _answer(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    template: Template,
+    whole: str,
+    answer: str,
+    special: str,
+) -> tuple[int, int] | None:
+    """Where the last of the messages lies in the whole conversation's text. special: a pattern."""
+    prompt = render(tokenizer, messages[:-1], template)
+    upto = render(tokenizer, messages, template, add_generation_prompt=False)
+    start = len(prompt)
+    if not whole.startswith(prompt):  # the prompt opens a <think> that finished answers are shown without
+        start = common_prefix(prompt, whole)
+        if not whole[start:].lstrip().startswith(answer):
+            return None
+    # What ends the answer: the first special token after it. What follows, a line break say, is not answered.
+    mark = re.compile(rf"({special})(?:\s|{special})*\Z").search(upto, start)
+    body = upto[: mark.start() if mark else len(upto)].rstrip()
+    forms = (messages[-1]["content"].strip(), answer)
+    first = next((len(body) - len(form) for form in forms if body.endswith(form)), upto.find(answer, start))
+    led = first < start or upto[start:first].strip()  # by words, which may be a header that was not prompted
+    if led and prompt == render(tokenizer, messages[:-1], template, add_generation_prompt=False):
+        start = first
+    if whole.startswith(upto):
+        return start, mark.end(1) if mark else len(upto)
+    if first < start:
+        return None
+    # Later turns change how this one is shown: without the thoughts, or with another token at its end.
+    lead = upto[start:first]
+    at = first if whole.startswith(lead, start) else start
+    at += len(whole[at:]) - len(whole[at:].lstrip())
+    form = next((form for form in forms if whole.startswith(form, at)), None)
+    mark = re.compile(rf"\s*({special})").match(whole, at + len(form)) if form is not None else None
+    return (start, mark.end(1)) if mark else None
+
+
+@lru_cache
+def _any_of(names: tuple[str, ...]) -> str:
+    return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+
+
+def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = tokenizer.get_chat_template()
+    if not re.search(r"\{%-?\s*generation\s*-?%\}", source):
+        return "", []
+    with _refusals():
+        # apply_chat_template gives token masks only, and those run on where offsets leave a last space out
+        options: dict[str, Any] = {**tokenizer.special_tokens_map, "return_assistant_tokens_mask": True}
+        rendered: Any = render_jinja_template([list(messages)], chat_template=source, **options)
+    (text,), (spans,) = rendered
+    return _text(text), spans
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Inside, whatever a template raises becomes an InputError: Jinja's own errors, and those of its expressions."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        from jinja2 import TemplateError
+
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise InputError(f"the chat template refuses these messages: {kind}{first_line(error)}") from error
+
+
+def _text(rendered: str) -> str:
+    """Raises InputError for half of a surrogate pair, which no tokenizer takes."""
+    try:
+        rendered.encode()
+    except UnicodeEncodeError as error:
+        half = rendered[error.start]
+        raise InputError(
+            f"the messages hold {half!r}, half of a surrogate pair, which stands for no character"
+        ) from None
+    return rendered
+
+
+@lru_cache
+def _conversation(name: str) -> Any:
+    from fastchat.conversation import conv_templates, get_conv_template
+
+    if name not in conv_templates:
+        known = {known.lower(): known for known in conv_templates}
+        close = [known[match] for match in difflib.get_close_matches(name.lower(), known, cutoff=0.4)]
+        raise InputError(f"no fschat template is called {name!r}; try {', '.join(close) or EXAMPLES}")
+    conversation = get_conv_template(name)
+    if conversation.sep_style is None:
+        raise InputError(f"the fschat template {name} is of a service and has no text form; try {EXAMPLES}")
+    return conversation
+
+
+def _render_fschat(name: str, messages: Messages, add_generation_prompt: bool) -> str:
+    conversation = _conversation(name).copy()
+    user, assistant = conversation.roles[:2]
+    roles = {"user": user, "assistant": assistant}
+    for i, message in enumerate(messages):
+        role, content = message["role"], message["content"]
+        if role == "system" and i == 0:
+            conversation.set_system_message(content)
+        elif role not in roles:
+            raise InputError(f"the fschat template {name} has no place for role {role!r} at message {i + 1}")
+        elif not content:
+            raise InputError(f"message {i + 1} is empty; fschat templates take an empty message for a prompt")
+        else:
+            conversation.append_message(roles[role], content)
+    if add_generation_prompt:
+        conversation.append_message(roles["assistant"], None)
+    return str(conversation.get_prompt())

@@ -1,0 +1,25 @@
+"""Tokenizers of targets."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from treespec.errors import InputError, first_line
+from treespec.model.weights import located
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """Of a directory or a hub id; None for a directory without one. Raises InputError for what cannot be loaded."""
+    where = located(path, trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(path, **where)
+    except Exception as error:  # the loaders raise whatever the file or hub gave them
+        if Path(path).is_dir() and not list(Path(path).glob("token*")):
+            return None
+        why = first_line(error)
+        if "backend tokenizer" in why:
+            why = "its files are missing or damaged (tokenizer.json)"
+        if "trust_remote_code" in str(error):
+            why = "it brings Python code of its own, which would run here; read it, then give --trust-remote-code"
+        raise InputError(f"cannot load the tokenizer of {path!r}: {why}") from error

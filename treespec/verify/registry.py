@@ -1,0 +1,105 @@
+"""Schemes and verifiers by name, as `--verifier` takes them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+from treespec.errors import InputError
+from treespec.options import nearest
+from treespec.verify.auto import Auto
+from treespec.verify.block import Block
+from treespec.verify.greedy import Greedy
+from treespec.verify.is_lp import IsLp
+from treespec.verify.kseq import KSeq
+from treespec.verify.layer import Layer
+from treespec.verify.optimal import Optimal
+from treespec.verify.otm_lp import OtmLp
+from treespec.verify.partial import LayerScheme
+from treespec.verify.rrs import RRS
+from treespec.verify.rrs_wo import RRSWithoutReplacement
+from treespec.verify.scheme import Scheme
+from treespec.verify.single import Single
+from treespec.verify.spechub import SpecHub
+from treespec.verify.topk import TopK
+from treespec.verify.traversal import Traversal
+from treespec.verify.typical import Typical
+from treespec.verify.valued import Valued
+from treespec.verify.walk import Verifier, Walk
+
+SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Single(),
+        RRS(),
+        RRSWithoutReplacement(),
+        KSeq(),
+        SpecHub(),
+        Greedy(),
+        IsLp(),
+        OtmLp(),
+        Optimal(),
+        Valued(),
+        TopK(),
+        Typical(),
+    )
+}
+
+# How an option is read, and what it must be, by the type of its field; others are whole numbers.
+VALUES: dict[Any, tuple[Callable[[str], Any], str]] = {
+    float: (float, "a number"),
+    tuple[float, ...]: (lambda text: tuple(map(float, text.split("/"))), "numbers, such as 0.8/1.2"),
+}
+
+
+def scheme_by_name(spec: str, allow_lossy: bool = False, beside: Iterable[str] = ()) -> Scheme:
+    """The scheme that a `--verifier` value names: `rrs-wo`, or with options, `is-lp:s=8,alphabet=50`.
+
+    beside: what else to offer where the name is unknown.
+    Raises InputError for an unknown name, option or value, and for a lossy scheme that is not allowed.
+    """
+    name, _, rest = spec.partition(":")
+    if name not in SCHEMES:
+        names = [*SCHEMES, *beside]
+        raise InputError(f"unknown verifier {name!r}{nearest(name, names)}: choose one of {', '.join(names)}")
+    known: Any = SCHEMES[name]
+    if not (known.lossless or allow_lossy):
+        raise InputError(
+            f"verifier {name} is lossy, its text has another law than the target's: allow that with --allow-lossy "
+            "(allow_lossy=True in Python), or choose another --verifier"
+        )
+    kinds = {field.name.replace("_", "-"): field.type for field in fields(known)}
+    options = dict(part.partition("=")[::2] for part in rest.split(",") if part)
+    values = {}
+    for option, text in options.items():
+        if option not in kinds:
+            choice = f"its options are {', '.join(kinds)}" if kinds else "it has no options"
+            raise InputError(f"verifier {spec!r}: unknown option {option!r}; {choice}")
+        parse, wanted = VALUES.get(kinds[option], (int, "a whole number, such as 8"))
+        try:
+            values[option.replace("-", "_")] = parse(text)
+        except ValueError:
+            raise InputError(f"verifier {spec!r}: {option} must be {wanted}") from None
+    return replace(known, **values)
+
+
+BEYOND_THE_NODE: dict[str, Verifier] = {verifier.name: verifier for verifier in (Auto(), Block(), Traversal())}
+LAYERS = ("layer:greedy", "layer:single")
+NAMES = (*SCHEMES, *BEYOND_THE_NODE, *LAYERS)
+
+
+def verifier_by_name(spec: str, allow_lossy: bool = False) -> Verifier:
+    """`rrs-wo` or another scheme is the walk over it; `block`, `traversal` and `layer:greedy` look at more than a node.
+
+    Raises InputError for an unknown name, option or value, and for a lossy scheme that is not allowed.
+    """
+    kind, _, name = spec.partition(":")
+    if kind in BEYOND_THE_NODE:
+        if name:
+            raise InputError(f"verifier {spec!r}: {kind} has no options")
+        return BEYOND_THE_NODE[kind]
+    if kind != "layer":
+        return Walk(scheme_by_name(spec, allow_lossy, NAMES[len(SCHEMES) :]))
+    scheme = scheme_by_name(name or "greedy", allow_lossy)
+    if not isinstance(scheme, LayerScheme):
+        raise InputError(f"layer verification over {scheme.name} is not known: take {' or '.join(LAYERS)}")
+    return Layer(scheme)

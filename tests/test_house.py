@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,55 @@ MAY_IMPORT = {
     "eval": {"eval", "treespec", "heads", "trees"},
 }
 
+FLOORS = {  # the files of rooms that hold more than one floor
+    **dict.fromkeys(("errors", "options", "files", "identity", "locks", "sampling", "stats", "cache"), "ground"),
+    "target": "target",
+    "decode": "decode",
+    **dict.fromkeys(("spec", "loading", "names", "request", "stream", "__init__", "__main__"), "spec"),
+    **dict.fromkeys(("draft.drafter", "draft.proposer", "draft.calibration", "draft.vocabulary"), "seams"),
+}
+ROOMS = {  # the rooms that each room may import
+    "trees": "",
+    "heads": "",
+    "ground": "trees heads",
+    "verify": "ground trees",
+    "model": "ground trees heads",
+    "text": "ground model",
+    "target": "ground model text trees",
+    "seams": "ground target trees heads",
+    "decode": "ground seams target text trees verify",
+    "draft.pace": "ground seams target",
+    "draft.models": "ground seams target model trees heads",
+    "draft.trained": "ground seams target model trees heads",
+    "draft.model_free": "ground target text trees verify draft.pace",
+    "draft.grow": "ground seams trees verify draft.models draft.pace",
+    "draft": "ground seams target trees heads verify draft.grow draft.model_free draft.models draft.pace draft.trained",
+    "draft.fit": "ground seams target decode text trees verify draft draft.grow draft.pace draft.trained",
+    "spec": "ground seams target decode model text trees heads verify "
+    "draft draft.fit draft.model_free draft.pace draft.trained",
+    "train": "ground seams target text heads draft.fit draft.trained",
+    "train.toy": "ground",
+    "eval": "ground target spec text trees verify draft draft.model_free",
+    "eval.acceptance": "ground spec eval model verify draft.trained",
+    "eval.bench": "ground seams target decode spec eval model text trees verify draft",
+    "eval.certify": "ground spec eval text trees verify draft.trained",
+    "eval.fit": "ground seams target spec eval eval.acceptance text trees draft.fit draft.models draft.trained",
+    "eval.mtbench": "ground spec eval text trees heads verify draft.trained",
+}
+
 
 def sources():
     for package, folder in FOLDERS.items():
         for file in (ROOT / folder).rglob("*.py"):
             yield package, folder, file
+
+
+def module_of(package, folder, file):
+    inner = file.relative_to(ROOT / folder).with_suffix("").parts
+    return ".".join([package, *(part for part in inner if part != "__init__")])
+
+
+MODULES = {module_of(*source): source[2] for source in sources()}
 
 
 def room_of(module):
@@ -38,6 +83,24 @@ def imported(file):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+def place_of(module):
+    """The room in `ROOMS` of a module: treespec.draft.grow.static -> draft.grow."""
+    name = module.removeprefix("treespec").removeprefix(".")
+    room = name if MODULES[module].name == "__init__.py" else name.rpartition(".")[0]
+    return FLOORS.get(name or "__init__") or room.removesuffix(".formats")
+
+
+def imported_when_run(file):
+    """The modules of ours that a file imports, inside of functions too; not what only type checkers read."""
+    tree = ast.parse(file.read_text())
+    guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    unread = {ast.unparse(statement) for guard in guards for statement in guard.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and ast.unparse(node) not in unread:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in MODULES else node.module for name in names if name.startswith("treespec."))
 
 
 def test_the_package_list_is_what_lies_on_the_disk():
@@ -64,6 +127,34 @@ def test_imports_run_one_way():
             entry = file.name == "__main__.py" and module.startswith("treespec.cli")
             assert room_of(module) in MAY_IMPORT[own], f"{file} imports {module}"
             assert entry or not module.startswith("treespec.cli") or own == "treespec", f"{file} imports {module}"
+
+
+def test_rooms_import_the_rooms_below_them():
+    for module, file in MODULES.items():
+        own = place_of(module)
+        if own == "cli" or file.name == "__main__.py":
+            continue  # the command line may import all
+        assert own in ROOMS, f"{module} has no room: name its floor in FLOORS"
+        for other in imported_when_run(file):
+            assert place_of(other) in {own, *ROOMS[own].split()}, f"{module} imports {other}"
+
+
+def test_no_room_imports_itself_by_way_of_others():
+    assert circle({room: below.split() for room, below in ROOMS.items()}) is None
+    assert {place_of(module) for module in MODULES} == {*ROOMS, "cli"}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    assert circle({module: set(imported_when_run(file)) for module, file in MODULES.items()}) is None
+    assert circle({"a": ["b"], "b": ["c"], "c": ["a"]}) == ["a", "c", "b", "a"]
+
+
+def circle(imports):
+    """One of a graph's circles, or None."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return error.args[1]
 
 
 def test_only_the_command_line_imports_the_command_line():

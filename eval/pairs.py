@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from treespec.draft.default_tree import verifier_for
-from treespec.draft.model_free.given import check_given
-from treespec.draft.model_free.kinds import GIVEN
-from treespec.draft.tree_drafter import check_pair
 from treespec.errors import InputError
+from treespec.options import GIVEN
+from treespec.pairing import check_given, check_named, check_pair
 from treespec.trees.policy import Policy, policy
 from treespec.verify.registry import verifier_by_name
 from treespec.verify.walk import Verifier
@@ -58,7 +57,18 @@ def paired(verifier: Verifier, tree: str | None, drafter: str | None) -> tuple[P
     if kind in GIVEN:
         check_given(kind, verifier, tree)
     chosen = policy(tree) if tree else None
-    verifier = verifier_for(verifier, None, chosen)
+    verifier = verifier_for(verifier, False, chosen)
     if chosen:
         check_pair(chosen, verifier.scheme)
     return chosen, verifier
+
+
+def refuse_unfit(drafts: Sequence[tuple[str, Policy | None, Verifier]]) -> None:
+    """Raises InputError for trees that a single drafter cannot draft, as far as its files alone tell."""
+    if len({drafter for drafter, _, _ in drafts}) > 1:  # then those that do not fit are left out
+        return
+    for drafter, tree, verifier in drafts:
+        try:
+            check_named(drafter, verifier, tree)
+        except InputError as error:
+            raise InputError(f"{drafter} with {verifier.name}: {error}") from None

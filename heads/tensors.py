@@ -35,6 +35,18 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return _sharded(file) if file.suffix == ".json" else _loaded(file)
 
 
+def tensor_names(folder: Path) -> set[str] | None:
+    """The names that `read_tensors` gives, without reading a tensor; None where only reading tells them."""
+    file = next((folder / name for name in FILES if (folder / name).exists()), None)
+    if file is None or file.suffix != ".safetensors":
+        return None
+    try:
+        with safe_open(file, framework="pt") as stored:
+            return set(stored.keys())
+    except Exception:  # damaged: `read_tensors` says how
+        return None
+
+
 def _sharded(index: Path) -> dict[str, Tensor]:
     try:
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

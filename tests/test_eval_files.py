@@ -4,11 +4,13 @@ import json
 import resource
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from evaluating import answered, config_in, save_models, tokens_of
 from models import random_head
 
+from treespec.cli.evaluate import measure
 from treespec.errors import InputError
 from treespec.eval.mtbench.run import evaluate
 from treespec.files import locked, read_json, write_json
@@ -85,6 +87,23 @@ def test_a_record_of_an_older_version_goes_on_by_its_paths(home, tmp_path):
     (tmp_path / "out" / "config.json").write_text(json.dumps(record))
     evaluate(config)
     assert read_json(tmp_path / "out" / "config.json", "")["models"]["target"]
+
+
+def test_a_finished_evaluation_shows_its_tables_without_its_models(home, tmp_path, capsys):
+    shutil.copytree(home, tmp_path / "home")
+    config = options(tmp_path / "home", tmp_path / "out", limit=1, turns=1)
+    measure(config)
+    table = capsys.readouterr().out
+    for name in ("target", "head"):
+        (tmp_path / "home" / name).rename(tmp_path / f"moved-{name}")
+    measure(config)
+    assert capsys.readouterr().out == table
+    with pytest.raises(InputError, match="no target directory"):
+        measure(replace(config, out=str(tmp_path / "another")))
+    for file in (tmp_path / "out" / "answers").iterdir():
+        file.write_text("")
+    with pytest.raises(InputError, match="no directory at"):
+        measure(config)
 
 
 def test_a_damaged_answer_amid_others_is_named_and_a_damaged_last_one_given_again(home, tmp_path):

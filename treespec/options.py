@@ -90,6 +90,10 @@ DRAFTER = (
     "sparse:512, lookup, rest:DATASTORE, lookahead or jacobi"
 )
 
+HEADS = ("head", "eagle", "eagle3", "medusa", "hydra", "hydra++")  # drafters that are a head's directory
+GIVEN = ("lookup", "rest", "lookahead", "jacobi")  # drafters that hand over given tokens
+DRAFTERS = (*HEADS, *GIVEN, "model", "self", "sparse")
+
 TRUST = "run Python files that the target's directory or repository brings; read them first"
 
 

@@ -13,16 +13,18 @@ from treespec.draft.calibration import Calibration
 from treespec.draft.default_tree import default_tree, verifier_for
 from treespec.draft.drafter import Drafter
 from treespec.draft.fit.measure import times_for
-from treespec.draft.model_free.given import GivenDrafter, check_given
+from treespec.draft.model_free.given import GivenDrafter
+from treespec.draft.models.several import SeveralModels
 from treespec.draft.pace.times import Times
 from treespec.draft.proposer import Proposer
 from treespec.draft.sources import modules_of
 from treespec.draft.trained.kinds import KINDS
-from treespec.draft.tree_drafter import TreeDrafter, check_pair
+from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
 from treespec.loading import calibration_of, load_sources
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
+from treespec.pairing import check_given
 from treespec.request import Options, asked, refuse_unknown, seed_of, seeds_of, whole
 from treespec.sampling import SamplingParams
 from treespec.stats import Stats
@@ -65,15 +67,15 @@ class Spec:
         self.target, self.source, self.template, self.calibration = target, source, template, calibration
         named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         self.policy = policy(tree) if isinstance(tree, str) else tree
-        self.verifier = verifier_for(named, self.proposer, self.policy)
+        several = isinstance(self.proposer, SeveralModels)
+        self.verifier = verifier_for(named, several, self.policy)
         scheme = self.verifier.scheme
         known = (lambda: times) if isinstance(times, Times) else times
         self.times: Callable[[], Times] = known or cache(partial(times_for, target, self.proposer))
         drafter: Drafter | None = None
         if self.proposer:
             paced = isinstance(self.verifier, Auto)
-            self.policy = self.policy or default_tree(scheme, self.proposer, calibration, paced)
-            check_pair(self.policy, scheme, self.proposer)
+            self.policy = self.policy or default_tree(scheme, self.proposer.max_depth, calibration, several, paced)
             drafter = TreeDrafter(self.proposer.new(), self.policy, scheme, calibration, self.times)
         elif isinstance(source, GivenDrafter):
             check_given(source.name, self.verifier, tree)

@@ -18,6 +18,7 @@ from treespec.eval.bench.rows import ONE_TOKEN, Row, drafts, label, own_rows, te
 from treespec.eval.bench.table import report_of
 from treespec.eval.common import Step, in_order, seed_of
 from treespec.eval.environment import describe
+from treespec.eval.pairs import refuse_unfit
 from treespec.eval.questions import Question, load_questions
 from treespec.eval.report import markdown
 from treespec.files import locked, write_json, write_text
@@ -36,7 +37,9 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
     label, temperature, peer, failed, same_as_one_token, speed, cycle, answers}; speed: `of_speed`; cycle: `of_cycles`,
     None for peers; failed: why a peer raised, who then has no figures. Also writes OUT/bench.md and plots.
     """
-    cases(config, drafts(config), temperatures(config))  # these raise before anything is loaded
+    found = drafts(config)  # these raise before anything is loaded
+    refuse_unfit([(config.drafter or f"head:{config.head}", *draft) for draft in found.values()])
+    cases(config, found, temperatures(config))
     whole_numbers("pad-layers", config.pad_layers, 0)
     contexts(config, 1 << 40)
     questions, left_out = load_questions(config.questions)

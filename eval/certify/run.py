@@ -40,6 +40,7 @@ Report = Callable[[Step], None]
 def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[str, Any]:
     """Runs all tests and writes the report; `passed` in it is the verdict. Raises InputError for bad input."""
     check_writable(config.out)
+    questions = load_questions(config.questions)[0][: config.limit]
     report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
     spec = load(
         config.target,
@@ -53,7 +54,6 @@ def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[s
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
     )
-    questions = load_questions(config.questions)[0][: config.limit]
     prompts = [spec.encode([{"role": "user", "content": question.turns[0]}]) for question in questions]
     found = examine(spec, prompts, config, report)
     found = {"config": asdict(config), "environment": describe(spec.target), "promised": promised(config), **found}

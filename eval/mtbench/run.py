@@ -16,7 +16,7 @@ from treespec.eval.mtbench.config import Configuration, EvalConfig, configuratio
 from treespec.eval.mtbench.record import models_of, moved, read_record, record_of, same_models
 from treespec.eval.mtbench.summary import summarise
 from treespec.eval.mtbench.table import report_of
-from treespec.eval.pairs import paired
+from treespec.eval.pairs import paired, refuse_unfit
 from treespec.eval.questions import Question, load_questions
 from treespec.eval.report import markdown
 from treespec.files import locked, write_json, write_text
@@ -79,6 +79,7 @@ def _evaluated(
 
     # 2. The models, and which drafters can draft which trees.
     if plan:
+        refuse_unfit([(c.drafter, *draft) for c, draft in drafts.items() if c.drafter and draft])
         report(Step(there, total, f"loading {config.target} and {config.drafter or config.head}"))
         target, sources = load_sources(
             config.target,

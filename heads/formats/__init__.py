@@ -4,7 +4,7 @@ A reader is a function (config.json, tensors by name) -> (config, tensors) that 
 turn. What is treespec's own already comes out as it went in.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +32,14 @@ def read(config: Config, tensors: Tensors) -> tuple[str, Config, Tensors]:
     return "eagle3" if name == "speculators" else name, *READERS[name](config, tensors)
 
 
-def format_of(config: Config, tensors: Tensors) -> str:
+def levels_of(config: Config, names: Collection[str]) -> int | None:
+    """How many levels a head drafts, by its config and its tensors' names; None: any number, or they do not tell."""
+    several = {"medusa": medusa.levels, "hydra": hydra.levels}
+    name = format_of(config, names)
+    return several[name](config, names) if name in several else None
+
+
+def format_of(config: Config, tensors: Collection[str]) -> str:
     """The name of the reader. Configs of several heads leave out what has their library's default: see the tensors."""
     if "speculators_model_type" in config:
         return "speculators"

@@ -1,6 +1,7 @@
 """Hydra's heads of zankner/Hydra: their config says nothing of the target's sizes, their file has unused tensors."""
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -35,8 +36,14 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, 
     return config, {name: value for name, value in tensors.items() if name not in UNUSED | {ANGLES}}
 
 
-def _heads(tensors: dict[str, Tensor]) -> int:
-    return max((int(found[1]) + 1 for name in tensors if (found := re.match(r"hydra_mlp\.(\d+)\.", name))), default=0)
+def levels(config: dict[str, Any], names: Iterable[str]) -> int | None:
+    """How many heads there are, by the config or the names of the tensors; None where neither says it in a number."""
+    given = config.get("hydra_num_heads", _heads(names))
+    return given or None if type(given) is int else None
+
+
+def _heads(names: Iterable[str]) -> int:
+    return max((int(found[1]) + 1 for name in names if (found := re.match(r"hydra_mlp\.(\d+)\.", name))), default=0)
 
 
 def _attention(config: dict[str, Any], tensors: dict[str, Tensor], width: int) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Medusa's heads of FasterDecoding/Medusa, in files of their own and within whole models, and of vLLM."""
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, 
     if 0 < given < known["medusa_num_heads"]:
         config = config | {"medusa_num_heads": known["medusa_num_heads"]}
     return config, tensors
+
+
+def levels(config: dict[str, Any], names: Iterable[str]) -> int | None:
+    """How many heads `read` finds, by the names of the tensors; None where the config does not say it in a number."""
+    given = [config[name] for name in ("num_heads", "medusa_num_heads") if name in config]
+    count = _heads(BLOCK.sub("", name.removeprefix(WHOLE)) for name in names)
+    return max([*given, count]) or None if all(type(number) is int for number in given) else None
 
 
 def to_vllm(head: MedusaHead, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -71,8 +79,8 @@ def _from_vllm(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict
     return config, named
 
 
-def _heads(tensors: dict[str, Tensor]) -> int:
-    return max((int(found[1]) + 1 for name in tensors if (found := re.match(r"(\d+)\.", name))), default=0)
+def _heads(names: Iterable[str]) -> int:
+    return max((int(found[1]) + 1 for name in names if (found := re.match(r"(\d+)\.", name))), default=0)
 
 
 def _widths(tensors: dict[str, Tensor], output: str) -> dict[str, int]:

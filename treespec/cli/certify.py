@@ -2,7 +2,7 @@
 
 import typer
 
-from treespec.cli.early import check_file, check_sources
+from treespec.cli.early import check_file, check_pairing, check_sources
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, notice
 from treespec.eval.certify.config import CertifyConfig
@@ -14,6 +14,7 @@ def certify(config: CertifyConfig) -> None:
     check_file(config.out)
     check_sources(config.target, config.head, (config.drafter,) if config.drafter else ())
     notice(f"loading {config.target} …")
+    check_pairing(config.drafter or f"head:{config.head}", config.tree, config.verifier, config.allow_lossy)
     from pathlib import Path
 
     from treespec.cli.progress import with_progress

@@ -4,8 +4,9 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from treespec.cli.early import check_names, check_sources
+from treespec.cli.early import check_pairing, check_sources
 from treespec.cli.terminal import end_notice, notice
+from treespec.errors import InputError
 from treespec.options import DRAFTER, SEEDS, TOKENS, TRUST, check_ranges, option
 
 if TYPE_CHECKING:
@@ -71,8 +72,19 @@ def begin(config: ModelConfig) -> None:
     Raises InputError and TreeError.
     """
     notice(f"loading {config.target} …")
-    check_sources(config.target, config.head, (config.drafter,) if config.drafter else ())
-    check_names(config.tree, config.verifier, config.allow_lossy)
+    check_sources(config.target, config.head, () if config.drafter is None else (config.drafter,))
+    check_pairing(drafter_of(config), config.tree, config.verifier, config.allow_lossy)
+    if config.template is not None:
+        from treespec.text.templates import check
+
+        check(None, config.template)
+
+
+def drafter_of(config: ModelConfig) -> str | None:
+    """As `kind:value`. Raises InputError where both options that name one are given."""
+    if config.head and config.drafter:
+        raise InputError(f"both --head {config.head} and --drafter {config.drafter} are given: leave out one")
+    return f"head:{config.head}" if config.head else config.drafter
 
 
 def load_spec(config: ModelConfig) -> "Spec":

@@ -7,10 +7,7 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.heads.places import mistyped
-from treespec.options import nearest
-
-HEADS = ("head", "eagle", "eagle3", "medusa", "hydra", "hydra++")  # drafters that are a head's directory
-DRAFTERS = (*HEADS, "model", "self", "sparse", "lookup", "rest", "lookahead", "jacobi")
+from treespec.options import DRAFTERS, GIVEN, HEADS, nearest
 
 
 def check_sources(target: str, head: str | None = None, drafters: tuple[str, ...] = ()) -> None:
@@ -24,14 +21,21 @@ def check_sources(target: str, head: str | None = None, drafters: tuple[str, ...
         raise InputError(f"cannot load the target {target!r}: {error}") from None
     width = width_of(target)
     if head is not None:
+        if not head:
+            raise InputError("--head is empty: name a directory or a hub id")
         check_head(head, width)
     for drafter in drafters:
         kind, _, value = drafter.partition(":")
         if kind not in DRAFTERS:
             hint, choice = nearest(kind, DRAFTERS), ", ".join(DRAFTERS)
             raise InputError(f"unknown drafter {drafter!r}{hint}: choose {choice}, as in eagle:DIRECTORY or lookup")
+        if kind in (*HEADS, "model", "rest") and not value:
+            raise InputError(f"--drafter {kind} names no directory: write {kind}:PATH")
         if kind in HEADS:
             check_head(value, width)
+        elif kind == "model":
+            for model in [value] if Path(value).exists() else value.split("+"):
+                check_there(model, "draft model's directory")
         elif kind == "self" and not Path(value).is_file():
             raise InputError(f"--drafter self:{value}: there is no such file; make one with treespec skip")
 
@@ -64,14 +68,36 @@ def width_of(folder: str) -> int | None:
     return next((width for width in widths if isinstance(width, int)), None)
 
 
-def check_names(tree: str | None, verifier: str, allow_lossy: bool) -> None:
-    """Raises InputError or TreeError for names of trees and verifiers that there are none of. It loads torch alone."""
+def check_pairing(drafter: str | None, tree: str | None, verifier: str, allow_lossy: bool) -> None:
+    """Raises InputError or TreeError for a tree, verifier or drafter that there is none of, or that do not go together.
+
+    drafter: `kind:value`; None is none. Names alone load torch, options and a head's depth transformers too.
+    """
+    from treespec.pairing import check_named
     from treespec.trees.policy import policy
     from treespec.verify.registry import verifier_by_name
 
-    if tree is not None:
-        policy(tree)
-    verifier_by_name(verifier, allow_lossy)
+    chosen = None if tree is None else policy(tree)
+    named = verifier_by_name(verifier, allow_lossy)
+    if drafter is not None:
+        check_named(drafter, named, chosen)
+        check_options(drafter)
+
+
+def check_options(drafter: str) -> None:
+    """Raises InputError for options of a drafter that are not understood."""
+    kind, _, value = drafter.partition(":")
+    if value and kind in GIVEN:
+        from treespec.draft.model_free.datastore import check_datastore
+        from treespec.draft.model_free.kinds import options_of, rest_parts
+
+        options_of(kind, value)
+        if kind == "rest":
+            check_datastore(rest_parts(value)[0])
+    elif kind == "sparse":
+        from treespec.draft.models.sparse import budget_of
+
+        budget_of(value)
 
 
 def check_readable(**files: str | None) -> None:

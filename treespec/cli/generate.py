@@ -7,6 +7,7 @@ from typing import Any
 from treespec.cli.config import AnswerConfig, load_spec
 from treespec.cli.options import takes
 from treespec.cli.terminal import readable, standard_input
+from treespec.errors import InputError
 from treespec.options import option
 from treespec.text.printable import printable
 
@@ -34,6 +35,7 @@ def generate(config: GenerateConfig) -> None:
     texts = [standard_input().strip() if text == "-" else readable(text, "--prompt") for text in config.prompt or ["-"]]
     prompts: list[Any] = [text if config.raw or not text else [{"role": "user", "content": text}] for text in texts]
     options = config.sampling() | {"stop": [readable(text, "--stop") for text in config.stop or ()]}
+    check_texts(texts, options["stop"])
     spec = load_spec(config)
     from treespec.stats import (
         Stats,  # now that torch is there
@@ -53,3 +55,13 @@ def generate(config: GenerateConfig) -> None:
         for output in outputs:
             total.add(output.stats)
     print(figures_of(total, explain=True), file=sys.stderr)
+
+
+def check_texts(prompts: list[str], stop: list[str]) -> None:
+    """Raises InputError for an empty text, as `Spec.generate` does once the target is loaded."""
+    for number, text in enumerate(prompts, 1):
+        if not text:
+            which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
+            raise InputError(f"{which}the prompt is empty: give one by --prompt or on standard input")
+    if not all(stop):
+        raise InputError("--stop is empty: leave it out")

@@ -1,8 +1,7 @@
 """What is drafted where no tree is named, and which verifier `auto` is for a tree that is."""
 
-from treespec.draft.calibration import Calibration
-from treespec.draft.models.several import SeveralModels
-from treespec.draft.proposer import Proposer
+from typing import TYPE_CHECKING
+
 from treespec.trees.auto import AutoTree
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import Policy
@@ -16,20 +15,27 @@ from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Verifier, Walk
 
+if TYPE_CHECKING:
+    from treespec.draft.calibration import Calibration
+
 
 def default_tree(
-    scheme: Scheme, proposer: Proposer | None = None, calibration: Calibration | None = None, paced: bool = False
+    scheme: Scheme,
+    deepest: int | None = None,
+    calibration: "Calibration | None" = None,
+    several: bool = False,
+    paced: bool = False,
 ) -> Policy:
     """A tree chosen by its cost where what its nodes bring is known, else as much of EAGLE-1's as the scheme takes.
 
     That is known of children that are deterministic, and with a head's rates of draws that are accepted one after
-    another. `is-lp` accepts either of two draws as readily, so that both have to go deep. Draft models that take turns
-    have a tree of fixed shape. paced: what is not known is guessed, and learned from the text.
+    another. `is-lp` accepts either of two draws as readily, so that both have to go deep. deepest: levels that can be
+    drafted; None: any number. several: draft models that take turns, whose tree is of fixed shape. paced: what is not
+    known is guessed, and learned from the text.
     """
-    deepest = proposer.max_depth if proposer else None
     in_turn = isinstance(scheme, RRSWithoutReplacement | Optimal) or scheme.max_draws == 1
     known = calibration is not None and bool(calibration.rates)
-    if (scheme.deterministic or paced or (in_turn and known)) and not isinstance(proposer, SeveralModels):
+    if (scheme.deterministic or paced or (in_turn and known)) and not several:
         return AutoTree(depth=min(AutoTree.depth, deepest or AutoTree.depth))
     fixed = fixed_tree(scheme)
     return fixed.cut(deepest) if deepest else fixed
@@ -43,10 +49,10 @@ def fixed_tree(scheme: Scheme) -> StaticTree:
     return eagle().narrowed(scheme.max_draws) if scheme.max_draws else eagle()
 
 
-def verifier_for(verifier: Verifier, proposer: Proposer | None, tree: Policy | None) -> Verifier:
-    """The verifier that `auto` stands for: itself, but where a tree or what drafts it goes with others alone."""
+def verifier_for(verifier: Verifier, several: bool, tree: Policy | None) -> Verifier:
+    """The verifier that `auto` stands for: itself, but where a tree or several draft models go with others alone."""
     if not isinstance(verifier, Auto):
         return verifier
-    if isinstance(proposer, SeveralModels):
+    if several:
         return Walk(RRS())
     return Walk(TopK()) if isinstance(tree, DynamicTree) else verifier

@@ -19,7 +19,7 @@ from treespec.draft.pace.pace import Pace
 from treespec.draft.pace.times import Times
 from treespec.draft.proposer import Proposer
 from treespec.draft.vocabulary import in_target
-from treespec.errors import InputError
+from treespec.pairing import Draws, check_fit
 from treespec.sampling import SamplingParams
 from treespec.target import TreeOutput
 from treespec.trees.auto import AutoTree
@@ -27,70 +27,11 @@ from treespec.trees.confident import ConfidentChain
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import Policy
 from treespec.trees.sampled import SampledTree
-from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree, root_only
-from treespec.verify.is_lp import IsLp
-from treespec.verify.optimal import Optimal
 from treespec.verify.registry import SCHEMES
-from treespec.verify.rrs import RRS
-from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 
 COLDEST = 0.01  # whose rates are those of temperature 0
-
-
-def check_pair(policy: Policy, scheme: Scheme, proposer: Proposer | None = None) -> None:
-    """The pairing rule: raise InputError for a policy and scheme that may not go together.
-
-    How many draws a node gets must be settled before they are made. Keeping nodes by what was drawn, as the
-    dynamic tree does, is harmless only where the children are a function of the text, whose q is one-hot.
-    Draws of several draft models, a law each, are for static trees and schemes that take a law a draw.
-    """
-    if isinstance(proposer, SeveralModels):
-        if not isinstance(policy, StaticTree):
-            raise InputError("draft models that take turns need a tree of fixed shape: take --tree eagle or 2x4")
-        if not (scheme.deterministic or isinstance(scheme, RRS | IsLp)):
-            raise InputError(
-                f"verifier {scheme.name} takes one draft law a node, several draft models have one each: "
-                "take --verifier rrs, is-lp or topk"
-            )
-    if isinstance(policy, DynamicTree) and not scheme.deterministic:
-        raise InputError(
-            f"the dynamic tree cannot go with verifier {scheme.name}: it keeps children by the probability of "
-            "what was drawn, which biases sampled draws; take --tree eagle (or another static tree), "
-            "or --verifier topk"
-        )
-    if isinstance(policy, AutoTree):
-        return
-    if isinstance(policy, SampledTree):
-        if not isinstance(scheme, RRSWithoutReplacement | Optimal):
-            raise InputError(
-                f"the sampled tree cannot go with verifier {scheme.name}: it takes tops and draws from the rest of the "
-                "draft law, which rrs-wo, traversal and optimal answer; take one of them, or --tree eagle"
-            )
-        return
-    widest = policy.topk if isinstance(policy, DynamicTree) else policy.max_draws
-    if scheme.max_draws and widest > scheme.max_draws:
-        raise InputError(
-            f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, this tree makes {widest}; "
-            f"take --tree {'chain:5' if scheme.max_draws == 1 else f'balanced:{scheme.max_draws}x3'}"
-        )
-
-
-def check_depth(policy: Policy, deepest: int | None) -> None:
-    """Raise InputError for a tree with more levels than can be drafted. deepest: None is any number."""
-    if deepest is None or policy.max_depth <= deepest:
-        return
-    forms: dict[type, str] = {
-        DynamicTree: "dynamic:depth=",
-        SampledTree: "sampled:depth=",
-        AutoTree: "auto:depth=",
-        ConfidentChain: "confident:depth=",
-    }
-    raise InputError(
-        f"the tree is {policy.max_depth} deep, the head drafts {deepest} tokens: "
-        f"take --tree {forms.get(type(policy), 'chain:')}{deepest}"
-    )
 
 
 @final
@@ -110,11 +51,13 @@ class TreeDrafter:
         calibration: Calibration | None = None,
         times: Callable[[], Times] | None = None,
     ) -> None:
-        check_pair(policy, scheme, proposer)
-        check_depth(policy, proposer.max_depth)
-        if isinstance(policy, SampledTree) and calibration is None:
-            remedy = "make it with treespec calibrate, or take" if hasattr(proposer, "head") else "without a head take"
-            raise InputError(f"the sampled tree needs a head's calibration.json: {remedy} --tree eagle")
+        model = Draws(
+            several=isinstance(proposer, SeveralModels),
+            trained=hasattr(proposer, "head"),
+            deepest=proposer.max_depth,
+            calibrated=calibration is not None,
+        )
+        check_fit(policy, scheme, model)
         self.proposer, self.policy, self.scheme, self.calibration = proposer, policy, scheme, calibration
         self.times = times
         self.paces = [self._pace()]

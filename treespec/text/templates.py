@@ -29,13 +29,13 @@ class Stops:
     token_ids: tuple[int, ...] = ()
 
 
-def check(tokenizer: "PreTrainedTokenizerBase", template: Template = None) -> None:
+def check(tokenizer: "PreTrainedTokenizerBase | None", template: Template = None) -> None:
     """Raises InputError when there is no such template, or none is named and the tokenizer has none."""
     if template is not None:
         _conversation(template)
     elif not getattr(tokenizer, "chat_template", None):
         raise InputError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
+            f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'this model'} has no chat template; "
             f"pass `--template NAME` with one of fschat's, such as {EXAMPLES}"
         )
 

@@ -128,10 +128,7 @@ def open_datastore(folder: str | Path, tokenizer: Any, vocab_size: int) -> Datas
     Raises InputError for what is no datastore, is damaged, or is of another format or tokenizer.
     """
     folder = Path(folder)
-    if not (folder / "index.json").is_file():
-        raise InputError(
-            f"no datastore at {folder}: it has no readable index.json; make one with treespec datastore build"
-        )
+    check_datastore(folder)
     index = read_json(folder / "index.json", AGAIN)
     form, vocabulary = index.get("format"), index.get("tokenizer")
     if form != FORMAT:
@@ -143,6 +140,14 @@ def open_datastore(folder: str | Path, tokenizer: Any, vocab_size: int) -> Datas
     if type(end) is not int or end < 0:
         raise InputError(f"{folder / 'index.json'} is damaged, its end is {end!r}: {AGAIN}")
     return Datastore(tokens, suffixes, min(end, vocab_size))
+
+
+def check_datastore(folder: str | Path) -> None:
+    """Raises InputError where there is no datastore."""
+    if not (Path(folder) / "index.json").is_file():
+        raise InputError(
+            f"no datastore at {folder}: it has no readable index.json; make one with treespec datastore build"
+        )
 
 
 def stored(file: Path, name: str, index: dict[str, Any]) -> np.ndarray:

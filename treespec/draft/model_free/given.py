@@ -16,12 +16,9 @@ from treespec.cache import TreeCache
 from treespec.draft.model_free.budget import part, rests
 from treespec.draft.pace.pace import Pace
 from treespec.draft.pace.times import Times
-from treespec.errors import InputError
 from treespec.sampling import SamplingParams
 from treespec.target import TreeOutput
 from treespec.trees.tree import Rows, TokenTree, root_only
-from treespec.verify.auto import Auto
-from treespec.verify.walk import Verifier
 
 
 class TextDrafter(Protocol):
@@ -43,20 +40,6 @@ class TextDrafter(Protocol):
     def new(self) -> Self:
         """Another of its kind, which knows nothing of its text."""
         ...
-
-
-def check_given(name: str, verifier: Verifier, tree: object) -> None:
-    """The pairing rule of trees of given tokens. Raises InputError for a scheme that needs draft laws, and for a tree.
-
-    At temperature 0 all schemes agree; which one is refused does not hang on it.
-    """
-    if not verifier.scheme.deterministic and not isinstance(verifier, Auto):
-        raise InputError(
-            f"{name} hands over given tokens, which have no draft law for verifier {verifier.name}: "
-            "take --verifier topk, or auto"
-        )
-    if tree is not None:
-        raise InputError(f"{name} makes its own tree: leave out --tree, and see --drafter {name}:… for its options")
 
 
 @final

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from treespec.draft.model_free.datastore import open_datastore
 from treespec.draft.model_free.given import GivenDrafter, TextDrafter
@@ -13,28 +14,45 @@ from treespec.options import parsed
 from treespec.target import Target
 
 
+def options_of(name: str, value: str) -> Any:
+    """What `--drafter name:value` says in `option=number`s. Raises InputError."""
+    return parsed(OPTIONS[name], rest_parts(value)[1] if name == "rest" else value, f"--drafter {name}:{value}")
+
+
+def rest_parts(value: str) -> tuple[str, str]:
+    """(datastore's folder, options) of `DIRECTORY` or `DIRECTORY,nodes=24`."""
+    folder, *options = re.split(r",(?=\w+=)", value)
+    return folder, ",".join(options)
+
+
 def lookup(value: str, target: Target) -> Lookup:
-    return parsed(Lookup, value, f"--drafter lookup:{value}")
+    found: Lookup = options_of("lookup", value)
+    return found
 
 
 def rest(value: str, target: Target) -> Rest:
-    """By `DIRECTORY` or `DIRECTORY,nodes=24`."""
-    folder, *options = re.split(r",(?=\w+=)", value)
-    by = parsed(RestOptions, ",".join(options), f"--drafter rest:{value}")
-    return Rest(open_datastore(folder, target.tokenizer, target.vocab_size), by)
+    datastore = open_datastore(rest_parts(value)[0], target.tokenizer, target.vocab_size)
+    return Rest(datastore, options_of("rest", value))
 
 
 def lookahead(value: str, target: Target) -> Lookahead:
-    return Lookahead(parsed(LookaheadOptions, value, f"--drafter lookahead:{value}"))
+    return Lookahead(options_of("lookahead", value))
 
 
 def jacobi(value: str, target: Target) -> Jacobi:
-    return Jacobi(parsed(JacobiOptions, value, f"--drafter jacobi:{value}"))
+    return Jacobi(options_of("jacobi", value))
 
 
 def given_by(name: str) -> Callable[[str, Target], GivenDrafter]:
     return lambda value, target: GivenDrafter(GIVEN[name](value, target), name)
 
+
+OPTIONS: dict[str, Any] = {
+    "lookup": Lookup,
+    "rest": RestOptions,
+    "lookahead": LookaheadOptions,
+    "jacobi": JacobiOptions,
+}
 
 # (value, target) -> what drafts for one text. Each raises InputError for options and datastores that cannot be used.
 GIVEN: dict[str, Callable[[str, Target], TextDrafter]] = {

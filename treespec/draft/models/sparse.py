@@ -186,6 +186,14 @@ class SparseProposer:
 
 def sparse_target(value: str, target: Target) -> SparseProposer:
     """`--drafter sparse:512` or `sparse:512,snapkv`. Raises InputError."""
+    budget, chosen = budget_of(value)
+    if chosen:
+        refuse_what_shows_no_attention(target)
+    return SparseProposer(target, budget, WINDOW if chosen else None)
+
+
+def budget_of(value: str) -> tuple[int, bool]:
+    """(tokens, whether SnapKV chooses them) of `512` or `512,snapkv`. Raises InputError."""
     number, _, kind = value.partition(",")
     if not number.isdecimal() or kind not in ("", "snapkv"):
         raise InputError(f"--drafter sparse:{value} is not understood: write sparse:512 or sparse:512,snapkv")
@@ -194,6 +202,4 @@ def sparse_target(value: str, target: Target) -> SparseProposer:
         raise InputError(f"--drafter sparse:{value}: the budget must be at least {least} tokens")
     if int(number) > MANY:
         raise InputError(f"--drafter sparse:{value}: the budget must be at most {MANY:,} tokens")
-    if kind:
-        refuse_what_shows_no_attention(target)
-    return SparseProposer(target, int(number), WINDOW if kind else None)
+    return int(number), bool(kind)

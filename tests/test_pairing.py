@@ -1,0 +1,141 @@
+"""What does not go together is refused by names and small files, before any weights are read."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import CONFIGS, random_eagle3, random_head, target
+from safetensors.torch import load_file, save_file
+
+from treespec.cli import main
+from treespec.draft.trained.hydra import new_hydra
+from treespec.draft.trained.medusa import new_medusa
+from treespec.heads.checkpoint import load_head, save_head
+from treespec.pairing import draws_of, levels
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Heads, and a target that has a configuration but no weights: loading it is another error."""
+    folder = tmp_path_factory.mktemp("pairing")
+    CONFIGS["llama"]().save_pretrained(folder / "target")
+    loaded = target("llama")
+    save_head(random_head(loaded), folder / "eagle")
+    save_head(random_eagle3(loaded), folder / "eagle3")
+    save_head(new_medusa(loaded, 4), folder / "medusa")
+    save_head(new_hydra(loaded, 3), folder / "hydra")
+    return folder
+
+
+def refused(home, monkeypatch, capsys, command, *options):
+    """The only line that a command says."""
+    given = [option.replace("HOME", str(home)) for option in options]
+    monkeypatch.setattr(sys, "argv", ["treespec", command, "--target", str(home / "target"), *given])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    said = capsys.readouterr().err.replace("\r\x1b[K", "").splitlines()
+    return [line for line in said if not line.startswith("loading")]
+
+
+WRONG = [
+    (["--head", "HOME/eagle", "--verifier", "rrs-wo", "--tree", "dynamic"], "cannot go with verifier rrs-wo"),
+    (["--drafter", "lookup", "--verifier", "rrs-wo"], "lookup hands over given tokens"),
+    (["--drafter", "lookup", "--tree", "eagle"], "lookup makes its own tree"),
+    (["--drafter", "jacobi:tokens=x"], "--drafter jacobi:tokens=x: 'tokens=x' is not understood"),
+    (["--drafter", "lookup:ngram=0"], "--drafter lookup:ngram=0: ngram is 0, must be"),
+    (["--drafter", "rest:HOME/none,nodes=1"], "nodes is 1, must be"),
+    (["--drafter", "sparse:4"], "the budget must be at least 8 tokens"),
+    (["--drafter", "sparse"], "write sparse:512"),
+    (["--drafter", "sparse:512", "--tree", "sampled", "--verifier", "rrs-wo"], "without a head take --tree eagle"),
+    (["--drafter", "model:a+b", "--verifier", "single"], "several draft models have one each"),
+    (["--drafter", "model:a+b", "--tree", "dynamic"], "need a tree of fixed shape"),
+    (["--head", "HOME/eagle", "--verifier", "single", "--tree", "eagle"], "answers at most 1 draws a node"),
+    (["--head", "HOME/medusa", "--tree", "chain:9"], "the tree is 9 deep, the head drafts 4 tokens"),
+    (["--drafter", "hydra:HOME/hydra", "--tree", "auto:depth=9"], "take --tree auto:depth=3"),
+    (["--head", "HOME/eagle", "--tree", "sampled", "--verifier", "optimal"], "make it with treespec calibrate"),
+    (["--head", "HOME/eagle", "--tree", "sampled", "--verifier", "rrs"], "which rrs-wo, traversal and optimal answer"),
+    (["--head", "HOME/eagle", "--drafter", "lookup"], "leave out one"),
+    (["--head", ""], "--head is empty: name a directory or a hub id"),
+    (["--drafter", ""], "unknown drafter ''"),
+    (["--drafter", "eagle"], "--drafter eagle names no directory: write eagle:PATH"),
+    (["--drafter", "model:"], "--drafter model names no directory: write model:PATH"),
+    (["--drafter", "rest"], "--drafter rest names no directory: write rest:PATH"),
+    (["--drafter", "model:HOME/eagel"], "no draft model's directory at"),
+    (["--drafter", "rest:HOME/none,nodes=8"], "no datastore at"),
+    (["--head", "HOME/eagle", "--template", "vicunna"], "no fschat template is called 'vicunna'"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG)
+def test_what_does_not_go_together_is_refused_before_the_target_is_loaded(home, monkeypatch, capsys, options, words):
+    for command in ("generate", "chat"):
+        prompt = ["--prompt", "x"] if command == "generate" else []
+        (line,) = refused(home, monkeypatch, capsys, command, *options, *prompt)
+        assert words in line
+
+
+def test_empty_texts_are_refused_before_the_target_is_loaded(home, monkeypatch, capsys):
+    for options, words in [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x", "--prompt", ""], "prompt 2 of 2: the prompt is empty"),
+        (["--prompt", "x", "--stop", ""], "--stop is empty"),
+    ]:
+        (line,) = refused(home, monkeypatch, capsys, "generate", *options)
+        assert words in line
+
+
+def test_so_it_is_where_figures_are_measured(home, tmp_path, monkeypatch, capsys):
+    deep = "the tree is 9 deep, the head drafts 4 tokens"
+    for command, options in [
+        ("eval", ["--tree", "chain:9"]),
+        ("certify", ["--tree", "chain:9"]),
+        ("bench", ["--verifier", "topk@chain:9"]),
+    ]:
+        (line,) = refused(
+            home, monkeypatch, capsys, command, "--head", "HOME/medusa", "--out", str(tmp_path / command), *options
+        )
+        assert deep in line
+
+
+def test_what_goes_together_is_loaded(home, monkeypatch, capsys):
+    """The target's missing weights are the error."""
+    for options in (
+        ["--head", "HOME/medusa", "--tree", "chain:4"],
+        ["--head", "HOME/medusa", "--verifier", "rrs-wo"],
+        ["--head", "HOME/eagle3", "--tree", "chain:9"],
+        ["--drafter", "sparse:64,snapkv", "--tree", "dynamic"],
+        ["--drafter", "lookup:tokens=5", "--verifier", "topk"],
+        ["--drafter", "model:a+b"],
+    ):
+        (line,) = refused(home, monkeypatch, capsys, "generate", *options, "--prompt", "x")
+        assert "cannot load the target" in line
+
+
+def test_levels_by_names_are_those_of_the_loaded_head(home, tmp_path):
+    """Published configurations of Medusa say fewer heads than their files hold."""
+    for name in ("eagle", "eagle3", "medusa", "hydra"):
+        assert levels(home / name) == load_head(home / name).max_depth
+    for config in ('{"medusa_num_heads": 2}', "{}", '{"medusa_num_heads": 2, "checksum_": 1}'):
+        tensors = load_file(home / "medusa" / "model.safetensors")
+        save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+        (tmp_path / "config.json").write_text(config)
+        assert levels(tmp_path) == load_head(tmp_path).max_depth == 4
+
+
+def test_what_only_reading_tells_is_left_to_the_loading(home, tmp_path):
+    torch.save(load_file(home / "medusa" / "model.safetensors"), tmp_path / "medusa_lm_head.pt")
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
+    assert levels(tmp_path) is None
+    assert draws_of("head", "someone/on-the-hub").calibrated
+
+
+def test_a_wrong_pair_is_refused_before_transformers_is_imported(home):
+    code = (
+        "import sys; from treespec.cli.early import check_pairing\n"
+        "try: check_pairing(sys.argv[1], 'dynamic', 'rrs-wo', False)\n"
+        "except ValueError: print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, f"head:{home}/eagle"], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

@@ -16,9 +16,9 @@ from treespec.draft.fit.measure import times_for
 from treespec.draft.grow.auto import GRAIN, expansion, shape_for
 from treespec.draft.pace.pace import Pace, Promise
 from treespec.draft.pace.times import NODES, Times, kept_times, key
+from treespec.draft.pairing import check_pair
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.files import write_json
-from treespec.pairing import check_pair
 from treespec.spec import Spec
 from treespec.target import Target
 from treespec.trees.auto import AutoTree, best_size

@@ -10,9 +10,9 @@ from test_sequence_law import TestSequenceLaw as Law
 from treespec.cache import TreeCache
 from treespec.draft.models.model import ModelProposer
 from treespec.draft.models.several import SeveralModels
+from treespec.draft.pairing import check_pair
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
-from treespec.pairing import check_pair
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
 from treespec.target import Target

@@ -11,8 +11,8 @@ from models import CONFIGS, random_head, random_model, target
 from treespec.draft.calibration import Calibration
 from treespec.draft.default_tree import default_tree
 from treespec.draft.pace.times import Times
+from treespec.draft.pairing import check_pair
 from treespec.errors import InputError
-from treespec.pairing import check_pair
 from treespec.spec import Spec
 from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree

@@ -44,7 +44,7 @@ ROOMS = {  # the rooms that each room may import
     "draft": "ground seams target trees heads verify draft.grow draft.model_free draft.models draft.pace draft.trained",
     "draft.fit": "ground seams target decode text trees verify draft draft.grow draft.pace draft.trained",
     "spec": "ground seams target decode model text trees heads verify "
-    "draft draft.fit draft.model_free draft.pace draft.trained",
+    "draft draft.fit draft.model_free draft.models draft.pace draft.trained",
     "train": "ground seams target text heads draft.fit draft.trained",
     "train.toy": "ground",
     "eval": "ground target spec text trees verify draft draft.model_free",

@@ -9,10 +9,10 @@ from models import CONFIGS, random_eagle3, random_head, target
 from safetensors.torch import load_file, save_file
 
 from treespec.cli import main
+from treespec.draft.pairing import draws_of, levels
 from treespec.draft.trained.hydra import new_hydra
 from treespec.draft.trained.medusa import new_medusa
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.pairing import draws_of, levels
 
 
 @pytest.fixture(scope="module")

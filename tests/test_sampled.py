@@ -12,11 +12,11 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from treespec.draft.calibration import DRAWS, TOPS, Calibration, outline
+from treespec.draft.pairing import check_pair
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
-from treespec.pairing import check_pair
 from treespec.sampling import SamplingParams
 from treespec.target import Target
 from treespec.trees.policy import policy

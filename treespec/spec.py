@@ -16,6 +16,7 @@ from treespec.draft.fit.measure import times_for
 from treespec.draft.model_free.given import GivenDrafter
 from treespec.draft.models.several import SeveralModels
 from treespec.draft.pace.times import Times
+from treespec.draft.pairing import check_given
 from treespec.draft.proposer import Proposer
 from treespec.draft.sources import modules_of
 from treespec.draft.trained.kinds import KINDS
@@ -24,7 +25,6 @@ from treespec.errors import InputError
 from treespec.loading import calibration_of, load_sources
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
-from treespec.pairing import check_given
 from treespec.request import Options, asked, refuse_unknown, seed_of, seeds_of, whole
 from treespec.sampling import SamplingParams
 from treespec.stats import Stats

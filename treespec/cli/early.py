@@ -73,7 +73,7 @@ def check_pairing(drafter: str | None, tree: str | None, verifier: str, allow_lo
 
     drafter: `kind:value`; None is none. Names alone load torch, options and a head's depth transformers too.
     """
-    from treespec.pairing import check_named
+    from treespec.draft.pairing import check_named
     from treespec.trees.policy import policy
     from treespec.verify.registry import verifier_by_name
 

@@ -17,9 +17,9 @@ from treespec.draft.grow.static import grow_static
 from treespec.draft.models.several import SeveralModels
 from treespec.draft.pace.pace import Pace
 from treespec.draft.pace.times import Times
+from treespec.draft.pairing import Draws, check_fit
 from treespec.draft.proposer import Proposer
 from treespec.draft.vocabulary import in_target
-from treespec.pairing import Draws, check_fit
 from treespec.sampling import SamplingParams
 from treespec.target import TreeOutput
 from treespec.trees.auto import AutoTree

@@ -14,7 +14,7 @@ from models import GROUPED, TableConfig, TableModel, random_head, random_model, 
 from treespec.draft.calibration import Calibration
 from treespec.draft.fit.measure import times_for
 from treespec.draft.grow.auto import GRAIN, expansion, shape_for
-from treespec.draft.pace.pace import Pace, Promise
+from treespec.draft.pace.pace import Pace, Promise, bounded
 from treespec.draft.pace.times import NODES, Times, kept_times, key
 from treespec.draft.pairing import check_pair
 from treespec.draft.trained.eagle import EagleProposer
@@ -118,6 +118,34 @@ def test_the_pace_learns_how_far_promises_are_kept_of_first_children_and_of_othe
     assert first == pytest.approx(0.5 / 0.9, rel=0.1)
     assert others == pytest.approx(1, rel=0.3)
     assert pace.speed == pytest.approx(1.6 / 0.02, rel=0.1)
+
+
+def test_the_drawing_of_bounded_chances():
+    assert bounded(np.array([[0.9, 0.2, 0.1]])) == pytest.approx(np.array([[0.9, 0.16 / 3, 0.08 / 3]]))
+    assert bounded(np.array([[1.1, 0.2]])) == pytest.approx(np.array([[0.98, 0.0]]))
+    assert bounded(np.array([[0.5, 0.2]])) == pytest.approx(np.array([[0.5, 0.2]]))
+    assert bounded(np.array([[1.0]])) == pytest.approx(np.array([[0.98]]))
+
+
+def first_children(parents: list[int]) -> list[int]:
+    """The path of the first child of each node, from the root."""
+    path = []
+    node = 0
+    while node in parents:
+        node = parents.index(node)
+        path.append(node)
+    return path
+
+
+def test_a_text_whose_first_children_are_all_accepted_gets_the_deepest_chain():
+    """Chances of other children take nothing from the first's, however high both were before."""
+    pace, tree = Pace(times(1e-4, 1e-3), (0.88, 0.1, 0.05)), AutoTree()
+    for _ in range(20):
+        pace.promise = shape_for(pace, tree, 0).promise(pace)
+        pace.settle(first_children(pace.promise.parents.tolist()))
+    shape = shape_for(pace, tree, 0).tree
+    assert shape.max_depth == tree.depth
+    assert shape.size <= tree.depth + 3
 
 
 def test_without_hope_the_text_goes_without_drafts_and_tries_again_ever_more_rarely():

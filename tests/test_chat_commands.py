@@ -139,7 +139,7 @@ def test_a_template_that_takes_no_system_message_refuses_it_and_nothing_changes(
 
 def test_the_default_tree_is_named(spec, config):
     conversation = Conversation(spec.configured(), replace(config, tree=None, verifier="auto"))
-    assert "verifier auto, auto tree (nodes=64, depth=8, topk=10) by default" in run(conversation, "/tree")
+    assert "verifier auto, auto tree (nodes=64, depth=12, topk=10) by default" in run(conversation, "/tree")
     said = run(conversation, "/verifier rrs")
     assert said == "verifier rrs, static tree of 25 nodes, 5 deep by default"
 

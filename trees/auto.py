@@ -24,7 +24,7 @@ class AutoTree:
     """nodes, depth: at most, root too. topk: nodes expanded a level, children of each, at temperature 0."""
 
     nodes: int = 64
-    depth: int = 8
+    depth: int = 12
     topk: int = 10
 
     def __post_init__(self) -> None:

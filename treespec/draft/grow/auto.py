@@ -11,7 +11,7 @@ from torch import Tensor
 from treespec.draft.calibration import Calibration
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.nodes import Nodes
-from treespec.draft.pace.pace import CERTAIN, Pace, Promise
+from treespec.draft.pace.pace import CERTAIN, Pace, Promise, bounded
 from treespec.draft.pace.times import Times
 from treespec.sampling import SamplingParams, largest, probs
 from treespec.trees.auto import AutoTree, best_size
@@ -144,8 +144,8 @@ def shape_for(pace: Pace, tree: AutoTree, draws: int | None) -> Shape:
 def _shape(times: Times, rates: tuple[float, ...], likeliest: bool, grains: tuple[int, int], tree: AutoTree) -> Shape:
     """grains: of trust, on a grid that is fine enough."""
     first, others = (math.exp(grain * GRAIN) for grain in grains)
-    trusted = np.array([rates[0] * first, *(rate * others for rate in rates[1:])])
-    known = tuple((trusted / max(trusted.sum() / CERTAIN, 1)).tolist())
+    trusted = np.array([[rates[0] * first, *(rate * others for rate in rates[1:])]])
+    known = tuple(bounded(trusted)[0].tolist())
     forward = times.forward(min(times.nodes[-1], tree.nodes))
     shapes = [_fastest(known[0], (), forward, times, 0 if likeliest else 1, tree.depth)]
     if len(rates) > 1:

@@ -49,10 +49,10 @@ def redraft(spec: Spec, before: Callable | None = None, after: Callable | None =
     """Around every draft: before(generators) and after(tree)."""
     drafter = spec.decoder.drafter
 
-    def draft_trees(roots: Any, params: Any, generators: Sequence[torch.Generator], cache: Any) -> list[TokenTree]:
+    def draft_trees(roots: Any, params: Any, generators: Sequence[torch.Generator], *rest: Any) -> list[TokenTree]:
         if before:
             before(generators)
-        trees = type(drafter).draft_trees(drafter, roots, params, generators, cache)
+        trees = type(drafter).draft_trees(drafter, roots, params, generators, *rest)
         return [after(tree) for tree in trees] if after else trees
 
     drafter.draft_trees = draft_trees

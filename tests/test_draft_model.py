@@ -137,7 +137,7 @@ class TestSeveral:
         cache, together = joined(target("llama"), two, TEXTS[:1])
         trees.proposer = together
         (tree,) = trees.draft_trees(torch.tensor([8]), SamplingParams(), [torch.Generator()], cache)
-        best = [int(model.model.model(torch.tensor([TEXTS[0]])).logits[0, -1].argmax()) for model in two.models]
+        best = [int(model.model.model(torch.tensor([TEXTS[0]])).logits[0, -1].argmax()) for model in two.proposers]
         assert len(set(best)) == 2
         assert tree.tokens[1:].tolist() == best
 
@@ -147,7 +147,7 @@ class TestSeveral:
         trees.proposer, params = together, SamplingParams(temperature=0.8, top_k=20)
         (tree,) = trees.draft_trees(torch.tensor([8]), params, [torch.Generator().manual_seed(1)], cache)
         for draw in range(3):
-            logits = two.models[draw % 2].model.model(torch.tensor([TEXTS[0]])).logits[0, -1] / 0.8
+            logits = two.proposers[draw % 2].model.model(torch.tensor([TEXTS[0]])).logits[0, -1] / 0.8
             law = logits.masked_fill(logits < logits.topk(20).values[-1], -math.inf).softmax(-1)
             assert torch.allclose(tree.drafts.q[0, draw], law, atol=1e-5)
 

@@ -24,7 +24,9 @@ FLOORS = {  # the files of rooms that hold more than one floor
     "target": "target",
     "decode": "decode",
     **dict.fromkeys(("spec", "loading", "names", "request", "stream", "__init__", "__main__"), "spec"),
-    **dict.fromkeys(("draft.drafter", "draft.proposer", "draft.calibration", "draft.vocabulary"), "seams"),
+    **dict.fromkeys(
+        ("draft.drafter", "draft.per_text", "draft.proposer", "draft.calibration", "draft.vocabulary"), "seams"
+    ),
 }
 ROOMS = {  # the rooms that each room may import
     "trees": "",
@@ -39,7 +41,7 @@ ROOMS = {  # the rooms that each room may import
     "draft.pace": "ground seams target",
     "draft.models": "ground seams target model trees heads",
     "draft.trained": "ground seams target model trees heads",
-    "draft.model_free": "ground target text trees verify draft.pace",
+    "draft.model_free": "ground seams target text trees verify draft.pace",
     "draft.grow": "ground seams trees verify draft.models draft.pace",
     "draft": "ground seams target trees heads verify draft.grow draft.model_free draft.models draft.pace draft.trained",
     "draft.fit": "ground seams target decode text trees verify draft draft.grow draft.pace draft.trained",

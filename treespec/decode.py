@@ -146,8 +146,8 @@ class Decoder:
     def _draft(self, roots: Tensor, params: SamplingParams) -> list[TokenTree]:
         if not self.drafter:
             return [root_only(root) for root in roots.split(1)]
-        before = self.drafter.forward_seconds
-        trees = self.drafter.draft_trees(roots, params, [text.generator for text in self.texts], self.cache)
+        before, generators = self.drafter.forward_seconds, [text.generator for text in self.texts]
+        trees = self.drafter.draft_trees(roots, params, generators, self.cache, self.texts[0].stats.now)
         for text in self.texts:
             text.stats.seconds["head"] += (self.drafter.forward_seconds - before) / len(self.texts)
         return trees

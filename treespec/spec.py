@@ -14,7 +14,6 @@ from treespec.draft.default_tree import default_tree, verifier_for
 from treespec.draft.drafter import Drafter
 from treespec.draft.fit.measure import times_for
 from treespec.draft.model_free.given import GivenDrafter
-from treespec.draft.models.several import SeveralModels
 from treespec.draft.pace.times import Times
 from treespec.draft.pairing import check_given
 from treespec.draft.proposer import Proposer
@@ -67,7 +66,7 @@ class Spec:
         self.target, self.source, self.template, self.calibration = target, source, template, calibration
         named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         self.policy = policy(tree) if isinstance(tree, str) else tree
-        several = isinstance(self.proposer, SeveralModels)
+        several = self.proposer is not None and self.proposer.law_per_draw
         self.verifier = verifier_for(named, several, self.policy)
         scheme = self.verifier.scheme
         known = (lambda: times) if isinstance(times, Times) else times

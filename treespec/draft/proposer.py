@@ -1,94 +1,89 @@
 """The seam of draft models: draft logits for tree nodes, a level at a time."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from treespec.cache import TreeCache
+from treespec.draft.per_text import PerText
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """Nodes whose children are to be drafted. tokens: [F]; parent_rows: [F] in the frontier above, 0 of the root.
+    """Nodes whose children are to be drafted. tokens: [F]; parent_rows: [F] in the frontier above, 0 for the root.
 
-    The tokens are draft tokens, numbered as the logits.
+    The tokens are draft tokens, numbered as the logits are.
     """
 
     tokens: Tensor
     parent_rows: Tensor
 
 
-class Proposer(Protocol):
-    """Holds what it knows of B texts. All calls of a cycle: begin, extend for each level, observe.
+class Proposer(PerText, Protocol):
+    """Observes B texts, one at first, and drafts for them. The calls of a cycle: begin, extend for each level, observe.
 
-    One that is made of M draft models gives logits [F, M, N] for [F, N] (`treespec.draft.models.several`).
+    head: the trained head that it drafts with, if it has one. law_per_draw: it combines M draft models, whose draws
+    take turns; its logits are [F, M, N] in place of [F, N].
     """
+
+    head: Any = None
+    law_per_draw: bool = False
+    vocab_size: int  # V of the target
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Target layers whose inputs it wants as features; () is the last hidden state."""
-        ...
+        """Target layers whose inputs it observes as features; () is the last hidden state."""
+        return self.head.taps if self.head else ()
 
     @property
     def max_depth(self) -> int | None:
         """Levels that it can draft; None: any number."""
-        ...
-
-    @property
-    def lengths(self) -> list[int]:
-        """Positions of each text that it has observed."""
-        ...
-
-    @property
-    def identity(self) -> object:
-        """What the cost of its forwards depends on, as JSON holds it."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """V of the target."""
-        ...
+        return self.head.max_depth if self.head else None
 
     @property
     def vocabulary(self) -> Tensor | None:
         """[N] int64 ascending: the target's token for each of its draft tokens; None where they are the same."""
-        ...
+        return self.head.vocabulary if self.head else None
 
     @property
-    def forward_seconds(self) -> float:
-        """Seconds spent in the draft model's own forwards so far."""
-        ...
+    def models(self) -> list[nn.Module]:
+        """The draft models that it computes with besides the target."""
+        return [self.head] if self.head else []
 
+    @property
+    def identity(self) -> object:
+        """What the cost of its forwards depends on, as JSON holds it."""
+        drafted = self.vocab_size if self.vocabulary is None else len(self.vocabulary)
+        return [self.head.config, drafted]
+
+    @property
+    @abstractmethod
+    def lengths(self) -> list[int]:
+        """Positions of each text that it has observed."""
+
+    @abstractmethod
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        """Of each text [1, N] draft logits for the children of the root, or None if it knows nothing of it yet.
+        """For each text [1, N] draft logits for the children of the root, or None if it knows nothing of the text yet.
 
         roots: [B] int64. cache: the target's keys and values of the committed texts, for drafts by the target itself;
         what is written behind them is forgotten.
         """
-        ...
 
+    @abstractmethod
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        """Of each text [F, N] draft logits for the children of its frontier, [0, N] where it has none."""
-        ...
+        """For each text [F, N] draft logits for the children of its frontier, [0, N] where it has none."""
 
+    @abstractmethod
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         """Each text grew: features [n, H] of its next n positions, their tokens and the one after them, [n + 1]."""
-        ...
 
+    @abstractmethod
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Keep only so many observed positions of each text."""
-        ...
+        """Keep the first `lengths` observed positions of each text."""
 
+    @abstractmethod
     def new(self) -> Self:
-        """Another of its kind, with one text of which it knows nothing."""
-        ...
-
-    def join(self, others: Sequence[Self]) -> None:
-        """Append the texts of others."""
-        ...
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep these texts, in this order."""
-        ...
+        """Another proposer over the same models, with one text of which it knows nothing."""

@@ -76,9 +76,7 @@ def modules_of(source: Any) -> list[nn.Module]:
     """The draft models of a source that are not the target's own."""
     if isinstance(source, nn.Module):
         return [source]
-    if isinstance(source, SeveralModels):
-        return [model.model.model for model in source.models]
-    return [source.model.model] if isinstance(source, ModelProposer) else []
+    return source.models if hasattr(source, "models") else []
 
 
 def fit(head: Any, target: Target, name: str) -> None:

@@ -1,5 +1,6 @@
 """Growing a token tree: a proposer gives draft logits, a scheme draws, a policy shapes."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -8,17 +9,17 @@ from torch import Tensor
 
 from treespec.cache import TreeCache
 from treespec.draft.calibration import Calibration, nearest
+from treespec.draft.drafter import Drafter
 from treespec.draft.grow.auto import Shape, grow_auto, shape_for
 from treespec.draft.grow.confident import Confidence, grow_confident
 from treespec.draft.grow.dynamic import grow_dynamic
 from treespec.draft.grow.growth import Growth, grow_together
 from treespec.draft.grow.sampled import Sampled, grow_sampled
 from treespec.draft.grow.static import grow_static
-from treespec.draft.models.several import SeveralModels
 from treespec.draft.pace.pace import Pace
 from treespec.draft.pace.times import Times
 from treespec.draft.pairing import Draws, check_fit
-from treespec.draft.proposer import Proposer
+from treespec.draft.proposer import Frontier, Proposer
 from treespec.draft.vocabulary import in_target
 from treespec.sampling import SamplingParams
 from treespec.target import TreeOutput
@@ -35,13 +36,15 @@ COLDEST = 0.01  # whose rates are those of temperature 0
 
 
 @final
-class TreeDrafter:
+class TreeDrafter(Drafter):
     """Drafts a tree a cycle for each text that its proposer holds.
 
     At temperature 0 the children are the likeliest tokens under every scheme: the target's law is one-hot there, so
     all lossless plans agree (output the target's token), and what is left to choose is the set of children. Raises
     InputError for a policy and scheme that may not go together, and for a tree deeper than the proposer drafts.
     """
+
+    per_text = ("proposer", "paces")
 
     def __init__(
         self,
@@ -52,32 +55,47 @@ class TreeDrafter:
         times: Callable[[], Times] | None = None,
     ) -> None:
         model = Draws(
-            several=isinstance(proposer, SeveralModels),
-            trained=hasattr(proposer, "head"),
+            several=proposer.law_per_draw,
+            trained=proposer.head is not None,
             deepest=proposer.max_depth,
             calibrated=calibration is not None,
         )
         check_fit(policy, scheme, model)
         self.proposer, self.policy, self.scheme, self.calibration = proposer, policy, scheme, calibration
-        self.times = times
+        self.times, self.now = times, time.perf_counter
         self.paces = [self._pace()]
 
     @torch.no_grad()
     def draft_trees(
-        self, roots: Tensor, params: SamplingParams, generators: Sequence[torch.Generator], cache: TreeCache
+        self,
+        roots: Tensor,
+        params: SamplingParams,
+        generators: Sequence[torch.Generator],
+        cache: TreeCache,
+        now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
         rests = [self._rests(row, params) for row in range(len(roots))]
         if all(rests):
             return [root_only(root) for root in roots.split(1)]
-        texts = enumerate(zip(roots.split(1), self.proposer.begin(roots, cache), generators, strict=True))
+        started, self.now = now(), now
+        begun = self.proposer.begin(roots, cache)
+        self.forward_seconds += now() - started
+        texts = enumerate(zip(roots.split(1), begun, generators, strict=True))
         growths = [
             self._grow(row, root, None if rests[row] else logits, params, generator)
             for row, (root, logits, generator) in texts
         ]
-        trees, vocabulary = grow_together(self.proposer, growths), self.proposer.vocabulary
+        trees, vocabulary = grow_together(self, growths), self.proposer.vocabulary
         return (
             trees if vocabulary is None else [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
         )
+
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        """One level of all trees: the proposer's, timed."""
+        started = self.now()
+        logits = self.proposer.extend(frontiers)
+        self.forward_seconds += self.now() - started
+        return logits
 
     def _grow(
         self, row: int, root: Tensor, logits: Tensor | None, params: SamplingParams, generator: torch.Generator
@@ -156,10 +174,6 @@ class TreeDrafter:
     def lengths(self) -> list[int]:
         return self.proposer.lengths
 
-    @property
-    def forward_seconds(self) -> float:
-        return self.proposer.forward_seconds
-
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         self.proposer.observe(features, tokens)
 
@@ -174,14 +188,6 @@ class TreeDrafter:
 
     def new(self) -> "TreeDrafter":
         return TreeDrafter(self.proposer.new(), self.policy, self.scheme, self.calibration, self.times)
-
-    def join(self, others: Sequence["TreeDrafter"]) -> None:
-        self.proposer.join([other.proposer for other in others])
-        self.paces += [pace for other in others for pace in other.paces]
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.proposer.select(rows)
-        self.paces = [self.paces[row] for row in rows]
 
     def _pace(self) -> Pace | Confidence | None:
         if isinstance(self.policy, ConfidentChain):

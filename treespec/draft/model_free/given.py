@@ -4,6 +4,7 @@ The children are a function of the text and of draws made before, so their law i
 `topk`: sample p and see whether the token is a child. No other scheme's q describes them.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, Self, final
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
+from treespec.draft.drafter import Drafter
 from treespec.draft.model_free.budget import part, rests
 from treespec.draft.pace.pace import Pace
 from treespec.draft.pace.times import Times
@@ -43,14 +45,14 @@ class TextDrafter(Protocol):
 
 
 @final
-class GivenDrafter:
+class GivenDrafter(Drafter):
     """A `TextDrafter` for each of B texts; all that was observed of a text is kept. name: as `--drafter` has it.
 
     times: given, only the part of a tree that pays is drafted (`treespec.draft.model_free.budget`); None: all of it.
     """
 
+    per_text = ("texts", "drafters", "paces", "resting")
     taps: tuple[int, ...] = ()
-    forward_seconds = 0.0
 
     def __init__(self, drafter: TextDrafter, name: str, times: Callable[[], Times] | None = None) -> None:
         self.name, self.drafters, self.times = name, [drafter], times
@@ -63,7 +65,12 @@ class GivenDrafter:
         return [len(text) for text in self.texts]
 
     def draft_trees(
-        self, roots: Tensor, params: SamplingParams, generators: Sequence[torch.Generator], cache: TreeCache
+        self,
+        roots: Tensor,
+        params: SamplingParams,
+        generators: Sequence[torch.Generator],
+        cache: TreeCache,
+        now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
         trees = [self._draft(row, root, generators[row]) for row, root in enumerate(roots.tolist())]
         return [moved(tree, roots.device) for tree in trees]
@@ -100,18 +107,6 @@ class GivenDrafter:
     def paced(self, times: Callable[[], Times]) -> "GivenDrafter":
         """Another of its kind that drafts only what pays."""
         return GivenDrafter(self.drafters[0].new(), self.name, times)
-
-    def join(self, others: Sequence["GivenDrafter"]) -> None:
-        self.texts = self.texts + [text for other in others for text in other.texts]
-        self.drafters = self.drafters + [drafter for other in others for drafter in other.drafters]
-        self.paces = self.paces + [pace for other in others for pace in other.paces]
-        self.resting = self.resting + [resting for other in others for resting in other.resting]
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.texts = [self.texts[row] for row in rows]
-        self.drafters = [self.drafters[row] for row in rows]
-        self.paces = [self.paces[row] for row in rows]
-        self.resting = [self.resting[row] for row in rows]
 
 
 def moved(tree: TokenTree, device: torch.device) -> TokenTree:

@@ -1,16 +1,15 @@
 """A smaller language model as the drafter (Leviathan et al. 2023, 2211.17192; Chen et al. 2023, 2302.01318)."""
 
-import time
 from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from treespec.cache import TreeCache
 from treespec.draft.models.branch import Branch
-from treespec.draft.proposer import Frontier
+from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
 from treespec.model.masks import together
 from treespec.target import Target
@@ -19,23 +18,24 @@ MANY = 32  # tokens: more than a cycle brings
 
 
 @final
-class ModelProposer:
+class ModelProposer(Proposer):
     """Drafts with a model that has the target's tokens; one text at first.
 
     `begin` runs the model over the observed tokens that are not in its cache yet, and the root. The root stays there,
     being the next token to be observed; drafted levels are written behind it and forgotten.
     """
 
-    taps: tuple[int, ...] = ()
-    max_depth: int | None = None
-    vocabulary: Tensor | None = None
+    per_text = ("known", "cache")
 
     def __init__(self, model: Target, target: Target) -> None:
         self.model, self.target, self.vocab_size = model, target, target.vocab_size
-        self.forward_seconds = 0.0
         self.cache = model.new_cache()
         self.known = [torch.empty(0, dtype=torch.int64, device=model.output_device)]  # of each text all tokens [n]
         self.branch: Branch | None = None
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [self.model.model]
 
     @property
     def identity(self) -> object:
@@ -58,32 +58,19 @@ class ModelProposer:
     def new(self) -> "ModelProposer":
         return ModelProposer(self.model, self.target)
 
-    def join(self, others: Sequence["ModelProposer"]) -> None:
-        self.known += [tokens for other in others for tokens in other.known]
-        self.cache.join([other.cache for other in others])
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.known = [self.known[row] for row in rows]
-        self.cache.select(rows)
-
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
-        started = time.perf_counter()
         self.rewind(self.lengths)  # a root that was not observed is another's
         roots = roots.to(self.model.output_device)
         hidden = self._run([torch.cat(text) for text in zip(self.known, roots.split(1), strict=True)])
         logits = self._fitted(self.model.output_logits(hidden))
         self.branch = Branch(self.model, self.cache, self.cache.lengths)
-        self.forward_seconds += time.perf_counter() - started
         return list(logits.split(1))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         assert self.branch
-        started = time.perf_counter()
         last = self.model.vocab_size - 1  # padding of the target's embedding that the model lacks
         inside = [f and Frontier(f.tokens.clamp_max(last), f.parent_rows) for f in frontiers]
-        logits = [self._fitted(rows) for rows in self.branch.extend(inside)]
-        self.forward_seconds += time.perf_counter() - started
-        return logits
+        return [self._fitted(rows) for rows in self.branch.extend(inside)]
 
     @torch.no_grad()
     def _run(self, texts: Sequence[Tensor]) -> Tensor:

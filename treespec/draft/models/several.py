@@ -12,61 +12,59 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treespec.cache import TreeCache
 from treespec.draft.models.model import ModelProposer
-from treespec.draft.proposer import Frontier
+from treespec.draft.proposer import Frontier, Proposer
 
 
 @final
-class SeveralModels:
+class SeveralModels(Proposer):
     """A proposer whose logits are [F, M, V], of M models."""
 
-    taps: tuple[int, ...] = ()
-    max_depth: int | None = None
-    vocabulary: Tensor | None = None
+    law_per_draw = True
 
-    def __init__(self, models: Sequence[ModelProposer]) -> None:
-        self.models, self.vocab_size = list(models), models[0].vocab_size
+    def __init__(self, proposers: Sequence[ModelProposer]) -> None:
+        self.proposers, self.vocab_size = list(proposers), proposers[0].vocab_size
 
     @property
     def lengths(self) -> list[int]:
-        return self.models[0].lengths
+        return self.proposers[0].lengths
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [model for proposer in self.proposers for model in proposer.models]
 
     @property
     def identity(self) -> object:
-        return [model.identity for model in self.models]
-
-    @property
-    def forward_seconds(self) -> float:
-        return sum(model.forward_seconds for model in self.models)
+        return [proposer.identity for proposer in self.proposers]
 
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        begun = [model.begin(roots, cache) for model in self.models]
-        return list(stacked([[known for known in one if known is not None] for one in begun]))
+        begun = [proposer.begin(roots, cache) for proposer in self.proposers]
+        return list(stacked([[logits for logits in own if logits is not None] for own in begun]))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        return stacked([model.extend(frontiers) for model in self.models])
+        return stacked([proposer.extend(frontiers) for proposer in self.proposers])
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        for model in self.models:
-            model.observe(features, tokens)
+        for proposer in self.proposers:
+            proposer.observe(features, tokens)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        for model in self.models:
-            model.rewind(lengths)
+        for proposer in self.proposers:
+            proposer.rewind(lengths)
 
     def new(self) -> "SeveralModels":
-        return SeveralModels([model.new() for model in self.models])
+        return SeveralModels([proposer.new() for proposer in self.proposers])
 
     def join(self, others: Sequence["SeveralModels"]) -> None:
-        for i, model in enumerate(self.models):
-            model.join([other.models[i] for other in others])
+        for i, proposer in enumerate(self.proposers):
+            proposer.join([other.proposers[i] for other in others])
 
     def select(self, rows: Sequence[int]) -> None:
-        for model in self.models:
-            model.select(rows)
+        for proposer in self.proposers:
+            proposer.select(rows)
 
 
 def stacked(logits: Sequence[Sequence[Tensor]]) -> list[Tensor]:

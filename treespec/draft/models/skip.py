@@ -6,7 +6,6 @@ that the whole target has written of the text. A sublayer that is left out adds 
     x -> x + attention(norm(x)) -> x + mlp(norm(x))        with the attention skipped:  x -> x -> x + mlp(norm(x))
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from treespec.cache import TreeCache
 from treespec.draft.models.branch import Branch, root_frontiers
 from treespec.draft.models.skip_set import SkipSet, load_skip_set
-from treespec.draft.proposer import Frontier
+from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
 from treespec.model.taps import captured
 from treespec.target import Target
@@ -77,37 +76,32 @@ def refuse_what_cannot_skip(target: Target) -> None:
 
 
 @final
-class SkipProposer:
+class SkipProposer(Proposer):
     """Drafts with a target, that `refuse_what_cannot_skip` takes, but for some sublayers; one text at first."""
 
-    taps: tuple[int, ...] = ()
-    max_depth: int | None = None
-    vocabulary: Tensor | None = None
+    per_text = ("observed",)
 
     def __init__(self, target: Target, skipped: SkipSet) -> None:
         self.target, self.skipped, self.vocab_size = target, skipped, target.vocab_size
-        self.forward_seconds = 0.0
-        self.lengths = [0]
+        self.observed = [0]  # positions of each text
         self.branch: Branch | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.observed
 
     @property
     def identity(self) -> object:
         return [self.skipped.attention, self.skipped.mlp]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        self.lengths = [length + len(new) - 1 for length, new in zip(self.lengths, tokens, strict=True)]
+        self.observed = [length + len(new) - 1 for length, new in zip(self.observed, tokens, strict=True)]
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        self.lengths = list(lengths)
+        self.observed = list(lengths)
 
     def new(self) -> "SkipProposer":
         return SkipProposer(self.target, self.skipped)
-
-    def join(self, others: Sequence["SkipProposer"]) -> None:
-        self.lengths += [length for other in others for length in other.lengths]
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.lengths = [self.lengths[row] for row in rows]
 
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
         self.branch = Branch(self.target, cache, cache.lengths)
@@ -115,11 +109,8 @@ class SkipProposer:
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         assert self.branch
-        started = time.perf_counter()
         with skipping(self.target, self.skipped):
-            logits = self.branch.extend(frontiers)
-        self.forward_seconds += time.perf_counter() - started
-        return logits
+            return self.branch.extend(frontiers)
 
 
 def skipped_target(file: str, target: Target) -> SkipProposer:

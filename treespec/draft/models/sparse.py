@@ -10,7 +10,6 @@ A text of 11 tokens, a budget of 8 with 4 sinks; the next token takes the place 
     position   0 1 2 3 | 8 9 10  7
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -22,7 +21,7 @@ from torch.nn.functional import pad
 from treespec.cache import TreeCache
 from treespec.draft.models.branch import Branch, root_frontiers
 from treespec.draft.models.snapkv import most_seen, refuse_what_shows_no_attention
-from treespec.draft.proposer import Frontier
+from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
 from treespec.options import MANY
 from treespec.target import Target
@@ -53,7 +52,7 @@ def columns(length: int, budget: int, first: int, start: int, chosen: bool = Fal
 
 
 @final
-class SparseProposer:
+class SparseProposer(Proposer):
     """Drafts with the target over at most `budget` positions of each text, and those drafted; one text at first.
 
     window: how many of a prompt's last tokens choose what stays of it, at least half the budget, once the text is
@@ -62,14 +61,11 @@ class SparseProposer:
     was committed, and all anew where texts enter or leave.
     """
 
-    taps: tuple[int, ...] = ()
-    max_depth: int | None = None
-    vocabulary: Tensor | None = None
+    per_text = ("texts",)
 
     def __init__(self, target: Target, budget: int, window: int | None = None) -> None:
         self.target, self.budget, self.window, self.vocab_size = target, budget, window, target.vocab_size
         self.ring = max(window, budget // 4) if window else budget - SINKS  # columns
-        self.forward_seconds = 0.0
         self.texts = [Text(0, torch.empty(0, dtype=torch.int64))]
         self.cache: TreeCache | None = None
         self.held = torch.empty(0)  # [B, C] the positions in its columns
@@ -103,14 +99,14 @@ class SparseProposer:
         return SparseProposer(self.target, self.budget, self.window)
 
     def join(self, others: Sequence["SparseProposer"]) -> None:
-        self.texts += [text for other in others for text in other.texts]
+        super().join(others)
         self.cache = None
 
     def select(self, rows: Sequence[int]) -> None:
-        self.texts, self.cache = [self.texts[row] for row in rows], None
+        super().select(rows)
+        self.cache = None
 
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        started = time.perf_counter()
         self._choose(cache)
         lengths, ring = cache.lengths, self.ring
         wanted = []
@@ -121,15 +117,11 @@ class SparseProposer:
         small = self._copied(cache, positions)
         places = positions.where(positions != CHOSEN, 0).to(self.target.output_device)
         self.branch = Branch(self.target, small, lengths, places)
-        self.forward_seconds += time.perf_counter() - started
         return list(self.extend(root_frontiers(roots)))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         assert self.branch
-        started = time.perf_counter()
-        logits = self.branch.extend(frontiers)
-        self.forward_seconds += time.perf_counter() - started
-        return logits
+        return self.branch.extend(frontiers)
 
     def _unchosen(self, row: int) -> Text:
         """The text with its sinks again."""

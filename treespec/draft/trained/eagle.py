@@ -1,6 +1,5 @@
 """The EAGLE heads as proposers: true features of accepted tokens go in, drafted ones are forgotten."""
 
-import time
 from collections.abc import Sequence
 from typing import final
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from treespec.cache import TreeCache
-from treespec.draft.proposer import Frontier
+from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead, config_for
 from treespec.heads.eagle3 import Eagle3Head
@@ -74,7 +73,7 @@ class Pairs:
 
 
 @final
-class EagleProposer:
+class EagleProposer(Proposer):
     """Drafts with a head and the target's output path; one text at first.
 
     Observed pairs (feature, following token) wait until `begin` runs the head over them; of many, as of a prompt,
@@ -86,7 +85,7 @@ class EagleProposer:
     Texts that wait for fewer pairs, or have fewer frontier nodes, are filled up with ones that nothing sees.
     """
 
-    max_depth: int | None = None
+    per_text = ("waiting", "cache")
 
     def __init__(
         self,
@@ -96,31 +95,14 @@ class EagleProposer:
     ) -> None:
         """chunk: pairs that go through the head at a time, None as the target takes them."""
         self.head, self.target, self.chunk = head, target, chunk
+        self.vocab_size = target.vocab_size
         compiled = target.compiled
         self.compiled = compiled.likewise(head, over_layer, target.output_device) if compiled else None
-        self.forward_seconds = 0.0
         self.cache = TreeCache(layers=1)
         self.waiting = [self._nothing()]  # of each text
         self.positions = torch.empty(0)  # [B, 1] of the last level's features
         self.frontier = torch.empty(0)  # [B, F, H] features extrapolated at the frontiers
         self.seen = torch.empty(0)  # [B, F, T] bool: which columns of the cache each frontier node sees
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.head.taps
-
-    @property
-    def identity(self) -> object:
-        drafted = self.vocab_size if self.vocabulary is None else len(self.vocabulary)
-        return [self.head.config, drafted]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.target.vocab_size
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        return self.head.vocabulary
 
     @property
     def lengths(self) -> list[int]:
@@ -144,20 +126,11 @@ class EagleProposer:
     def new(self) -> "EagleProposer":
         return EagleProposer(self.head, self.target, self.chunk)
 
-    def join(self, others: Sequence["EagleProposer"]) -> None:
-        self.waiting = self.waiting + [pairs for proposer in others for pairs in proposer.waiting]
-        self.cache.join([proposer.cache for proposer in others])
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.waiting = [self.waiting[row] for row in rows]
-        self.cache.select(rows)
-
     @torch.no_grad()
     def begin(self, roots: Tensor | None = None, cache: TreeCache | None = None) -> list[Tensor | None]:
         counts = [len(pairs) for pairs in self.waiting]
         if not any(counts):
             return [None] * len(counts)
-        started = time.perf_counter()
         self.cache.rewind(self.cache.lengths)
         ends: list[Tensor] = [torch.empty(0)] * len(counts)
         start = 0
@@ -183,12 +156,10 @@ class EagleProposer:
         self.seen = committed(self.cache.lengths, device)
         self.positions = torch.tensor(self.cache.lengths, device=device)[:, None] - 1
         logits = self.head.logits(self.frontier, self.target)
-        self.forward_seconds += time.perf_counter() - started
         return [row if length else None for row, length in zip(logits, self.cache.lengths, strict=True)]
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        started = time.perf_counter()
         nothing = torch.empty(0, dtype=torch.int64, device=self.frontier.device)
         tokens = together([f.tokens if f else nothing for f in frontiers])  # [B, F]
         above = together([f.parent_rows if f else nothing for f in frontiers])
@@ -201,7 +172,6 @@ class EagleProposer:
         self.frontier = self._forward(tokens, rows_of(self.frontier, above), self.positions, self.seen)
         sizes = [len(f.tokens) if f else 0 for f in frontiers]
         logits = self.head.logits(unpadded(self.frontier, sizes), self.target)
-        self.forward_seconds += time.perf_counter() - started
         return list(logits.split(sizes))
 
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Hydra's heads as a proposer: every node's logits are of the state and of the tokens of its path."""
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
-from treespec.draft.proposer import Frontier
+from treespec.draft.proposer import Frontier, Proposer
 from treespec.draft.trained.medusa import output_weight
 from treespec.draft.trained.states import LastStates, PrefixStates, stacked
 from treespec.draft.vocabulary import spread
@@ -36,34 +35,17 @@ def new_hydra_plus(target: Target, heads: int = 4) -> HydraHead:
 
 
 @final
-class HydraProposer:
+class HydraProposer(Proposer):
     """Drafts with heads and the target's embeddings; one text at first."""
 
-    taps: tuple[int, ...] = ()
+    per_text = ("observed",)
 
     def __init__(self, head: HydraHead, target: Target) -> None:
-        self.head, self.target = head, target
-        self.forward_seconds = 0.0
+        self.head, self.target, self.vocab_size = head, target, target.vocab_size
         plus = head.kind == "hydra++"
         self.observed: Any = PrefixStates(head, target.output_device) if plus else LastStates()
         self.inputs = torch.empty(0)  # [B, F, (level + 2) H] the state and the embeddings down to each frontier node
         self.level = 0
-
-    @property
-    def max_depth(self) -> int:
-        return self.head.max_depth
-
-    @property
-    def identity(self) -> object:
-        return [self.head.config, self.vocab_size if self.vocabulary is None else len(self.vocabulary)]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.target.vocab_size
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        return self.head.vocabulary
 
     @property
     def lengths(self) -> list[int]:
@@ -71,19 +53,16 @@ class HydraProposer:
 
     @torch.no_grad()
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        started = time.perf_counter()
         known = self.observed.known()
         if all(state is None for state in known):
             return [None] * len(known)
         states, self.level = stacked(known), 0
         self.inputs = torch.cat([states, self._embedded(roots, states)], dim=-1)[:, None]
         logits = self.head.step(0, self.inputs)  # [B, 1, N]
-        self.forward_seconds += time.perf_counter() - started
         return [None if state is None else row for row, state in zip(logits, known, strict=True)]
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        started = time.perf_counter()
         nothing = torch.empty(0, dtype=torch.int64, device=self.inputs.device)
         tokens = together([f.tokens if f else nothing for f in frontiers])  # [B, F]
         above = together([f.parent_rows if f else nothing for f in frontiers])
@@ -93,28 +72,19 @@ class HydraProposer:
         self.level += 1
         sizes = [len(f.tokens) if f else 0 for f in frontiers]
         logits = self.head.step(self.level, unpadded(self.inputs, sizes))
-        self.forward_seconds += time.perf_counter() - started
         return list(logits.split(sizes))
 
     def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
         return self.target.embeddings(tokens).to(like.dtype)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        started = time.perf_counter()
         self.observed.observe(features)
-        self.forward_seconds += time.perf_counter() - started
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.observed.rewind(lengths)
 
     def new(self) -> "HydraProposer":
         return HydraProposer(self.head, self.target)
-
-    def join(self, others: Sequence["HydraProposer"]) -> None:
-        self.observed.join([other.observed for other in others])
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.observed.select(rows)
 
 
 @torch.no_grad()

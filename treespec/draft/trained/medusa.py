@@ -1,6 +1,5 @@
 """Medusa's heads as a proposer: the logits of a level are the same at all its nodes."""
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import final
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
-from treespec.draft.proposer import Frontier
+from treespec.draft.proposer import Frontier, Proposer
 from treespec.draft.trained.states import LastStates, stacked
 from treespec.draft.vocabulary import spread
 from treespec.errors import InputError
@@ -34,33 +33,16 @@ def output_weight(target: Target) -> Tensor:
 
 
 @final
-class MedusaProposer:
+class MedusaProposer(Proposer):
     """Drafts from the last hidden state of each text; one text at first."""
 
-    taps: tuple[int, ...] = ()
+    per_text = ("observed",)
 
     def __init__(self, head: MedusaHead, target: Target) -> None:
-        self.head, self.target = head, target
-        self.forward_seconds = 0.0
+        self.head, self.target, self.vocab_size = head, target, target.vocab_size
         self.observed = LastStates()
         self.states = torch.empty(0)  # [B, H]
         self.level = 0
-
-    @property
-    def max_depth(self) -> int:
-        return self.head.max_depth
-
-    @property
-    def identity(self) -> object:
-        return [self.head.config, self.vocab_size if self.vocabulary is None else len(self.vocabulary)]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.target.vocab_size
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        return self.head.vocabulary
 
     @property
     def lengths(self) -> list[int]:
@@ -83,10 +65,7 @@ class MedusaProposer:
 
     def _logits(self) -> list[Tensor]:
         """Of each text [1, N], by the level's head."""
-        started = time.perf_counter()
-        logits = self.head.step(self.level, self.states)
-        self.forward_seconds += time.perf_counter() - started
-        return list(logits.split(1))
+        return list(self.head.step(self.level, self.states).split(1))
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         self.observed.observe(features)
@@ -96,12 +75,6 @@ class MedusaProposer:
 
     def new(self) -> "MedusaProposer":
         return MedusaProposer(self.head, self.target)
-
-    def join(self, others: Sequence["MedusaProposer"]) -> None:
-        self.observed.join([other.observed for other in others])
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.observed.select(rows)
 
 
 @torch.no_grad()

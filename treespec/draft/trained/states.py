@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
+from treespec.draft.per_text import PerText
 from treespec.heads.hydra import HydraHead
 from treespec.model.masks import together
 from treespec.trees.mask import committed
@@ -15,8 +16,10 @@ MANY = 32  # states: more than a cycle brings
 
 
 @final
-class LastStates:
+class LastStates(PerText):
     """The target's hidden state itself. lengths: positions of each text that were observed; one text at first."""
+
+    per_text = ("lengths", "last")
 
     def __init__(self) -> None:
         self.lengths = [0]
@@ -39,22 +42,16 @@ class LastStates:
         self.last = [last if had == length else None for last, had, length in pairs]
         self.lengths = list(lengths)
 
-    def join(self, others: Sequence["LastStates"]) -> None:
-        self.lengths += [length for other in others for length in other.lengths]
-        self.last += [last for other in others for last in other.last]
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.lengths = [self.lengths[row] for row in rows]
-        self.last = [self.last[row] for row in rows]
-
 
 @final
-class PrefixStates:
+class PrefixStates(PerText):
     """What Hydra++'s prefix layer makes of the hidden states up to a position, by its own cache.
 
     Observed states wait until `known` runs the layer over them; many, as of a prompt, do not wait. Texts that wait
     for fewer are filled up with ones that nothing sees.
     """
+
+    per_text = ("waiting", "done", "cache")
 
     def __init__(self, head: HydraHead, device: torch.device, chunk: int = 512) -> None:
         self.head, self.chunk = head, chunk
@@ -99,16 +96,6 @@ class PrefixStates:
         self.waiting = [states[: max(0, length - done)] for states, done, length in pairs]
         self.done.rewind([min(done, length) for _, done, length in pairs])
         self.cache.rewind(self.done.lengths)
-
-    def join(self, others: Sequence["PrefixStates"]) -> None:
-        self.waiting += [states for other in others for states in other.waiting]
-        self.done.join([other.done for other in others])
-        self.cache.join([other.cache for other in others])
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.waiting = [self.waiting[row] for row in rows]
-        self.done.select(rows)
-        self.cache.select(rows)
 
 
 def stacked(states: Sequence[Tensor | None]) -> Tensor:

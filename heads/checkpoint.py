@@ -6,48 +6,46 @@ kill leaves the old file or the new one.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from treespec.heads import checksum, formats
-from treespec.heads.eagle import EagleHead
-from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads import checksum
+from treespec.heads.head import Config, Head
 from treespec.heads.hub import only_cached
-from treespec.heads.hydra import HydraHead
-from treespec.heads.medusa import MedusaHead
 from treespec.heads.places import mistyped
+from treespec.heads.registry import HEADS, kind_of
 from treespec.heads.tensors import HeadError, read_tensors
 
-HEADS: dict[str, Any] = {"eagle": EagleHead, "eagle3": Eagle3Head, "medusa": MedusaHead, "hydra": HydraHead}
 
-
-def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = "cpu") -> Any:
+def load_head(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Head:
     """The head in a directory or hub repository, in the file's own dtype unless `dtype` says otherwise.
 
     The formats of other projects are read too (`treespec.heads.formats`).
     Raises HeadError for a missing or corrupt file, and for missing, unknown or misshapen tensors, by name.
     """
+    # 1. what the directory holds, as treespec's head of that kind has it
     folder = head_folder(path)
     config, tensors = _config(folder), read_tensors(folder)
     try:
-        name, config, tensors = formats.read(config, tensors)
+        kind = HEADS[kind_of(config, tensors)]
+        config, tensors = kind.read(config, tensors)
     except Exception as error:  # a file may say anything
         raise HeadError(f"{folder}: {_line(error)}") from error
-    kind = HEADS[name]
+
+    # 2. the tensors against those that the config describes
     try:
         with torch.device("meta"):
-            shapes = {name: value.shape for name, value in kind(config).state_dict().items()}
+            described = kind.build(config)
     except Exception as error:
         raise HeadError(f"{folder / 'config.json'} does not describe {kind.known_as}: {_line(error)}") from error
-    absent = shapes.keys() - tensors.keys()
-    if missing := absent - getattr(kind, "optional", frozenset()):
+    shapes = {name: value.shape for name, value in described.state_dict().items()}
+    if missing := shapes.keys() - tensors.keys() - described.optional:
         raise HeadError(f"{folder}: the head lacks {_names(missing)}; is it {kind.known_as}?")
     if unknown := tensors.keys() - shapes.keys():
         raise HeadError(f"{folder}: unknown tensors {_names(unknown)}; is it {kind.known_as}?")
@@ -56,21 +54,17 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: Any = 
             raise HeadError(f"{folder}: {name} is {list(value.shape)}, config.json says {list(shapes[name])}")
     if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
         raise HeadError(f"{folder}: {_names(broken)} hold values that are not finite; fetch or train the head again")
-    head = kind(config)
-    if "embed_tokens.weight" in absent:
-        head.embed_tokens = None
-    head.load_state_dict(tensors, assign=True)
-    if getattr(head, "embed_tokens", None) is not None:
-        head.embed_tokens.requires_grad_(False)
-    if check := getattr(head, "check", None):
-        try:
-            check()
-        except ValueError as error:
-            raise HeadError(f"{folder}: {error}; fetch or train the head again") from error
+
+    # 3. the head itself: some of its buffers follow from the config, and are on no meta device
+    head = kind.build(config)
+    try:
+        head.fill(tensors)
+    except ValueError as error:
+        raise HeadError(f"{folder}: {error}; fetch or train the head again") from error
     return head.to(device=device, dtype=dtype)
 
 
-def save_head(head: Any, path: str | Path) -> None:
+def save_head(head: Head, path: str | Path) -> None:
     """Write the directory that `load_head` reads: the tensors as they are, the config as it was given, both sealed.
 
     Raises HeadError where it cannot be written.
@@ -117,7 +111,7 @@ def head_folder(path: str | Path) -> Path:
         raise HeadError(f"no directory {path}, and the hub did not give it: {line}") from error
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> Config:
     """The fields of config.json without its checksum."""
     file = folder / "config.json"
     try:
@@ -142,6 +136,6 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _names(names: Any) -> str:
+def _names(names: Iterable[str]) -> str:
     shown = sorted(names)
     return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

@@ -7,7 +7,6 @@ was written by another project, or by a treespec that wrote none: it is read as 
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 FIELD = "checksum"
 
 
-def of_fields(fields: Mapping[str, Any]) -> str:
+def of_fields(fields: Mapping[str, object]) -> str:
     """SHA-256 of a JSON object without its checksum, whatever the order of its fields."""
     content = {name: value for name, value in fields.items() if name != FIELD}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -31,12 +30,12 @@ def of_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> st
     return found.hexdigest()
 
 
-def sealed(fields: Mapping[str, Any]) -> dict[str, Any]:
+def sealed(fields: Mapping[str, object]) -> dict[str, object]:
     """The same fields, the checksum last."""
     content = {name: value for name, value in fields.items() if name != FIELD}
     return {**content, FIELD: of_fields(content)}
 
 
-def intact(fields: Mapping[str, Any]) -> bool:
+def intact(fields: Mapping[str, object]) -> bool:
     """Whether a JSON object is what was written; True where it carries no checksum."""
     return fields.get(FIELD, of_fields(fields)) == of_fields(fields)

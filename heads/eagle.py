@@ -11,12 +11,13 @@ through the target's own output path, are the law of token t + 2. Five tokens:
     head gives    f1'  f2'  f3'  f4'           compared with f1 f2 f3; f4' drafts the token after e
 """
 
-from typing import Any, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
+from treespec.heads.head import Config, OutputPath, Tensors, shared
 from treespec.heads.layers import DecoderLayer, KeyValues, Rotary
 
 
@@ -26,15 +27,18 @@ class EagleHead(nn.Module):
 
     config: the content of config.json, Llama's fields plus `bias` (of fc, true if absent), `qkv_bias`
     (false if absent) and `embed_scale` (1 if absent; for targets that scale their embeddings).
-    vocabulary: [N] int64 ascending, the target's tokens that it drafts; None is all. output: the rows of the target's
-    output embedding for them. Both belong to a loaded target and not to the weights.
+    vocabulary: [N] int64 ascending, the target's tokens that it drafts; None is all. output: the rows of
+    the target's output embedding for them. Both belong to a loaded target and not to the weights.
     """
 
-    kind, known_as = "eagle", "an EAGLE-1 or EAGLE-2 head"
+    kind: str = "eagle"
+    known_as: ClassVar[str] = "an EAGLE-1 or EAGLE-2 head"
+    optional: ClassVar[frozenset[str]] = frozenset()
     taps: tuple[int, ...] = ()
     max_depth: int | None = None
+    lacks_embedding = False
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
         llama = LlamaConfig(**config)
@@ -53,7 +57,6 @@ class EagleHead(nn.Module):
 
     @property
     def feature_size(self) -> int:
-        """Width of the target's features."""
         return self.hidden_size
 
     @property
@@ -65,7 +68,11 @@ class EagleHead(nn.Module):
     def vocab_size(self) -> int:
         return self.embed_tokens.num_embeddings
 
-    def forward(
+    def fuse(self, features: Tensor) -> Tensor:
+        """[..., H] the target's features -> [..., H] the features that `step` takes: the same."""
+        return features
+
+    def step(
         self,
         tokens: Tensor,
         features: Tensor,
@@ -73,11 +80,10 @@ class EagleHead(nn.Module):
         mask: Tensor | None = None,
         cache: KeyValues | None = None,
     ) -> Tensor:
-        """The next features. tokens: [B, T] int64, each the one after its feature. features: [B, T, H].
+        """[B, T] tokens and [B, T, H] features -> [B, T, H] the features that follow.
 
-        positions: [T] or [B, T] of the features. mask: [T, P + T] or [B, 1, T, P + T], what each attends to, None is
-        causal.
-        Returns [B, T, H] extrapolated features.
+        tokens: int64, each the one after its feature. positions: [T] or [B, T] of the features.
+        mask: [T, P + T] or [B, 1, T, P + T], what each position attends to; None is causal.
         """
         embeddings = self.embed_tokens(tokens)
         if self.embed_scale != 1.0:
@@ -85,24 +91,29 @@ class EagleHead(nn.Module):
         x = self.fc(torch.cat([embeddings.to(features.dtype), features], dim=-1))
         return self.layers[0](x, self.rotary(positions, x.dtype), mask, cache)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """[..., H] the target's features -> [..., H] the features that a step takes: the same."""
-        return features
+    forward = step  # what a call of the module runs, as in training
 
-    def step(self, *given: Any) -> Tensor:
-        """A step of drafting: `forward`."""
-        return self(*given)
-
-    def logits(self, hidden: Tensor, target: Any) -> Tensor:
-        """[..., H] what a step gave -> [..., N] logits of its draft tokens, by the target's output path."""
+    def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
+        """[..., H] features of `step` -> [..., N] logits of its draft tokens, by the target's output path."""
         return target.output_logits(hidden, self.output)
 
-    def restrict(self, tokens: Tensor, target: Any) -> None:
-        """Draft these of the target's tokens alone, [N] int64 ascending."""
+    def settle_taps(self, layers: int) -> None:
+        """Nothing to settle: its features are the last hidden states."""
+
+    def share_embedding(self, weight: nn.Parameter) -> None:
+        """Take the target's embedding [V, H] in place of an equal copy of it."""
+        self.embed_tokens = shared(self.embed_tokens, weight)
+
+    def restrict(self, tokens: Tensor, target: OutputPath) -> None:
+        """From now on draft only these of the target's tokens, [N] int64 ascending."""
         self.vocabulary, self.output = tokens, target.output_rows(tokens)
 
+    def fill(self, tensors: Tensors) -> None:
+        """Take a checkpoint's tensors, which have the names and shapes of this head."""
+        self.load_state_dict(tensors, assign=True)
 
-def config_for(target: Any, width: int, vocab_size: int, embed_scale: float = 1.0) -> dict[str, Any]:
+
+def config_for(target: PretrainedConfig, width: int, vocab_size: int, embed_scale: float = 1.0) -> Config:
     """The head's config.json for a target's (text) config: same widths, head counts and rotary settings.
 
     width: of the hidden states that enter the target's output embedding, which for some models (OPT) is not

@@ -13,17 +13,19 @@ t + 1 is its layer's output, before the last norm; it need not resemble the targ
 """
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from treespec.heads import eagle
+from treespec.heads.head import Config, OutputPath, Tensors, shared
 from treespec.heads.layers import MLP, Attention, KeyValues, RMSNorm, Rotary
 from treespec.heads.unrolled import UnrolledAttention
 
 TAPS = 3
+EMBEDDING = "embed_tokens.weight"
 
 
 @final
@@ -61,11 +63,12 @@ class Eagle3Head(nn.Module):
     embed_tokens: None where the file has none and no target has given its own yet.
     """
 
-    kind, known_as = "eagle3", "an EAGLE-3 head"
+    kind: str = "eagle3"
+    known_as: ClassVar[str] = "an EAGLE-3 head"
+    optional: ClassVar[frozenset[str]] = frozenset({EMBEDDING})
     max_depth: int | None = None
-    optional = frozenset({"embed_tokens.weight"})  # on disk
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
         llama = LlamaConfig(**config)
@@ -93,13 +96,16 @@ class Eagle3Head(nn.Module):
 
     @property
     def feature_size(self) -> int:
-        """Width of the target's features, all taps together."""
         return self.fc.in_features
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the features that it takes and gives; the embedding may have the target's."""
         return self.norm.weight.dtype
+
+    @property
+    def lacks_embedding(self) -> bool:
+        return self.embed_tokens is None
 
     @property
     def vocabulary(self) -> Tensor | None:
@@ -143,12 +149,20 @@ class Eagle3Head(nn.Module):
         embeddings = self._embedded(tokens, features.dtype)
         return self.midlayer(embeddings, features, lambda x: attention(x, angles, mask, cache))
 
-    def logits(self, hidden: Tensor, target: Any = None) -> Tensor:
-        """[..., H] what a step gave -> [..., Vd] logits of its draft tokens. The target's output path has no part."""
+    def logits(self, hidden: Tensor, target: OutputPath | None = None) -> Tensor:
+        """[..., H] features of `step` -> [..., Vd] logits of its draft tokens, without the target's output path."""
         return self.lm_head(self.norm(hidden))
 
-    def restrict(self, tokens: Tensor, target: Any = None) -> None:
-        """Draft these of its tokens alone, [N] int64 ascending: rows of lm_head, d2t and t2d from now on."""
+    def settle_taps(self, layers: int) -> None:
+        """Where the config names no taps, take the published ones of a target with this number of layers."""
+        self.taps = self.taps or default_taps(layers)
+
+    def share_embedding(self, weight: nn.Parameter) -> None:
+        """Take the target's embedding [V, H] in place of an equal copy of it, or of none."""
+        self.embed_tokens = shared(self.embed_tokens, weight)
+
+    def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
+        """From now on draft only these of its tokens, [N] int64 ascending: rows of lm_head, d2t and t2d."""
         known = self.vocabulary
         rows = tokens if known is None else torch.isin(known, tokens).nonzero().squeeze(1)
         output = nn.Linear(self.hidden_size, len(rows), bias=False, device="meta")
@@ -157,7 +171,14 @@ class Eagle3Head(nn.Module):
         self.config = self.config | {"draft_vocab_size": len(rows)}
         self._draft(rows if known is None else known[rows])
 
-    def check(self) -> None:
+    def fill(self, tensors: Tensors) -> None:
+        """Take a checkpoint's tensors, with or without an embedding. Raises ValueError where d2t and t2d disagree."""
+        if EMBEDDING not in tensors:
+            self.embed_tokens = None
+        self.load_state_dict(tensors, assign=True)
+        self._check_vocabulary()
+
+    def _check_vocabulary(self) -> None:
         """Raises ValueError where d2t and t2d do not say the same."""
         if self.d2t is None or self.t2d is None:
             return
@@ -190,8 +211,8 @@ class Eagle3Head(nn.Module):
 
 
 def config_for(
-    target: Any, width: int, vocab_size: int, taps: tuple[int, ...], embed_scale: float = 1.0
-) -> dict[str, Any]:
+    target: PretrainedConfig, width: int, vocab_size: int, taps: tuple[int, ...], embed_scale: float = 1.0
+) -> Config:
     """The head's config.json for a target's (text) config, as `eagle.config_for`. width: of the target's embedding."""
     config = eagle.config_for(target, width, vocab_size, embed_scale)
     del config["bias"]

@@ -12,14 +12,15 @@ final norm of a model of one layer, makes of all hidden states up to it.
 """
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from treespec.heads.depths import DepthHeads, ResBlock, last_linear
+from treespec.heads.head import Config
 from treespec.heads.layers import MLP, Attention, KeyValues, RMSNorm, Rotary
-from treespec.heads.residual import ResBlock, keep_rows
 
 ARCHITECTURES = {"hydra": "mlp", "hydra++": "prefix-mlp"}  # by kind
 
@@ -58,49 +59,41 @@ class Prefix(nn.Module):
 
 
 @final
-class HydraHead(nn.Module):
+class HydraHead(DepthHeads):
     """K times `hydra_num_layers` residual blocks and an output layer. Parameter names are the published checkpoint's.
 
-    config: the content of config.json: `hydra_num_heads`, `hydra_num_layers` (1 if absent), `hydra_head_arch` "mlp" or
-    "prefix-mlp", `hidden_size`, `vocab_size`, and Llama's fields for the prefix layer. The embeddings are the target's.
-    vocabulary: [N] int64 ascending, the target's tokens that it drafts; None is all.
+    config: as of `DepthHeads`, with `hydra_head_arch` "mlp" or "prefix-mlp" ("mlp" if absent), and Llama's fields for
+    the prefix layer. The embeddings are the target's.
     Raises ValueError for other architectures, and for heads that see no tokens (`grounded_heads` false).
     """
 
-    known_as = "Hydra or Hydra++ heads"
-    taps: tuple[int, ...] = ()
+    known_as: ClassVar[str] = "Hydra or Hydra++ heads"
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        self.config, self.kind = config, kind_of(config)
-        try:
-            self.max_depth, layers = int(config["hydra_num_heads"]), int(config.get("hydra_num_layers", 1))
-            width, vocab_size = int(config["hidden_size"]), int(config["vocab_size"])
-        except KeyError as error:
-            raise ValueError(f"{error.args[0]} is missing") from error
-        if min(self.max_depth, layers) < 1:
-            raise ValueError("hydra_num_heads and hydra_num_layers must be at least 1")
+    def __init__(self, config: Config) -> None:
+        # 1. the kind, and how many heads of how many blocks
+        kind = kind_of(config)
+        super().__init__(config, "hydra")
         if not config.get("grounded_heads", True):
             raise ValueError("grounded_heads is false: such heads see no tokens, and are Medusa's")
-        self.hidden_size, self.vocab_size = width, vocab_size
-        self.prefix_embeding_layer = Prefix(LlamaConfig(**config)) if self.kind == "hydra++" else None
-        gaps = self.kind == "hydra++"
-        inputs = [[i + 2] + [1] * (layers - 1) for i in range(self.max_depth)]  # of each head's blocks, in widths
-        self.hydra_mlp = nn.ModuleList(in_line([ResBlock(width, n) for n in some], gaps) for some in inputs)
-        outputs = (nn.Linear(width, vocab_size) for _ in range(self.max_depth))
-        self.hydra_lm_head = nn.ModuleList(in_line([output], gaps) if gaps else output for output in outputs)
-        self.vocabulary: Tensor | None = None
+        self.kind: str = kind
+        plus = kind == "hydra++"
+        width = self.hidden_size
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the states that it takes."""
-        return next(self.parameters()).dtype
+        # 2. the prefix layer, and each head's blocks: the first takes the state and the i + 1 tokens after it
+        self.prefix_embeding_layer = Prefix(LlamaConfig(**config)) if plus else None
+        self.hydra_mlp = nn.ModuleList()
+        for i in range(self.max_depth):
+            blocks = [ResBlock(width, i + 2), *(ResBlock(width) for _ in range(self.blocks - 1))]
+            self.hydra_mlp.append(in_line(blocks, gaps=plus))
+
+        # 3. the output layers
+        outputs = [nn.Linear(width, self.vocab_size) for _ in range(self.max_depth)]
+        self.hydra_lm_head = nn.ModuleList(in_line([output], gaps=True) if plus else output for output in outputs)
 
     @property
     def output_layers(self) -> list[nn.Linear]:
-        """The last layer of each head."""
-        layers: list[Any] = [head[-1] if isinstance(head, nn.Sequential) else head for head in self.hydra_lm_head]
-        return layers
+        """The last layer of each head, H -> V."""
+        return [last_linear(head) for head in self.hydra_lm_head]
 
     def states(
         self, features: Tensor, positions: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None
@@ -112,16 +105,6 @@ class HydraHead(nn.Module):
         if self.prefix_embeding_layer is None:
             return features
         return self.prefix_embeding_layer(features, positions, mask, cache)
-
-    def restrict(self, tokens: Tensor, target: Any = None) -> None:
-        """Draft these of the target's tokens alone, [N] int64 ascending."""
-        self.vocabulary = tokens
-        for layer in self.output_layers:
-            keep_rows(layer, tokens)
-
-    @property
-    def feature_size(self) -> int:
-        return self.hidden_size
 
     def step(self, i: int, inputs: Tensor) -> Tensor:
         """[..., (i + 2) H], a state and the embeddings of the i + 1 tokens after it -> [..., V] logits of head i."""
@@ -146,7 +129,7 @@ def in_line(modules: Sequence[nn.Module], gaps: bool) -> nn.Sequential:
     return nn.Sequential(*(part for module in modules for part in ((nn.Identity(), module) if gaps else (module,))))
 
 
-def kind_of(config: dict[str, Any]) -> str:
+def kind_of(config: Config) -> str:
     """Hydra or Hydra++, by the architecture. Raises ValueError for others."""
     given = config.get("hydra_head_arch", "mlp")
     known = [kind for kind, architecture in ARCHITECTURES.items() if architecture == given]

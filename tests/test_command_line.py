@@ -19,7 +19,8 @@ from treespec.draft.sources import SOURCES
 from treespec.draft.trained.eagle import new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.heads.formats.export import WRITERS
+from treespec.heads.formats.export import FORMATS
+from treespec.heads.registry import HEADS
 from treespec.target import Target
 from treespec.text.printable import printable
 
@@ -209,11 +210,11 @@ class TestBeforeAnythingIsLoaded:
 
 
 def test_the_readme_says_which_heads_which_engine_takes():
-    assert set(ENGINES) == set(WRITERS)
+    assert ENGINES == FORMATS
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     table = {
-        engine: [f"`{kind}`" for kind in ("eagle", "eagle3", "medusa") if kind in writers]
-        for engine, writers in WRITERS.items()
+        engine: [f"`{kind}`" for kind in ("eagle", "eagle3", "medusa") if engine in HEADS[kind].writers]
+        for engine in FORMATS
     }
     rows = [line.strip("| ").split(" | ") for line in readme.splitlines() if line.startswith(("| head | `--to", "| `"))]
     head, *rows = next(rows[i:] for i, row in enumerate(rows) if row[0] == "head")

@@ -18,7 +18,8 @@ from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.eagle import EagleHead
 from treespec.heads.formats.engines import Served
-from treespec.heads.formats.export import WRITERS, compare, export, outputs
+from treespec.heads.formats.export import FORMATS, compare, export, outputs
+from treespec.heads.registry import HEADS
 from treespec.spec import Spec
 from treespec.target import Target
 
@@ -85,7 +86,9 @@ def test_what_is_written_is_read_back_to_the_same_head(to, make, tmp_path):
 
 
 def test_every_writer_is_among_the_pairs():
-    assert {(to, make().kind) for to, make in PAIRS} == {(to, kind) for to, kinds in WRITERS.items() for kind in kinds}
+    written = {(to, name) for name, kind in HEADS.items() for to in kind.writers}
+    assert {(to, make().kind) for to, make in PAIRS} == written
+    assert {to for to, _ in written} == set(FORMATS)
 
 
 ABSENT = object()

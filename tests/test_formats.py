@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 
 from treespec.heads.checkpoint import HeadError, load_head
 from treespec.heads.eagle3 import Eagle3Layer
-from treespec.heads.formats import READERS, format_of
 from treespec.heads.formats.eagle3 import from_sglang, to_sglang_ids
 from treespec.heads.formats.export import outputs
+from treespec.heads.registry import HEADS, kind_of
 from treespec.target import Target
 
 DRAFTED = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
@@ -272,9 +272,9 @@ def test_hydra_heads_that_do_not_tell_their_attention_heads_ask_for_them(tmp_pat
         load_head(folder)
 
 
-def test_every_reader_is_reached_by_a_directory_above():
-    reached = {format_of(config, told(make().state_dict())) for make, config, told, _ in DIRECTORIES.values()}
-    assert reached == set(READERS)
+def test_every_kind_of_head_is_recognised_in_a_directory_above():
+    reached = {kind_of(config, told(make().state_dict())) for make, config, told, _ in DIRECTORIES.values()}
+    assert reached == set(HEADS)
 
 
 def test_a_file_of_something_else_than_tensors_by_name_is_refused(tmp_path):

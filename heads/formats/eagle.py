@@ -1,29 +1,34 @@
 """EAGLE-1 and EAGLE-2 heads of SafeAILab/EAGLE, whose format is this repository's, and of the engines."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from treespec.heads.eagle import EagleHead
-from treespec.heads.formats.engines import Served, llama_fields
+from treespec.heads.formats.engines import Served, check_layer, llama_fields
+from treespec.heads.head import Config, FeatureHead, Stored, Tensors
+
+ROTARY = ("default", "linear", "dynamic")  # that SafeAILab/EAGLE computes
 
 
-def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(config: Config, tensors: Tensors) -> Stored:
     """A head of vLLM's own architecture has no `fc.bias`, and need not say so."""
     if config.get("architectures") == ["EagleLlamaForCausalLM"] and "fc.bias" not in tensors:
         config = config | {"bias": False}
     return config, tensors
 
 
-def to_eagle(head: EagleHead, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_eagle(head: EagleHead, served: Served) -> Stored:
     """For SafeAILab/EAGLE."""
+    check_layer(head, biases=True, activation=None)
+    check_project(head)
     biases = {"bias": head.fc.bias is not None, "qkv_bias": head.config.get("qkv_bias", False)}
     return _config(head, served, "LlamaForCausalLM") | biases, head.state_dict()
 
 
-def to_vllm(head: EagleHead, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_vllm(head: EagleHead, served: Served) -> Stored:
     """For vLLM, whose `fc` has no bias, and where `bias` would give one to the attention."""
+    check_layer(head, biases=True)
     if head.fc.bias is not None and head.fc.bias.any():
         raise ValueError("fc.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias, or export to sglang")
     tensors = {name: value for name, value in head.state_dict().items() if name != "fc.bias"}
@@ -31,11 +36,52 @@ def to_vllm(head: EagleHead, served: Served) -> tuple[dict[str, Any], dict[str, 
     return _config(head, served, "LlamaForCausalLM") | biases, tensors
 
 
-def to_sglang(head: EagleHead, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_sglang(head: EagleHead, served: Served) -> Stored:
     """For SGLang, whose `fc` has a bias in any case, and where `bias` would give one to the attention."""
+    check_layer(head)
     zeros = torch.zeros(head.hidden_size, dtype=head.dtype)
     return _config(head, served, "LlamaForCausalLMEagle"), {"fc.bias": zeros} | head.state_dict()
 
 
-def _config(head: EagleHead, served: Served, architecture: str) -> dict[str, Any]:
+def _config(head: EagleHead, served: Served, architecture: str) -> Config:
     return {"architectures": [architecture]} | llama_fields(head, served)
+
+
+def check_project(head: FeatureHead) -> None:
+    """Raises ValueError for a layer that SafeAILab/EAGLE does not compute."""
+    llama = LlamaConfig(**head.config)
+    if (rope := (llama.rope_parameters or {}).get("rope_type")) not in ROTARY:
+        raise ValueError(f"its rotary positions are of type {rope!r}, which is none of {', '.join(ROTARY)}")
+    if (width := (llama.head_dim or 0) * llama.num_attention_heads) != llama.hidden_size:
+        raise ValueError(f"its attention heads are {width} wide together, not {llama.hidden_size} as there")
+
+
+class Unchanged:
+    """A target whose output path leaves EAGLE-1's features as they are."""
+
+    def output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
+        return hidden
+
+    def output_rows(self, tokens: Tensor) -> nn.Linear:
+        raise NotImplementedError
+
+
+def outputs(head: FeatureHead, features: Tensor, generator: torch.Generator) -> Tensor:
+    """[2, T, N] logits of two steps, the second on the head's own features; of EAGLE-1 the features.
+
+    features: [1, T, F].
+    """
+    # 1. random tokens, and an embedding for a head that has the target's
+    count = features.shape[1]
+    tokens = torch.randint(head.vocab_size, (1, count + 1), generator=generator)
+    if head.lacks_embedding:
+        weight = torch.randn(head.vocab_size, head.hidden_size, generator=generator)
+        head.share_embedding(nn.Parameter(weight, requires_grad=False))
+
+    # 2. two steps, at positions far apart, so that angles differ where their scaling does
+    hidden, steps = head.fuse(features), []
+    for step in range(2):
+        positions = 97 * torch.arange(step, step + count)
+        hidden = head.step(tokens[:, step : step + count], hidden, positions)
+        steps.append(head.logits(hidden, Unchanged()))
+    return torch.cat(steps)

@@ -8,18 +8,24 @@ hidden_states[k]. In a target of five layers:
     eagle_config. …_layer_ids               0   1   2   3   4   SGLang: the layer it leaves
 """
 
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Collection
 
 from treespec.heads.eagle3 import Eagle3Head
-from treespec.heads.formats.engines import Served, llama_fields
+from treespec.heads.formats.eagle import check_project
+from treespec.heads.formats.engines import Served, check_layer, llama_fields
+from treespec.heads.head import Config, Stored, Tensors
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 UNKNOWN = ("norm_before_fc", "fc_norm", "norm_output")  # parts of a head that Eagle3Head has not
 
 
-def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def recognises(config: Config, names: Collection[str]) -> bool:
+    """Whether a config.json is EAGLE-3's, in the format of any project."""
+    named = "eagle3" in str(config.get("architectures")).lower()
+    return named or "draft_vocab_size" in config or "speculators_model_type" in config
+
+
+def read(config: Config, tensors: Tensors) -> Stored:
     """The layer may be layers.0 or midlayer, the taps SGLang's. A mapping of all tokens to themselves goes.
 
     Raises ValueError for a head with parts that are not known, and for taps that contradict each other.
@@ -35,7 +41,7 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, 
     return config, tensors
 
 
-def _untangled(config: dict[str, Any]) -> dict[str, Any]:
+def _untangled(config: Config) -> Config:
     """With SGLang's taps as treespec says them."""
     nested = config["eagle_config"]
     if not isinstance(nested, dict):
@@ -63,8 +69,11 @@ def to_sglang_ids(taps: tuple[int, ...]) -> list[int]:
     return [k - 1 for k in taps]
 
 
-def to_eagle(head: Eagle3Head, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_eagle(head: Eagle3Head, served: Served) -> Stored:
     """For SafeAILab/EAGLE, which reads no layer ids, and of a target of another width takes no embedding."""
+    check_layer(head, activation=None)
+    check_residual(head)
+    check_project(head)
     layers = served.layers
     if head.taps != (2, layers // 2, layers - 3):
         raise ValueError(
@@ -76,18 +85,27 @@ def to_eagle(head: Eagle3Head, served: Served) -> tuple[dict[str, Any], dict[str
     return config, head.state_dict()
 
 
-def to_sglang(head: Eagle3Head, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_sglang(head: Eagle3Head, served: Served) -> Stored:
     """For SGLang: `draft_vocab_size` has to be there."""
+    check_layer(head)
+    check_residual(head)
     taps = {"eagle_config": {IDS: to_sglang_ids(head.taps), "use_aux_hidden_state": True}}
     return _config(head, served, "LlamaForCausalLMEagle3") | taps, head.state_dict()
 
 
-def to_vllm(head: Eagle3Head, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_vllm(head: Eagle3Head, served: Served) -> Stored:
     """For vLLM, which knows midlayer, refuses unknown tensors, and takes no d2t where all tokens are drafted."""
+    check_layer(head)
     config = {IDS: list(head.taps), "norm_before_residual": head.midlayer.norm_before_residual}
     return _config(head, served, "LlamaForCausalLMEagle3") | config, head.state_dict()
 
 
-def _config(head: Eagle3Head, served: Served, architecture: str) -> dict[str, Any]:
+def _config(head: Eagle3Head, served: Served, architecture: str) -> Config:
     own = {"draft_vocab_size": head.lm_head.out_features, "target_hidden_size": served.hidden_size}
     return {"architectures": [architecture]} | llama_fields(head, served) | own
+
+
+def check_residual(head: Eagle3Head) -> None:
+    """Raises ValueError for a head of the variant that these projects do not have."""
+    if head.midlayer.norm_before_residual:
+        raise ValueError("its residual is normed (norm_before_residual), which only vllm and speculators know")

@@ -1,9 +1,10 @@
 """What the formats of the engines share: the target that is served, and Llama's fields as every version reads them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
+
+from treespec.heads.head import Config, FeatureHead
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,27 @@ class Served:
         )
 
 
-def llama_fields(head: Any, served: Served) -> dict[str, Any]:
+def check_layer(head: FeatureHead, *, biases: bool = False, activation: str | None = "silu") -> None:
+    """Raises ValueError for a decoder layer that a format cannot describe.
+
+    biases: whether it has a field for biases of queries, keys and values. activation: the only one; None: it has a
+    field.
+    """
+    if head.embed_scale != 1.0:
+        raise ValueError(f"its target's embeddings are scaled by {head.embed_scale:g}, for which there is no field")
+    if head.config.get("qkv_bias") and not biases:
+        raise ValueError("its queries, keys and values have biases, for which there is no field")
+    if activation and (own := LlamaConfig(**head.config).hidden_act) != activation:
+        raise ValueError(f"its activation is {own}, where the engines have {activation}")
+
+
+def llama_fields(head: FeatureHead, served: Served) -> Config:
     """The fields of a Llama of one layer. Rotary positions are said in the three ways that versions look for.
 
     The context is the target's at least: the engines stop where the shorter one ends.
     """
     llama = LlamaConfig(**head.config)
-    rope: dict[str, Any] = dict(llama.rope_parameters or {})
+    rope: Config = dict(llama.rope_parameters or {})
     kind, theta = rope["rope_type"], rope["rope_theta"]
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"} | {"type": kind}
     return {

@@ -1,10 +1,10 @@
 """Hydra's heads of zankner/Hydra: their config says nothing of the target's sizes, their file has unused tensors."""
 
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
 
-from torch import Tensor
+from treespec.heads.head import Config, Stored, Tensors
+from treespec.heads.hydra import ARCHITECTURES
 
 MARK = re.compile(r"hydra_(mlp|lm_head)\.")
 PREFIX = "prefix_embeding_layer."
@@ -17,7 +17,17 @@ UNUSED = {  # the target's embedding, which treespec has from the target, and th
 ANGLES = LAYER + "self_attn.rotary_emb.inv_freq"  # [D / 2], which follows from the config
 
 
-def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def recognises(config: Config, names: Collection[str]) -> bool:
+    """Whether a directory holds Hydra's or Hydra++'s heads."""
+    return "hydra_num_heads" in config or config.get("model_type") == "hydra" or any(map(MARK.match, names))
+
+
+def recognises_prefix(config: Config, names: Collection[str]) -> bool:
+    """Whether it holds Hydra++'s."""
+    return recognises(config, names) and config.get("hydra_head_arch") == ARCHITECTURES["hydra++"]
+
+
+def read(config: Config, tensors: Tensors) -> Stored:
     """Without the tensors that nothing uses, and with what the config does not say by the shapes of the others.
 
     Raises ValueError for features of another layer than the last, and where neither the config nor the file says how
@@ -29,14 +39,14 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, 
     if output is None:
         raise ValueError(f"the head lacks {OUTPUTS[0]}; is it Hydra or Hydra++ heads?")
     vocab_size, hidden_size = output.shape
-    known: dict[str, Any] = {"hydra_num_heads": _heads(tensors), "hidden_size": hidden_size, "vocab_size": vocab_size}
+    known: Config = {"hydra_num_heads": _heads(tensors), "hidden_size": hidden_size, "vocab_size": vocab_size}
     if any(name.startswith(LAYER) for name in tensors):
         known |= _attention(config, tensors, hidden_size)
     config = config | {name: value for name, value in known.items() if name not in config}
     return config, {name: value for name, value in tensors.items() if name not in UNUSED | {ANGLES}}
 
 
-def levels(config: dict[str, Any], names: Iterable[str]) -> int | None:
+def levels(config: Config, names: Iterable[str]) -> int | None:
     """How many heads there are, by the config or the names of the tensors; None where neither says it in a number."""
     given = config.get("hydra_num_heads", _heads(names))
     return given or None if type(given) is int else None
@@ -46,7 +56,7 @@ def _heads(names: Iterable[str]) -> int:
     return max((int(found[1]) + 1 for name in names if (found := re.match(r"hydra_mlp\.(\d+)\.", name))), default=0)
 
 
-def _attention(config: dict[str, Any], tensors: dict[str, Tensor], width: int) -> dict[str, int]:
+def _attention(config: Config, tensors: Tensors, width: int) -> dict[str, int]:
     """Of the prefix layer. Its file holds an angle for every second number of a head."""
     if "num_attention_heads" in config:
         heads = config["num_attention_heads"]

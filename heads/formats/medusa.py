@@ -1,13 +1,13 @@
 """Medusa's heads of FasterDecoding/Medusa, in files of their own and within whole models, and of vLLM."""
 
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
 
 from treespec.heads.formats.engines import Served
+from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.medusa import MedusaHead
 
 WHOLE = "medusa_head."  # before the names in a whole model
@@ -15,7 +15,12 @@ BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.")  # vLLM's
 MARK = re.compile(r"\d+\.|blocks\.\d+\.|medusa_heads?\.")
 
 
-def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def recognises(config: Config, names: Collection[str]) -> bool:
+    """Whether a directory holds Medusa's heads: some configs say nothing of them."""
+    return "medusa_num_heads" in config or config.get("model_type") == "medusa" or any(map(MARK.match, names))
+
+
+def read(config: Config, tensors: Tensors) -> Stored:
     """The heads alone, with what the config does not say of them by their tensors.
 
     Published configs say 2 heads where there are 5, so that a file may have more than they say.
@@ -35,14 +40,14 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, 
     return config, tensors
 
 
-def levels(config: dict[str, Any], names: Iterable[str]) -> int | None:
+def levels(config: Config, names: Iterable[str]) -> int | None:
     """How many heads `read` finds, by the names of the tensors; None where the config does not say it in a number."""
     given = [config[name] for name in ("num_heads", "medusa_num_heads") if name in config]
     count = _heads(BLOCK.sub("", name.removeprefix(WHOLE)) for name in names)
     return max([*given, count]) or None if all(type(number) is int for number in given) else None
 
 
-def to_vllm(head: MedusaHead, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_vllm(head: MedusaHead, served: Served) -> Stored:
     """For vLLM: blocks.{head}.layers.{block} and lm_heads.{head}."""
     layers = int(head.config.get("medusa_num_layers", 1))
     config = {
@@ -63,7 +68,7 @@ def to_vllm(head: MedusaHead, served: Served) -> tuple[dict[str, Any], dict[str,
     return config, {re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name): v for name, v in named.items()}
 
 
-def _from_vllm(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _from_vllm(config: Config, tensors: Tensors) -> Stored:
     """Blocks without biases get zeros."""
     layers = config.get("medusa_num_layers", config.get("num_hidden_layers", 1))
     config = config | {"medusa_num_layers": layers}
@@ -83,9 +88,14 @@ def _heads(names: Iterable[str]) -> int:
     return max((int(found[1]) + 1 for name in names if (found := re.match(r"(\d+)\.", name))), default=0)
 
 
-def _widths(tensors: dict[str, Tensor], output: str) -> dict[str, int]:
+def _widths(tensors: Tensors, output: str) -> dict[str, int]:
     """By the first head's output layer, [V, H]."""
     if output not in tensors:
         raise ValueError(f"the head lacks {output}; is it Medusa heads?")
     vocab_size, hidden_size = tensors[output].shape
     return {"hidden_size": hidden_size, "vocab_size": vocab_size}
+
+
+def outputs(head: MedusaHead, features: Tensor, generator: torch.Generator) -> Tensor:
+    """[K, T, V] logits of each head. features: [1, T, H]."""
+    return torch.cat(head(features))

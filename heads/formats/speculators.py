@@ -1,19 +1,21 @@
 """EAGLE-3 heads of vllm-project/speculators: the decoder layer's config is nested, its tensors are layers.0."""
 
-from typing import Any
-
-from torch import Tensor
-
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.formats import eagle3
-from treespec.heads.formats.engines import Served, llama_fields
+from treespec.heads.formats.engines import Served, check_layer, llama_fields
+from treespec.heads.head import Config, Stored, Tensors
 
 OWN = ("draft_vocab_size", "target_hidden_size", eagle3.IDS, *eagle3.UNKNOWN)
 VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compares
 DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
 
 
-def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_any(config: Config, tensors: Tensors) -> Stored:
+    """An EAGLE-3 directory of this project or of the others."""
+    return (read if "speculators_model_type" in config else eagle3.read)(config, tensors)
+
+
+def read(config: Config, tensors: Tensors) -> Stored:
     """As EAGLE-3's. Raises ValueError for other speculators and for layers that are not Llama's."""
     if (kind := config["speculators_model_type"]) != "eagle3":
         raise ValueError(f"speculators_model_type is {kind!r}, of which only 'eagle3' is known")
@@ -27,8 +29,9 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, 
     return eagle3.read(layer | fields | residual | {"architectures": ["LlamaForCausalLMEagle3"]}, tensors)
 
 
-def write(head: Eagle3Head, served: Served) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write(head: Eagle3Head, served: Served) -> Stored:
     """The directory that `vllm serve` loads by itself, with the target that it names."""
+    check_layer(head)
     greedy = {
         "proposal_type": "greedy",
         "speculative_tokens": DRAFTED,

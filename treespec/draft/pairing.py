@@ -64,7 +64,7 @@ def draws_of(kind: str, value: str, several: bool = False) -> Draws:
 
 def levels(folder: Path) -> int | None:
     """How many levels the head in a directory drafts; None: any number, or its files do not tell."""
-    from treespec.heads.formats import levels_of  # transformers' configurations come with it
+    from treespec.heads.registry import levels_of  # transformers' configurations come with it
     from treespec.heads.tensors import tensor_names
 
     try:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from treespec.draft.model_free.kinds import GIVEN, given_by
@@ -17,12 +16,12 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
-from treespec.heads.eagle3 import Eagle3Head, default_taps
+from treespec.heads.head import Head
 from treespec.options import nearest
 from treespec.target import Target
 
 
-def trained_head(folder: str, target: Target) -> Any:
+def trained_head(folder: str, target: Target) -> Head:
     """A head of any kind for a target that is not packed yet, with its draft vocabulary. Raises HeadError."""
     path = head_folder(folder)
     head = load_head(path, target.dtype, target.output_device)
@@ -32,10 +31,10 @@ def trained_head(folder: str, target: Target) -> Any:
     return head
 
 
-def head_of_kind(kind: str) -> Callable[[str, Target], Any]:
+def head_of_kind(kind: str) -> Callable[[str, Target], Head]:
     """`trained_head`, which has to be of that kind."""
 
-    def source(folder: str, target: Target) -> Any:
+    def source(folder: str, target: Target) -> Head:
         head = trained_head(folder, target)
         if head.kind != kind:
             raise InputError(f"--drafter {kind}:{folder} is a head of kind {head.kind}: write {head.kind}:{folder}")
@@ -79,10 +78,9 @@ def modules_of(source: Any) -> list[nn.Module]:
     return source.models if hasattr(source, "models") else []
 
 
-def fit(head: Any, target: Target, name: str) -> None:
+def fit(head: Head, target: Target, name: str) -> None:
     """Check that a head belongs to a target, and share the embedding where they hold the same one."""
-    if isinstance(head, Eagle3Head) and not head.taps:
-        head.taps = default_taps(target.layers)
+    head.settle_taps(target.layers)
     if beyond := [k for k in head.taps if not 0 <= k < target.layers]:
         raise InputError(
             f"head {name} taps layer {beyond[0]}, the target has {target.layers}: it is for another target"
@@ -92,21 +90,17 @@ def fit(head: Any, target: Target, name: str) -> None:
         raise InputError(f"head {name} is for features of width {head.feature_size}, the target's are {width}")
     if head.vocab_size != target.vocab_size:
         raise InputError(f"head {name} is for a vocabulary of {head.vocab_size}, the target's is {target.vocab_size}")
-    if not hasattr(head, "embed_tokens"):
-        return
-    if head.embed_tokens is None:
-        borrow_embedding(head, target, name)
-    own = target.model.get_input_embeddings().weight
-    if own.device == head.embed_tokens.weight.device and torch.equal(own, head.embed_tokens.weight):
-        head.embed_tokens.weight = own
+    if head.lacks_embedding:
+        head.share_embedding(embedding_for(head, target, name))
+    head.share_embedding(target.model.get_input_embeddings().weight)
 
 
-def borrow_embedding(head: Any, target: Target, name: str) -> None:
-    """Give a head that came without an embedding the target's, on the head's device."""
+def embedding_for(head: Head, target: Target, name: str) -> nn.Parameter:
+    """The target's embedding on its output device, for a head that came without one. Raises InputError."""
     own = embedding_of(target)
     if own.shape[1] != head.hidden_size:
         raise InputError(
             f"head {name} lacks embed_tokens.weight, and the target's embedding is {own.shape[1]} wide, not "
             f"{head.hidden_size}"
         )
-    head.embed_tokens = nn.Embedding.from_pretrained(own.to(target.output_device))
+    return nn.Parameter(own.to(target.output_device), requires_grad=False)

@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.files import read_json, write_text
 from treespec.heads import checksum
+from treespec.heads.head import FeatureHead, Head
 from treespec.target import Target
 from treespec.trees.tree import Drafts, TokenTree
 
@@ -23,18 +23,18 @@ FILE = "draft_vocab.json"
 AGAIN = "make it again with treespec calibrate --draft-vocab, or delete it to draft all"
 
 
-def restrict(head: Any, target: Target, tokens: Tensor) -> None:
+def restrict(head: Head, target: Target, tokens: Tensor) -> None:
     """Let a head draft these tokens of its target alone, [N] int64 ascending; before either is packed.
 
     Raises InputError where the output embedding cannot be taken apart, and where the head drafts none of the tokens.
     """
     tokens = tokens.to(target.output_device)
-    if getattr(head, "d2t", None) is not None and not torch.isin(tokens, head.vocabulary).any():
+    if head.vocabulary is not None and not torch.isin(tokens, head.vocabulary).any():
         raise InputError(f"{FILE} and the head's own d2t have no token in common: delete {FILE} to draft all of d2t")
     head.restrict(tokens, target)
 
 
-def draft_logits(head: Any, target: Target, hidden: Tensor) -> Tensor:
+def draft_logits(head: FeatureHead, target: Target, hidden: Tensor) -> Tensor:
     """[..., H] features of a head -> [..., V] the logits that it drafts by, -inf outside its vocabulary."""
     logits = head.logits(hidden, target)
     return logits if head.vocabulary is None else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)

@@ -1,0 +1,94 @@
+"""The kinds of draft head: one entry each, with all that this room knows of it.
+
+What else a kind needs stands in one table of each room above, by the same name: how it drafts in
+`treespec.draft.trained.kinds`, how it is trained in `treespec.train.kinds`.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from treespec.heads.eagle import EagleHead
+from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.formats import eagle, eagle3, hydra, medusa, speculators
+from treespec.heads.formats.engines import Served
+from treespec.heads.head import Config, Head, Stored, Tensors
+from treespec.heads.hydra import HydraHead
+from treespec.heads.medusa import MedusaHead
+
+H = TypeVar("H", bound=Head)
+
+
+@dataclass(frozen=True)
+class HeadKind(Generic[H]):
+    """build: (config) -> the head with random weights; raises for a config that does not describe it.
+
+    recognises: (config.json, names of the tensors) -> whether a directory holds this kind.
+    read: turns what the directory holds, in the format of any project, into the config and the tensors that `build`
+    and `Head.fill` take; raises ValueError for what it does not understand.
+    levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or they do not tell.
+    writers: by export format, (head, target) -> what the directory is to hold; raises ValueError for a head that has
+    no place in the format.
+    outputs: (head, features [1, T, F], generator) -> what the head computes on them and on random tokens, to compare
+    it with its export.
+    """
+
+    build: Callable[[Config], H]
+    known_as: str
+    recognises: Callable[[Config, Collection[str]], bool]
+    read: Callable[[Config, Tensors], Stored]
+    levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
+    writers: Mapping[str, Callable[[H, Served], Stored]] = field(default_factory=dict)
+    outputs: Callable[[H, Tensor, torch.Generator], Tensor] | None = None
+
+
+HEADS: dict[str, HeadKind[Any]] = {  # in the order in which a directory is asked; EAGLE-1's has no mark of its own
+    "medusa": HeadKind(
+        MedusaHead,
+        MedusaHead.known_as,
+        medusa.recognises,
+        medusa.read,
+        medusa.levels,
+        writers={"vllm": medusa.to_vllm},
+        outputs=medusa.outputs,
+    ),
+    "hydra++": HeadKind(HydraHead, HydraHead.known_as, hydra.recognises_prefix, hydra.read, hydra.levels),
+    "hydra": HeadKind(HydraHead, HydraHead.known_as, hydra.recognises, hydra.read, hydra.levels),
+    "eagle3": HeadKind(
+        Eagle3Head,
+        Eagle3Head.known_as,
+        eagle3.recognises,
+        speculators.read_any,
+        writers={
+            "sglang": eagle3.to_sglang,
+            "vllm": eagle3.to_vllm,
+            "speculators": speculators.write,
+            "eagle": eagle3.to_eagle,
+        },
+        outputs=eagle.outputs,
+    ),
+    "eagle": HeadKind(
+        EagleHead,
+        EagleHead.known_as,
+        lambda config, names: True,
+        eagle.read,
+        writers={"sglang": eagle.to_sglang, "vllm": eagle.to_vllm, "eagle": eagle.to_eagle},
+        outputs=eagle.outputs,
+    ),
+}
+
+
+def kind_of(config: Config, names: Collection[str]) -> str:
+    """The kind of head that a directory holds, by its config.json and the names of its tensors.
+
+    Configs of several projects leave out what has the project's default, so the names count too.
+    """
+    return next(name for name, kind in HEADS.items() if kind.recognises(config, names))
+
+
+def levels_of(config: Config, names: Collection[str]) -> int | None:
+    """Levels that the head of a directory drafts; None: any number, or config.json and names do not tell."""
+    return HEADS[kind_of(config, names)].levels(config, names)

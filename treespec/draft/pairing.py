@@ -65,14 +65,44 @@ def draws_of(kind: str, value: str, several: bool = False) -> Draws:
 def levels(folder: Path) -> int | None:
     """How many levels the head in a directory drafts; None: any number, or its files do not tell."""
     from treespec.heads.formats import levels_of  # transformers' configurations come with it
+
+    config, names = written(folder)
+    return None if names is None else levels_of(config, names)
+
+
+def check_kind(kind: str, head: str) -> None:
+    """Raises InputError where `--drafter kind:head` names a directory with a head of another kind."""
+    actual = None if kind == "head" else kind_of(Path(head).expanduser())
+    if actual and actual != kind:
+        raise InputError(f"--drafter {kind}:{head} is a head of kind {actual}: write {actual}:{head}")
+
+
+def kind_of(folder: Path) -> str | None:
+    """The kind of the head in a directory; None where only its tensors tell."""
+    from treespec.heads.formats import format_of
+    from treespec.heads.hydra import kind_of as hydra_kind
+
+    config, names = written(folder)
+    if names is None:
+        return None
+    name = format_of(config, names)
+    if name == "hydra":
+        try:
+            return hydra_kind(config)
+        except ValueError:  # loading says what is wrong
+            return None
+    return "eagle3" if name == "speculators" else name
+
+
+def written(folder: Path) -> tuple[dict[str, object], set[str] | None]:
+    """A head's config.json and its tensors' names; ({}, None) where the files do not tell."""
     from treespec.heads.tensors import tensor_names
 
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None
-    names = tensor_names(folder)
-    return levels_of(config, names) if isinstance(config, dict) and names is not None else None
+        return {}, None
+    return (config, tensor_names(folder)) if isinstance(config, dict) else ({}, None)
 
 
 def check_fit(policy: Policy, scheme: Scheme, model: Draws) -> None:

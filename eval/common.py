@@ -41,15 +41,20 @@ def seed_of(seed: int, question_id: int | str, turn: int, model_id: str) -> int:
     return zlib.crc32(json.dumps([seed, question_id, turn, model_id]).encode())
 
 
-def listed(name: str, values: str) -> list[str]:
-    """The different parts between commas or semicolons.
+def parts_of(name: str, values: str) -> list[str]:
+    """The parts between commas or semicolons. A comma before `option=` does not part:
 
-    But for the commas inside `is-lp:s=8,alphabet=50` and `sparse:512,snapkv`.
+    `is-lp:s=8,alphabet=50` is one part. Raises InputError for an empty part.
     """
-    parts = [part.strip() for part in re.split(r"[;,](?!\s*[\w-]+=|snapkv\b)", values)]
+    parts = [part.strip() for part in re.split(r"[;,](?!\s*[\w-]+=)", values)]
     if not all(parts):
         raise InputError(f"--{name} {values!r} has an empty part: separate by single commas")
-    return list(dict.fromkeys(parts))
+    return parts
+
+
+def listed(name: str, values: str) -> list[str]:
+    """`parts_of`, each once."""
+    return list(dict.fromkeys(parts_of(name, values)))
 
 
 def number(name: str, text: str) -> float:

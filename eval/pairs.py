@@ -21,17 +21,20 @@ class Pair(NamedTuple):
 
 
 def pairs(
-    drafters: Sequence[str], verifiers: Sequence[str], trees: Sequence[str | None], allow_lossy: bool
+    drafters: Sequence[tuple[str, str | None]],
+    verifiers: Sequence[str],
+    trees: Sequence[str | None],
+    allow_lossy: bool,
 ) -> tuple[list[Pair], list[str]]:
     """Every drafter with every verifier and tree that it goes with, and why others were left out.
 
-    A verifier may name its tree, rrs-wo@2x4, and so may a drafter, medusa:DIRECTORY@medusa, which comes first. A
-    drafter that hands over given tokens takes no tree, and `topk` where no other verifier fits. Of a single drafter
-    all pairs have to fit. Raises InputError.
+    drafters: (name, its own tree or None). A verifier may name its tree too, rrs-wo@2x4; the
+    drafter's wins. A drafter that hands over given tokens takes no tree, and `topk` where no other
+    verifier fits. A single drafter must fit all verifiers and trees: else InputError.
     """
     found: list[Pair] = []
     reasons: list[str] = []
-    for drafter, _, its_own in (name.partition("@") for name in drafters):
+    for drafter, its_own in drafters:
         given = drafter.partition(":")[0] in GIVEN and len(drafters) > 1
         rows: list[Pair] = []
         for verifier, _, own in (name.partition("@") for name in verifiers):

@@ -1,9 +1,9 @@
 """Questions in FastChat's format: our own, MT-Bench's, or a file's."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from treespec.errors import InputError
 
@@ -21,12 +21,11 @@ class Question:
 
 
 def load_questions(spec: str = "builtin") -> tuple[list[Question], list[str]]:
-    """(questions, what is wrong with the lines left out) of `builtin`, `mt-bench` or a JSONL file.
+    """(questions, what is wrong with the lines left out) of one of `SETS` or of a JSONL file.
 
-    `mt-bench` is the 80 questions, downloaded at the first use and kept in the Hugging Face cache.
-    Raises InputError for a file that cannot be read or has no question, and for a download that fails.
+    Raises InputError for a file that cannot be read or has no question, and for a failed download.
     """
-    path = BUILTIN if spec == "builtin" else _mt_bench() if spec == "mt-bench" else Path(spec)
+    path = SETS[spec]() if spec in SETS else Path(spec)
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
@@ -50,7 +49,7 @@ def load_questions(spec: str = "builtin") -> tuple[list[Question], list[str]]:
     return list(questions.values()), problems
 
 
-def _question(line: Any) -> Question:
+def _question(line: object) -> Question:
     if not isinstance(line, dict):
         raise ValueError("not a JSON object")
     question_id, turns = line.get("question_id"), line.get("turns")
@@ -63,6 +62,7 @@ def _question(line: Any) -> Question:
 
 
 def _mt_bench() -> Path:
+    """The 80 questions, downloaded at the first use and kept in the Hugging Face cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -79,3 +79,6 @@ def _mt_bench() -> Path:
             f"({type(error).__name__}); pass `--questions FILE` with a copy of its question.jsonl, "
             "which FastChat's repository has too, or `--questions builtin`"
         ) from error
+
+
+SETS: dict[str, Callable[[], Path]] = {"builtin": lambda: BUILTIN, "mt-bench": _mt_bench}

@@ -42,7 +42,7 @@ def save_models(folder):
     model.save_pretrained(folder / "target")
     words.save_pretrained(folder / "target")
     torch.manual_seed(0)
-    save_head(new_head(load_spec(ChatConfig(str(folder / "target"))).target), folder / "head")
+    save_head(new_head(load_spec(ChatConfig(target=str(folder / "target"))).target), folder / "head")
 
 
 def chat_config(folder):

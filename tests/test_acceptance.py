@@ -43,7 +43,7 @@ def random_laws(number: int, size: int) -> Logits:
 @pytest.fixture(scope="module")
 def figure_2(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("figure")
-    [rows] = accept(AcceptanceConfig(str(out), preset="khisti-figure2", samples=16))["sweeps"]
+    [rows] = accept(AcceptanceConfig(out=str(out), preset="khisti-figure2", samples=16))["sweeps"]
     return rows
 
 
@@ -157,7 +157,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_in(home: Path, out: Path, **changes: Any) -> AcceptanceConfig:
     options = {"questions": str(home / "questions.jsonl"), "max_new_tokens": 6, "samples": 2, "verifier": "rrs,rrs-wo"}
     options |= {"draws": "2", "temperature": "1", "dtype": "float32"}
-    return AcceptanceConfig(str(out), str(home / "target"), str(home / "head"), **options | changes)
+    return AcceptanceConfig(out=str(out), target=str(home / "target"), head=str(home / "head"), **options | changes)
 
 
 def test_a_rerun_takes_the_logits_that_are_there(home: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_given_text_is_read_as_what_it_is(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_sweeps_of_verifiers_that_exist(name: str, tmp_path: Path) -> None:
-    for sweep in sweeps(AcceptanceConfig(str(tmp_path), "t", "h", preset=name)):
+    for sweep in sweeps(AcceptanceConfig(out=str(tmp_path), target="t", head="h", preset=name)):
         assert cases(sweep)
         for verifier in (sweep.verifier or "").replace(",is-lp", " is-lp").split():
             assert verifier == "all" or scheme_by_name(verifier).lossless
@@ -232,7 +232,7 @@ def laws_file(folder: Path, p: Tensor | list[Any], q: Tensor | list[Any]) -> str
 def test_bad_input_is_explained(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     laws = laws_file(tmp_path, [[0.5, 0.5]], [[0.1, 0.9]])
     with pytest.raises(InputError, match=message):
-        accept(AcceptanceConfig(str(tmp_path), **{"laws": laws} | changes))
+        accept(AcceptanceConfig(out=str(tmp_path), **{"laws": laws} | changes))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_bad_input_is_explained(changes: dict[str, Any], message: str, tmp_path:
 def test_laws_that_are_none_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "laws.json").write_text(content)
     with pytest.raises(InputError, match=r"laws\.json"):
-        accept(AcceptanceConfig(str(tmp_path), laws=str(tmp_path / "laws.json")))
+        accept(AcceptanceConfig(out=str(tmp_path), laws=str(tmp_path / "laws.json")))
 
 
 def test_a_text_that_cannot_be_used_is_explained(home: Path, tmp_path: Path) -> None:

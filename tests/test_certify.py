@@ -135,7 +135,7 @@ def test_the_command_gives_a_report_and_exit_code_0(tmp_path):
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write"):
-        certify(CertifyConfig("no-model", "no-head", out=str(tmp_path / "file" / "report.json")))
+        certify(CertifyConfig(target="no-model", head="no-head", out=str(tmp_path / "file" / "report.json")))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_pat
 )
 def test_numbers_that_say_nothing_are_refused(option, value):
     with pytest.raises(InputError, match=f"--{option.replace('_', '-')} is"):
-        CertifyConfig("target", "head", **{option: value})
+        CertifyConfig(target="target", head="head", **{option: value})
 
 
 def test_a_drafter_that_is_a_model_is_asked_with_its_own_law():

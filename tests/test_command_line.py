@@ -183,20 +183,20 @@ class TestBeforeAnythingIsLoaded:
     def test_names_are_checked(self, folders, tmp_path):
         target, head = folders["target"], folders["head"]
         for options, words in [
-            ((target[:-1], head), "did you mean"),
-            ((target, head[:-1]), "did you mean"),
-            ((target, None, ("lokup",)), "did you mean lookup"),
-            ((target, None, ("eagle:" + head[:-1],)), "did you mean"),
-            ((target, None, (f"self:{tmp_path}/none",)), "treespec skip"),
+            ((target[:-1], [f"head:{head}"]), "did you mean"),
+            ((target, [f"head:{head[:-1]}"]), "did you mean"),
+            ((target, ["lokup"]), "did you mean lookup"),
+            ((target, [f"eagle:{head[:-1]}"]), "did you mean"),
+            ((target, [f"self:{tmp_path}/none"]), "treespec skip"),
         ]:
             with pytest.raises(InputError, match=words):
                 check_sources(*options)
-        check_sources(target, head, ("lookup:tokens=3", f"eagle:{head}", "sparse:512"))
+        check_sources(target, [f"head:{head}", "lookup:tokens=3", f"eagle:{head}", "sparse:512"])
 
     def test_a_head_has_the_targets_width(self, folders, tmp_path):
         (tmp_path / "config.json").write_text('{"hidden_size": 4096}')
         with pytest.raises(InputError, match="is for features of width 4096, the target's are 32"):
-            check_sources(folders["target"], str(tmp_path))
+            check_sources(folders["target"], [f"head:{tmp_path}"])
 
     @pytest.mark.parametrize("command", ["skip", "tree", "certify", "bench", "acceptance", "quickstart", "train"])
     def test_a_place_that_cannot_be_written_is(self, command, tmp_path, monkeypatch, capsys):

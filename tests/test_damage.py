@@ -77,7 +77,7 @@ def write_logits(folder):
 
 
 def read_logits(folder):
-    config = AcceptanceConfig(str(folder), target="./gone", head="./gone", text="./gone")
+    config = AcceptanceConfig(out=str(folder), target="./gone", head="./gone", text="./gone")
     logits, environment = collect._read(folder / "logits.safetensors", config, {})
     return asdict(logits), environment
 

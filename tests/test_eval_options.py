@@ -8,7 +8,7 @@ from evaluating import QUESTIONS, TURNS, answered, config_in, page_of, save_mode
 
 from treespec.errors import InputError
 from treespec.eval.common import seed_of
-from treespec.eval.mtbench.config import EvalConfig, configurations, drafters_of, pairs_of
+from treespec.eval.mtbench.config import EvalConfig, configurations, drafters_of, drafters_with_trees, pairs_of
 from treespec.eval.mtbench.run import evaluate
 from treespec.spec import Spec
 from treespec.target import Target
@@ -44,9 +44,9 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path, 
 def test_a_verifier_may_name_its_own_tree():
     """One with options and commas included; the others go with every tree."""
     config = EvalConfig(
-        "t",
-        "o",
-        "h",
+        target="t",
+        out="o",
+        head="h",
         verifier="topk@dynamic:depth=3,topk=2,nodes=8,rrs,rrs-wo",
         tree="eagle;2x2",
         baseline=False,
@@ -129,7 +129,11 @@ def test_lossy_verifiers_are_marked(home, tmp_path):
 
 def test_options_with_commas_stay_whole():
     config = EvalConfig(
-        "org/T-7B", "o", "h", verifier="is-lp:s=8,alphabet=50, topk@dynamic:depth=3,topk=2,nodes=8", tree="chain:3;2x2"
+        target="org/T-7B",
+        out="o",
+        head="h",
+        verifier="is-lp:s=8,alphabet=50, topk@dynamic:depth=3,topk=2,nodes=8",
+        tree="chain:3;2x2",
     )
     names = [c.model_id for c in configurations(config)]
     assert names == [
@@ -141,15 +145,28 @@ def test_options_with_commas_stay_whole():
 
 
 def test_drafters_with_commas_stay_whole():
-    config = EvalConfig("T", "o", drafter="sparse:512,snapkv,rest:store,nodes=4,sparse:64,snapkv,lookup")
+    config = EvalConfig(target="T", out="o", drafter="sparse:512,snapkv,rest:store,nodes=4,sparse:64,snapkv,lookup")
     assert drafters_of(config) == ["sparse:512,snapkv", "rest:store,nodes=4", "sparse:64,snapkv", "lookup"]
+
+
+def test_an_at_sign_belongs_to_the_directory_of_head_and_names_a_tree_in_a_list_of_drafters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert drafters_with_trees(EvalConfig(target="T", out="o", head="runs/h@2")) == [("head:runs/h@2", None)]
+    listed = "sparse:512, snapkv@chain:3, eagle:h@2x4, eagle:k@2, lookup"
+    (tmp_path / "k@2").mkdir()
+    assert drafters_with_trees(EvalConfig(target="T", out="o", drafter=listed)) == [
+        ("sparse:512,snapkv", "chain:3"),
+        ("eagle:h", "2x4"),
+        ("eagle:k@2", None),
+        ("lookup", None),
+    ]
 
 
 def test_two_trees_of_one_name_are_refused(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.json").write_text("[[0]]")
-    config = EvalConfig("T", "o", "h", tree=f"{tmp_path}/a/x.json;{tmp_path}/b/x.json")
+    config = EvalConfig(target="T", out="o", head="h", tree=f"{tmp_path}/a/x.json;{tmp_path}/b/x.json")
     with pytest.raises(InputError, match="would both be called"):
         configurations(config)
 
@@ -157,7 +174,11 @@ def test_two_trees_of_one_name_are_refused(tmp_path):
 def test_every_drafter_gets_what_it_goes_with():
     """Three drafters, three verifiers: a tree of given tokens has `topk`, a named tree goes before the others."""
     config = EvalConfig(
-        "T", "o", drafter="eagle:x/h, lookup:tokens=5,ngram=2, medusa:m@3x2", verifier="topk,rrs-wo@2x4", baseline=False
+        target="T",
+        out="o",
+        drafter="eagle:x/h, lookup:tokens=5,ngram=2, medusa:m@3x2",
+        verifier="topk,rrs-wo@2x4",
+        baseline=False,
     )
     rows = [(c.drafter, c.verifier, c.tree) for c in configurations(config)]
     assert rows == [
@@ -192,7 +213,7 @@ def test_of_several_drafters_one_that_does_not_fit_is_left_out(home, tmp_path):
 
 
 def test_given_tokens_are_verified_by_topk_where_nothing_else_fits():
-    config = EvalConfig("T", "o", drafter="eagle:h,lookup", verifier="rrs-wo", tree="2x2", baseline=False)
+    config = EvalConfig(target="T", out="o", drafter="eagle:h,lookup", verifier="rrs-wo", tree="2x2", baseline=False)
     assert [(c.drafter, c.verifier, c.tree) for c in configurations(config)] == [
         ("eagle:h", "rrs-wo", "2x2"),
         ("lookup", "topk", None),

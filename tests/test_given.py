@@ -213,11 +213,11 @@ class TestWhatDoesNotGoTogether:
         with pytest.raises(InputError, match="leave out one"):
             load("nowhere", "head", drafter="lookup")
         with pytest.raises(InputError, match="give --head or --drafter"):
-            CertifyConfig("target")
+            CertifyConfig(target="target")
 
 
 def test_chat_says_what_drafts_and_refuses_a_tree():
-    conversation = Conversation(spec_of("llama", "lookup"), ChatConfig("target", drafter="lookup:tokens=10"))
+    conversation = Conversation(spec_of("llama", "lookup"), ChatConfig(target="target", drafter="lookup:tokens=10"))
     assert run(conversation, "/verifier topk") == "verifier topk, drafts by lookup:tokens=10"
     with pytest.raises(InputError, match="makes its own tree"):
         run(conversation, "/tree eagle")
@@ -270,12 +270,12 @@ class TestCertificate:
         assert torch.allclose(law[0], wanted / wanted.sum(-1, keepdim=True))
 
     def test_a_drafter_without_a_head_is_certified(self):
-        config = CertifyConfig("target", drafter="lookup", tokens=80, length=4, batch=1, greedy_tokens=8)
+        config = CertifyConfig(target="target", drafter="lookup", tokens=80, length=4, batch=1, greedy_tokens=8)
         found = examine(spec_of("llama", "lookup"), [prompt(), prompt(5)], config)
         assert found["passed"]
         assert found["tree"] == "lookup"
 
     def test_a_verifier_that_takes_what_it_is_given_is_not(self):
-        config = CertifyConfig("target", drafter="lookup", tokens=300, length=6, batch=1, greedy_tokens=1)
+        config = CertifyConfig(target="target", drafter="lookup", tokens=300, length=6, batch=1, greedy_tokens=1)
         found = examine(spec_of("gpt-neox", "lookup", verifier=Credulous(TopK())), [prompt(20) * 2], config)
         assert [test["passed"] for test in found["tests"]][1] is False

@@ -20,7 +20,9 @@ MAY_IMPORT = {
 }
 
 FLOORS = {  # the files of rooms that hold more than one floor
-    **dict.fromkeys(("errors", "options", "files", "identity", "locks", "sampling", "stats", "cache"), "ground"),
+    **dict.fromkeys(
+        ("errors", "options", "shared_options", "files", "identity", "locks", "sampling", "stats", "cache"), "ground"
+    ),
     "target": "target",
     "decode": "decode",
     **dict.fromkeys(("spec", "loading", "names", "request", "stream", "__init__", "__main__"), "spec"),

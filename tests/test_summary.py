@@ -15,7 +15,9 @@ from treespec.eval.mtbench.summary import figures
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8])
 def test_each_configuration_runs_equally_often_at_each_place_and_after_each_other(n):
-    chosen = configurations(EvalConfig("t", "o", "h", temperature=",".join(map(str, range(n))), baseline=False))
+    chosen = configurations(
+        EvalConfig(target="t", out="o", head="h", temperature=",".join(map(str, range(n))), baseline=False)
+    )
     rounds = n if n % 2 == 0 else 2 * n
     orders = [in_order(chosen, number) for number in range(rounds)]
     assert all(sorted(map(hash, order)) == sorted(map(hash, chosen)) for order in orders)

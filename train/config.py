@@ -3,7 +3,8 @@
 from dataclasses import dataclass, fields, replace
 
 from treespec.errors import InputError
-from treespec.options import MANY, TOKENS, TRUST, check_ranges, nearest, option
+from treespec.options import MANY, TOKENS, either, nearest, option, shared
+from treespec.shared_options import PlacementOptions, TargetOptions
 
 
 @dataclass(frozen=True)
@@ -25,65 +26,58 @@ RECIPES = {  # by kind of head
 }
 
 
-@dataclass(frozen=True)
-class TrainConfig:
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(TargetOptions):
     """Defaults from the published papers and configurations; None is the kind's own (`RECIPES`).
 
     Kinds: Li et al. 2024 (2401.15077) and 2025 (2503.01840), Cai et al. 2024 (2401.10774), Ankner et al. 2024
     (2402.05109).
     """
 
-    target: str = option("target model: a directory or a hub id")
     data: str = option("conversations: JSONL in ShareGPT's form or as messages")
     out: str = option("directory for the head")
-    head: str = option("kind of head: eagle, eagle3, medusa, hydra or hydra++", "eagle")
+    head: str = option(f"kind of head: {either(RECIPES)}", "eagle")
     draft_heads: int | None = option(
-        "medusa and hydra: tokens ahead; default: 5 of medusa, 4 of hydra", None, least=1, most=64
+        "medusa, hydra: heads, one per drafted token; default: 5 for medusa, 4 for hydra", None, least=1, most=64
     )
-    template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
     features: str | None = option("store the target's features once in this directory", None)
     epochs: int | None = option("passes over the data; default: the kind's recipe", None, least=1, most=MANY)
-    max_steps: int = option("end after so many optimizer steps; 0: after the epochs", 0, least=0, most=MANY)
-    minutes: float = option("end after so many minutes of training; 0: no limit", 0.0, least=0, most=MANY)
-    batch_size: int = option("conversations a process and forward", 4, least=1, most=65536)
-    accumulate: int = option("forwards an optimizer step", 1, least=1, most=65536)
-    max_length: int = option("tokens of a conversation, the rest is cut", 2048, least=3, most=TOKENS)
+    max_steps: int = option("end after this number of optimizer steps; 0: after the epochs", 0, least=0, most=MANY)
+    minutes: float = option("end after this number of minutes of training; 0: no limit", 0.0, least=0, most=MANY)
+    batch_size: int = option("conversations per forward in each process", 4, least=1, most=65536)
+    accumulate: int = option("forwards per optimizer step", 1, least=1, most=65536)
+    max_length: int = option("most tokens of a conversation; longer ones are cut", 2048, least=3, most=TOKENS)
     learning_rate: float | None = option(
-        "peak of AdamW's learning rate; default: the kind's recipe", None, least=0, most=10
+        "AdamW: highest learning rate; default: the kind's recipe", None, least=0, most=10
     )
-    beta1: float = option("AdamW", 0.9, least=0, below=1)
-    beta2: float = option("AdamW", 0.95, least=0, below=1)
-    weight_decay: float | None = option("AdamW; default: the kind's recipe", None, least=0, most=100)
+    beta1: float = option("AdamW: beta1", 0.9, least=0, below=1)
+    beta2: float = option("AdamW: beta2", 0.95, least=0, below=1)
+    weight_decay: float | None = option("AdamW: weight decay; default: the kind's recipe", None, least=0, most=100)
     warm_up: int | None = option(
-        "steps of linear warm-up, decay to 0 follows; default: the kind's recipe", None, least=0, most=MANY
+        "steps of linear warm-up, before a linear decay to 0; default: the kind's recipe", None, least=0, most=MANY
     )
-    clip: float = option("largest norm of the gradient", 0.5, above=0, most=MANY)
+    clip: float = option("clip gradients to this norm", 0.5, above=0, most=MANY)
     noise: float = option("eagle: uniform noise on input features, ± this · 512 / length", 0.1, least=0, most=1000)
-    feature_weight: float = option("eagle: weight of SmoothL1 between features", 1.0, least=0, most=MANY)
-    token_weight: float = option("eagle: weight of the soft cross-entropy between token laws", 0.1, least=0, most=MANY)
+    feature_weight: float = option("eagle: weight of the SmoothL1 loss between features", 1.0, least=0, most=MANY)
+    token_weight: float = option("eagle: weight of the cross-entropy between token laws", 0.1, least=0, most=MANY)
     unrolled_steps: int = option(
-        "eagle3: draft steps that it is trained over, on its own features", 7, least=1, most=64
+        "eagle3: draft steps to train over, from step 2 on its own features", 7, least=1, most=64
     )
-    step_decay: float = option(
-        "eagle3: weight of the loss of a step, of that of the step before", 0.8, least=0, most=10
-    )
+    step_decay: float = option("eagle3: weight of a step's loss relative to the step before", 0.8, least=0, most=10)
     bias: bool = option("eagle: give fc a bias; vLLM serves heads without one", True)
-    depth_decay: float = option(
-        "medusa: weight of a head's loss, to the power of the heads before it", 0.8, least=0, most=10
-    )
-    held_out: float = option("share of the conversations kept for validation", 0.02, above=0, below=1)
-    validate_on: int = option("held-out conversations looked at in a validation", 64, least=0, most=MANY)
-    draft_steps: int = option("draft steps that a validation rolls out", 5, least=1, most=64)
+    depth_decay: float = option("medusa: weight of a head's loss relative to the head before", 0.8, least=0, most=10)
+    held_out: float = option("share of the conversations held out for validation", 0.02, above=0, below=1)
+    validate_on: int = option("held-out conversations per validation", 64, least=0, most=MANY)
+    draft_steps: int = option("draft steps per validation", 5, least=1, most=64)
     calibrate: bool = option("at the end, calibrate the head for --tree sampled on held-out conversations", True)
     validate_every: int = option("steps between validations; 0: only at the end", 1000, least=0, most=MANY)
     checkpoint_every: int = option("steps between checkpoints", 500, least=1, most=MANY)
     draft_vocab: int | None = option(
-        "draft only so many tokens, the most frequent of the data (FR-Spec)", None, least=1, most=TOKENS * 10
+        "restrict drafts to the N tokens most frequent in the data (FR-Spec)", None, least=1, most=TOKENS * 10
     )
-    seed: int = option("of the weights, the order and the noise", 0, least=0, most=2**32 - 1)
+    seed: int = option("seed of the weights, the order and the noise", 0, least=0, most=2**32 - 1)
     mixed_precision: str = option("no, bf16 or fp16", "no")
-    dtype: str = option("of the target: auto, float32, bfloat16 or float16", "auto")
-    trust_remote_code: bool = option(TRUST, False)
+    dtype: str = shared(PlacementOptions, "dtype", "auto")
     device_map: str | None = option("accelerate's placement of the target; default: the process's device", None)
     tracker: str | None = option("tensorboard or wandb", None)
 
@@ -91,7 +85,7 @@ class TrainConfig:
         if self.head not in RECIPES:
             hint = nearest(self.head, RECIPES)
             raise InputError(f"--head is {self.head!r}, must be one of {', '.join(RECIPES)}{hint}")
-        check_ranges(self)
+        super().__post_init__()
 
     @property
     def recipe(self) -> Recipe:

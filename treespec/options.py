@@ -1,9 +1,13 @@
-"""Configuration dataclasses whose fields are command-line options: said once, saved beside every result."""
+"""Options of commands: the names that they take, and dataclass fields that become them.
+
+The names stand here as plain text, so that `--help` loads neither torch nor transformers. Tests hold
+them equal to the registries.
+"""
 
 import difflib
 import re
-from collections.abc import Iterable
-from dataclasses import MISSING, field, fields
+from collections.abc import Collection, Iterable
+from dataclasses import MISSING, Field, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from treespec.errors import InputError
@@ -14,9 +18,62 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options", bound="DataclassInstance")
 
-MANY = 10**9  # of what nobody has more of: steps, questions, positions
-TOKENS = 10**6  # of a text, and of a vocabulary's part
-SEEDS = 2**63 - 1  # below 2^64, which torch takes, so that later answers may count on from one
+MANY = 10**9  # more steps, questions or positions than anybody has
+TOKENS = 10**6  # tokens of a text
+SEEDS = 2**63 - 1  # torch takes seeds below 2^64; later answers add to the first one's
+
+# How each drafter is written. A kind of head takes a directory or a hub id.
+DRAFTER_FORMS = {
+    "head": "head:HEAD",
+    "eagle": "eagle:HEAD",
+    "eagle3": "eagle3:HEAD",
+    "medusa": "medusa:HEAD",
+    "hydra": "hydra:HEAD",
+    "hydra++": "hydra++:HEAD",
+    "lookup": "lookup",
+    "rest": "rest:DATASTORE",
+    "lookahead": "lookahead",
+    "jacobi": "jacobi",
+    "model": "model:MODEL",
+    "self": "self:FILE",
+    "sparse": "sparse:512",
+}
+DRAFTERS = tuple(DRAFTER_FORMS)
+HEADS = tuple(kind for kind, form in DRAFTER_FORMS.items() if form.endswith(":HEAD"))
+GIVEN = ("lookup", "rest", "lookahead", "jacobi")  # these hand over given tokens, without a draft law
+DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in sparse:512,snapkv
+
+SCHEMES = (
+    *("single", "rrs", "rrs-wo", "kseq", "spechub", "greedy", "is-lp", "otm-lp", "optimal", "valued"),
+    *("topk", "typical"),
+)
+LOSSY = ("typical",)
+VERIFIERS = (
+    *("auto", *SCHEMES, "block", "traversal"),
+    *("layer:greedy", "layer:single", "layer:optimal"),
+)
+
+# How each tree is written; 2x4 is short for balanced:2x4.
+TREE_FORMS = {
+    "auto": "auto",
+    "eagle": "eagle",
+    "medusa": "medusa",
+    "chain": "chain:5",
+    "balanced": "2x4",
+    "dynamic": "dynamic:nodes=60",
+    "sampled": "sampled:nodes=26",
+    "confident": "confident",
+}
+TREE_FILE = "a JSON file of paths"
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+QUESTIONS = ("builtin", "mt-bench")
+
+
+def either(names: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *before, last = names
+    return f"{', '.join(before)} or {last}" if before else last
 
 
 def option(
@@ -29,39 +86,51 @@ def option(
     below: float | None = None,
     whole: bool = False,
     words: Iterable[str] = (),
+    choices: Iterable[str] = (),
 ) -> Any:
-    """A dataclass field with the help of its option; without a default the option is required.
+    """A dataclass field with its option's help. Without a default the option is required.
 
-    least, most, above, below: the range of a number, which `check_ranges` holds the field to; every int and float has
-    one with two ends. Of a str field it is the range of each number of a list, whole for whole numbers, beside which
-    the list may hold these words.
+    least, most, above, below: the range of a number, for `check_ranges`. Every int and float has one
+    with two ends. For a str field it is the range of each number in a list.
+    whole: the list holds whole numbers.
+    words: what the list may hold beside numbers.
+    choices: the names that a str field may hold, for `check_choices`.
     """
     metadata: dict[str, Any] = {"help": help, "whole": whole, "words": tuple(words)}
+    metadata["choices"] = tuple(choices)
     if (least, most, above, below) != (None,) * 4:
         metadata["range"] = (least, most, above, below)
-    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def range_of(one: Any) -> Range | None:
+def shared(group: type["DataclassInstance"], name: str, default: object = MISSING) -> Any:
+    """An option of another dataclass again, with a default of its own. Without one it is required."""
+    (known,) = (known for known in fields(group) if known.name == name)
+    return field(default=default, metadata=known.metadata)
+
+
+def range_of(known: Field) -> Range | None:
     """The range of a field that `option` made."""
-    if "range" not in one.metadata:
+    if "range" not in known.metadata:
         return None
-    least, most, above, below = one.metadata["range"]
-    return Range(least, most, above, below, whole=one.metadata["whole"] or one.type in (int, int | None))
+    least, most, above, below = known.metadata["range"]
+    whole = known.metadata["whole"] or known.type in (int, int | None)
+    return Range(least, most, above, below, whole)
 
 
-def check_ranges(config: Any, flag: str = "--") -> None:
-    """Raises InputError for the first number outside of its option's range; NaN and infinities are outside of all.
+def check_ranges(config: "DataclassInstance", flag: str = "--") -> None:
+    """Raises InputError for the first number outside its option's range, NaN and infinities too.
 
-    flag: what stands before a name, "" for options inside of one, as in lookup:tokens=10.
+    flag: prefix of the name in the message. It is "" for options inside an option, as in
+    lookup:tokens=10.
     """
-    for one in fields(config):
-        allowed, value = range_of(one), getattr(config, one.name)
+    for known in fields(config):
+        allowed, value = range_of(known), getattr(config, known.name)
         if allowed is None or value is None:
             continue
-        name = flag + one.name.replace("_", "-")
+        name = flag + known.name.replace("_", "-")
         if isinstance(value, str):
-            values = numbers_in(name, value, allowed, one.metadata["words"])
+            values = numbers_in(name, value, allowed, known.metadata["words"])
         else:
             values = list(value) if isinstance(value, tuple) else [value]
         for number in values:
@@ -69,8 +138,20 @@ def check_ranges(config: Any, flag: str = "--") -> None:
                 raise InputError(f"{name} is {number}, must be {allowed}")
 
 
-def numbers_in(name: str, text: str, allowed: Range, words: Iterable[str]) -> list[float]:
-    """The numbers of a list such as `0,0.6`, `1,1.2/2` or `8;16`. Raises InputError for a part that is none."""
+def check_choices(config: "DataclassInstance") -> None:
+    """Raises InputError for the first name that is none of its option's choices."""
+    for known in fields(config):
+        choices, value = known.metadata.get("choices"), getattr(config, known.name)
+        if choices and value is not None and value not in choices:
+            name = known.name.replace("_", "-")
+            raise InputError(f"--{name} is {value!r}, must be {either(choices)}{nearest(value, choices)}")
+
+
+def numbers_in(name: str, text: str, allowed: Range, words: Collection[str]) -> list[float]:
+    """The numbers in a list such as `0,0.6`, `1,1.2/2` or `8;16`.
+
+    words: parts to skip. Raises InputError for a part that is neither.
+    """
     parts = [part.strip() for part in re.split(r"[,;/]", text)]
     if not all(parts):
         raise InputError(f"{name} {text!r} has an empty part: separate by single commas")
@@ -85,38 +166,23 @@ def numbers_in(name: str, text: str, allowed: Range, words: Iterable[str]) -> li
     return numbers
 
 
-DRAFTER = (
-    "what drafts in place of --head: eagle:HEAD (or eagle3, medusa, hydra, hydra++), model:PATH, self:FILE, "
-    "sparse:512, lookup, rest:DATASTORE, lookahead or jacobi"
-)
-
-HEADS = ("head", "eagle", "eagle3", "medusa", "hydra", "hydra++")  # drafters that are a head's directory
-GIVEN = ("lookup", "rest", "lookahead", "jacobi")  # drafters that hand over given tokens
-DRAFTERS = (*HEADS, *GIVEN, "model", "self", "sparse")
-
-TRUST = "run Python files that the target's directory or repository brings; read them first"
-
-
-def one_source(config: Any) -> None:
-    """Raises InputError unless one of `head` and `drafter` is given."""
-    if (config.head is None) == (config.drafter is None):
-        raise InputError(f"give {'--head or --drafter' if config.head is None else 'only one of --head and --drafter'}")
-
-
 def nearest(name: str, names: Iterable[str]) -> str:
-    """` (did you mean rrs-wo?)` behind a name that is none, where one of the names is like it; else nothing."""
+    """` (did you mean rrs-wo?)`, or "" where none of the names is similar."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def parsed(kind: type[Options], text: str, named: str) -> Options:
-    """A dataclass of whole numbers from `tokens=10,ngram=3`. Raises InputError, of what is `named`."""
-    known = {field.name: field.default for field in fields(kind)}
-    values: dict[str, Any] = {}
+    """A dataclass of whole numbers from `tokens=10,ngram=3`.
+
+    named: the option that an InputError names.
+    """
+    defaults = {field.name: field.default for field in fields(kind)}
+    values: dict[str, int] = {}
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"(\w+)=([0-9]+)", part)
-        if not match or match[1] not in known:
-            choice = ", ".join(f"{name}={value}" for name, value in known.items())
+        if not match or match[1] not in defaults:
+            choice = ", ".join(f"{name}={value}" for name, value in defaults.items())
             raise InputError(f"{named}: {part!r} is not understood; its options are {choice}")
         values[match[1]] = int(match[2])
     try:

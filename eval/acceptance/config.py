@@ -1,77 +1,30 @@
 """What the acceptance lab is told, and the experiments that follow from it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
 
 from treespec.errors import InputError
 from treespec.eval.common import listed, number
-from treespec.options import MANY, SEEDS, TOKENS, TRUST, check_ranges, option
+from treespec.options import LOSSY, MANY, SCHEMES, SEEDS, TOKENS, either, option, shared
+from treespec.shared_options import DrafterOptions, PlacementOptions, TargetOptions, TextModelOptions, TextOptions
 
+LOSSLESS = tuple(name for name in SCHEMES if name not in LOSSY)
 
-@dataclass(frozen=True)
-class AcceptanceConfig:
-    """Options whose default is None follow from the preset, else from DEFAULTS. Raises InputError."""
+Settings = dict[str, str | int]
 
-    out: str = option("folder for logits and rates; a rerun takes the logits that are there")
-    target: str | None = option("target model: a directory or a hub id", None)
-    head: str | None = option("draft head: a directory or a hub id", None)
-    preset: str | None = option("hu, khisti-draws, khisti-temperatures, khisti-truncation or khisti-figure2", None)
-    laws: str | None = option('JSON file of given laws instead of a model: {"p": [[…], …], "q": [[…], …]}', None)
-    text: str | None = option("given text: conversations (.jsonl, .json), or plain text by any other name", None)
-    questions: str = option("without --text, the target's own answers: builtin, mt-bench or a JSONL file", "builtin")
-    answers_temperature: float = option("of the target's own answers", 1.0, least=0, most=100)
-    max_new_tokens: int = option("end an answer after so many tokens", 256, least=1, most=TOKENS)
-    limit: int | None = option("only the first so many questions or conversations", None, least=1, most=MANY)
-    max_length: int = option(
-        "cut conversations at so many tokens, and plain text into pieces of so many", 1024, least=3, most=TOKENS
-    )
-    positions: int = option("so many positions, evenly spread; 0 is all", 200, least=0, most=MANY)
-    step: int = option(
-        "draft step that q is of; before it the head's own features stand for the target's", 1, least=1, most=64
-    )
-    verifier: str | None = option("one or several, by commas: all, rrs, is-lp:s=8,alphabet=50, …", None)
-    temperature: str | None = option("one or several, by commas", None, least=0, most=100)
-    draws: str | None = option(
-        "draws at a node, one or several numbers, by commas", None, least=1, most=4096, whole=True
-    )
-    draft_temperature: str | None = option(
-        "one or several, by commas: same as the target's, 1.2, or 1.2/2 for two draws of their own laws",
-        None,
-        least=0,
-        most=100,
-        words=("same",),
-    )
-    top_k: int | None = option("keep the k likeliest tokens of both laws; 0 is off", None, least=0, most=TOKENS * 10)
-    top_p: float = option(
-        "keep the likeliest tokens of both laws up to this probability; 1 is off", 1.0, above=0, most=1
-    )
-    samples: int | None = option("Monte-Carlo outputs at each position", None, least=2, most=MANY)
-    seed: int = option("of answers and of samples", 0, least=0, most=SEEDS)
-    template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
-    device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
-    dtype: str = option("auto, float32, bfloat16 or float16", "auto")
-    trust_remote_code: bool = option(TRUST, False)
+DEFAULTS: Settings = {
+    "verifier": "all",
+    "temperature": "0.6,1",
+    "draws": "1,2,4",
+    "draft_temperature": "same",
+    "top_k": 0,
+    "samples": 16,
+}
+GIVEN: Settings = {"temperature": "1", "draws": "2", "samples": 1000}  # for given laws
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        if self.preset is not None and self.preset not in PRESETS:
-            raise InputError(f"--preset {self.preset}: there are {', '.join(PRESETS)}")
-        if not self.given_laws and not (self.target and self.head):
-            raise InputError("give --target and --head, or --laws FILE, or --preset khisti-figure2")
-
-    @property
-    def given_laws(self) -> bool:
-        return self.laws is not None or self.preset == "khisti-figure2"
-
-
-DEFAULTS: dict[str, Any] = {"verifier": "all", "temperature": "0.6,1", "draws": "1,2,4", "draft_temperature": "same"}
-DEFAULTS |= {"top_k": 0, "samples": 16}
-GIVEN: dict[str, Any] = {"temperature": "1", "draws": "2", "samples": 1000}  # of given laws
-
-# The questions of two papers, each a few sweeps: Hu et al. 2025, Figures 1 and 2; Khisti et al. 2025, Section 5 and
-# Figure 2. The grids between the ends are ours.
-PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
+# The experiments of two papers, each of a few sweeps: Hu et al. 2025, Figures 1 and 2; Khisti et al.
+# 2025, Section 5 and Figure 2. The grids between the ends are ours.
+PRESETS: dict[str, tuple[Settings, ...]] = {
     "hu": (
         {"temperature": "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1", "draws": "2,4"},
         {"temperature": "0.6,1", "draws": "1,2,3,4,5,6,7,8,9,10"},
@@ -94,11 +47,95 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
+def _default(name: str) -> str:
+    """For the help of an option that presets and given laws settle too."""
+    given = f" (given laws: {GIVEN[name]})" if name in GIVEN else ""
+    return f"the preset's, else {DEFAULTS[name]}{given}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceConfig(TextModelOptions, PlacementOptions, TextOptions):
+    """An option whose default is None follows from the preset, else from DEFAULTS.
+
+    Raises InputError for a number out of its range, and for models or laws that are missing.
+    """
+
+    out: str = option("folder for logits and rates; a rerun uses the logits that are there")
+    target: str | None = shared(TargetOptions, "target", None)
+    head: str | None = shared(DrafterOptions, "head", None)
+    preset: str | None = option(f"sweeps of a paper: {either(PRESETS)}", None, choices=PRESETS)
+    laws: str | None = option('JSON file of given laws in place of a model: {"p": [[…], …], "q": [[…], …]}', None)
+    answers_temperature: float = option("temperature of the target's own answers", 1.0, least=0, most=100)
+    max_new_tokens: int = shared(TextOptions, "max_new_tokens", 256)
+    max_length: int = option(
+        "most tokens of a conversation; plain text is split into pieces of this length",
+        1024,
+        least=3,
+        most=TOKENS,
+    )
+    positions: int = option("number of positions, evenly spread over the text; 0 takes all", 200, least=0, most=MANY)
+    step: int = option(
+        "draft step that q belongs to; from step 2 on the head runs on its own features",
+        1,
+        least=1,
+        most=64,
+    )
+    verifier: str | None = option(
+        f"schemes, separated by commas: all, {either(LOSSLESS)}; with options as in "
+        "is-lp:s=8,alphabet=50; default: all",
+        None,
+    )
+    temperature: str | None = option(
+        f"temperatures, separated by commas; default: {_default('temperature')}",
+        None,
+        least=0,
+        most=100,
+    )
+    draws: str | None = option(
+        f"numbers of draws per node, separated by commas; default: {_default('draws')}",
+        None,
+        least=1,
+        most=4096,
+        whole=True,
+    )
+    draft_temperature: str | None = option(
+        "draft temperatures, separated by commas: same (as the target's), 1.2, or 1.2/2 for two draws with a law each",
+        None,
+        least=0,
+        most=100,
+        words=("same",),
+    )
+    top_k: int | None = option("keep the k likeliest tokens of both laws; 0 is off", None, least=0, most=TOKENS * 10)
+    top_p: float = option(
+        "keep the likeliest tokens of both laws that hold this probability; 1 is off",
+        1.0,
+        above=0,
+        most=1,
+    )
+    samples: int | None = option(
+        f"Monte-Carlo samples per position; default: {_default('samples')}",
+        None,
+        least=2,
+        most=MANY,
+    )
+    seed: int = option("seed of the answers and samples", 0, least=0, most=SEEDS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.given_laws and not (self.target and self.head):
+            raise InputError("give --target and --head, or --laws FILE, or --preset khisti-figure2")
+
+    @property
+    def given_laws(self) -> bool:
+        return self.laws is not None or self.preset == "khisti-figure2"
+
+
 @dataclass(frozen=True)
 class Case:
-    """Which p and q, and how many draws. draft: what the draft's temperature is called.
+    """One comparison: the target's and the draft's temperatures, the draws and the truncation.
 
-    draft_temperatures: of the one draft law, or of each draw's.
+    draft: the draft's temperature as tables name it. draft_temperatures: one for all draws, or one
+    per draw.
     """
 
     temperature: float
@@ -110,28 +147,39 @@ class Case:
 
 
 def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
-    """The configuration with every open option settled, one a sweep of the preset; options given win."""
+    """The configuration with every open option settled, one per sweep of the preset.
+
+    Options that were given win over the preset.
+    """
     usual = DEFAULTS | (GIVEN if config.given_laws else {})
     settled = []
     for preset in PRESETS[config.preset] if config.preset else ({},):
-        values = {name: value for name, value in (usual | preset).items() if getattr(config, name) is None}
-        settled.append(replace(config, **values))
+        options = asdict(config)
+        options |= {name: value for name, value in (usual | preset).items() if options[name] is None}
+        settled.append(AcceptanceConfig(**options))
     return list(dict.fromkeys(settled))
 
 
 def cases(sweep: AcceptanceConfig) -> list[Case]:
-    """Of a settled sweep; a list of draft temperatures goes with its own number of draws. Raises InputError."""
-    lists = {name: getattr(sweep, name) for name in ("temperature", "draft_temperature", "draws")}
-    temperatures, drafts, draws = (listed(name.replace("_", "-"), values) for name, values in lists.items())
+    """The cases of a settled sweep. Raises InputError.
+
+    A list of draft temperatures goes with as many draws as it has parts.
+    """
+    temperatures = listed("temperature", sweep.temperature or "")
+    drafts = listed("draft-temperature", sweep.draft_temperature or "")
+    draws = listed("draws", sweep.draws or "")
     found = []
     for temperature, draft, count in product(temperatures, drafts, draws):
         if not (count.isdecimal() and int(count)):
             raise InputError(f"--draws {count!r} must be a whole number, at least 1")
-        of_target = number("temperature", temperature)
-        laws = (of_target,) if draft == "same" else tuple(number("draft-temperature", t) for t in draft.split("/"))
+        target_temperature = number("temperature", temperature)
+        if draft == "same":
+            laws: tuple[float, ...] = (target_temperature,)
+        else:
+            laws = tuple(number("draft-temperature", part) for part in draft.split("/"))
         if len(laws) in (1, int(count)):
             called = draft if draft == "same" or len(laws) > 1 else laws[0]
-            found.append(Case(of_target, called, laws, int(count), sweep.top_k or 0, sweep.top_p))
+            found.append(Case(target_temperature, called, laws, int(count), sweep.top_k or 0, sweep.top_p))
     if not found:
         raise InputError(f"--draft-temperature {sweep.draft_temperature} has no list for --draws {sweep.draws}")
     return found

@@ -4,28 +4,35 @@ from dataclasses import dataclass
 
 from treespec.errors import InputError
 from treespec.eval.common import listed
-from treespec.options import DRAFTER, MANY, SEEDS, TOKENS, TRUST, check_ranges, one_source, option
+from treespec.options import MANY, SEEDS, TOKENS, option, shared
+from treespec.shared_options import (
+    FASTEST,
+    VERIFIER,
+    AnswerOptions,
+    DecodingOptions,
+    DrafterOptions,
+    QuestionOptions,
+    TargetOptions,
+)
 
 CONTEXTS = (128, 1024, 4096)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # of the trees whose forward is timed
 
 
-@dataclass(frozen=True)
-class BenchConfig:
-    """Raises InputError for a count that is too small."""
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(TargetOptions, DecodingOptions, DrafterOptions, QuestionOptions, AnswerOptions):
+    """Raises InputError for a number out of its range and unless one drafter option is given."""
 
-    target: str = option("target model: a directory or a hub id")
     out: str = option("folder for bench.json, bench.md and plots")
-    head: str | None = option("draft head: a directory or a hub id", None)
-    drafter: str | None = option(DRAFTER, None)
-    questions: str = option("builtin, mt-bench or a JSONL file in FastChat's format", "builtin")
-    limit: int | None = option("only the first so many questions", None, least=1, most=MANY)
-    turns: int = option("only the first so many turns of a question", 1, least=1, most=MANY)
-    verifier: str = option("one or several, by commas, as in eval; rrs-wo@2x4 names its tree", "auto")
-    temperature: str = option("one or several, by commas; 0 is greedy", "0,1", least=0, most=100)
-    max_new_tokens: int = option("end an answer after so many tokens", 64, least=1, most=TOKENS)
+    verifier: str = option(
+        f"{VERIFIER}; {FASTEST}; several are separated by commas, and rrs-wo@2x4 names its tree",
+        "auto",
+    )
+    turns: int = option("ask only the first N turns of each question", 1, least=1, most=MANY)
+    temperature: str = option("temperatures, separated by commas; 0 is greedy", "0,1", least=0, most=100)
+    max_new_tokens: int = shared(AnswerOptions, "max_new_tokens", 64)
     contexts: str | None = option(
-        "context lengths of the timed forwards, by commas; default: those of 128, 1024, 4096 that fit",
+        "context lengths of the timed forwards, separated by commas; default: those of 128, 1024 and 4096 that fit",
         None,
         least=1,
         most=TOKENS,
@@ -33,38 +40,35 @@ class BenchConfig:
     )
     rounds: int = option("times that each forward is timed", 20, least=2, most=10**6)
     batches: str | None = option(
-        "texts answered together, one or several numbers, by commas, for tokens/s by each; default: not measured",
+        "batch sizes for a throughput table, separated by commas; default: no such table",
         None,
         least=1,
         most=4096,
         whole=True,
     )
-    assistant: str | None = option(
-        "a smaller model with the same tokenizer, for transformers' assisted generation", None
-    )
+    assistant: str | None = option("smaller model with the same tokenizer, for transformers' assisted generation", None)
     stock_peers: bool = option(
-        "give transformers a model of its own, as it loads it, and not treespec's packed one; twice the memory", False
+        "let transformers load a model of its own instead of sharing treespec's packed one; takes twice the memory",
+        False,
     )
     pad_layers: str = option(
-        "layers to add that compute and change nothing, one or several numbers, by commas: the whole benchmark runs "
-        "for each",
+        "numbers of layers, separated by commas, that are added and compute without changing the "
+        "output; the whole benchmark runs for each",
         "0",
         least=0,
         most=4096,
         whole=True,
     )
     seed: int = option(
-        "each answer's seed follows from it, the question, the turn and what answers", 0, least=0, most=SEEDS
+        "each answer's seed follows from it, the question, the turn and the row",
+        0,
+        least=0,
+        most=SEEDS,
     )
-    allow_lossy: bool = option("let verifiers change the law of the text", False)
-    device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
-    dtype: str = option("auto, float32, bfloat16 or float16", "auto")
-    trust_remote_code: bool = option(TRUST, False)
-    compile: bool = option("compile the forwards of target and head: faster after up to a minute that it takes", False)
 
     def __post_init__(self) -> None:
-        one_source(self)
-        check_ranges(self)
+        self.check_one_source()
+        super().__post_init__()
 
 
 def whole_numbers(name: str, values: str, least: int) -> list[int]:

@@ -60,6 +60,7 @@ def measured_in(
         config.target,
         config.head,
         drafter=config.drafter,
+        template=config.template,
         device_map=config.device_map,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,

@@ -2,59 +2,58 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from treespec.errors import InputError
-from treespec.eval.common import listed, number
-from treespec.options import DRAFTER, MANY, SEEDS, TOKENS, TRUST, check_ranges, one_source, option
+from treespec.eval.common import listed, number, parts_of
+from treespec.options import DRAFTER_WORDS, MANY, SEEDS, option, shared
+from treespec.shared_options import (
+    DRAFTER,
+    FASTEST,
+    TREE,
+    VERIFIER,
+    DecodingOptions,
+    QuestionOptions,
+    SamplingOptions,
+    TargetOptions,
+    TreeOptions,
+)
 
 if TYPE_CHECKING:
     from treespec.eval.pairs import Pair
 
 
-@dataclass(frozen=True)
-class EvalConfig:
-    """Raises InputError for a count that is too small."""
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(TargetOptions, DecodingOptions, TreeOptions, SamplingOptions, QuestionOptions):
+    """Raises InputError for a number out of its range and unless one drafter option is given."""
 
-    target: str = option("target model: a directory or a hub id")
-    out: str = option("folder for answers and summary; the same command goes on where it stopped")
-    head: str | None = option("draft head: a directory or a hub id", None)
-    drafter: str | None = option(f"{DRAFTER}; one or several, by commas, medusa:HEAD@medusa names its tree", None)
-    questions: str = option("builtin, mt-bench or a JSONL file in FastChat's format", "builtin")
+    out: str = option("folder for answers and summary; the same command resumes there")
+    drafter: str | None = option(
+        f"{DRAFTER}; several are separated by commas, and medusa:HEAD@medusa names its tree", None
+    )
     verifier: str = option(
-        "one or several, by commas: auto, single, rrs, rrs-wo, kseq, spechub, greedy, is-lp, otm-lp, optimal, "
-        "valued, topk, typical (lossy), block, traversal, layer:greedy; rrs-wo@2x4 names its tree",
+        f"{VERIFIER}; {FASTEST}; several are separated by commas, and rrs-wo@2x4 names its tree",
         "auto",
     )
-    tree: str | None = option(
-        "one or several, by semicolons: auto, eagle, chain:5, 2x4, dynamic:nodes=60, sampled:nodes=26, confident, or a "
-        "JSON file of paths; default: each verifier's own",
-        None,
-    )
-    allow_lossy: bool = option("let verifiers change the law of the text", False)
-    temperature: str = option("one or several, by commas; 0 is greedy", "0", least=0, most=100)
-    top_k: int = option("keep the k likeliest tokens; 0 is off", 0, least=0, most=TOKENS * 10)
-    top_p: float = option("keep the likeliest tokens up to this probability; 1 is off", 1.0, above=0, most=1)
-    max_new_tokens: int = option("end an answer after so many tokens", 1024, least=1, most=TOKENS)
-    limit: int | None = option("only the first so many questions", None, least=1, most=MANY)
-    turns: int | None = option("only the first so many turns of a question", None, least=1, most=MANY)
-    batch: int = option("answer so many questions together, in one target forward for all", 1, least=1, most=4096)
+    tree: str | None = option(f"{TREE}; several are separated by semicolons; default: chosen for each verifier", None)
+    temperature: str = option("temperatures, separated by commas; 0 is greedy", "0", least=0, most=100)
+    max_new_tokens: int = shared(SamplingOptions, "max_new_tokens", 1024)
+    turns: int | None = option("ask only the first N turns of each question", None, least=1, most=MANY)
+    batch: int = option("questions answered together, in one target forward", 1, least=1, most=4096)
     baseline: bool = option("also decode one token at a time, for the speedups", True)
-    warm_up: int = option("short generations before anything is timed, each configuration", 2, least=0, most=10**6)
-    resamples: int = option("of the bootstrap behind the 95 % intervals", 1000, least=1, most=10**6)
+    warm_up: int = option("short generations per configuration before anything is timed", 2, least=0, most=10**6)
+    resamples: int = option("bootstrap resamples behind the 95 % intervals", 1000, least=1, most=10**6)
     seed: int = option(
-        "each answer's seed follows from it, the question, the turn and the configuration", 0, least=0, most=SEEDS
+        "each answer's seed follows from it, the question, the turn and the configuration",
+        0,
+        least=0,
+        most=SEEDS,
     )
-    template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
-    device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
-    dtype: str = option("auto, float32, bfloat16 or float16", "auto")
-    trust_remote_code: bool = option(TRUST, False)
-    compile: bool = option("compile the forwards of target and head: faster after up to a minute that it takes", False)
 
     def __post_init__(self) -> None:
-        one_source(self)
-        check_ranges(self)
+        self.check_one_source()
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -74,16 +73,42 @@ class Configuration:
 
 
 def drafters_of(config: EvalConfig) -> list[str]:
-    """What `--drafter` lists, or the head."""
-    return [f"head:{config.head}"] if config.drafter is None else listed("drafter", config.drafter)
+    """The drafters, `kind:value` each."""
+    return [drafter for drafter, _ in drafters_with_trees(config)]
+
+
+def drafters_with_trees(config: EvalConfig) -> list[tuple[str, str | None]]:
+    """What `--head` or `--drafter` lists: (`kind:value`, the tree that it names or None).
+
+    A head's directory may have an @ in its name. Raises InputError for an empty part.
+    """
+    if config.drafter is None:
+        return [(f"head:{config.head}", None)]
+    found: list[str] = []
+    for part in parts_of("drafter", config.drafter):
+        kind = found[-1].partition(":")[0] if found else ""
+        if part.partition("@")[0] in DRAFTER_WORDS.get(kind, ()):
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return [_without_tree(name) for name in dict.fromkeys(found)]
+
+
+def _without_tree(name: str) -> tuple[str, str | None]:
+    folder = name.partition(":")[2]
+    if folder and Path(folder).exists():
+        return name, None
+    drafter, _, tree = name.partition("@")
+    return drafter, tree or None
 
 
 def pairs_of(config: EvalConfig) -> tuple[list["Pair"], list[str]]:
     """`treespec.eval.pairs.pairs` of the lists. Raises InputError for a bad one."""
     from treespec.eval.pairs import pairs
 
+    verifiers = listed("verifier", config.verifier)
     trees = [None] if config.tree is None else listed("tree", config.tree)
-    return pairs(drafters_of(config), listed("verifier", config.verifier), trees, config.allow_lossy)
+    return pairs(drafters_with_trees(config), verifiers, trees, config.allow_lossy)
 
 
 def configurations(config: EvalConfig) -> list[Configuration]:

@@ -70,7 +70,7 @@ def models_of(config: EvalConfig) -> dict[str, Any]:
 
 def drafted_by(drafter: str) -> str:
     """The identity of what `--drafter` names: models, or a datastore's folder or skip set's file."""
-    kind, _, value = drafter.partition("@")[0].partition(":")
+    kind, _, value = drafter.partition(":")
     if kind in MODELS:
         names = [value] if kind != "model" or Path(value).exists() else value.split("+")
         return " ".join(map(identity_of, names))

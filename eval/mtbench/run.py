@@ -83,7 +83,7 @@ def _evaluated(
         report(Step(there, total, f"loading {config.target} and {config.drafter or config.head}"))
         target, sources = load_sources(
             config.target,
-            [name.partition("@")[0] for name in drafters_of(config)],
+            drafters_of(config),
             device_map=config.device_map,
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,

@@ -1,6 +1,6 @@
 """`treespec acceptance`: what verifiers accept of a head's drafts, beside what any could."""
 
-from treespec.cli.early import check_folder, check_readable, check_sources
+from treespec.cli.early import begin, check_folder, check_readable, check_step
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
 from treespec.eval.acceptance.config import AcceptanceConfig
@@ -8,12 +8,14 @@ from treespec.eval.acceptance.config import AcceptanceConfig
 
 @takes(AcceptanceConfig)
 def acceptance(config: AcceptanceConfig) -> None:
-    """Measure acceptance rates and their optima, on a head's laws or on given ones."""
+    """Measure what verifiers accept of a head's drafts, beside the most that any could."""
     check_folder(config.out)
     check_readable(text=config.text, laws=config.laws)
-    if config.target and not config.given_laws:
-        check_sources(config.target, config.head)
-    notice(f"loading {config.target or config.laws or config.preset} …")
+    if config.target and config.head and not config.given_laws:
+        begin(config.target, [f"head:{config.head}"], config.template)
+        check_step(config.head, config.step)
+    else:
+        notice(f"reading {config.laws or config.preset} …")
     from pathlib import Path
 
     from treespec.cli.progress import remark, show_result, with_progress

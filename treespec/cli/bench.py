@@ -1,17 +1,15 @@
 """`treespec bench`: where the time goes, beside the bound of the speedup and transformers' own generation."""
 
-from treespec.cli.early import check_folder, check_sources
+from treespec.cli.early import begin, check_folder
 from treespec.cli.options import takes
-from treespec.cli.terminal import notice
 from treespec.eval.bench.config import BenchConfig
 
 
 @takes(BenchConfig)
 def bench(config: BenchConfig) -> None:
-    """Measure forwards, cycles and peers in one run, also on a target made costlier by layers that change nothing."""
+    """Time forwards, cycles and peers in one run, also on a target with added layers."""
     check_folder(config.out)
-    check_sources(config.target, config.head, (config.drafter,) if config.drafter else ())
-    notice(f"loading {config.target} …")
+    begin(config.target, [config.source] if config.source else [], config.template)
     from pathlib import Path
 
     from treespec.cli.progress import remark, show_result, with_progress

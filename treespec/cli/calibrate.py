@@ -1,8 +1,7 @@
 """`treespec calibrate`: what a head's laws promise, for sampled trees."""
 
-from treespec.cli.early import check_readable, check_sources
+from treespec.cli.early import begin, check_readable
 from treespec.cli.options import takes
-from treespec.cli.terminal import notice
 from treespec.eval.fit.calibrate_config import CalibrateConfig
 
 
@@ -10,8 +9,7 @@ from treespec.eval.fit.calibrate_config import CalibrateConfig
 def calibrate(config: CalibrateConfig) -> None:
     """Fit the chances that --tree sampled goes by. Training does it too, on held-out conversations."""
     check_readable(text=config.text)
-    check_sources(config.target, config.head)
-    notice(f"loading {config.target} …")
+    begin(config.target, [f"head:{config.head}"], config.template)
     from treespec.cli.progress import with_progress
     from treespec.eval.fit.calibrate import calibrate_head
 

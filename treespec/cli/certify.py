@@ -2,9 +2,9 @@
 
 import typer
 
-from treespec.cli.early import check_file, check_pairing, check_sources
+from treespec.cli.early import begin, check_file, check_pairing
 from treespec.cli.options import takes
-from treespec.cli.terminal import end_notice, notice
+from treespec.cli.terminal import end_notice
 from treespec.eval.certify.config import CertifyConfig
 
 
@@ -12,9 +12,9 @@ from treespec.eval.certify.config import CertifyConfig
 def certify(config: CertifyConfig) -> None:
     """Test a target, head, verifier and tree for exactness, with each test's error and power. Exit code 0 or 1."""
     check_file(config.out)
-    check_sources(config.target, config.head, (config.drafter,) if config.drafter else ())
-    notice(f"loading {config.target} …")
-    check_pairing(config.drafter or f"head:{config.head}", config.tree, config.verifier, config.allow_lossy)
+    if config.source is not None:
+        begin(config.target, [config.source], config.template)
+        check_pairing(config.source, config.tree, config.verifier, config.allow_lossy)
     from pathlib import Path
 
     from treespec.cli.progress import with_progress

@@ -6,6 +6,6 @@ from treespec.cli.config import AnswerConfig
 from treespec.options import option
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChatConfig(AnswerConfig):
     system: str | None = option("system message", None)

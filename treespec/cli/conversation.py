@@ -53,7 +53,7 @@ class Conversation:
         """
         before = self._before(again)
         prompt = [*self.opening, *before, {"role": "user", "content": text}]
-        return self.spec.stream(prompt, **self.config.sampling(len(before)))
+        return self.spec.stream(prompt, seed=self.config.seed_of(len(before)), **self.config.sampling())
 
     def keep(self, text: str, output: Output, interrupted: bool, again: bool = False) -> bool:
         """Remember a turn, unless nothing was answered: templates have no place for an empty answer."""

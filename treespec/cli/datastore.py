@@ -4,22 +4,21 @@ from dataclasses import dataclass
 
 import typer
 
-from treespec.cli.early import check_folder, check_readable, check_sources
+from treespec.cli.early import begin, check_folder, check_readable
 from treespec.cli.options import takes
-from treespec.cli.terminal import end_notice, notice
+from treespec.cli.terminal import end_notice
 from treespec.errors import InputError
-from treespec.options import TRUST, option
+from treespec.options import option
+from treespec.shared_options import TargetOptions
 
 app = typer.Typer(help="Text that --drafter rest:DIR drafts from.", no_args_is_help=True)
 
 
-@dataclass(frozen=True)
-class DatastoreConfig:
+@dataclass(frozen=True, kw_only=True)
+class DatastoreConfig(TargetOptions):
     target: str = option("target model or its tokenizer: a directory or a hub id")
-    data: str = option("conversations (.jsonl, .json), or plain text by any other name")
+    data: str = option("conversations (.jsonl, .json), or plain text under any other name")
     out: str = option("folder for the datastore")
-    template: str | None = option("name of an fschat template; default: the tokenizer's own", None)
-    trust_remote_code: bool = option(TRUST, False)
 
 
 @app.callback()
@@ -33,8 +32,7 @@ def build(config: DatastoreConfig) -> None:
     """Encode text and sort its suffixes: about a second a million tokens, beside the encoding."""
     check_folder(config.out)
     check_readable(data=config.data)
-    check_sources(config.target)
-    notice(f"loading {config.target} …")
+    begin(config.target, template=config.template)
     import time
 
     from treespec.draft.model_free import datastore

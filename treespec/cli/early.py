@@ -1,91 +1,134 @@
-"""What is wrong with a command that needs no weights to tell: said at once, before anything heavy is loaded."""
+"""What a command can refuse before anything heavy is loaded: names, paths, and small files."""
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from treespec.cli.terminal import notice
 from treespec.errors import InputError
 from treespec.heads.places import mistyped
-from treespec.options import DRAFTERS, GIVEN, HEADS, nearest
+from treespec.options import DRAFTER_FORMS, DRAFTERS, GIVEN, HEADS, either, nearest
 
 
-def check_sources(target: str, head: str | None = None, drafters: tuple[str, ...] = ()) -> None:
-    """Raises InputError for a target, head or other drafter that is not there, and for a head of another width.
+def begin(target: str, drafters: Sequence[str] = (), template: str | None = None) -> None:
+    """Check what needs no weights, and announce the load.
 
-    drafters: `kind:value` each, as `--drafter` takes them.
+    drafters: `kind:value` each, as `--drafter` takes them. template: the name of an fschat template.
+    Raises InputError and HeadError.
     """
+    check_sources(target, drafters)
+    notice(f"loading {target} …")
+    if template is not None:
+        from treespec.text.templates import check
+
+        check(None, template)
+    for drafter in drafters:
+        check_files(drafter, target)
+
+
+def check_sources(target: str, drafters: Sequence[str] = ()) -> None:
+    """Raises InputError for a target or drafter that is missing, and for a head of another width."""
     try:
         check_there(target, "target directory")
     except InputError as error:
         raise InputError(f"cannot load the target {target!r}: {error}") from None
     width = width_of(target)
-    if head is not None:
-        if not head:
-            raise InputError("--head is empty: name a directory or a hub id")
-        check_head(head, width)
     for drafter in drafters:
-        kind, _, value = drafter.partition(":")
-        if kind not in DRAFTERS:
-            hint, choice = nearest(kind, DRAFTERS), ", ".join(DRAFTERS)
-            raise InputError(f"unknown drafter {drafter!r}{hint}: choose {choice}, as in eagle:DIRECTORY or lookup")
-        if kind in (*HEADS, "model", "rest") and not value:
-            raise InputError(f"--drafter {kind} names no directory: write {kind}:PATH")
-        if kind in HEADS:
-            check_head(value, width)
-        elif kind == "model":
-            for model in [value] if Path(value).exists() else value.split("+"):
-                check_there(model, "draft model's directory")
-        elif kind == "self" and not Path(value).is_file():
-            raise InputError(f"--drafter self:{value}: there is no such file; make one with treespec skip")
+        check_source(drafter, width)
+
+
+def check_source(drafter: str, width: int | None) -> None:
+    """width: the target's, or None. Raises InputError as `check_sources` does."""
+    kind, _, value = drafter.partition(":")
+    if kind not in DRAFTERS:
+        hint, choice = nearest(kind, DRAFTERS), either(DRAFTER_FORMS.values())
+        raise InputError(f"unknown drafter {drafter!r}{hint}: choose {choice}")
+    if kind == "head" and not value:
+        raise InputError("--head is empty: name a directory or a hub id")
+    if kind in (*HEADS, "model", "rest") and not value:
+        raise InputError(f"--drafter {kind} names no directory: write {kind}:PATH")
+    if kind in HEADS:
+        check_head(value, width)
+    elif kind == "model":
+        for model in [value] if Path(value).exists() else value.split("+"):
+            check_there(model, "draft model's directory")
+    elif kind == "self" and not Path(value).is_file():
+        raise InputError(f"--drafter self:{value}: no such file; make one with treespec skip")
 
 
 def check_head(head: str, width: int | None) -> None:
-    """Raises InputError for no directory of a head, and for one that is made for a target of another width."""
+    """Raises InputError for a missing directory, and for a head of a target of another width."""
     check_there(head, "head directory")
-    its_own = width_of(head)
-    if width and its_own and its_own != width:
-        raise InputError(f"head {head} is for features of width {its_own}, the target's are {width}")
+    head_width = width_of(head)
+    if width and head_width and head_width != width:
+        raise InputError(f"head {head} is for features of width {head_width}, the target's are {width}")
 
 
 def check_there(name: str, what: str) -> None:
-    """Raises InputError for a path where no directory is; a hub id may be one."""
+    """Raises InputError for a path without a directory. A hub id passes.
+
+    what: names the directory in the message.
+    """
     if not Path(name).expanduser().is_dir() and (problem := mistyped(name, what)):
         raise InputError(problem)
 
 
 def width_of(folder: str) -> int | None:
-    """The width of a target, or of the target that a head is for, by its config.json; None where that does not say."""
+    """A target's width, or for a head its target's, by config.json. None where that does not say."""
+    return _number_in(folder, "target_hidden_size", "hidden_size")
+
+
+def _number_in(folder: str, *names: str) -> int | None:
+    """The first of these fields in config.json that is a number. A text model's may be nested."""
     try:
-        config: Any = json.loads((Path(folder).expanduser() / "config.json").read_text())
-    except (OSError, ValueError):
-        return None  # not on this disk, or damaged: the loading says so
+        config = json.loads((Path(folder).expanduser() / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return None  # on the hub, or damaged: loading says so
     if not isinstance(config, dict):
         return None
     text = config.get("text_config")
     parts = [config, text if isinstance(text, dict) else {}]
-    widths = [part.get(name) for name in ("target_hidden_size", "hidden_size") for part in parts]
-    return next((width for width in widths if isinstance(width, int)), None)
+    values = [part.get(name) for name in names for part in parts]
+    return next((value for value in values if isinstance(value, int)), None)
 
 
-def check_pairing(drafter: str | None, tree: str | None, verifier: str, allow_lossy: bool) -> None:
-    """Raises InputError or TreeError for a tree, verifier or drafter that there is none of, or that do not go together.
+def check_files(drafter: str, target: str) -> None:
+    """Raises InputError for a drafter whose small files are damaged or belong to something else.
 
-    drafter: `kind:value`; None is none. Names alone load torch, options and a head's depth transformers too.
+    drafter: `kind:value`. The files are a head's config.json and calibration.json, and a skip set.
+    """
+    kind, _, value = drafter.partition(":")
+    folder = Path(value).expanduser()
+    if kind in HEADS and folder.is_dir():
+        from treespec.draft.calibration import load_calibration
+        from treespec.draft.pairing import check_kind
+
+        check_kind(kind, value)
+        load_calibration(folder)
+    elif kind == "self":
+        from treespec.draft.models.skip_set import load_skip_set
+
+        load_skip_set(value, _number_in(target, "num_hidden_layers"))
+
+
+def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bool) -> None:
+    """Raises InputError or TreeError for an unknown tree, verifier or drafter, and for a bad pair.
+
+    drafter: `kind:value`. Names load torch; a drafter's options and a head's depth load
+    transformers too.
     """
     from treespec.draft.pairing import check_named
     from treespec.trees.policy import policy
     from treespec.verify.registry import verifier_by_name
 
     chosen = None if tree is None else policy(tree)
-    named = verifier_by_name(verifier, allow_lossy)
-    if drafter is not None:
-        check_named(drafter, named, chosen)
-        check_options(drafter)
+    check_named(drafter, verifier_by_name(verifier, allow_lossy), chosen)
+    check_options(drafter)
 
 
 def check_options(drafter: str) -> None:
-    """Raises InputError for options of a drafter that are not understood."""
+    """Raises InputError for a drafter's options that are not understood."""
     kind, _, value = drafter.partition(":")
     if value and kind in GIVEN:
         from treespec.draft.model_free.datastore import check_datastore
@@ -100,8 +143,17 @@ def check_options(drafter: str) -> None:
         budget_of(value)
 
 
+def check_step(head: str, step: int) -> None:
+    """Raises InputError for a draft step beyond those of a head whose files tell its depth."""
+    from treespec.draft.pairing import levels
+
+    deepest = levels(Path(head).expanduser())
+    if deepest is not None and step > deepest:
+        raise InputError(f"--step is {step}, the head {head} drafts {deepest} tokens ahead")
+
+
 def check_readable(**files: str | None) -> None:
-    """Raises InputError for a file that was given and is not there, with the nearest name. text="x" is --text x."""
+    """Raises InputError, with the nearest name, for a missing file. text="x" stands for --text x."""
     for name, file in files.items():
         if file is None or Path(file).exists():
             continue
@@ -118,7 +170,10 @@ def check_file(out: str) -> None:
 
 
 def check_folder(folder: str, out: str | None = None) -> None:
-    """Raises InputError for an `--out` that cannot become a folder. out: the file in it that was given."""
+    """Raises InputError for an `--out` that cannot become a folder.
+
+    out: the file inside that the option names, if it names a file.
+    """
     path = Path(folder)
     there = next((parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent)), path)
     if not there.is_dir():

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from treespec.cli.early import check_folder, check_sources
+from treespec.cli.early import begin, check_folder
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
 from treespec.eval.mtbench.config import EvalConfig, drafters_of
@@ -10,17 +10,17 @@ from treespec.eval.mtbench.config import EvalConfig, drafters_of
 
 @takes(EvalConfig)
 def evaluate(config: EvalConfig) -> None:
-    """Measure acceptance length and speedup on questions; a killed run goes on where it stopped."""
+    """Measure acceptance length and speedup on questions. The same command resumes a killed run."""
     measure(config)
 
 
 def measure(config: EvalConfig) -> None:
     """Evaluate, then show tables and verdict."""
     check_folder(config.out)
-    if not (Path(config.out) / "config.json").exists():  # one that is finished needs no models
-        listed = drafters_of(config) if config.drafter else []
-        check_sources(config.target, config.head, tuple(name.partition("@")[0] for name in listed))
-    notice(f"loading {config.target} …")
+    if (Path(config.out) / "config.json").exists():  # a finished evaluation needs no models
+        notice(f"reading {config.out} …")
+    else:
+        begin(config.target, drafters_of(config), config.template)
     from treespec.cli.progress import remark, show_result, with_progress
     from treespec.eval.mtbench.run import evaluate as run
     from treespec.eval.mtbench.table import report_of

@@ -8,17 +8,26 @@ import typer
 from treespec.cli.early import check_folder, check_sources
 from treespec.cli.terminal import end_notice, notice
 from treespec.errors import InputError
-from treespec.options import TRUST, nearest
+from treespec.options import either, nearest
+from treespec.shared_options import TRUST
 
-ENGINES = ("sglang", "vllm", "speculators", "eagle")
+ENGINES = {
+    "sglang": "SGLang",
+    "vllm": "vLLM",
+    "speculators": "vLLM's speculators library",
+    "eagle": "SafeAILab/EAGLE",
+}
+FORMATS = f"format: {either(f'{name} ({project})' for name, project in ENGINES.items())}"
 
 
 def export(
     head: Annotated[str, typer.Option(help="trained head: a directory or a hub id")],
-    to: Annotated[str, typer.Option(help="sglang, vllm, speculators (of vLLM) or eagle (SafeAILab/EAGLE)")],
-    target: Annotated[str, typer.Option(help="target model that the head is for: a directory or a hub id")],
-    out: Annotated[Path | None, typer.Option(help="folder to write, a new one")] = None,
-    folder: Annotated[Path | None, typer.Argument(help="the same as --out, as earlier versions had it")] = None,
+    to: Annotated[
+        str, typer.Option(help=f"format: {either(f'{name} ({project})' for name, project in ENGINES.items())}")
+    ],
+    target: Annotated[str, typer.Option(help="the head's target model: a directory or a hub id")],
+    out: Annotated[Path | None, typer.Option(help="new folder to write")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="the same as --out, kept from earlier versions")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help=TRUST)] = False,
 ) -> None:
     """Write a head in another project's format, read it back and compare it, and say how to serve it."""
@@ -29,7 +38,7 @@ def export(
     if to not in ENGINES:
         raise InputError(f"--to is {to!r}, must be one of {', '.join(ENGINES)}{nearest(to, ENGINES)}")
     check_folder(str(place))
-    check_sources(target, head)
+    check_sources(target, [f"head:{head}"])
     notice(f"loading {head} …")
     from treespec.files import remove_leftovers
     from treespec.heads.formats.engines import Served

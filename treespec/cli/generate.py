@@ -1,8 +1,9 @@
 """`treespec generate`: answers on standard output, their figures on standard error."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from treespec.cli.config import AnswerConfig, load_spec
 from treespec.cli.options import takes
@@ -11,50 +12,79 @@ from treespec.errors import InputError
 from treespec.options import option
 from treespec.text.printable import printable
 
+if TYPE_CHECKING:
+    from treespec.request import Options
+    from treespec.spec import Spec
+    from treespec.stats import Stats
+    from treespec.text.prompts import Single
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateConfig(AnswerConfig):
-    prompt: list[str] | None = option(  # noqa: RUF009
-        "the user's message, by default standard input, which - means too; several times for several messages, "
-        "answered together",
+    prompt: list[str] | None = option(
+        "message to answer; - or no --prompt reads standard input; repeat the option for several "
+        "messages, which are answered together",
         None,
     )
-    stop: list[str] | None = option(  # noqa: RUF009
-        "end an answer before this text; several times for several texts", None
-    )
-    batch: int | None = option("messages at a time; default: all", None, least=1, most=4096)
-    raw: bool = option("continue the prompt as text instead of answering it as a message", False)
+    stop: list[str] | None = option("end an answer before this text; repeat the option for several texts", None)
+    batch: int | None = option("messages decoded at a time; default: all", None, least=1, most=4096)
+    raw: bool = option("continue the prompt as plain text, without the chat template", False)
 
 
 @takes(GenerateConfig)
 def generate(config: GenerateConfig) -> None:
-    """Answer a prompt and print it as it comes, or several prompts, an empty line between the answers.
+    """Answer a prompt and print it as it comes, or several prompts, separated by empty lines.
 
-    On a terminal, control characters of an answer are shown as symbols; a pipe gets them as they are.
+    A terminal shows control characters in an answer as symbols. A pipe gets them unchanged.
     """
-    texts = [standard_input().strip() if text == "-" else readable(text, "--prompt") for text in config.prompt or ["-"]]
-    prompts: list[Any] = [text if config.raw or not text else [{"role": "user", "content": text}] for text in texts]
-    options = config.sampling() | {"stop": [readable(text, "--stop") for text in config.stop or ()]}
-    check_texts(texts, options["stop"])
-    spec = load_spec(config)
-    from treespec.stats import (
-        Stats,  # now that torch is there
-        figures_of,
-    )
+    # 1. Read the texts, and refuse empty ones before anything is loaded.
+    texts = [_read(text) for text in config.prompt or ["-"]]
+    stop = [readable(text, "--stop") for text in config.stop or ()]
+    check_texts(texts, stop)
+    prompts = [_prompt(text, config.raw) for text in texts]
+    options = config.sampling()
+    options["stop"] = stop
 
-    total, shown = Stats(), printable if sys.stdout.isatty() else str
+    # 2. Answer, then print the figures.
+    spec = load_spec(config)
+    from treespec.stats import figures_of  # imports torch
+
     if len(prompts) == 1:
-        stream = spec.stream(prompts[0], **options)
-        for piece in stream:
-            print(shown(piece.text), end="", flush=True)
-        print()
-        total = stream.output.stats
+        stats = answer(spec, prompts[0], config.seed, options)
     else:
-        outputs = spec.generate_all(prompts, batch=config.batch, **options)
-        print("\n\n".join(shown(output.text) for output in outputs))
-        for output in outputs:
-            total.add(output.stats)
-    print(figures_of(total, explain=True), file=sys.stderr)
+        stats = answer_all(spec, prompts, config, options)
+    print(figures_of(stats, explain=True), file=sys.stderr)
+
+
+def _read(text: str) -> str:
+    return standard_input().strip() if text == "-" else readable(text, "--prompt")
+
+
+def _prompt(text: str, raw: bool) -> "Single":
+    return text if raw else [{"role": "user", "content": text}]
+
+
+def answer(spec: "Spec", prompt: "Single", seed: int | None, options: "Options") -> "Stats":
+    """Print an answer as it comes."""
+    shown = printable if sys.stdout.isatty() else str
+    stream = spec.stream(prompt, seed=seed, **options)
+    for piece in stream:
+        print(shown(piece.text), end="", flush=True)
+    print()
+    return stream.output.stats
+
+
+def answer_all(spec: "Spec", prompts: Sequence["Single"], config: GenerateConfig, options: "Options") -> "Stats":
+    """Print the answers when all are there. Returns their sum."""
+    from treespec.stats import Stats
+
+    shown = printable if sys.stdout.isatty() else str
+    outputs = spec.generate_all(prompts, batch=config.batch, seed=config.seed, **options)
+    print("\n\n".join(shown(output.text) for output in outputs))
+    total = Stats()
+    for output in outputs:
+        total.add(output.stats)
+    return total
 
 
 def check_texts(prompts: list[str], stop: list[str]) -> None:

@@ -6,25 +6,28 @@ from pathlib import Path
 
 from treespec.cli.early import check_folder
 from treespec.cli.options import takes
-from treespec.options import MANY, TOKENS, check_ranges, option
+from treespec.options import MANY, TOKENS, option, shared
+from treespec.shared_options import CommandOptions, QuestionOptions
 
 # EAGLE-2's 60 nodes are for a GPU: two cores pay for every node of a small target.
 SMALL_TREE = "dynamic:depth=5,topk=6,nodes=24"
 VERIFIERS = f"auto,single,rrs,rrs-wo,spechub,greedy,is-lp,optimal,traversal@sampled,topk@{SMALL_TREE}"
 
 
-@dataclass(frozen=True)
-class QuickstartConfig:
+@dataclass(frozen=True, kw_only=True)
+class QuickstartConfig(CommandOptions):
     """Raises InputError for a number out of its range."""
 
-    out: str = option("folder for the target, the head and the evaluation; finished stages are kept", "runs/quickstart")
-    target_seconds: float = option("training of the target, wall clock", 180.0, above=0, most=MANY)
-    head_minutes: float = option("training of the head, wall clock", 1.75, above=0, most=MANY)
-    max_new_tokens: int = option("end an answer of the evaluation after so many tokens", 40, least=1, most=TOKENS)
-    limit: int | None = option("only the first so many questions", None, least=1, most=MANY)
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    out: str = option(
+        "folder for the target, the head and the evaluation; finished stages are kept",
+        "runs/quickstart",
+    )
+    target_seconds: float = option("seconds to train the target, wall clock", 180.0, above=0, most=MANY)
+    head_minutes: float = option("minutes to train the head, wall clock", 1.75, above=0, most=MANY)
+    max_new_tokens: int = option(
+        "end an answer of the evaluation after this number of tokens", 40, least=1, most=TOKENS
+    )
+    limit: int | None = shared(QuestionOptions, "limit", None)
 
 
 @takes(QuickstartConfig)

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from treespec.cli.early import check_file, check_readable, check_sources
+from treespec.cli.early import begin, check_file, check_readable
 from treespec.cli.options import takes
-from treespec.cli.terminal import notice
 from treespec.eval.fit.skip_config import SkipConfig
 
 
@@ -13,8 +12,7 @@ def skip(config: SkipConfig) -> None:
     """Search for the sublayers that a target drafts fastest without, with nothing trained."""
     check_file(config.out)
     check_readable(text=config.text)
-    check_sources(config.target)
-    notice(f"loading {config.target} …")
+    begin(config.target, template=config.template)
     from treespec.cli.progress import with_progress
     from treespec.eval.fit.skip_search import search_skip_set
 

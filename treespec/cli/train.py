@@ -4,9 +4,9 @@ from pathlib import Path
 
 import typer
 
-from treespec.cli.early import check_folder, check_readable, check_sources
+from treespec.cli.early import begin, check_folder, check_readable
 from treespec.cli.options import takes
-from treespec.cli.terminal import end_notice, notice
+from treespec.cli.terminal import end_notice
 from treespec.train.config import TrainConfig
 
 
@@ -18,8 +18,7 @@ def train(config: TrainConfig) -> None:
     """
     check_folder(config.out)
     check_readable(data=config.data)
-    check_sources(config.target)
-    notice(f"loading {config.target} …")
+    begin(config.target, template=config.template)
     from treespec.train.run import train
 
     end_notice()

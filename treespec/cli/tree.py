@@ -1,8 +1,7 @@
 """`treespec tree`: a static tree fitted to a head."""
 
-from treespec.cli.early import check_file, check_readable, check_sources
+from treespec.cli.early import begin, check_file, check_readable
 from treespec.cli.options import takes
-from treespec.cli.terminal import notice
 from treespec.eval.fit.tree_config import TreeConfig
 
 
@@ -11,8 +10,7 @@ def tree(config: TreeConfig) -> None:
     """Measure how often a head is right, by depth and rank, and write the best tree for that: --tree FILE.json."""
     check_file(config.out)
     check_readable(text=config.text)
-    check_sources(config.target, config.head)
-    notice(f"loading {config.target} …")
+    begin(config.target, [f"head:{config.head}"], config.template)
     from treespec.cli.progress import remark, show_result, with_progress
     from treespec.eval.fit.tree import make_tree
     from treespec.eval.report import Report, Table

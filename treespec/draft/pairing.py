@@ -65,14 +65,35 @@ def draws_of(kind: str, value: str, several: bool = False) -> Draws:
 def levels(folder: Path) -> int | None:
     """How many levels the head in a directory drafts; None: any number, or its files do not tell."""
     from treespec.heads.registry import levels_of  # transformers' configurations come with it
+
+    config, names = written(folder)
+    return None if names is None else levels_of(config, names)
+
+
+def check_kind(kind: str, head: str) -> None:
+    """Raises InputError where `--drafter kind:head` names a directory with a head of another kind."""
+    actual = None if kind == "head" else kind_in(Path(head).expanduser())
+    if actual and actual != kind:
+        raise InputError(f"--drafter {kind}:{head} is a head of kind {actual}: write {actual}:{head}")
+
+
+def kind_in(folder: Path) -> str | None:
+    """The kind of the head in a directory; None where its files do not tell."""
+    from treespec.heads.registry import kind_of
+
+    config, names = written(folder)
+    return None if names is None else kind_of(config, names)
+
+
+def written(folder: Path) -> tuple[dict[str, object], set[str] | None]:
+    """A head's config.json and its tensors' names; ({}, None) where the files do not tell."""
     from treespec.heads.tensors import tensor_names
 
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None
-    names = tensor_names(folder)
-    return levels_of(config, names) if isinstance(config, dict) and names is not None else None
+        return {}, None
+    return (config, tensor_names(folder)) if isinstance(config, dict) else ({}, None)
 
 
 def check_fit(policy: Policy, scheme: Scheme, model: Draws) -> None:

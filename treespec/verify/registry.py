@@ -83,7 +83,7 @@ def scheme_by_name(spec: str, allow_lossy: bool = False, beside: Iterable[str] =
 
 
 BEYOND_THE_NODE: dict[str, Verifier] = {verifier.name: verifier for verifier in (Auto(), Block(), Traversal())}
-LAYERS = ("layer:greedy", "layer:single")
+LAYERS = tuple(f"layer:{name}" for name, scheme in SCHEMES.items() if isinstance(scheme, LayerScheme))
 NAMES = (*SCHEMES, *BEYOND_THE_NODE, *LAYERS)
 
 

@@ -28,8 +28,8 @@ def save_skip_set(skipped: SkipSet, file: str | Path, about: dict[str, Any]) -> 
     write_text(file, json.dumps(checksum.sealed({**about, **lists})) + "\n")
 
 
-def load_skip_set(file: str | Path, layers: int) -> SkipSet:
-    """For a target of so many layers. Raises InputError for a file that is none, or is for another depth."""
+def load_skip_set(file: str | Path, layers: int | None) -> SkipSet:
+    """layers: those of the target; None is not known. Raises InputError for a bad file or another depth."""
     found = read_json(file, EDITED)
     try:
         skipped = SkipSet(int(found["layers"]), numbers(found["attention"]), numbers(found["mlp"]))
@@ -37,6 +37,7 @@ def load_skip_set(file: str | Path, layers: int) -> SkipSet:
         raise InputError(
             f'{file} is no skip set: it must hold {{"layers": L, "attention": [...], "mlp": [...]}}'
         ) from error
+    layers = skipped.layers if layers is None else layers
     if skipped.layers != layers:
         raise InputError(
             f"skip set {file} is for {skipped.layers} layers, the target has {layers}: make one with treespec skip"

@@ -1,0 +1,121 @@
+"""What `--help` says of every command: the names are those of the registries, and each stands for something."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from treespec import options
+from treespec.cli import app
+from treespec.cli.export import ENGINES
+from treespec.draft.models.sparse import budget_of
+from treespec.draft.sources import SOURCES
+from treespec.draft.trained.kinds import KINDS
+from treespec.eval.acceptance.config import PRESETS
+from treespec.eval.questions import SETS
+from treespec.heads.formats.export import FORMATS
+from treespec.train.config import RECIPES
+from treespec.trees import policy
+from treespec.verify.registry import NAMES, SCHEMES
+
+
+def commands(group=None, name=""):
+    """(name, command) of every command, those of groups too."""
+    group = group or typer.main.get_command(app)
+    for part, command in group.commands.items():
+        full = f"{name} {part}".strip()
+        if hasattr(command, "commands"):
+            yield from commands(command, full)
+        else:
+            yield full, command
+
+
+HELP = {
+    name: {parameter.name: parameter.help for parameter in command.params if hasattr(parameter, "help")}
+    for name, command in commands()
+}
+
+LOSSLESS = {name for name, scheme in SCHEMES.items() if scheme.lossless}
+MARKED = {name if name in LOSSLESS or name not in SCHEMES else f"{name} (lossy)" for name in NAMES}
+LISTS = {  # what the help of an option lists, wherever the option is
+    "verifier": MARKED,
+    "drafter": set(options.DRAFTER_FORMS.values()),
+    "tree": {*options.TREE_FORMS.values(), options.TREE_FILE},
+    "dtype": set(options.DTYPES),
+    "questions": {*SETS, "a JSONL file in FastChat's format"},
+    "preset": set(PRESETS),
+    "to": {f"{name} ({project})" for name, project in ENGINES.items()},
+}
+OTHERS = {  # options of one name and another meaning
+    ("acceptance", "verifier"): {"all", *LOSSLESS},
+    ("train", "head"): set(RECIPES),
+}
+
+
+def listed(text):
+    """The names that a line of help lists: the part with the most commas, between colons and other stops."""
+    part = max(re.split(r": |; |\. |, the target answers ", text), key=lambda part: part.count(","))
+    return set(re.split(r", | or ", part))
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_help_lists_the_names_of_the_registries(command):
+    for option, text in HELP[command].items():
+        names = OTHERS.get((command, option)) or LISTS.get(option)
+        if names:
+            assert listed(text) == names, option
+
+
+def test_every_list_of_names_is_shown_by_some_command():
+    shown = {option for lines in HELP.values() for option in lines}
+    assert LISTS.keys() <= shown
+    assert all(option in HELP[command] for command, option in OTHERS)
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_every_option_has_a_plain_line_of_help(command):
+    for option, text in HELP[command].items():
+        assert text, option
+        assert not re.search(r"\b(so|as) many\b", text), text
+
+
+def test_the_names_that_help_lists_are_those_of_the_registries():
+    assert sorted(options.VERIFIERS) == sorted(NAMES)
+    assert sorted(options.SCHEMES) == sorted(SCHEMES)
+    assert {name for name, scheme in SCHEMES.items() if not scheme.lossless} == set(options.LOSSY)
+    assert set(options.DRAFTERS) == set(SOURCES)
+    assert set(options.HEADS) == {"head", *KINDS}
+    assert set(options.TREE_FORMS) == set(policy.NAMES)
+    assert tuple(SETS) == options.QUESTIONS
+    assert set(ENGINES) == set(FORMATS)
+
+
+def test_every_tree_and_precision_that_help_names_is_one():
+    assert all(policy.policy(form) for form in options.TREE_FORMS.values())
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in options.DTYPES if name != "auto")
+    for kind, words in options.DRAFTER_WORDS.items():
+        assert kind == "sparse"
+        assert all(budget_of(f"512,{word}") == (512, True) for word in words)
+
+
+def test_options_of_one_subject_stand_under_one_heading():
+    text = CliRunner().invoke(app, ["eval", "--help"], env={"COLUMNS": "200"}).stdout
+    headings = re.findall(r"─ (\w+) ─", text)
+    assert headings == ["Options", "Target", "Drafting", "Answers", "Questions"]
+    target = text.split("─ Target ─")[1].split("─ Drafting ─")[0]
+    assert all(flag in target for flag in ("--target", "--template", "--dtype", "--device-map"))
+
+
+def test_no_help_is_written_twice_for_one_shared_option():
+    """A text that several commands show stands in one place of the sources."""
+    folders = ("treespec", "eval", "train")
+    sources = "\n".join(
+        file.read_text() for folder in folders for file in (Path(__file__).parent.parent / folder).rglob("*.py")
+    )
+    texts = [text.partition(" (")[0] for lines in HELP.values() for text in lines.values()]
+    shared = {text for text in texts if texts.count(text) > 2 and len(text) < 60}
+    assert len(shared) > 5
+    assert {text: sources.count(text) for text in shared if sources.count(text) > 2} == {}

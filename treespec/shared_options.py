@@ -1,0 +1,159 @@
+"""Options that several commands share: each group is a dataclass that their configurations inherit.
+
+A configuration states a shared option again only where its default or its meaning differs.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from treespec.errors import InputError
+from treespec.options import (
+    DRAFTER_FORMS,
+    DTYPES,
+    LOSSY,
+    MANY,
+    QUESTIONS,
+    TOKENS,
+    TREE_FILE,
+    TREE_FORMS,
+    VERIFIERS,
+    check_choices,
+    check_ranges,
+    either,
+    option,
+)
+
+DRAFTER = f"drafter in place of --head: {either(DRAFTER_FORMS.values())}"
+TREE = f"shape of the drafted tree: {either([*TREE_FORMS.values(), TREE_FILE])}"
+MARKED = [f"{name} (lossy)" if name in LOSSY else name for name in VERIFIERS]
+VERIFIER = f"how draft tokens are verified: {either(MARKED)}"
+FASTEST = "auto takes the fastest, chosen anew in each cycle"
+TRUST = "run Python files from the target's directory or repository; read them first"
+QUESTION_FILE = f"{', '.join(QUESTIONS)} or a JSONL file in FastChat's format"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """Raises InputError for a number out of its range and for an unknown name.
+
+    PANEL: the heading in `--help` of the options that a group declares.
+    """
+
+    PANEL: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        check_choices(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModelOptions(CommandOptions):
+    """How text becomes tokens."""
+
+    PANEL = "Target"
+
+    template: str | None = option("fschat template that formats messages; default: the tokenizer's own", None)
+    trust_remote_code: bool = option(TRUST, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(TextModelOptions):
+    PANEL = "Target"
+
+    target: str = option("target model: a directory or a hub id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions(CommandOptions):
+    """Where the models' weights go, and in which precision."""
+
+    PANEL = "Target"
+
+    device_map: str = option("accelerate's placement: auto, cpu, cuda:0, balanced, …", "auto")
+    dtype: str = option(
+        f"precision of the weights: {either(DTYPES)}; auto takes the checkpoint's",
+        "auto",
+        choices=DTYPES,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions(PlacementOptions):
+    PANEL = "Target"
+
+    compile: bool = option("compile the forwards of target and head: faster, after up to a minute of compiling", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterOptions(CommandOptions):
+    """What drafts, and how its tokens are verified."""
+
+    PANEL = "Drafting"
+
+    head: str | None = option("draft head: a directory or a hub id", None)
+    drafter: str | None = option(DRAFTER, None)
+    verifier: str = option(f"{VERIFIER}; {FASTEST}", "auto")
+    allow_lossy: bool = option("allow verifiers that change the law of the text", False)
+
+    @property
+    def source(self) -> str | None:
+        """What drafts, as `kind:value`. None: nothing drafts."""
+        return self.drafter if self.head is None else f"head:{self.head}"
+
+    def check_one_source(self) -> None:
+        """Raises InputError unless exactly one of `head` and `drafter` is given."""
+        if self.head is None and self.drafter is None:
+            raise InputError("give --head or --drafter")
+        if self.head is not None and self.drafter is not None:
+            raise InputError("give only one of --head and --drafter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions(DrafterOptions):
+    PANEL = "Drafting"
+
+    tree: str | None = option(f"{TREE}; default: chosen for the verifier", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(CommandOptions):
+    PANEL = "Answers"
+
+    max_new_tokens: int = option("end an answer after this number of tokens", 512, least=1, most=TOKENS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(AnswerOptions):
+    """Which tokens may be sampled."""
+
+    PANEL = "Answers"
+
+    top_k: int = option("sample from the k likeliest tokens; 0 is off", 0, least=0, most=TOKENS * 10)
+    top_p: float = option(
+        "sample from the likeliest tokens that hold this probability; 1 is off",
+        1.0,
+        above=0,
+        most=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionOptions(CommandOptions):
+    """Which prompts a measurement asks."""
+
+    PANEL = "Questions"
+
+    questions: str = option(QUESTION_FILE, "builtin")
+    limit: int | None = option("use only the first N questions", None, least=1, most=MANY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(QuestionOptions, AnswerOptions):
+    """Which text a fit reads: a file, or the target's own answers."""
+
+    PANEL = "Questions"
+
+    text: str | None = option("text file: conversations (.jsonl, .json), or plain text under any other name", None)
+    questions: str = option(f"without --text, the target answers {QUESTION_FILE}", "builtin")
+    limit: int | None = option("use only the first N questions or conversations", None, least=1, most=MANY)
+    max_new_tokens: int = option("end an answer after this number of tokens", 150, least=1, most=TOKENS)

@@ -208,14 +208,14 @@ class TestBeforeAnythingIsLoaded:
         )
 
 
-def test_the_readme_says_which_heads_which_engine_takes():
+def test_the_page_says_which_heads_which_engine_takes():
     assert set(ENGINES) == set(WRITERS)
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
     table = {
         engine: [f"`{kind}`" for kind in ("eagle", "eagle3", "medusa") if kind in writers]
         for engine, writers in WRITERS.items()
     }
-    rows = [line.strip("| ").split(" | ") for line in readme.splitlines() if line.startswith(("| head | `--to", "| `"))]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(("| head | `--to", "| `"))]
     head, *rows = next(rows[i:] for i, row in enumerate(rows) if row[0] == "head")
     for column, title in enumerate(head[1:], start=1):
         engine = next(name for name in ENGINES if f"`--to {name}`" in title)

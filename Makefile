@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test types setup clean
+.PHONY: quickstart test types pages setup clean
 
 quickstart: setup
 	$(BIN)/treespec quickstart
@@ -19,6 +19,9 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
+
+pages: setup
+	$(BIN)/python docs/scripts/pages.py
 
 # mypy looks for treespec.heads below treespec/, where it does not lie: show it a tree of links.
 types: setup

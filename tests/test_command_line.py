@@ -209,14 +209,20 @@ class TestBeforeAnythingIsLoaded:
         )
 
 
+<<<<<<< HEAD
 def test_the_readme_says_which_heads_which_engine_takes():
     assert ENGINES == FORMATS
     readme = (Path(__file__).parent.parent / "README.md").read_text()
+=======
+def test_the_page_says_which_heads_which_engine_takes():
+    assert set(ENGINES) == set(WRITERS)
+    page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
+>>>>>>> h2/pages
     table = {
         engine: [f"`{kind}`" for kind in ("eagle", "eagle3", "medusa") if engine in HEADS[kind].writers]
         for engine in FORMATS
     }
-    rows = [line.strip("| ").split(" | ") for line in readme.splitlines() if line.startswith(("| head | `--to", "| `"))]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(("| head | `--to", "| `"))]
     head, *rows = next(rows[i:] for i, row in enumerate(rows) if row[0] == "head")
     for column, title in enumerate(head[1:], start=1):
         engine = next(name for name in ENGINES if f"`--to {name}`" in title)

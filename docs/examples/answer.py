@@ -1,0 +1,7 @@
+from treespec import load
+
+spec = load("runs/quickstart/target", head="runs/quickstart/head")
+answer = spec.generate("def split_words(text):", temperature=0.7, max_new_tokens=64, seed=0)
+print(answer.text, answer.stats.acceptance_length, answer.stats.tokens_per_second)
+for piece in spec.stream("Once upon a time", max_new_tokens=64):
+    print(piece.text, end="", flush=True)

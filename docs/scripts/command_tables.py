@@ -1,0 +1,66 @@
+"""The commands of treespec and their options, as cli.md shows them; `pages.py` puts them there."""
+
+from collections.abc import Iterator
+
+import click
+import typer
+
+from treespec.cli import app
+
+MODEL = "--target meta-llama/Llama-3.1-8B-Instruct"
+EXAMPLES = {
+    "train": f"treespec train {MODEL} --data sharegpt.jsonl --out heads/llama-8b",
+    "chat": f"treespec chat {MODEL} --head heads/llama-8b",
+    "generate": f"treespec generate {MODEL} --head heads/llama-8b --prompt 'Why is the sky blue?'",
+    "eval": f"treespec eval {MODEL} --head heads/llama-8b --questions mt-bench \\\n"
+    "    --verifier auto,topk,rrs-wo --temperature 0,1 --out runs/eval",
+    "bench": f"treespec bench {MODEL} --head heads/llama-8b --out runs/bench",
+    "acceptance": f"treespec acceptance {MODEL} --head heads/llama-8b --draws 2,4 --out runs/lab",
+    "calibrate": f"treespec calibrate {MODEL} --head heads/llama-8b",
+    "tree": f"treespec tree {MODEL} --head heads/llama-8b --nodes 64 --out tree.json",
+    "certify": f"treespec certify {MODEL} --head heads/llama-8b --out runs/certificate.json",
+    "skip": f"treespec skip {MODEL} --text held-out.jsonl --out skip.json",
+    "export": f"treespec export {MODEL} --head heads/llama-8b --to vllm --out exported",
+    "datastore build": f"treespec datastore build {MODEL} --data sharegpt.jsonl --out store",
+    "quickstart": "treespec quickstart",
+}
+
+
+def commands() -> str:
+    """A section for each command: what it does, an example, its options."""
+    return "".join(section(name, command) for name, command in named(typer.main.get_command(app)))
+
+
+def named(group: click.Command, before: str = "") -> Iterator[tuple[str, click.Command]]:
+    """(name, command) of all commands, in the order of --help; those of a group bear its name."""
+    for name, command in getattr(group, "commands", {}).items():
+        if hasattr(command, "commands"):
+            yield from named(command, f"{before}{name} ")
+        else:
+            yield before + name, command
+
+
+def section(name: str, command: click.Command) -> str:
+    """The Markdown of one command."""
+    says = "\n".join(line.strip() for line in (command.help or "").strip().splitlines())
+    lines = [f"## treespec {name}", "", says, ""]
+    if name in EXAMPLES:
+        lines += ["```sh", EXAMPLES[name], "```", ""]
+    lines += ["| option | default | meaning |", "|---|---|---|"]
+    lines += [row(option) for option in command.params if "--help" not in option.opts]
+    return "\n".join([*lines, "", ""])
+
+
+def row(option: click.Parameter) -> str:
+    """An option's line of the table."""
+    flags = " / ".join(f"`{flag}`" for flag in [*option.opts, *option.secondary_opts])
+    default = "required" if option.required else shown(option.default)
+    help = str(getattr(option, "help", "") or "").replace("|", "\\|").replace("<", "&lt;")
+    return f"| {flags} | {default} | {' '.join(help.split())} |"
+
+
+def shown(default: object) -> str:
+    """A default as a person would write it; nothing where an option is off."""
+    if default is None or default is False or default == "":
+        return ""
+    return "on" if default is True else f"`{default}`"

@@ -1,0 +1,232 @@
+"""Tables of verifiers, trees and drafters for reference.md, made from treespec's registries.
+
+The words are here, by name; a name that a registry has and this file lacks is an error.
+"""
+
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from typing import Any
+
+from treespec.draft.model_free.kinds import OPTIONS
+from treespec.draft.pairing import check_named
+from treespec.draft.sources import SOURCES
+from treespec.errors import InputError
+from treespec.trees.policy import NAMES as TREES
+from treespec.trees.policy import policy
+from treespec.verify.registry import NAMES as VERIFIERS
+from treespec.verify.registry import SCHEMES, verifier_by_name
+
+HEAD = "eagle:ORGANISATION/HEAD"  # a calibrated head, which any verifier and tree may have
+SHAPES = {  # the column of a tree, and an instance of it
+    "chain": "chain:2",
+    "static": "2x2",
+    "dynamic": "dynamic",
+    "sampled": "sampled",
+    "confident": "confident",
+    "auto": "auto",
+}
+
+VERIFIER_WORDS = {  # what it is, and where it is from
+    "single": (
+        "one draw, accepted with chance min(1, p/q)",
+        "Leviathan et al. 2023; Chen et al. 2023",
+    ),
+    "rrs": ("independent draws, recursive rejection sampling", "SpecInfer, Miao et al. 2024"),
+    "rrs-wo": (
+        "draws without replacement, recursive rejection sampling",
+        "RSD, Jeon et al. 2024; Sequoia, Chen et al. 2024; EAGLE-1, Li et al. 2024",
+    ),
+    "kseq": (
+        "independent draws, accepted in order against a scaled draft law",
+        "SpecTr, Sun et al. 2023",
+    ),
+    "spechub": ("two draws, one of them the likeliest token", "SpecHub, Sun et al. 2024"),
+    "greedy": ("the likeliest tokens, and one draw from the rest", "Hu et al. 2025"),
+    "is-lp": ("independent draws, one selected by a linear program", "Khisti et al. 2025"),
+    "otm-lp": (
+        "independent draws, optimal transport by its whole linear program; for tests and "
+        "vocabularies of tens of tokens",
+        "SpecTr, Sun et al. 2023",
+    ),
+    "optimal": (
+        "the likeliest tokens and independent draws, coupled in closed form to reach the optimal "
+        "acceptance rate α*",
+        "treespec; see [verification](verification.md#how-optimal-reaches-it)",
+    ),
+    "valued": (
+        "independent draws that count by what their subtrees are worth",
+        "treespec; see [verification](verification.md#draws-of-unequal-value)",
+    ),
+    "topk": (
+        "the likeliest tokens; the target's sample is one of them or not",
+        "EAGLE-2, Li et al. 2024",
+    ),
+    "typical": (
+        "the likeliest tokens; the best one that is typical of the target is taken",
+        "Medusa, Cai et al. 2024",
+    ),
+    "auto": (
+        "the default: each cycle drafts nothing, the likeliest tokens, a chain (`block`) or a "
+        "tree of draws (`traversal`), whichever should bring most tokens a second",
+        "treespec",
+    ),
+    "block": (
+        "a chain of single draws, judged as a whole",
+        "Block Verification, Sun et al. 2024",
+    ),
+    "traversal": (
+        "the draws of `rrs-wo`, judged from the leaves upwards",
+        "Traversal Verification, 2505.12398",
+    ),
+    "layer:greedy": (
+        "the draws of `greedy`, judged a layer at a time, deepest first",
+        "Layer Verification, Cha, Cho and Yun 2026",
+    ),
+    "layer:single": ("the same over `single`, on chains", "Layer Verification"),
+    "layer:optimal": ("the same over `optimal`", "Layer Verification over treespec's `optimal`"),
+}
+TREE_WORDS = {  # name: the values that --tree takes, and what it is
+    "auto": (
+        "`auto`",
+        "chosen each cycle by what nodes and levels cost on this machine and how often drafts "
+        "were accepted so far",
+        "treespec",
+    ),
+    "eagle": ("`eagle`", "EAGLE-1's fixed tree of 25 nodes", "EAGLE-1, Li et al. 2024"),
+    "medusa": ("`medusa`", "Medusa's fixed tree of 63 nodes", "Medusa, Cai et al. 2024"),
+    "chain": ("`chain:5`", "a chain of drafts", ""),
+    "balanced": ("`2x4`", "children by depth: two children a node, four levels", ""),
+    "dynamic": (
+        "`dynamic`",
+        "expand the likeliest nodes, then keep the best of all",
+        "EAGLE-2, Li et al. 2024",
+    ),
+    "sampled": (
+        "`sampled`",
+        "a dynamic tree for sampled drafts: the number of draws at a node is fixed before drawing",
+        "treespec",
+    ),
+    "confident": (
+        "`confident`",
+        "a chain that ends where the draft model is unsure",
+        "Draft & Verify, Zhang et al. 2024",
+    ),
+}
+DRAFTER_WORDS = {  # name: the values that --drafter takes, what it is, and where it is from
+    "head": ("`head:DIR` (or `--head DIR`)", "a trained head; its files name the kind", ""),
+    "eagle": ("`eagle:DIR`", "extrapolates the target's features", "EAGLE-1 and 2, Li et al. 2024"),
+    "eagle3": (
+        "`eagle3:DIR`",
+        "the same, over three of the target's layers",
+        "EAGLE-3, Li et al. 2025",
+    ),
+    "medusa": ("`medusa:DIR`", "a head for each token ahead", "Medusa, Cai et al. 2024"),
+    "hydra": ("`hydra:DIR`", "the same, each sees the drafts before", "Hydra, Ankner et al. 2024"),
+    "hydra++": ("`hydra++:DIR`", "Hydra with a layer of its own", "Hydra, Ankner et al. 2024"),
+    "model": (
+        "`model:PATH`, `model:PATH+PATH`",
+        "a smaller model with the same tokenizer, or several",
+        "Leviathan et al., Chen et al. 2023; SpecInfer, Miao et al. 2024",
+    ),
+    "self": (
+        "`self:FILE`",
+        "the target without some of its sublayers; `treespec skip` finds which",
+        "Draft & Verify, Zhang et al. 2024",
+    ),
+    "sparse": (
+        "`sparse:512`, `sparse:512,snapkv`",
+        "the target over a few of its keys and values, for long contexts",
+        "MagicDec, Chen et al. 2024",
+    ),
+    "lookup": (
+        "`lookup`",
+        "what followed the text's last tokens where they stood before",
+        "prompt lookup, Saxena 2023",
+    ),
+    "rest": ("`rest:DIR`", "what followed them in a datastore, as a tree", "REST, He et al. 2024"),
+    "lookahead": (
+        "`lookahead`",
+        "n-grams that the target makes on the side, in the same forward",
+        "Lookahead, Fu et al. 2024",
+    ),
+    "jacobi": ("`jacobi`", "its guesses of the cycle before", "Santilli et al. 2023"),
+}
+
+
+def verifiers() -> str:
+    """All values of --verifier."""
+    expect("verifiers", VERIFIERS, VERIFIER_WORDS)
+    beyond = dict.fromkeys([*VERIFIERS, *VERIFIER_WORDS])  # auto and the tree-level ones come first
+    names = [name for name in beyond if name not in SCHEMES]
+    rows = []
+    for name in [*names, *SCHEMES]:
+        verifier = verifier_by_name(name, allow_lossy=True)
+        scheme: Any = verifier.scheme
+        options = options_of(scheme) if name in SCHEMES else ""
+        kept = "yes" if scheme.lossless else "**no**; asks for `--allow-lossy`"
+        what, source = VERIFIER_WORDS[name]
+        most = scheme.max_draws or "any"
+        rows.append([f"`{name}`", what, source, options, str(most), kept, goes_with(verifier)])
+    columns = ["`--verifier`", "children of a node", "source", "options", "draws", "lossless"]
+    return table([*columns, "trees"], rows)
+
+
+def trees() -> str:
+    """All values of --tree."""
+    expect("trees", TREES, TREE_WORDS)
+    rows = []
+    for name in TREES:
+        values, what, source = TREE_WORDS[name]
+        tree: Any = policy(values.split("`")[1])
+        options = "" if hasattr(tree, "paths") else options_of(tree)
+        rows.append([values, what, source, options])
+    rows.append(["`tree.json`", "a JSON list of paths, as `treespec tree` writes it", "", ""])
+    return table(["`--tree`", "shape", "source", "options"], rows)
+
+
+def drafters() -> str:
+    """All values of --drafter."""
+    expect("drafters", SOURCES, DRAFTER_WORDS)
+    rows = []
+    for name in SOURCES:
+        values, what, source = DRAFTER_WORDS[name]
+        rows.append([values, what, source, options_of(OPTIONS[name]) if name in OPTIONS else ""])
+    return table(["`--drafter`", "drafts", "source", "options"], rows)
+
+
+def goes_with(verifier: Any) -> str:
+    """The trees that a verifier takes."""
+    return ", ".join(shape for shape, tree in SHAPES.items() if fits(verifier, tree))
+
+
+def fits(verifier: Any, tree: str) -> bool:
+    """Whether the pairing rules let a calibrated head have this verifier and tree."""
+    try:
+        check_named(HEAD, verifier, policy(tree))
+    except InputError:
+        return False
+    return True
+
+
+def options_of(config: Any) -> str:
+    """The fields of a dataclass as name=default."""
+    shown = []
+    for field in fields(config):
+        value = field.default
+        words = "/".join(f"{x:g}" for x in value) if isinstance(value, tuple) else str(value)
+        unset = value is MISSING or value is None or not words
+        shown.append(f"`{field.name.replace('_', '-')}{'' if unset else f'={words}'}`")
+    return ", ".join(shown)
+
+
+def expect(what: str, names: Iterable[str], words: Iterable[str]) -> None:
+    """The registry and the words have the same names; layer:optimal may be unlisted."""
+    lacking = set(names) ^ set(words) - {"layer:optimal"}
+    if lacking:
+        raise SystemExit(f"{what} whose words {__file__} lacks, or has too many: {lacking}")
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)

@@ -1,0 +1,58 @@
+"""Every script of docs/scripts runs, on models so small that a figure says nothing."""
+
+import json
+import runpy
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from evaluating import save_models
+from safetensors.torch import save_file
+
+SCRIPTS = Path(__file__).parent.parent / "docs" / "scripts"
+ARGUMENTS = {  # script: its arguments, and a word of what it prints; others are asked for --help
+    "baseline": ("target --rounds 1 --max-new-tokens 4", "by model.generate"),
+    "draft_vocabulary": ("target questions.jsonl head --limit 1 --max-new-tokens 4 --steps 2", "ms a token"),
+    "long_context": ("target head 32 --max-new-tokens 4", "verify"),
+    "node_cost": ("--vocabularies 64 --rows 2 --draws 3 --rounds 2", "| 64 | 2 | 3 |"),
+    "packed_products": ("--weights 1 --rounds 1", "packed"),
+    "paired_difference": ("one.jsonl other.jsonl", "+100%"),
+    "unequal_values": ("logits.safetensors --temperatures 1 --samples 2", "| rrs-wo |"),
+    "verify_large": ("--vocabulary 64 --rounds 1", "| `layer:greedy` |"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What scripts read: a pair, questions, answers to them, and laws."""
+    folder = tmp_path_factory.mktemp("scripts")
+    save_models(folder)
+    for name, cycles in (("one", 5), ("other", 10)):
+        counts = {"new_tokens": [20], "decoding_steps": [cycles]}
+        lines = [json.dumps({"question_id": number, "choices": [counts]}) for number in range(3)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    generator = torch.Generator().manual_seed(0)
+    laws = {name: torch.randn(4, 16, generator=generator) for name in "pq"}
+    save_file(laws | {"group": torch.tensor([0, 0, 1, 1])}, folder / "logits.safetensors")
+    return folder
+
+
+def run(script):
+    """As `python script` does; argparse leaves --help by SystemExit."""
+    with suppress(SystemExit):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in SCRIPTS.glob("*.py")))
+def test_the_script_runs(name, folder, monkeypatch, capsys):
+    arguments, shown = ARGUMENTS.get(name, ("--help", "usage:"))
+    threads = torch.get_num_threads()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split()])
+    try:
+        run(SCRIPTS / f"{name}.py")
+    finally:
+        torch.set_num_threads(threads)
+    assert shown in capsys.readouterr().out

@@ -7,25 +7,24 @@ half in batches; a place in a law is uniform whatever the law, so that all of th
     tokens           uniform by p/q, uniform by p, each independent of the one before
     cycles           their first tokens uniform by p over the q that was told; each independent of the cycle before
     draws            uniform by the q that they are said to come from; independent of draws before, in repeats too;
-                     bets are lost that they come from a hotter or colder q, or repeat more or less often
+                     bets that they come from a power of q, or repeat more or less often, are lost
     plain sampling   texts of `model.generate` look alike
 
-The error is shared among the questions. `tests` and `bets` have the statistics,
+The error is shared among the questions (`asked`). `tests` and `bets` have the statistics,
 docs/verification.md what they find.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from treespec.eval.certify.bets import lost
+from treespec.eval.certify.asked import all_questions
 from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.certify.numbers import Places, Sample, places, successive, successive_draws
+from treespec.eval.certify.numbers import Places, Sample, places
 from treespec.eval.certify.plain import greedy_answer, own_settings, plain_texts, seeds, spread
-from treespec.eval.certify.tests import POWER, exchangeable, independent, least_correlation, least_gap, uniform
+from treespec.eval.certify.tests import POWER, exchangeable, least_correlation, least_gap
 from treespec.eval.certify.witness import watched
 from treespec.eval.common import Step
 from treespec.eval.environment import describe
@@ -37,14 +36,7 @@ from treespec.spec import Spec, load
 TESTS = 11  # of sampled texts, at most
 OURS, PLAIN = 0, 1  # sides, for the seeds
 
-REPEATS = "draws repeat the others at their node as often as they should"
-
 Report = Callable[[Step], None]
-# How a question is asked: the p-value of its numbers, and the least fault that as many of them find.
-Asking = tuple[Callable[[Tensor], float], Callable[[int, float], float | None]]
-GAP: Asking = (uniform, least_gap)
-PAIRS: Asking = (independent, least_correlation)
-BET: Asking = (lost, lambda number, error: None)
 
 
 def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[str, Any]:
@@ -193,28 +185,6 @@ def judge(
         "passed": bool(greedy["passed"] and all(test["passed"] for test in tests)),
         "tests": [greedy, *tests],
     }
-
-
-def all_questions(mine: Sequence[Places], ours: Sequence[Sample]) -> list[tuple[str, Tensor, Asking]]:
-    """All but the comparison with plain texts: the name of each, its numbers, and how it is asked."""
-    cycles = [cycle for text in ours for cycle in text.cycles]
-    return [
-        ("tokens follow the target's law, by p/q", joined(text.by_ratio for text in mine), GAP),
-        ("tokens follow the target's law, by p", joined(text.by_p for text in mine), GAP),
-        ("first tokens of cycles follow it, by p/q as told", joined(text.first_by_ratio for text in mine), GAP),
-        ("draws follow the law that they are said to", joined(cycle.draws for cycle in cycles), GAP),
-        ("draws are not from a power of that law", joined(cycle.hotter for cycle in cycles), BET),
-        (REPEATS, joined(cycle.repeated for cycle in cycles), GAP),
-        ("draws do not repeat them more often, or less", joined(cycle.rarer for cycle in cycles), BET),
-        ("tokens are independent of the token before", joined(successive(text.by_number) for text in mine), PAIRS),
-        ("cycles are independent of the cycle before", joined(successive(text.first) for text in mine), PAIRS),
-        ("draws are independent of the draws before", joined(successive_draws(text.cycles) for text in ours), PAIRS),
-    ]
-
-
-def joined(rows: Iterable[Tensor]) -> Tensor:
-    tensors = list(rows)
-    return torch.cat(tensors) if tensors else torch.empty(0)
 
 
 def question(

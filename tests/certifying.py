@@ -6,6 +6,7 @@ import torch
 import transformers as hf
 from models import GROUPED, random_model
 
+from treespec.draft.calibration import Calibration
 from treespec.draft.models.model import ModelProposer
 from treespec.eval.certify.config import CertifyConfig
 from treespec.spec import Spec
@@ -26,5 +27,6 @@ def model(noise: float) -> Target:
     return Target(known)
 
 
-def tiny(tree: str, verifier: str) -> Spec:
-    return Spec(model(0.0), ModelProposer(model(1.0), model(0.0)), tree, verifier)
+def tiny(tree: str, verifier: str, calibration: Calibration | None = None) -> Spec:
+    proposer = ModelProposer(model(1.0), model(0.0))
+    return Spec(model(0.0), proposer, tree, verifier, calibration=calibration)

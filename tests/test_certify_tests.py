@@ -4,6 +4,7 @@ import pytest
 import torch
 from scipy.stats import binom, kstest
 
+from treespec.eval.certify.bets import ODDS, POWERS, lost, on_odds, on_powers
 from treespec.eval.certify.numbers import successive
 from treespec.eval.certify.tests import exchangeable, independent, least_correlation, least_gap, uniform
 from treespec.eval.certify.witness import drawn, placed, repeats_among
@@ -68,6 +69,49 @@ def test_the_stated_correlation_is_found():
     assert sum(independent(row) < error for row in pairs) >= 290
 
 
+def bets(generator, odds=1.0, power=1.0, runs=2000, n=60):
+    """p-values of events with other odds than told, and of tokens from a power of the law that is told.
+
+    How likely an event is depends on whether the one before it happened.
+    """
+    chance = torch.tensor([0.1, 0.3])
+    by_odds, by_power = [], []
+    law = torch.randn(8, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    for _ in range(runs):
+        uniforms, happened = torch.rand(n, generator=generator).tolist(), [0]
+        for number in uniforms:
+            told = float(chance[happened[-1]])
+            happened.append(int(number < odds * told / (1 - told + odds * told)))
+        events = torch.tensor(happened)
+        by_odds.append(lost(on_odds(events[1:] > 0, chance[events[:-1]])))
+        tokens = (law**power).multinomial(n, replacement=True, generator=generator)
+        by_power.append(lost(on_powers(law.expand(n, -1), tokens)))
+    return torch.tensor([by_odds, by_power])
+
+
+def test_bets_against_a_law_that_holds_are_lost():
+    """Of 2,000 exact runs no more than stated win, by the ends of a binomial law at 1e-4."""
+    found = bets(torch.Generator().manual_seed(1))
+    for error in (0.05, 0.01):
+        assert ((found < error).sum(1) <= binom.isf(1e-4, 2000, error)).all()
+
+
+def test_bets_against_a_law_that_does_not_hold_are_won():
+    never = bets(torch.Generator().manual_seed(1), odds=0, runs=50, n=200)[0]
+    colder = bets(torch.Generator().manual_seed(1), power=1.2, runs=10, n=4000)[1]
+    assert (never < 1e-5).all()
+    assert (colder < 1e-5).all()
+
+
+def test_a_token_that_its_law_does_not_hold_is_a_bet_won():
+    law = torch.tensor([[0.5, 0.5, 0.0]])
+    assert lost(on_powers(law, torch.tensor([2]))) == 0
+    assert on_powers(law[:0], torch.tensor([], dtype=torch.int64)).shape == (0, len(POWERS))
+    assert lost(on_odds(torch.zeros(0, dtype=torch.bool), torch.zeros(0))) == 1
+    assert lost(torch.full((1000, 2), -1.0)) == 1  # a stake of e^-1000
+    assert on_odds(torch.tensor([True]), torch.tensor([1.0])).exp().tolist() == [pytest.approx([1.0] * len(ODDS))]
+
+
 def test_numbers_of_true_samples_are_uniform():
     generator = torch.Generator().manual_seed(0)
     law = torch.randn(7, generator=generator).softmax(-1)
@@ -88,4 +132,7 @@ def test_the_draws_of_every_scheme_follow_the_law_that_is_said_of_them(name):
     assert is_first.sum() == len(q)
     assert uniform(placed(laws, laws, tokens[:, None], generator).flatten()) > 1e-4
     if name in ("rrs", "kseq", "valued", "optimal"):
-        assert uniform(repeats_among(drafts, generator)) > 1e-4
+        places, happened, chance = repeats_among(drafts, generator)
+        assert uniform(places) > 1e-4
+        assert lost(on_odds(happened, chance)) > 1e-4
+    assert lost(on_powers(laws, tokens)) > 1e-4

@@ -1,28 +1,30 @@
 """A certificate: is what treespec says the target's own, tested on a target, head, verifier and tree at hand.
 
-Greedy answers must be those of `model.generate`, token for token. Sampled texts are put to nine questions, or five
+Greedy answers must be those of `model.generate`, token for token. Sampled texts are put to eleven questions, or five
 where the draft is not drawn. Half of them are sampled by the whole law and half by a truncated one, half alone and
 half in batches; a place in a law is uniform whatever the law, so that all of them answer the same questions:
 
     tokens           uniform by p/q, uniform by p, each independent of the one before
     cycles           their first tokens uniform by p over the q that was told; each independent of the cycle before
-    draws            uniform by the q that they are said to come from; independent of draws before, in repeats too
+    draws            uniform by the q that they are said to come from; independent of draws before, in repeats too;
+                     bets that they come from a power of q, or repeat more or less often, are lost
     plain sampling   texts of `model.generate` look alike
 
-The error is shared among the questions. `tests` has the statistics, docs/verification.md what they find.
+The error is shared among the questions (`asked`). `tests` and `bets` have the statistics,
+docs/verification.md what they find.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from treespec.eval.certify.asked import all_questions
 from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.certify.numbers import Places, Sample, places, successive, successive_draws
+from treespec.eval.certify.numbers import Places, Sample, places
 from treespec.eval.certify.plain import greedy_answer, own_settings, plain_texts, seeds, spread
-from treespec.eval.certify.tests import POWER, exchangeable, independent, least_correlation, least_gap, uniform
+from treespec.eval.certify.tests import POWER, exchangeable, least_correlation, least_gap
 from treespec.eval.certify.witness import watched
 from treespec.eval.common import Step
 from treespec.eval.environment import describe
@@ -31,7 +33,7 @@ from treespec.files import check_writable, write_json
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec, load
 
-TESTS = 9  # of sampled texts, at most
+TESTS = 11  # of sampled texts, at most
 OURS, PLAIN = 0, 1  # sides, for the seeds
 
 Report = Callable[[Step], None]
@@ -151,39 +153,24 @@ def judge(
     plain: Sequence[Sample],
     config: CertifyConfig,
 ) -> dict[str, Any]:
-    """The verdict of each test on greedy answers and on the texts of both sides."""
-    mine, theirs = numbers(spec, ours), numbers(spec, plain)
-    cycles = [cycle for text in ours for cycle in text.cycles]
+    """The verdict of each test on greedy answers and on the texts of both sides.
 
-    def joined(rows: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(rows)) if rows else torch.empty(0)
-
-    uniforms = {
-        "tokens follow the target's law, by p/q": joined([text.by_ratio for text in mine]),
-        "tokens follow the target's law, by p": joined([text.by_p for text in mine]),
-        "first tokens of cycles follow it, by p/q as told": joined([text.first_by_ratio for text in mine]),
-        "draws follow the law that they are said to": joined([cycle.draws for cycle in cycles]),
-        "draws repeat the others at their node as often as they should": joined([cycle.repeated for cycle in cycles]),
-    }
-    pairs = {
-        "tokens are independent of the token before": joined([successive(text.by_number) for text in mine]),
-        "cycles are independent of the cycle before": joined([successive(text.first) for text in mine]),
-        "draws are independent of the draws before": joined([successive_draws(text.cycles) for text in ours]),
-    }
+    plain: [] leaves out the comparison with plain texts.
+    """
+    mine = numbers(spec, ours)
     # 1. A question without numbers, such as of draws that are not drawn, is not asked.
-    uniforms = {name: rows for name, rows in uniforms.items() if len(rows)}
-    pairs = {name: rows for name, rows in pairs.items() if len(rows)}
-    error = config.error / (len(uniforms) + len(pairs) + 1)
-    # 2. The others share the error.
-    tests = [question(name, rows, error, uniform(rows), least_gap(len(rows), error)) for name, rows in uniforms.items()]
-    tests += [
-        question(name, rows, error, independent(rows), least_correlation(len(rows), error))
-        for name, rows in pairs.items()
+    asked = [(name, rows, by) for name, rows, by in all_questions(mine, ours) if len(rows)]
+    # 2. The others and the comparison with plain texts share the error.
+    error = config.error / (len(asked) + 1)
+    tests = [
+        question(name, rows, error, p_value(rows), least(len(rows), error)) for name, rows, (p_value, least) in asked
     ]
-    ranks = [text.rank for text in mine], [text.rank for text in theirs]
-    groups = [text.group for text in ours], [text.group for text in plain]
-    p_value, finds = exchangeable(*ranks, groups, error)
-    tests.append(question("texts look like model.generate's, by the draft's rank", ranks[0], error, p_value, finds))
+    if plain:
+        theirs = numbers(spec, plain)
+        ranks = [text.rank for text in mine], [text.rank for text in theirs]
+        groups = [text.group for text in ours], [text.group for text in plain]
+        p_value, finds = exchangeable(*ranks, groups, error)
+        tests.append(question("texts look like model.generate's, by the draft's rank", ranks[0], error, p_value, finds))
     greedy = {
         "test": "greedy answers are model.generate's, token for token",
         "answers": len(answers),
@@ -200,7 +187,9 @@ def judge(
     }
 
 
-def question(name: str, numbers: Sequence[Any] | Tensor, error: float, p_value: float, finds: float) -> dict[str, Any]:
+def question(
+    name: str, numbers: Sequence[Any] | Tensor, error: float, p_value: float, finds: float | None
+) -> dict[str, Any]:
     """One test in the report."""
     return {
         "test": name,

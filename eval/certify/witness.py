@@ -12,6 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from treespec.eval.certify.bets import ODDS, POWERS, on_odds, on_powers
 from treespec.sampling import TargetLaws
 from treespec.spec import Spec
 from treespec.trees.tree import Drafts, Draws, TokenTree
@@ -33,6 +34,8 @@ class Cycle:
 
     first: [I] places, in the order of the tokens' numbers, of the first draw at each inner node, in drawing order.
     repeated: [r] places in q of all but a node's first draw, with the tokens drawn there before in front.
+    hotter: [m, POWERS] bets that the draws come from a power of their law.
+    rarer: [r, ODDS] bets that all but a node's first draw repeat one more often, or less.
     root_law: [V] q at the root, None where nothing was drawn there.
     """
 
@@ -40,6 +43,8 @@ class Cycle:
     draws: Tensor
     first: Tensor
     repeated: Tensor
+    hotter: Tensor
+    rarer: Tensor
     root_law: Tensor | None
 
 
@@ -68,15 +73,21 @@ class Witness:
     def cycle(self, tokens: list[int], drafts: Drafts | None) -> Cycle:
         nothing = torch.empty(0, dtype=torch.float64)
         if drafts is None:
-            return Cycle(tokens, nothing, nothing, nothing, None)
+            no_bets = nothing.view(0, len(POWERS)), nothing.view(0, len(ODDS))
+            return Cycle(tokens, nothing, nothing, nothing, *no_bets, None)
         at_root = drafts.q[drafts.nodes == 0].flatten(0, -2)[:1]
         root_law = at_root[0] if len(at_root) else None
         laws, draws, is_first = drawn(self.scheme.name, drafts)
         by_law = placed(laws, laws, draws[:, None], self.coins)
         of_first, number = laws[is_first], torch.arange(laws.shape[-1], device=laws.device)
         by_number = placed(of_first, number.expand_as(of_first), draws[is_first, None], self.coins)
-        repeated = repeats_among(drafts, self.coins) if DRAWS.get(self.scheme.name) == "independent" else nothing
-        return Cycle(tokens, by_law.squeeze(1).cpu(), by_number.squeeze(1).cpu(), repeated.cpu(), root_law)
+        places = by_law.squeeze(1).cpu(), by_number.squeeze(1).cpu()
+        hotter = on_powers(laws, draws).cpu()
+        repeated, rarer = nothing, nothing.view(0, len(ODDS))
+        if DRAWS.get(self.scheme.name) == "independent":
+            repeated, happened, chance = repeats_among(drafts, self.coins)
+            repeated, rarer = repeated.cpu(), on_odds(happened, chance).cpu()
+        return Cycle(tokens, *places, repeated, hotter, rarer, root_law)
 
 
 @contextmanager
@@ -122,13 +133,16 @@ def drawn(scheme: str, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(laws), torch.cat(draws), torch.cat(is_first)
 
 
-def repeats_among(drafts: Drafts, generator: torch.Generator) -> Tensor:
-    """[r] places of independent draws from one law, with the tokens that were drawn at their node before in front.
+def repeats_among(drafts: Drafts, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Of independent draws from one law, all but the first of each node, [r] each:
 
-    A scheme may hand its draws over in an order that depends on them, so they are shuffled first.
+    their places with the tokens drawn before at the node in front; whether each repeats one of
+    them; and with what probability it was to. A scheme may hand its draws over in an order that
+    depends on them, so they are shuffled first.
     """
     if drafts.q.dim() == 3:
-        return torch.empty(0, dtype=torch.float64)
+        nothing = torch.empty(0, dtype=torch.float64)
+        return nothing, nothing.bool(), nothing
     tokens, sure = drafts.draws.tokens, for_sure(drafts.draws)
     law, tokens = without(drafts.q, tokens, sure), tokens.masked_fill(sure, -1)
     shuffle, coin = torch.rand((2, *tokens.shape), generator=generator, dtype=torch.float64).to(law.device)
@@ -138,7 +152,8 @@ def repeats_among(drafts: Drafts, generator: torch.Generator) -> Tensor:
     share = share.masked_fill(again | (tokens < 0), 0)
     before = share.cumsum(1) - share
     place = torch.where(again, coin * before, before + coin * (1 - before))
-    return place[:, 1:][tokens[:, 1:] >= 0]
+    present = tokens[:, 1:] >= 0
+    return place[:, 1:][present], again[:, 1:][present], before[:, 1:][present]
 
 
 def for_sure(draws: Draws) -> Tensor:

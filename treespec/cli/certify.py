@@ -26,8 +26,8 @@ def certify(config: CertifyConfig) -> None:
     can = promised(config)
     print(
         f"Greedy answers must be the same tokens. Each test of {config.tokens} sampled tokens fails an exact verifier "
-        f"with probability {can['error']:.2g} or less;\nwith {can['power']:.0%} it finds a shift of {can['finds']:.3f} "
-        f"of the probability, or a correlation of {can['finds_correlation']:.3f} along the text."
+        f"with probability {can['error']:.2g} or less;\nwith {can['power']:.0%} they find a shift of "
+        f"{can['finds']:.3f} of the probability, or a correlation of {can['finds_correlation']:.3f} along the text."
     )
     found = with_progress(lambda report: run(config, report))
     greedy, *laws = found["tests"]

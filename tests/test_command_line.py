@@ -209,15 +209,9 @@ class TestBeforeAnythingIsLoaded:
         )
 
 
-<<<<<<< HEAD
-def test_the_readme_says_which_heads_which_engine_takes():
-    assert ENGINES == FORMATS
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-=======
 def test_the_page_says_which_heads_which_engine_takes():
-    assert set(ENGINES) == set(WRITERS)
+    assert set(ENGINES) == set(FORMATS)
     page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
->>>>>>> h2/pages
     table = {
         engine: [f"`{kind}`" for kind in ("eagle", "eagle3", "medusa") if engine in HEADS[kind].writers]
         for engine in FORMATS

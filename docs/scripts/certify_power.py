@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log10
 from pathlib import Path
@@ -93,6 +93,14 @@ def size_of(config: CertifyConfig) -> list[int]:
     return [getattr(config, option) for option in SIZE]
 
 
+def options_of(size: Sequence[int]) -> str:
+    """Those that are not certify's defaults."""
+    usual = size_of(CertifyConfig("", ""))
+    given = zip(SIZE, size, usual, strict=True)
+    words = [f"--{name} {value}" for name, value, default in given if value != default]
+    return f"`{' '.join(words)}`" if words else "defaults"
+
+
 def bound(found: int, runs: int) -> float:
     """Clopper and Pearson's lower bound on the chance of what was found in so many of the runs."""
     return float(binomtest(found, runs, alternative="greater").proportion_ci(CONFIDENCE).low)
@@ -100,7 +108,7 @@ def bound(found: int, runs: int) -> float:
 
 def table(rows: list[Row]) -> str:
     """The runs of each case and size in Markdown."""
-    columns = "case", "pair", "tokens", "rejected", "bound", "by", "log10 p, worst (error)", "CPU s"
+    columns = "case", "pair", "options", "tokens", "rejected", "bound", "by", "log10 p, worst (error)", "CPU s"
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, size in dict.fromkeys((row["case"], tuple(row["size"])) for row in rows):
         case = CASES[name]
@@ -119,7 +127,7 @@ def table(rows: list[Row]) -> str:
             limit = f"≤ {1 - bound(len(runs) - rejected, len(runs)):.3f}"
         margin = f"{statistics.median(logs[question]):.1f}, {logs[question][-1]:.1f}"
         lines.append(
-            f"| {name} | `{case.verifier}`, `{case.tree}` "
+            f"| {name} | `{case.verifier}`, `{case.tree}` | {options_of(size)} "
             f"| {statistics.median(row['tokens'] for row in runs):.0f} "
             f"| {rejected} of {len(runs)} | {limit} | {question} "
             f"| {margin} ({log10(runs[0]['error']):.1f}) "

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log10
 from pathlib import Path
@@ -30,6 +30,7 @@ from treespec.eval.certify.run import judge, sample, sample_plain
 from treespec.eval.questions import load_questions
 from treespec.spec import Spec, load
 
+DEFAULTS = CertifyConfig(target="", head="head")
 SIZE = ("tokens", "limit", "length", "batch")  # options of certify, and their values in a row
 CONFIDENCE = 0.95  # of the bounds on the power and on false alarms
 
@@ -93,6 +94,14 @@ def size_of(config: CertifyConfig) -> list[int]:
     return [getattr(config, option) for option in SIZE]
 
 
+def options_of(size: Sequence[int]) -> str:
+    """Those that are not certify's defaults."""
+    usual = size_of(DEFAULTS)
+    given = zip(SIZE, size, usual, strict=True)
+    words = [f"--{name} {value}" for name, value, default in given if value != default]
+    return f"`{' '.join(words)}`" if words else "defaults"
+
+
 def bound(found: int, runs: int) -> float:
     """Clopper and Pearson's lower bound on the chance of what was found in so many of the runs."""
     return float(binomtest(found, runs, alternative="greater").proportion_ci(CONFIDENCE).low)
@@ -100,7 +109,17 @@ def bound(found: int, runs: int) -> float:
 
 def table(rows: list[Row]) -> str:
     """The runs of each case and size in Markdown."""
-    columns = "case", "pair", "tokens", "rejected", "bound", "by", "log10 p, worst (error)", "CPU s"
+    columns = (
+        "case",
+        "pair",
+        "options",
+        "tokens",
+        "rejected",
+        "bound",
+        "by",
+        "log10 p, worst (error)",
+        "CPU s",
+    )
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, size in dict.fromkeys((row["case"], tuple(row["size"])) for row in rows):
         case = CASES[name]
@@ -119,7 +138,7 @@ def table(rows: list[Row]) -> str:
             limit = f"≤ {1 - bound(len(runs) - rejected, len(runs)):.3f}"
         margin = f"{statistics.median(logs[question]):.1f}, {logs[question][-1]:.1f}"
         lines.append(
-            f"| {name} | `{case.verifier}`, `{case.tree}` "
+            f"| {name} | `{case.verifier}`, `{case.tree}` | {options_of(size)} "
             f"| {statistics.median(row['tokens'] for row in runs):.0f} "
             f"| {rejected} of {len(runs)} | {limit} | {question} "
             f"| {margin} ({log10(runs[0]['error']):.1f}) "
@@ -137,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", default=",".join(CASES), help="of " + ", ".join(CASES))
     parser.add_argument("--seeds", default="0:10", help="FIRST:END")
     for option in SIZE:
-        default = getattr(CertifyConfig("", ""), option)
+        default = getattr(DEFAULTS, option)
         parser.add_argument(f"--{option}", default=default, type=int, help="as in treespec certify")
     given = parser.parse_args(arguments)
 
@@ -146,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
     known = [json.loads(line) for line in lines]
     done = {(row["case"], *row["size"], row["seed"]) for row in known}
     spec = load(given.target, given.head)
-    questions = load_questions(CertifyConfig("", "").questions)[0][: given.limit]
+    questions = load_questions(DEFAULTS.questions)[0][: given.limit]
     messages = [[{"role": "user", "content": question.turns[0]}] for question in questions]
     prompts = [spec.encode(message) for message in messages]
 
@@ -157,7 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
             size = {option: getattr(given, option) for option in SIZE}
             if (name, *size.values(), seed) in done:
                 continue
-            config = CertifyConfig(given.target, given.head, seed=seed, **size)
+            config = CertifyConfig(target=given.target, head=given.head, seed=seed, **size)
             known.append(examined(spec, name, prompts, config))
             with given.out.open("a") as file:
                 file.write(json.dumps(known[-1]) + "\n")

@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", default=",".join(CASES), help="of " + ", ".join(CASES))
     parser.add_argument("--seeds", default="0:10", help="FIRST:END")
     for option in SIZE:
-        default = getattr(CertifyConfig("", ""), option)
+        default = getattr(CertifyConfig(target=""), option)
         parser.add_argument(f"--{option}", default=default, type=int, help="as in treespec certify")
     given = parser.parse_args(arguments)
 

@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", default=",".join(CASES), help="of " + ", ".join(CASES))
     parser.add_argument("--seeds", default="0:10", help="FIRST:END")
     for option in SIZE:
-        default = getattr(CertifyConfig(target=""), option)
+        default = getattr(CertifyConfig(target="", head=""), option)
         parser.add_argument(f"--{option}", default=default, type=int, help="as in treespec certify")
     given = parser.parse_args(arguments)
 
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
     known = [json.loads(line) for line in lines]
     done = {(row["case"], *row["size"], row["seed"]) for row in known}
     spec = load(given.target, given.head)
-    questions = load_questions(CertifyConfig("", "").questions)[0][: given.limit]
+    questions = load_questions(CertifyConfig(target="", head="").questions)[0][: given.limit]
     messages = [[{"role": "user", "content": question.turns[0]}] for question in questions]
     prompts = [spec.encode(message) for message in messages]
 
@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
             size = {option: getattr(given, option) for option in SIZE}
             if (name, *size.values(), seed) in done:
                 continue
-            config = CertifyConfig(given.target, given.head, seed=seed, **size)
+            config = CertifyConfig(target=given.target, head=given.head, seed=seed, **size)
             known.append(examined(spec, name, prompts, config))
             with given.out.open("a") as file:
                 file.write(json.dumps(known[-1]) + "\n")

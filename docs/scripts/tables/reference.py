@@ -82,8 +82,14 @@ VERIFIER_WORDS = {  # what it is, and where it is from
         "the draws of `greedy`, judged a layer at a time, deepest first",
         "Layer Verification, Cha, Cho and Yun 2026",
     ),
-    "layer:single": ("the same over `single`, on chains", "Layer Verification"),
-    "layer:optimal": ("the same over `optimal`", "Layer Verification over treespec's `optimal`"),
+    "layer:single": (
+        "the draw of `single`, judged a layer at a time",
+        "Layer Verification, Cha, Cho and Yun 2026",
+    ),
+    "layer:optimal": (
+        "the draws of `optimal`, judged a layer at a time",
+        "Layer Verification, over treespec's `optimal`",
+    ),
 }
 TREE_WORDS = {  # name: the values that --tree takes, and what it is
     "auto": (

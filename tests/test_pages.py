@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from evaluating import save_models
+
+from treespec.cli import app
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS, EXAMPLES = ROOT / "docs" / "scripts", ROOT / "docs" / "examples"
@@ -17,6 +20,8 @@ PAGES = {
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```\n", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(r"^```python\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```sh\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+QUOTED = re.compile(r"""\"\$\(.*?\)\"|"[^"]*"|'[^']*'""", re.DOTALL)
 LONGEST = 12  # lines of Python that a page may hold without a file behind them
 
 
@@ -77,6 +82,26 @@ def test_every_page_is_linked_from_the_readme():
 
 def test_the_readme_is_short():
     assert len(PAGES["README.md"].splitlines()) <= 120
+
+
+def options_named(block, commands):
+    """(command, flag) for each option of a treespec command in a shell block."""
+    for line in re.sub(r"\\\n", " ", QUOTED.sub("", block)).splitlines():
+        words = line.partition("#")[0].partition("treespec ")[2].split()
+        called = [name for name in (" ".join(words[:2]), *words[:1]) if name in commands]
+        for word in words:
+            if called and word.startswith("--"):
+                yield called[0], word
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_have_the_options_that_a_page_gives_them(page, pages_script):
+    commands = dict(pages_script.commands.named(typer.main.get_command(app)))
+    flags = {name: {flag for option in command.params for flag in option.opts} for name, command in commands.items()}
+    named = [pair for block in SHELL.findall(PAGES[page]) for pair in options_named(block, commands)]
+    assert named or page not in ("README.md", "docs/cli.md", "docs/results.md")
+    for command, flag in named:
+        assert flag in flags[command], f"{page}: treespec {command} has no {flag}"
 
 
 def test_scripts_that_pages_name_exist():

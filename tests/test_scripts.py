@@ -18,7 +18,9 @@ ARGUMENTS = {  # script: its arguments, and a word of what it prints; others are
     "long_context": ("target head 32 --max-new-tokens 4", "verify"),
     "node_cost": ("--vocabularies 64 --rows 2 --draws 3 --rounds 2", "| 64 | 2 | 3 |"),
     "packed_products": ("--weights 1 --rounds 1", "packed"),
+    "pages": ("--check", ""),
     "paired_difference": ("one.jsonl other.jsonl", "+100%"),
+    "picture": ("target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),
     "unequal_values": ("logits.safetensors --temperatures 1 --samples 2", "| rrs-wo |"),
     "verify_large": ("--vocabulary 64 --rounds 1", "| `layer:greedy` |"),
 }
@@ -50,6 +52,7 @@ def test_the_script_runs(name, folder, monkeypatch, capsys):
     arguments, shown = ARGUMENTS.get(name, ("--help", "usage:"))
     threads = torch.get_num_threads()
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(SCRIPTS)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split()])
     try:
         run(SCRIPTS / f"{name}.py")

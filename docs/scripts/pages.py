@@ -9,16 +9,15 @@ import re
 import sys
 from pathlib import Path
 
-import command_tables
-import reference_tables
+from tables import commands, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES = {
-    "verifiers": reference_tables.verifiers,
-    "trees": reference_tables.trees,
-    "drafters": reference_tables.drafters,
-    "commands": command_tables.commands,
+    "verifiers": reference.verifiers,
+    "trees": reference.trees,
+    "drafters": reference.drafters,
+    "commands": commands.commands,
 }
 
 

@@ -56,7 +56,7 @@ def main() -> None:
 def legend() -> Text:
     """What the colours mean."""
     words = [("drafted and accepted", DRAFTED), (" · ", ""), ("the target's own", "")]
-    return Text.assemble(*words, justify="right")
+    return Text.assemble(*words)
 
 
 def answered(
@@ -66,7 +66,8 @@ def answered(
     stream = spec.stream(messages, max_new_tokens=tokens, **sampling)
     shown = Text()
     for piece in stream:
-        shown.append(piece.text, style=DRAFTED if piece.drafted else "")
+        text = piece.text if shown.plain else piece.text.lstrip()
+        shown.append(text, style=DRAFTED if piece.drafted else "")
     stats = stream.stats
     figures = (
         f"\n{stats.new_tokens} tokens in {stats.cycles} forwards of the target "

@@ -1,4 +1,8 @@
-"""Layer verification: what block verification is to a chain, for the trees of a scheme that accepts by a known law."""
+"""Layer verification: to a tree what block verification is to a chain.
+
+Cha, Cho and Yun 2026, Layer Verification Accelerates Speculative Tree Decoding (AdaptFM at ICML 2026): it lifts a
+scheme that accepts by a known law to trees.
+"""
 
 from dataclasses import dataclass
 from typing import final

@@ -29,7 +29,7 @@ PRECISION = 1 << 10  # of prices, a level; coarser than what sums in another ord
 @final
 @dataclass(frozen=True)
 class Valued:
-    """Independent draws; selects one by its score and accepts it as far as p goes. This repository.
+    """Independent draws; selects one by its score and accepts it as far as p goes. treespec's own.
 
     values: of each draw in order, 1 + what its subtree is expected to bring; none above the one before, the last
     repeats. Lossless for any values. extra: draw until as many distinct tokens as asked for are expected, as a repeat

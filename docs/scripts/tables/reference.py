@@ -82,8 +82,14 @@ VERIFIER_WORDS = {  # what it is, and where it is from
         "the draws of `greedy`, judged a layer at a time, deepest first",
         "Layer Verification, Cha, Cho and Yun 2026",
     ),
-    "layer:single": ("the same over `single`, on chains", "Layer Verification"),
-    "layer:optimal": ("the same over `optimal`", "Layer Verification over treespec's `optimal`"),
+    "layer:single": (
+        "the draw of `single`, judged a layer at a time",
+        "Layer Verification, Cha, Cho and Yun 2026",
+    ),
+    "layer:optimal": (
+        "the draws of `optimal`, judged a layer at a time",
+        "Layer Verification, over treespec's `optimal`",
+    ),
 }
 TREE_WORDS = {  # name: the values that --tree takes, and what it is
     "auto": (
@@ -156,8 +162,7 @@ DRAFTER_WORDS = {  # name: the values that --drafter takes, what it is, and wher
 def verifiers() -> str:
     """All values of --verifier."""
     expect("verifiers", VERIFIERS, VERIFIER_WORDS)
-    beyond = dict.fromkeys([*VERIFIERS, *VERIFIER_WORDS])  # auto and the tree-level ones come first
-    names = [name for name in beyond if name not in SCHEMES]
+    names = [name for name in VERIFIERS if name not in SCHEMES]  # auto and the tree-level first
     rows = []
     for name in [*names, *SCHEMES]:
         verifier = verifier_by_name(name, allow_lossy=True)
@@ -220,10 +225,9 @@ def options_of(config: Any) -> str:
 
 
 def expect(what: str, names: Iterable[str], words: Iterable[str]) -> None:
-    """The registry and the words have the same names; layer:optimal may be unlisted."""
-    lacking = set(names) ^ set(words) - {"layer:optimal"}
-    if lacking:
-        raise SystemExit(f"{what} whose words {__file__} lacks, or has too many: {lacking}")
+    """The registry and the words have the same names."""
+    if different := set(names) ^ set(words):
+        raise SystemExit(f"{what} without words in {__file__}, or words without one: {different}")
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:

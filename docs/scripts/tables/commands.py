@@ -1,4 +1,4 @@
-"""The commands of treespec and their options, as cli.md shows them; `pages.py` puts them there."""
+"""The commands of treespec and their options, as cli.md shows them."""
 
 from collections.abc import Iterator
 

@@ -1,0 +1,1 @@
+"""Tables that `pages.py` puts into the pages."""

@@ -1,0 +1,126 @@
+"""The pages say what is so: generated parts, links, programs, and the README's length."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from evaluating import save_models
+
+from treespec.cli import app
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS, EXAMPLES = ROOT / "docs" / "scripts", ROOT / "docs" / "examples"
+PAGES = {
+    str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
+    for page in (ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))
+}
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```\n", re.MULTILINE | re.DOTALL)
+PROGRAM = re.compile(r"^```python\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```sh\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+QUOTED = re.compile(r"""\"\$\(.*?\)\"|"[^"]*"|'[^']*'""", re.DOTALL)
+LONGEST = 12  # lines of Python that a page may hold without a file behind them
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", PAGES[page]), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture(scope="module")
+def pages_script():
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        import pages
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    return pages
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A tiny target and head where the quickstart puts its own."""
+    folder = tmp_path_factory.mktemp("pair")
+    save_models(folder)
+    (folder / "runs").mkdir()
+    (folder / "runs" / "quickstart").symlink_to(folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith(".github")])
+def test_generated_parts_are_what_the_code_says(page, pages_script):
+    assert PAGES[page] == pages_script.filled(PAGES[page]), "run make pages"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page):
+    for link in LINK.findall(FENCE.sub("", PAGES[page])):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        file = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert file.exists(), f"{page} links to {link}"
+        if anchor:
+            assert anchor in anchors(str(file.relative_to(ROOT))), f"{page} links to {link}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_holds_a_program_of_its_own(page):
+    files = {file.read_text(encoding="utf-8") for file in EXAMPLES.glob("*.py")}
+    for program in PROGRAM.findall(PAGES[page]):
+        assert program in files or len(program.splitlines()) <= LONGEST
+
+
+def test_every_page_is_linked_from_the_readme():
+    linked = set(LINK.findall(PAGES["README.md"]))
+    assert {page for page in PAGES if page != "README.md"} <= linked
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= 120
+
+
+def options_named(block, commands):
+    """(command, flag) for each option of a treespec command in a shell block."""
+    for line in re.sub(r"\\\n", " ", QUOTED.sub("", block)).splitlines():
+        words = line.partition("#")[0].partition("treespec ")[2].split()
+        called = [name for name in (" ".join(words[:2]), *words[:1]) if name in commands]
+        for word in words:
+            if called and word.startswith("--"):
+                yield called[0], word
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_have_the_options_that_a_page_gives_them(page, pages_script):
+    commands = dict(pages_script.commands.named(typer.main.get_command(app)))
+    flags = {
+        name: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+        for name, command in commands.items()
+    }
+    named = [pair for block in SHELL.findall(PAGES[page]) for pair in options_named(block, commands)]
+    assert named or page not in ("README.md", "docs/cli.md", "docs/results.md")
+    for command, flag in named:
+        assert flag in flags[command], f"{page}: treespec {command} has no {flag}"
+
+
+def test_scripts_that_pages_name_exist():
+    for page, text in PAGES.items():
+        for path in re.findall(r"docs/(?:scripts|examples)/\w+\.py", text):
+            assert (ROOT / path).exists(), f"{page} names {path}"
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
+def test_the_example_runs(example, pair, monkeypatch, capsys):
+    monkeypatch.chdir(pair)
+    monkeypatch.setattr(sys, "argv", [str(example), "target", "head"])
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out
+
+
+def test_treespec_is_typed_for_those_who_import_it():
+    for folder in ("treespec", "heads", "trees", "train", "eval"):
+        assert (ROOT / folder / "py.typed").exists()

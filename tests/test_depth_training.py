@@ -12,7 +12,8 @@ from treespec.errors import InputError
 from treespec.spec import load
 from treespec.train.config import TrainConfig
 from treespec.train.depths import ahead, counted_heads, hydra_loss, medusa_loss
-from treespec.train.loss import OBJECTIVES, Batch
+from treespec.train.kinds import TRAINING, recipe_of
+from treespec.train.loss import Batch
 from treespec.train.run import train
 
 
@@ -54,7 +55,7 @@ def test_the_loss_is_that_of_each_head_at_each_position_of_its_rollout(kind):
                         law = model.output_logits(features[t + 1 + i]).softmax(-1)
                     losses.append(-(law * row.log_softmax(-1)).sum())
         total += float(torch.stack(losses).mean()) * (0.8**i if kind == "medusa" else 1)
-    found = OBJECTIVES[kind](config, model, head, batch).total
+    found = TRAINING[kind].objective(config, model, head, batch).total
     assert float(found.detach()) == pytest.approx(total, rel=1e-4)
 
 
@@ -63,7 +64,7 @@ def test_a_batch_without_an_assistants_token_gives_zero_gradients_to_every_param
     model = target("llama")
     head, batch = heads_for(model, kind), batch_of(model)
     batch = batch._replace(loss_mask=torch.zeros_like(batch.loss_mask))
-    OBJECTIVES[kind](TrainConfig(target="", data="", out="", head=kind), model, head, batch).total.backward()
+    TRAINING[kind].objective(TrainConfig(target="", data="", out="", head=kind), model, head, batch).total.backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in head.parameters())
 
 
@@ -129,9 +130,9 @@ def test_the_recipe_is_the_kinds_own_where_none_is_given():
     def config(**options):
         return TrainConfig(target="", data="", out="", **options)
 
-    recipes = [config(head=kind).recipe for kind in ("medusa", "hydra", "hydra++")]
+    recipes = [recipe_of(config(head=kind)) for kind in ("medusa", "hydra", "hydra++")]
     assert [(recipe.learning_rate, recipe.epochs) for recipe in recipes] == [(1e-3, 2), (5e-4, 10), (5e-4, 10)]
-    own = config(head="medusa", learning_rate=0.5, epochs=3).recipe
+    own = recipe_of(config(head="medusa", learning_rate=0.5, epochs=3))
     assert (own.learning_rate, own.epochs, own.warm_up) == (0.5, 3, 2000)
 
 

@@ -10,12 +10,15 @@ from safetensors.torch import load_file, save_file
 from test_depth_heads import heads_for
 from transformers import LlamaConfig
 
+from treespec.draft.trained.kinds import KINDS
 from treespec.heads.checkpoint import HeadError, load_head
 from treespec.heads.eagle3 import Eagle3Layer
 from treespec.heads.formats.eagle3 import from_sglang, to_sglang_ids
 from treespec.heads.formats.export import outputs
 from treespec.heads.registry import HEADS, kind_of
+from treespec.options import TRAINED
 from treespec.target import Target
+from treespec.train.kinds import TRAINING
 
 DRAFTED = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -270,6 +273,10 @@ def test_hydra_heads_that_do_not_tell_their_attention_heads_ask_for_them(tmp_pat
     folder = write(tmp_path, config | {"base_model_name_or_path": "vicuna"}, make().state_dict(), file)
     with pytest.raises(HeadError, match=r"num_attention_heads is missing, .* add what vicuna has"):
         load_head(folder)
+
+
+def test_every_table_of_heads_has_the_same_kinds():
+    assert set(HEADS) == set(KINDS) == set(TRAINING) == set(TRAINED)
 
 
 def test_every_kind_of_head_is_recognised_in_a_directory_above():

@@ -24,8 +24,9 @@ from treespec.spec import load
 from treespec.target import Target
 from treespec.train.batches import epoch_batches
 from treespec.train.config import TrainConfig
-from treespec.train.loss import counted, eagle_loss
-from treespec.train.run import learning_rate, train
+from treespec.train.eagle import counted, eagle_loss
+from treespec.train.run import train
+from treespec.train.steps import learning_rate
 from treespec.train.validate import rollout_agreement, validate
 
 
@@ -45,7 +46,7 @@ def config(model_folder, data_file, tmp_path):
 
 
 def test_the_drawn_five_token_shift():
-    """Token d and e are the assistant's: the pairs (f1, c) and (f2, d) count, drawn in train/loss.py."""
+    """Token d and e are the assistant's: the pairs (f1, c) and (f2, d) count, drawn in train/eagle.py."""
     mask = torch.tensor([[False, False, False, True, True]])
     assert counted(mask).tolist() == [[False, True, True]]
     features = torch.arange(5.0)[None, :, None].expand(1, 5, 8)

@@ -14,7 +14,8 @@ from treespec.cli.train import stopped
 from treespec.errors import InputError
 from treespec.heads.tensors import HeadError
 from treespec.target import Target
-from treespec.train.run import describe, train
+from treespec.train.run import train
+from treespec.train.validate import describe
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,10 @@ from treespec.heads.unrolled import UnrolledAttention, attend_rows
 from treespec.spec import load
 from treespec.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.loss import Batch, eagle3_objective
+from treespec.train.kinds import recipe_of
+from treespec.train.loss import Batch
 from treespec.train.run import train
-from treespec.train.unrolled import drafted_laws, unrolled_loss
+from treespec.train.unrolled import drafted_laws, eagle3_objective, unrolled_loss
 
 SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds likeliest, not all
 SEEN = """
@@ -188,9 +189,9 @@ def test_a_batch_in_which_nothing_counts_has_no_loss_and_a_gradient_for_every_we
 
 def test_a_kind_of_head_has_its_published_recipe_where_nothing_is_said():
     made = {kind: TrainConfig(target="", data="", out="", head=kind) for kind in ("eagle", "eagle3")}
-    assert made["eagle"].recipe.learning_rate == 3e-5
-    assert made["eagle3"].recipe.learning_rate == 5e-5
-    assert replace(made["eagle3"], learning_rate=0.0).recipe.learning_rate == 0.0
+    assert recipe_of(made["eagle"]).learning_rate == 3e-5
+    assert recipe_of(made["eagle3"]).learning_rate == 5e-5
+    assert recipe_of(replace(made["eagle3"], learning_rate=0.0)).learning_rate == 0.0
     with pytest.raises(InputError, match=r"--head is 'eagle9', must be one of eagle, eagle3"):
         replace(made["eagle"], head="eagle9")
     for name in ("unrolled_steps", "batch_size", "accumulate", "checkpoint_every", "draft_steps"):

@@ -1,6 +1,6 @@
 """The order of training: a function of the seed and the epoch, so that a run resumes anywhere."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,3 +28,13 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int
 def padded(rows: Sequence[Tensor]) -> Tensor:
     """[B, T, ...] rows filled up with zeros on the right, where causal attention never looks back from."""
     return pad_sequence(list(rows), batch_first=True)
+
+
+def batches_from(micro: int, lengths: list[int], batch_size: int, seed: int) -> Iterator[tuple[int, list[int]]]:
+    """(number, batch) from micro-step `micro` on, epoch after epoch."""
+    per_epoch = len(epoch_batches(lengths, batch_size, seed, 0))
+    while True:
+        epoch, place = divmod(micro, per_epoch)
+        for batch in epoch_batches(lengths, batch_size, seed, epoch)[place:]:
+            yield micro, batch
+            micro += 1

@@ -11,15 +11,16 @@ from torch import nn
 
 from treespec.errors import InputError
 from treespec.files import read_tensors, write_tensors
+from treespec.heads.head import Head
 
 FILE = "checkpoint.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, seconds: float) -> None:
+def save(path: Path, head: Head, optimizer: torch.optim.Optimizer, step: int, seconds: float) -> None:
     """Raises InputError where there is no room; the checkpoint before is then still there."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in trained(model).items():
+    for name, parameter in trained(head).items():
         tensors[f"weight.{name}"] = parameter
         state = optimizer.state.get(parameter) or untouched(parameter)
         for moment in MOMENTS:
@@ -27,12 +28,12 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
     write_tensors(path, tensors, {"step": str(step), "seconds": repr(seconds)})
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
+def load(path: Path, head: Head, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
     """Restore weights and moments in place; returns steps done and seconds spent. Raises InputError."""
     remedy = "delete it to begin anew"
     tensors, about = read_tensors(path, remedy)
     try:
-        for name, parameter in trained(model).items():
+        for name, parameter in trained(head).items():
             state = {moment: tensors[f"{moment}.{name}"] for moment in MOMENTS}
             weight = tensors[f"weight.{name}"]
             if any(value.shape != parameter.shape for value in (weight, state["exp_avg"], state["exp_avg_sq"])):
@@ -58,9 +59,9 @@ def steps_done(path: Path) -> int | None:
         return None
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def trained(head: Head) -> dict[str, nn.Parameter]:
     """The parameters that training changes, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: parameter for name, parameter in head.named_parameters() if parameter.requires_grad}
 
 
 def untouched(parameter: nn.Parameter) -> dict[str, torch.Tensor]:

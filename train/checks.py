@@ -7,10 +7,10 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError, first_line
 from treespec.text import templates
 from treespec.train.config import TrainConfig
+from treespec.train.kinds import TRAINING
 
 PRECISIONS = ("no", "bf16", "fp16")
 
@@ -32,15 +32,11 @@ def check(config: TrainConfig) -> None:
 
 def check_kind(config: TrainConfig) -> None:
     """Raises InputError for an option that the kind of head does not take."""
-    if not config.bias and config.head != "eagle":
-        raise InputError(f"--no-bias is for --head eagle: leave it out for {config.head}")
-    if config.draft_heads is None:
-        return
-    if not KINDS[config.head].several:
-        several = ", ".join(name for name, one in KINDS.items() if one.several)
-        raise InputError(f"--draft-heads is for --head {several}: leave it out for {config.head}")
-    if config.draft_heads < 1:
-        raise InputError(f"--draft-heads is {config.draft_heads}, must be at least 1")
+    chosen = {"--no-bias": not config.bias, "--draft-heads": config.draft_heads is not None}
+    for flag in [flag for flag, is_chosen in chosen.items() if is_chosen]:
+        if flag not in TRAINING[config.head].flags:
+            able = ", ".join(name for name, training in TRAINING.items() if flag in training.flags)
+            raise InputError(f"{flag} is for --head {able}: leave it out for {config.head}")
 
 
 def check_tracker(name: str | None) -> None:

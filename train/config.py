@@ -1,34 +1,15 @@
-"""What a training run is: the published recipe of a kind of head, every value an option."""
+"""The options of a training run."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 from treespec.errors import InputError
-from treespec.options import MANY, TOKENS, either, nearest, option, shared
+from treespec.options import MANY, TOKENS, TRAINED, either, nearest, option, shared
 from treespec.shared_options import PlacementOptions, TargetOptions
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What the kinds' published configurations do not agree on."""
-
-    epochs: int
-    learning_rate: float
-    weight_decay: float
-    warm_up: int
-
-
-RECIPES = {  # by kind of head
-    "eagle": Recipe(epochs=20, learning_rate=3e-5, weight_decay=0.01, warm_up=2000),
-    "eagle3": Recipe(epochs=40, learning_rate=5e-5, weight_decay=0.0, warm_up=12000),
-    "medusa": Recipe(epochs=2, learning_rate=1e-3, weight_decay=0.01, warm_up=2000),
-    "hydra": Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
-    "hydra++": Recipe(epochs=10, learning_rate=5e-4, weight_decay=0.01, warm_up=2000),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TargetOptions):
-    """Defaults from the published papers and configurations; None is the kind's own (`RECIPES`).
+    """Defaults are the papers' and their published configurations'; None is the kind's own (`train.kinds`).
 
     Kinds: Li et al. 2024 (2401.15077) and 2025 (2503.01840), Cai et al. 2024 (2401.10774), Ankner et al. 2024
     (2402.05109).
@@ -36,7 +17,7 @@ class TrainConfig(TargetOptions):
 
     data: str = option("conversations: JSONL in ShareGPT's form or as messages")
     out: str = option("directory for the head")
-    head: str = option(f"kind of head: {either(RECIPES)}", "eagle")
+    head: str = option(f"kind of head: {either(TRAINED)}", "eagle")
     draft_heads: int | None = option(
         "medusa, hydra: heads, one per drafted token; default: 5 for medusa, 4 for hydra", None, least=1, most=64
     )
@@ -82,14 +63,7 @@ class TrainConfig(TargetOptions):
     tracker: str | None = option("tensorboard or wandb", None)
 
     def __post_init__(self) -> None:
-        if self.head not in RECIPES:
-            hint = nearest(self.head, RECIPES)
-            raise InputError(f"--head is {self.head!r}, must be one of {', '.join(RECIPES)}{hint}")
+        if self.head not in TRAINED:
+            hint = nearest(self.head, TRAINED)
+            raise InputError(f"--head is {self.head!r}, must be one of {', '.join(TRAINED)}{hint}")
         super().__post_init__()
-
-    @property
-    def recipe(self) -> Recipe:
-        """The options that were given, and the kind's own for the rest."""
-        published = RECIPES[self.head]
-        given = {field.name: getattr(self, field.name) for field in fields(Recipe)}
-        return replace(published, **{name: value for name, value in given.items() if value is not None})

@@ -5,21 +5,21 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
 
-from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
 from treespec.files import locked
+from treespec.heads.head import Head
 from treespec.identity import identity_of
 from treespec.target import Target
 from treespec.text.conversations import Conversation, Example, encode_conversations, read_conversations, split
 from treespec.text.printable import one_line
 from treespec.train import features
 from treespec.train.config import TrainConfig
+from treespec.train.kinds import TRAINING
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def prepare(
 
 
 def draft_vocabulary(
-    config: TrainConfig, target: Target, head: Any, data: Data, accelerator: Accelerator
+    config: TrainConfig, target: Target, head: Head, data: Data, accelerator: Accelerator
 ) -> Tensor | None:
     """Choose the tokens that the head is to draft, and say how much of the data they are.
 
@@ -82,7 +82,7 @@ def draft_vocabulary(
     tokens, coverage = most_frequent(texts, config.draft_vocab, target)
     target.output_rows(tokens[:1])  # raises what `restrict` would in the end
     accelerator.print(f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}")
-    if KINDS[config.head].own_output:
+    if TRAINING[config.head].restricted_first:
         restrict(head, target, tokens)
         return None
     if accelerator.is_main_process:
@@ -99,7 +99,7 @@ def store(
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(row.numpy().tobytes())
-    identity: dict[str, Any] = {
+    identity: dict[str, object] = {
         "target": config.target,
         "content": identity_of(config.target),
         "dtype": str(target.dtype),

@@ -10,7 +10,34 @@ Five tokens, of which d and e are the assistant's; the state at a position draft
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+
+from treespec.heads.depths import DepthHeads
+from treespec.target import Target
+from treespec.train.config import TrainConfig
+from treespec.train.loss import Batch, Loss
+
+
+def medusa_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
+    """`medusa_loss` of a batch. model: the heads."""
+    heads: DepthHeads = extract_model_from_parallel(model)
+    counts = counted_heads(batch.loss_mask, heads.max_depth)  # [K, B, T - 2]
+    kept, length = counts.any(0), counts.shape[2]
+    tokens = torch.stack([ahead(batch.tokens, 2 + i, length)[kept] for i in range(len(counts))])
+    logits = model(batch.features[:, :-2][kept].float())
+    return medusa_loss(logits, tokens, counts[:, kept], config.depth_decay)
+
+
+def hydra_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
+    """`hydra_loss` of a batch. model: the heads."""
+    heads: DepthHeads = extract_model_from_parallel(model)
+    counts = counted_heads(batch.loss_mask, heads.max_depth)  # [K, B, T - 2]
+    kept, length = counts.any(0), counts.shape[2]
+    following = target.embeddings(ahead(batch.tokens, 1, length + len(counts) - 1)).float()
+    logits = model(batch.features[:, :-2].float(), following, kept)
+    laws = [target.output_logits(ahead(batch.features, 1 + i, length)[kept]) for i in range(len(counts))]
+    return hydra_loss(logits, laws, counts[:, kept])
 
 
 def ahead(x: Tensor, i: int, length: int) -> Tensor:
@@ -25,7 +52,7 @@ def counted_heads(loss_mask: Tensor, heads: int) -> Tensor:
     return torch.stack([ahead(loss_mask, 2 + i, length) for i in range(heads)])
 
 
-def medusa_loss(logits: list[Tensor], tokens: Tensor, counts: Tensor, decay: float) -> tuple[Tensor, dict[str, Tensor]]:
+def medusa_loss(logits: list[Tensor], tokens: Tensor, counts: Tensor, decay: float) -> Loss:
     """Sum of decay^i times head i's cross-entropy with the text's own tokens (Cai et al. 2024, section 2.2.1).
 
     logits: of each of K heads [M, V]. tokens, counts: [K, M], the token that each drafts and whether it counts.
@@ -35,10 +62,10 @@ def medusa_loss(logits: list[Tensor], tokens: Tensor, counts: Tensor, decay: flo
         losses.append(mean(F.cross_entropy(own.float(), wanted, reduction="none"), counting))
         agreements.append(mean((own.argmax(-1) == wanted).float(), counting))
     total = torch.stack([decay**i * loss for i, loss in enumerate(losses)]).sum()
-    return total, {"token": losses[0], "agreement": agreements[0]}
+    return Loss(total, {"token": losses[0], "agreement": agreements[0]})
 
 
-def hydra_loss(logits: list[Tensor], laws: list[Tensor], counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def hydra_loss(logits: list[Tensor], laws: list[Tensor], counts: Tensor) -> Loss:
     """Sum of the heads' cross-entropies against the target's softmax (Ankner et al. 2024, section 4.1).
 
     logits: of each of K heads [M, V]. laws: of each the target's logits for the same tokens, [M, V]. counts: [K, M].
@@ -47,7 +74,7 @@ def hydra_loss(logits: list[Tensor], laws: list[Tensor], counts: Tensor) -> tupl
     for own, law, counting in zip(logits, laws, counts, strict=True):
         losses.append(mean(F.cross_entropy(own.float(), law.float().softmax(-1), reduction="none"), counting))
         agreements.append(mean((own.argmax(-1) == law.argmax(-1)).float(), counting))
-    return torch.stack(losses).sum(), {"token": losses[0], "agreement": agreements[0]}
+    return Loss(torch.stack(losses).sum(), {"token": losses[0], "agreement": agreements[0]})
 
 
 def mean(values: Tensor, counts: Tensor) -> Tensor:

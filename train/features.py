@@ -19,6 +19,8 @@ from treespec.heads import checksum
 from treespec.target import Target
 from treespec.train.batches import padded
 
+Identity = dict[str, object]  # what the features depend on, as the index holds it
+
 SHARD = 256  # conversations a file
 INDEX = "index.json"
 OWNER = "features"  # metadata of a shard: the digest of the index that it belongs to
@@ -45,7 +47,7 @@ class StoredFeatures:
     have none.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, folder: Path, identity: Identity, device: torch.device) -> None:
         self.folder, self.device = folder, device
         self.owner = checksum.of_fields({name: value for name, value in identity.items() if name != "target"})
         self.older = "content" not in read_json(folder / INDEX, remedy(folder))
@@ -104,7 +106,7 @@ def stored_size(target: Target, rows: Sequence[Tensor], taps: tuple[int, ...]) -
     return sum(map(len, rows)) * width * target.dtype.itemsize
 
 
-def prepare_folder(folder: Path, identity: dict[str, Any], needed: int, first: Callable[[], Tensor]) -> None:
+def prepare_folder(folder: Path, identity: Identity, needed: int, first: Callable[[], Tensor]) -> None:
     """Write the index of a new folder, or check that it holds features of the same target and data.
 
     identity: what the features depend on. An index of an older version lacks "content", the target's
@@ -133,7 +135,7 @@ def complete(folder: Path, count: int) -> bool:
     return (folder / INDEX).exists() and all(shard_file(folder, number).exists() for number in shards)
 
 
-def same(before: dict[str, Any], identity: dict[str, Any]) -> bool:
+def same(before: Identity, identity: Identity) -> bool:
     """Whether an index describes these features. An older index knows its target by path alone."""
     if "content" in before:
         same_target = before["content"] == identity["content"]

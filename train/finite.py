@@ -5,12 +5,13 @@ they were. Many skipped steps in a row end the run.
 """
 
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from accelerate import Accelerator
 from torch import Tensor
 
 from treespec.errors import InputError
+from treespec.heads.head import Head
 from treespec.train import checkpoint
 
 # Skipped steps that end a run. Loss scaling of float16 skips up to 16 while it finds its scale.
@@ -48,7 +49,7 @@ def all_finite(accelerator: Accelerator, losses: Tensor, norm: Tensor | None) ->
     return bool(accelerator.reduce(total, reduction="sum").isfinite().all())
 
 
-def check_weights(head: Any, what: str, state: Path) -> None:
+def check_weights(head: Head, what: str, state: Path) -> None:
     """Raises InputError for weights that are not finite. what: whose weights they are."""
     if any(not value.isfinite().all() for value in head.state_dict().values()):
         raise diverged(f"the weights of {what} are not finite", state)

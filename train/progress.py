@@ -2,9 +2,10 @@
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import TextIO, final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -54,7 +55,7 @@ class Report:
             self.last = time.monotonic()
             print(f"step {step}: {said}", flush=True)
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: Mapping[str, object]) -> None:
         """Append to metrics.jsonl. Raises InputError where there is no room."""
         try:
             if self.file:

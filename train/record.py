@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any
 
 from treespec.errors import InputError
 from treespec.files import read_json, write_json
@@ -17,10 +16,11 @@ from treespec.train.checkpoint import FILE
 from treespec.train.config import TrainConfig
 from treespec.train.validate import Validation
 
+Record = dict[str, object]  # the options of a run, and under "contents" the digests of target and data
 PATHS = ("target", "data", "features")
 
 
-def record_of(config: TrainConfig) -> dict[str, Any]:
+def record_of(config: TrainConfig) -> Record:
     """The options of a run, and under "contents" the digests of its target and data file.
 
     Raises InputError where one of them is not there.
@@ -33,7 +33,7 @@ def record_of(config: TrainConfig) -> dict[str, Any]:
     return asdict(config) | {"contents": {"target": identity_of(config.target), "data": data}}
 
 
-def finished(folder: Path, record: dict[str, Any]) -> Validation | None:
+def finished(folder: Path, record: Record) -> Validation | None:
     """The result of a finished run of the same record; None where there is still something to do.
 
     folder: OUT/training. Raises InputError where a run of other options, target or data lies there,
@@ -54,30 +54,39 @@ def finished(folder: Path, record: dict[str, Any]) -> Validation | None:
         raise InputError(f"{result} is damaged: {remedy}") from error
 
 
-def keep(folder: Path, record: dict[str, Any]) -> None:
+def keep(folder: Path, record: Record) -> None:
     """Write what `finished` compares with."""
     write_json(folder / "config.json", record)
 
 
-def changes(before: dict[str, Any], record: dict[str, Any]) -> Iterator[str]:
+def changes(before: Record, record: Record) -> Iterator[str]:
     """How an earlier run differs, an option at a time.
 
     Runs of older versions lack contents, and options that are newer: those have their defaults.
     """
-    contents = before.get("contents", {})
+    old_digests, new_digests = digests(before), digests(record)
     for field in fields(TrainConfig):
         name = field.name
-        then, now = before.get(name, None if field.default is MISSING else field.default), record[name]
-        digests = contents.get(name), record["contents"].get(name)
+        default = None if field.default is MISSING else field.default
+        then, now = before.get(name, default), record[name]
+        old, new = old_digests.get(name), new_digests.get(name)
         if name == "out":  # its folder may have been moved
             continue
-        if digests[0] and digests[1]:
-            if digests[0] != digests[1]:
-                yield f"{name} = {then!r}, not {now!r}" if then != now else f"another content of {name} = {now!r}"
+        if old and new:
+            if old != new and then != now:
+                yield f"{name} = {then!r}, not {now!r}"
+            elif old != new:
+                yield f"another content of {name} = {now!r}"
         elif then != now and not (name in PATHS and same_path(then, now)):
             yield f"{name} = {then!r}, not {now!r}"
 
 
-def same_path(one: str | None, other: str | None) -> bool:
+def digests(record: Record) -> Record:
+    """What a record says of its target's and data file's content; nothing in one of an older version."""
+    contents = record.get("contents")
+    return contents if isinstance(contents, dict) else {}
+
+
+def same_path(one: object, other: object) -> bool:
     """Whether two paths lead to the same file or folder, relative or absolute."""
-    return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()
+    return isinstance(one, str) and isinstance(other, str) and Path(one).resolve() == Path(other).resolve()

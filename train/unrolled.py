@@ -13,7 +13,25 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+
+from treespec.heads.eagle3 import Eagle3Head
+from treespec.target import Target
+from treespec.train.config import TrainConfig
+from treespec.train.eagle import counted
+from treespec.train.loss import Batch, Loss
+
+
+def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
+    """`unrolled_loss` of a batch, where the target's likeliest token is one that the head drafts. model: the head."""
+    head: Eagle3Head = extract_model_from_parallel(model)
+    given, last = target.parted(batch.features, head.taps)
+    counts = counted(batch.loss_mask)
+    laws, drafted = drafted_laws(target.output_logits(last[:, 1:-1][counts]), head.vocabulary)
+    counts = counts.masked_scatter(counts, drafted)
+    logits = model(batch.tokens, given[:, :-2].float(), counts, config.unrolled_steps)
+    return unrolled_loss(logits, laws[drafted], counts.nonzero()[:, 1], config.step_decay)
 
 
 def drafted_laws(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -26,9 +44,7 @@ def drafted_laws(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Ten
     return logits[:, vocabulary].float().softmax(-1), torch.isin(logits.argmax(-1), vocabulary)
 
 
-def unrolled_loss(
-    logits: Sequence[Tensor], laws: Tensor, places: Tensor, decay: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+def unrolled_loss(logits: Sequence[Tensor], laws: Tensor, places: Tensor, decay: float) -> Loss:
     """The sum over draft steps of decay^step times the mean cross-entropy, and its parts.
 
     logits: of step 0, 1, …, [M_d, Vd] what the head gave. laws: [M, Vd] what step 0 should give. places: [M] the row of
@@ -43,4 +59,4 @@ def unrolled_loss(
         total = total + decay**step * token
         parts[f"token_{step + 1}"] = token
         parts[f"agreement_{step + 1}"] = (given.argmax(-1) == wanted.argmax(-1)).sum() / counts
-    return total, parts
+    return Loss(total, parts)

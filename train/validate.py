@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from treespec.draft.trained.kinds import KINDS, draft_steps
+from treespec.heads.head import Head
 from treespec.target import Target
 
 
@@ -25,7 +25,7 @@ class Validation:
 
 
 @torch.no_grad()
-def validate(head: Any, target: Target, rows: Iterable[tuple[Tensor, Tensor, Tensor]], steps: int) -> Validation:
+def validate(head: Head, target: Target, rows: Iterable[tuple[Tensor, Tensor, Tensor]], steps: int) -> Validation:
     """rows: tokens [T] int64, loss mask [T] bool, features [T, F] of each held-out conversation.
 
     steps: at most, as a head may have fewer.
@@ -41,7 +41,7 @@ def validate(head: Any, target: Target, rows: Iterable[tuple[Tensor, Tensor, Ten
     return Validation((agreeing / max(positions, 1)).tolist(), 1 + runs / max(positions, 1), positions)
 
 
-def rollout_agreement(head: Any, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Tensor:
+def rollout_agreement(head: Head, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Tensor:
     """[R, steps] bool: from each of R = T - steps - 1 positions, whether draft step d finds the target's token.
 
     `Kind.rollout` says what a draft step is along a text.
@@ -53,3 +53,14 @@ def rollout_agreement(head: Any, target: Target, tokens: Tensor, features: Tenso
         for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, given, steps), start=1)
     ]
     return torch.stack(agree, dim=1) if agree else torch.zeros(0, steps, dtype=torch.bool)
+
+
+def describe(result: Validation) -> str:
+    """A validation in a line."""
+    if not result.positions:
+        return "the head was not validated: no held-out conversation is long enough"
+    steps = " ".join(f"{share:.1%}" for share in result.agreement)
+    return (
+        f"top-1 agreement by draft step {steps}; a chain would accept {result.acceptance_length:.2f} tokens a cycle "
+        f"({result.positions} held-out positions)"
+    )

@@ -40,6 +40,7 @@ DRAFTER_FORMS = {
 }
 DRAFTERS = tuple(DRAFTER_FORMS)
 HEADS = tuple(kind for kind, form in DRAFTER_FORMS.items() if form.endswith(":HEAD"))
+TRAINED = tuple(kind for kind in HEADS if kind != "head")  # kinds of trained head
 GIVEN = ("lookup", "rest", "lookahead", "jacobi")  # these hand over given tokens, without a draft law
 DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in sparse:512,snapkv
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -12,35 +12,40 @@ from treespec.draft.trained.eagle import EagleProposer, new_head
 from treespec.draft.trained.hydra import HydraProposer, hydra_rollout, new_hydra, new_hydra_plus
 from treespec.draft.trained.medusa import MedusaProposer, medusa_rollout, new_medusa
 from treespec.draft.trained.rollout import rollout
+from treespec.heads.head import Head
 from treespec.target import Target
+
+H = TypeVar("H", bound=Head)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """new: (target) -> an untrained head in float32. proposer: (head, target) -> what drafts trees with it.
+class Kind(Generic[H]):
+    """new: (target, …) -> an untrained head in float32; some kinds take an option more.
 
-    rollout: (head, target, tokens [T], features [T, F], steps) -> [R, V] draft logits of step 1, 2, … from each of
-    R = T - steps - 1 positions: row t of step d is of token t + d + 1. No more steps than the head's `max_depth`.
-    own_output: its output rows are among its weights, so that its draft vocabulary is settled before it is trained.
-    several: it is a head for each depth, and `new` takes their number too.
+    proposer: (head, target) -> the proposer that drafts trees with the head.
+    rollout: (head, target, tokens [T], features [T, F], steps) -> for draft step 1, 2, … the [R, V] draft logits from
+    each of R = T - steps - 1 positions. Row t of step d is the law of token t + d + 1. `steps` is at most the head's
+    `max_depth`. Five tokens, two steps:
+
+        token      a    b    c    d    e
+        step 1     c    d                  drafted from a and from b, given b and c
+        step 2     d    e                  drafted on, given c and d
     """
 
-    new: Callable[..., Any]
-    proposer: Callable[[Any, Target], Proposer]
-    rollout: Callable[[Any, Target, Tensor, Tensor, int], Iterator[Tensor]]
-    own_output: bool = False
-    several: bool = False
+    new: Callable[..., H]
+    proposer: Callable[[H, Target], Proposer]
+    rollout: Callable[[H, Target, Tensor, Tensor, int], Iterator[Tensor]]
 
 
-KINDS = {  # by the head's own `kind`
+KINDS: dict[str, Kind[Any]] = {  # by the head's own `kind`
     "eagle": Kind(new_head, EagleProposer, rollout),
-    "eagle3": Kind(eagle3.new_head, EagleProposer, rollout, own_output=True),
-    "medusa": Kind(new_medusa, MedusaProposer, medusa_rollout, several=True),
-    "hydra": Kind(new_hydra, HydraProposer, hydra_rollout, several=True),
-    "hydra++": Kind(new_hydra_plus, HydraProposer, hydra_rollout, several=True),
+    "eagle3": Kind(eagle3.new_head, EagleProposer, rollout),
+    "medusa": Kind(new_medusa, MedusaProposer, medusa_rollout),
+    "hydra": Kind(new_hydra, HydraProposer, hydra_rollout),
+    "hydra++": Kind(new_hydra_plus, HydraProposer, hydra_rollout),
 }
 
 
-def draft_steps(head: Any, steps: int) -> int:
-    """So many draft steps, or as many as the head has."""
+def draft_steps(head: Head, steps: int) -> int:
+    """`steps`, or the head's `max_depth` where that is less."""
     return min(steps, head.max_depth or steps)

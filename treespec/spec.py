@@ -10,16 +10,11 @@ from transformers import PreTrainedModel
 
 from treespec.decode import Decoder, Piece, Text
 from treespec.draft.calibration import Calibration
-from treespec.draft.default_tree import default_tree, verifier_for
-from treespec.draft.drafter import Drafter
+from treespec.draft.default_tree import verifier_for
 from treespec.draft.fit.measure import times_for
-from treespec.draft.model_free.given import GivenDrafter
 from treespec.draft.pace.times import Times
-from treespec.draft.pairing import check_given
 from treespec.draft.proposer import Proposer
-from treespec.draft.sources import modules_of
-from treespec.draft.trained.kinds import KINDS
-from treespec.draft.tree_drafter import TreeDrafter
+from treespec.draft.source import Drafting, source_for
 from treespec.errors import InputError
 from treespec.loading import calibration_of, load_sources
 from treespec.locks import alone_with
@@ -32,9 +27,7 @@ from treespec.target import Target
 from treespec.text import templates
 from treespec.text.ending import Ending
 from treespec.text.prompts import Arrays, Prompt, Prompts, Single, encode, prompts_of
-from treespec.trees.auto import AutoTree
 from treespec.trees.policy import Policy, policy
-from treespec.verify.auto import Auto
 from treespec.verify.registry import verifier_by_name
 from treespec.verify.walk import Verifier
 
@@ -53,7 +46,7 @@ class Spec:
     def __init__(
         self,
         target: Target,
-        source: Any,
+        source: Drafting | None,
         tree: str | Policy | None = None,
         verifier: str | Verifier = "auto",
         template: str | None = None,
@@ -61,27 +54,16 @@ class Spec:
         calibration: Calibration | None = None,
         times: Times | Callable[[], Times] | None = None,
     ) -> None:
-        if kind := KINDS.get(getattr(source, "kind", "")):
-            source = kind.proposer(source, target)
-        self.target, self.source, self.template, self.calibration = target, source, template, calibration
+        self.target, self.template, self.calibration = target, template, calibration
+        self.source = source_for(source, target)
         named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
-        self.policy = policy(tree) if isinstance(tree, str) else tree
-        several = self.proposer is not None and self.proposer.law_per_draw
-        self.verifier = verifier_for(named, several, self.policy)
-        scheme = self.verifier.scheme
-        known = (lambda: times) if isinstance(times, Times) else times
-        self.times: Callable[[], Times] = known or cache(partial(times_for, target, self.proposer))
-        drafter: Drafter | None = None
-        if self.proposer:
-            paced = isinstance(self.verifier, Auto)
-            self.policy = self.policy or default_tree(scheme, self.proposer.max_depth, calibration, several, paced)
-            drafter = TreeDrafter(self.proposer.new(), self.policy, scheme, calibration, self.times)
-        elif isinstance(source, GivenDrafter):
-            check_given(source.name, self.verifier, tree)
-            drafter = source.paced(self.times) if isinstance(self.verifier, Auto) else source.new()
-        elif source:
-            drafter = source.new()
-        self.decoder = Decoder(target, drafter, self.verifier, modules_of(self.source))
+        wanted = policy(tree) if isinstance(tree, str) else tree
+        self.verifier = verifier_for(named, self.source is not None and self.source.law_per_draw, wanted)
+        measured = (lambda: times) if isinstance(times, Times) else times
+        self.times: Callable[[], Times] = measured or cache(partial(times_for, target, self.proposer))
+        drafter = self.source.drafter(wanted, self.verifier, calibration, self.times) if self.source else None
+        self.policy = drafter.policy if drafter else wanted
+        self.decoder = Decoder(target, drafter, self.verifier, self.source.models if self.source else ())
 
     def __repr__(self) -> str:
         shown = [target_name(self.target), *drafting_names(self.source, self.policy, self.verifier)]
@@ -90,12 +72,12 @@ class Spec:
     @property
     def proposer(self) -> Proposer | None:
         """The draft model, if there is one."""
-        return self.source if hasattr(self.source, "extend") else None
+        return self.source.proposer if self.source else None
 
     @property
     def head(self) -> Any:
         """The trained head, if there is one."""
-        return getattr(self.source, "head", None)
+        return self.source.head if self.source else None
 
     def configured(
         self, tree: str | Policy | None = None, verifier: str | Verifier = "auto", allow_lossy: bool = False
@@ -128,8 +110,7 @@ class Spec:
         wanted = asked(options)
         generator = torch.Generator(device=self.target.output_device).manual_seed(seed_of(seed))
         with alone_with(self.decoder.models):
-            given = isinstance(self.source, GivenDrafter) and isinstance(self.verifier, Auto)
-            if given or isinstance(self.policy, AutoTree):
+            if self.decoder.drafter and self.decoder.drafter.timed:
                 self.times()  # measured here, where nothing is timed
             ids = self.encode(prompt)
         room = self.target.context_length - len(ids)
@@ -282,4 +263,5 @@ def load(
         compile=compile,
     )
     source = sources[named] if named else None
-    return Spec(model, source, tree, verifier, template, allow_lossy, calibration_of(source, named))
+    calibration = calibration_of(source, named) if source and named else None
+    return Spec(model, source, tree, verifier, template, allow_lossy, calibration)

@@ -1,4 +1,4 @@
-"""Loading a target and what drafts for it, to decode and not to train."""
+"""Loading a target and its sources of drafts, for decoding only."""
 
 from collections.abc import Sequence
 from os import PathLike, fspath
@@ -28,7 +28,11 @@ def load_sources(
     trust_remote_code: bool = False,
     compile: bool = False,
 ) -> tuple[Target, dict[str, Source]]:
-    """A target, and by its name each source of drafts for it; options as for `load`."""
+    """A target, and by drafter name each source of drafts for it; options as for `load`.
+
+    drafters: `kind:value` each, as `--drafter` takes them.
+    """
+    # 1. The target.
     if isinstance(target, PreTrainedModel):
         refuse_placement(device_map=device_map, dtype=dtype, max_memory=max_memory)
         with alone_with([target]):
@@ -39,8 +43,10 @@ def load_sources(
         placed: dict[str, Any] = {"device_map": device_map, "dtype": dtype, "max_memory": max_memory}
         model = Target.load(fspath(target), trust_remote_code=trust_remote_code, **placed)
         model.tokenizer = tokenizer or model.tokenizer
+
+    # 2. Sources take what they need of the target's weights before those are packed.
     drafting = {name: source_of(name, model) for name in drafters}
-    if model.model is not target:  # a model that others hold keeps its weights as they are
+    if model.model is not target:  # a model that the caller holds keeps its weights as they are
         pack(model.model)
     if compile:
         model.compile()
@@ -51,7 +57,7 @@ def load_sources(
 
 
 def refuse_placement(**options: Any) -> None:
-    """Raises InputError for how to load a model that is loaded already."""
+    """Raises InputError for placement options, which a loaded model cannot follow."""
     for name, value in options.items():
         if value is not None and value != "auto":
             raise InputError(f"{name} is {value}, but the target is loaded already: leave it out")

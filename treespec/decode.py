@@ -1,4 +1,4 @@
-"""The loop: draft a tree for each text, score all in one forward, keep a path of each."""
+"""The loop: draft a tree for each text, score all trees in one forward, keep a path of each."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,12 +21,12 @@ from treespec.text.prefix import common_prefix
 from treespec.trees.tree import TokenTree, root_only
 from treespec.verify.walk import Verdict, Verifier, follow_all
 
-STRETCH = 1024  # prompt tokens whose features are held at a time
+STRETCH = 1024  # prompt tokens a prefill takes at once: bounds the memory of their features
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of the answer. drafted: its tokens were accepted drafts; else the target's own."""
+    """Part of an answer. drafted: its tokens are accepted drafts; otherwise the target's own."""
 
     text: str
     token_ids: list[int]
@@ -36,9 +36,10 @@ class Piece:
 @final
 @dataclass(eq=False)
 class Text:
-    """A prompt of at least one token that leaves room in the context, how its answer ends, draws and counts.
+    """One request: the prompt, how its answer ends, the generator of its draws, and its counts.
 
-    committed: tokens whose keys and values are in the cache. root: the token after them.
+    prompt: at least one token, and shorter than the context. committed: tokens whose keys and values
+    are in the cache. root: the token after them.
     """
 
     prompt: list[int]
@@ -53,74 +54,83 @@ class Text:
 class Decoder:
     """Decodes texts together with a target and a drafter; without a drafter, one token at a time.
 
-    Keeps the keys and values of the last text to finish: the next one reuses the prefix that they share.
-    There is one iteration at a time: one that goes on after another has begun raises SupersededError.
-    lock: held for each cycle; whoever holds it decodes without being superseded by another thread.
+    It keeps the keys and values of the last text to finish; the next text reuses the common prefix.
+    One iteration runs at a time: after another has begun, the earlier one raises SupersededError.
+    lock: held for each cycle; a thread that holds it is not superseded by other threads.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter | None, verifier: Verifier, draft_models: Sequence[nn.Module] = ()
     ) -> None:
-        """draft_models: that the drafter computes with besides the target."""
+        """draft_models: the models that the drafter computes with besides the target."""
         self.target, self.drafter, self.verifier = target, drafter, verifier
         self.models = [target.model, *draft_models]
         self.cache = target.new_cache()
-        self.texts: list[Text] = []  # one for each row of the cache; none at first
+        self.texts: list[Text] = []  # one a row of the cache; empty before the first
         self.lock = RLock()
-        self.latest = object()  # the iteration that the texts belong to
-        self.sound = True  # not within a cycle, nor after one that was interrupted
+        self.latest = object()  # marks the iteration that the texts belong to
+        self.sound = True  # False within a cycle, and after an interrupted one
 
     @torch.inference_mode()
     def run(self, texts: Sequence[Text], params: SamplingParams, batch: int = 1) -> Iterator[tuple[Text, Piece]]:
-        """Yields pieces as they are accepted; the texts' stats are filled on the way. Raises InputError for NaN.
+        """Yields pieces as they are accepted and fills the texts' stats. Raises InputError for NaN logits.
 
-        batch: texts at a time; the place of one that has finished is taken by the next. A text's draws come from
-        its own generator, so its answer does not depend on the others but for rounding.
-        An iteration may be left at any place: the next one finds the decoder usable. Between the cycles other
-        threads may use the models, or begin another iteration, which ends this one with a SupersededError.
+        batch: texts at a time; the next text takes the place of a finished one. A text's draws come
+        from its own generator, so its answer depends on the others by rounding alone.
+        The caller may leave the iteration anywhere and begin another. Between cycles other threads may
+        use the models, or begin an iteration, which ends this one with a SupersededError.
         """
-        with self.lock:  # an answer that another thread holds the lock for is not superseded
-            own = self.latest = object()
+        with self.lock:  # waits while another thread holds the lock for its whole answer
+            iteration = self.latest = object()
         waiting, running = deque(texts), 0
         while waiting or running:
-            self._refuse_superseded(own)
+            self._refuse_superseded(iteration)
             with self.lock, alone_with(self.models):
-                self._refuse_superseded(own)
+                self._refuse_superseded(iteration)
                 pieces, running = self._step(waiting, running, params, batch)
             yield from pieces
 
-    def _refuse_superseded(self, own: object) -> None:
-        if self.latest is not own:
+    def _refuse_superseded(self, iteration: object) -> None:
+        if self.latest is not iteration:
             raise SupersededError
 
     def _step(
         self, waiting: deque[Text], running: int, params: SamplingParams, batch: int
     ) -> tuple[list[tuple[Text, Piece]], int]:
-        """Texts enter, all go through a cycle, those that have finished leave. Returns pieces, and texts that go on."""
-        if not self.sound:  # an interrupt may have left layers, texts and drafter at odds
+        """Texts enter, all go through a cycle, finished ones leave.
+
+        Returns the pieces, and the number of texts that go on.
+        """
+        if not self.sound:  # an interrupt may have left cache, texts and drafter inconsistent
             self.texts = []
         self.sound = False
         entering = [waiting.popleft() for _ in range(min(batch - running, len(waiting)))]
         if entering:
             self._enter(entering, running)
         pieces = list(self._cycle(params))
-        left = [row for row, text in enumerate(self.texts) if not text.ending.finished]
-        if len(stay := left or [0]) < len(self.texts):
-            self._select(stay)
+        unfinished = [row for row, text in enumerate(self.texts) if not text.ending.finished]
+        kept_rows = unfinished or [0]  # the last text to finish stays for its prefix
+        if len(kept_rows) < len(self.texts):
+            self._select(kept_rows)
         self.sound = True
-        return pieces, len(left)
+        return pieces, len(unfinished)
 
     def _cycle(self, params: SamplingParams) -> Iterator[tuple[Text, Piece]]:
-        """One forward over a tree of each text."""
+        """One forward over a tree for each text."""
         device, drafter, texts = self.target.output_device, self.drafter, self.texts
         stats = [text.stats for text in texts]
         pieces = []
         with shared(stats, "total"):
+            # 1. Draft a tree for each text.
             with shared(stats, "draft"):
                 roots = torch.tensor([text.root for text in texts], device=device)
                 trees = self._draft(roots, params)
+
+            # 2. Score all trees in one forward.
             with shared(stats, "target"):
                 outs = self.target.forward_trees(self.cache, trees, drafter.taps if drafter else ())
+
+            # 3. Verify: an accepted path and one more token for each text.
             with shared(stats, "verify"):
                 verdicts = self._verify(trees, [out.logits for out in outs], params)
             if max(token for verdict in verdicts for token in verdict.tokens) >= self.target.vocab_size:
@@ -128,6 +138,8 @@ class Decoder:
                     "the target's logits are not numbers (NaN): its weights are damaged, or its dtype is too "
                     "narrow for it; try --dtype float32"
                 )
+
+            # 4. Cache, texts and drafter keep the paths.
             with shared(stats, "commit"):
                 nodes = [[0, *verdict.path] for verdict in verdicts]
                 self.cache.commit(nodes)
@@ -135,10 +147,14 @@ class Decoder:
                     text.committed += [text.root, *verdict.tokens[:-1]]
                     text.root = verdict.tokens[-1]
                 if drafter:
-                    features = [out.features[kept] for out, kept in zip(outs, nodes, strict=True)]
-                    new = zip(roots.tolist(), verdicts, strict=True)
                     drafter.settle([verdict.path for verdict in verdicts], outs)
-                    drafter.observe(features, [torch.tensor([root, *v.tokens], device=device) for root, v in new])
+                    features = [out.features[kept] for out, kept in zip(outs, nodes, strict=True)]
+                    tokens = []
+                    for root, verdict in zip(roots.tolist(), verdicts, strict=True):
+                        tokens.append(torch.tensor([root, *verdict.tokens], device=device))
+                    drafter.observe(features, tokens)
+
+            # 5. Pieces of the answers.
             for text, tree, verdict in zip(texts, trees, verdicts, strict=True):
                 pieces += [(text, piece) for piece in _take(text, tree, verdict)]
         yield from pieces
@@ -159,7 +175,7 @@ class Decoder:
         return [self.verifier(tree, TargetLaws(rows, params), text.generator) for tree, rows, text in texts]
 
     def _enter(self, texts: list[Text], running: int) -> None:
-        """Give each text a row behind those that are running, the first one the row of the text that was kept."""
+        """Give each text a row of the cache. With none running, the first takes the kept text's row."""
         if not running:
             with texts[0].stats.timed("total"), texts[0].stats.timed("prefill"):
                 self._replace(texts[0])
@@ -169,16 +185,20 @@ class Decoder:
                 self._join(beside)
 
     def _replace(self, text: Text) -> None:
-        """Put a text into the only row, which keeps the prefix that it shares with the one before.
+        """Put a text into the only row, and keep the prefix it has in common with the text before.
 
-        The last common position is computed again: its feature goes with the token that follows it now.
+        The last common position is computed again: drafters pair its feature with the token that
+        follows it in this text.
         """
+        # 1. A fresh cache and drafter for the very first text, and after an interrupt amid several.
         drafter = self.drafter
-        single = len(self.cache.lengths) == len(self.texts) == 1  # first, as a drafter may be torn where this is not so
-        if not (single and (drafter is None or len(drafter.lengths) == 1)):  # the first of all, or several interrupted
+        single = len(self.cache.lengths) == len(self.texts) == 1  # else drafter.lengths may raise
+        if not (single and (drafter is None or len(drafter.lengths) == 1)):
             self.cache = self.target.new_cache()
             self.drafter = drafter = drafter.new() if drafter else None
             self.texts = [text]
+
+        # 2. Cut to the common prefix, then prefill the rest.
         before = self.texts[0].committed
         common = common_prefix(text.prompt[:-1], before)
         keep = max(0, min(common, drafter.lengths[0] if drafter else common) - 1)
@@ -189,6 +209,7 @@ class Decoder:
         self._prefill(text, self.cache, drafter)
 
     def _join(self, texts: list[Text]) -> None:
+        """Append rows for texts, each prefilled by itself."""
         caches, drafters = [], []
         for text in texts:
             caches.append(self.target.new_cache())
@@ -200,8 +221,9 @@ class Decoder:
         self.texts = self.texts + texts
 
     def _prefill(self, text: Text, cache: TreeCache, drafter: Drafter | None) -> None:
-        """Bring all but the last prompt token into a row of its own, behind what is there of it."""
-        kept, text.root = len(text.committed), text.prompt[-1]
+        """Prefill the prompt except its last token, continuing after the reused prefix."""
+        text.root = text.prompt[-1]
+        kept = len(text.committed)
         text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), kept
         cache.reserve(len(text.prompt))
         for start in range(kept, len(text.prompt) - 1, STRETCH):
@@ -212,7 +234,7 @@ class Decoder:
                 drafter.observe([features[0]], [tokens.to(features.device)])
 
     def _select(self, rows: list[int]) -> None:
-        """Only these texts stay."""
+        """Keep the texts in these rows."""
         stats = [text.stats for text in self.texts]
         with shared(stats, "total"), shared(stats, "commit"):
             self.cache.select(rows)
@@ -222,13 +244,13 @@ class Decoder:
 
 
 def _take(text: Text, tree: TokenTree, verdict: Verdict) -> Iterator[Piece]:
-    """What a verdict adds to the text, to its end."""
-    kept, words = text.ending.take(verdict.tokens[:-1])
-    last, last_words = text.ending.take(verdict.tokens[-1:])
-    text.stats.accepted.append(len(kept) + len(last) - 1)
-    text.stats.new_tokens += len(kept) + len(last)
+    """Pieces of a verdict up to the end of the answer: accepted drafts, then the target's own token."""
+    drafted, drafted_words = text.ending.take(verdict.tokens[:-1])
+    own, own_words = text.ending.take(verdict.tokens[-1:])
+    text.stats.accepted.append(len(drafted) + len(own) - 1)
+    text.stats.new_tokens += len(drafted) + len(own)
     text.stats.count_drafted(tree.depth.bincount()[1:].tolist())
-    if kept:
-        yield Piece(words, kept, drafted=True)
-    if last:
-        yield Piece(last_words, last, drafted=False)
+    if drafted:
+        yield Piece(drafted_words, drafted, drafted=True)
+    if own:
+        yield Piece(own_words, own, drafted=False)

@@ -1,4 +1,4 @@
-"""Loading a target and what drafts for it, to decode and not to train."""
+"""Loading a target and its sources of drafts, for decoding only."""
 
 from collections.abc import Sequence
 from os import PathLike, fspath
@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from treespec.draft.calibration import Calibration, load_calibration
-from treespec.draft.sources import modules_of, source_of
+from treespec.draft.source import Source, source_for
+from treespec.draft.sources import source_of
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder
 from treespec.locks import alone_with
@@ -26,8 +27,12 @@ def load_sources(
     max_memory: dict | None = None,
     trust_remote_code: bool = False,
     compile: bool = False,
-) -> tuple[Target, dict[str, Any]]:
-    """A target, and by its name whatever is to draft for it; options as for `load`."""
+) -> tuple[Target, dict[str, Source]]:
+    """A target, and by drafter name each source of drafts for it; options as for `load`.
+
+    drafters: `kind:value` each, as `--drafter` takes them.
+    """
+    # 1. The target.
     if isinstance(target, PreTrainedModel):
         refuse_placement(device_map=device_map, dtype=dtype, max_memory=max_memory)
         with alone_with([target]):
@@ -38,23 +43,26 @@ def load_sources(
         placed: dict[str, Any] = {"device_map": device_map, "dtype": dtype, "max_memory": max_memory}
         model = Target.load(fspath(target), trust_remote_code=trust_remote_code, **placed)
         model.tokenizer = tokenizer or model.tokenizer
-    sources = {name: source_of(name, model) for name in drafters}
-    if model.model is not target:  # a model that others hold keeps its weights as they are
+
+    # 2. Sources take what they need of the target's weights before those are packed.
+    drafting = {name: source_of(name, model) for name in drafters}
+    if model.model is not target:  # a model that the caller holds keeps its weights as they are
         pack(model.model)
     if compile:
         model.compile()
-    for module in (module for source in sources.values() for module in modules_of(source)):
+    sources = {name: source for name, own in drafting.items() if (source := source_for(own, model))}
+    for module in (module for source in sources.values() for module in source.models):
         pack(module)
     return model, sources
 
 
 def refuse_placement(**options: Any) -> None:
-    """Raises InputError for how to load a model that is loaded already."""
+    """Raises InputError for placement options, which a loaded model cannot follow."""
     for name, value in options.items():
         if value is not None and value != "auto":
             raise InputError(f"{name} is {value}, but the target is loaded already: leave it out")
 
 
-def calibration_of(source: Any, named: str | None) -> Calibration | None:
-    """What lies beside a trained head."""
-    return load_calibration(head_folder(named.partition(":")[2])) if named and hasattr(source, "kind") else None
+def calibration_of(source: Source, drafter: str) -> Calibration | None:
+    """The calibration beside a trained head. drafter: `kind:value`, what the source was loaded from."""
+    return load_calibration(head_folder(drafter.partition(":")[2])) if source.head else None

@@ -1,8 +1,8 @@
 """In a few words what a `Spec` is made of."""
 
 from pathlib import Path
-from typing import Any
 
+from treespec.draft.source import Source
 from treespec.target import Target
 from treespec.trees.policy import Policy
 from treespec.trees.static import StaticTree
@@ -15,13 +15,11 @@ def target_name(target: Target) -> str:
     return (Path(known).name if Path(known).is_dir() else known) or type(target.model).__name__
 
 
-def drafting_names(source: Any, tree: Policy | None, verifier: Verifier) -> list[str]:
+def drafting_names(source: Source | None, tree: Policy | None, verifier: Verifier) -> list[str]:
     """Drafter, tree and verifier; without a drafter, that there is none."""
     if source is None:
         return ["no drafter"]
-    head = getattr(source, "head", None)
-    drafter = f"{head.kind} head" if head else getattr(source, "name", _class_name(source))
-    return [drafter, *([tree_name(tree)] if tree else []), f"verifier {verifier.name}"]
+    return [source.name, *([tree_name(tree)] if tree else []), f"verifier {verifier.name}"]
 
 
 def tree_name(tree: Policy) -> str:
@@ -29,12 +27,5 @@ def tree_name(tree: Policy) -> str:
     if isinstance(tree, StaticTree):
         return f"static tree of {tree.size - 1} nodes, {tree.max_depth} deep"
     numbers = ", ".join(f"{name}={value}" for name, value in vars(tree).items() if value is not None)
-    return f"{_class_name(tree)} tree ({numbers})"
-
-
-def _class_name(of: Any) -> str:
-    """SkipProposer -> skip, DynamicTree -> dynamic."""
-    name = type(of).__name__
-    for ending in ("Proposer", "Tree", "Chain"):
-        name = name.removesuffix(ending)
-    return name.lower()
+    kind = type(tree).__name__.removesuffix("Tree").removesuffix("Chain").lower()
+    return f"{kind} tree ({numbers})"

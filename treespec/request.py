@@ -1,4 +1,4 @@
-"""How an answer is drawn and where it ends: the options of `generate` and `stream`, checked one by one."""
+"""The options of `generate` and `stream`, checked one by one: how an answer is drawn and where it ends."""
 
 import difflib
 import math
@@ -6,16 +6,16 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
 
 
 class Options(TypedDict, total=False):
-    """temperature: 0, the default, is greedy. top_k: 0 keeps all tokens. top_p: 1 keeps all. min_p: 0 keeps all.
+    """temperature: 0, the default, is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
 
-    max_new_tokens: at least 1, default 256. stop: a string, or a list of strings, of which each ends the answer.
+    max_new_tokens: at least 1, default 256. stop: a string, or a list of strings; any of them ends the answer.
     """
 
     temperature: float
@@ -29,8 +29,8 @@ class Options(TypedDict, total=False):
 OPTIONS = tuple(Options.__annotations__)
 
 
-def refuse_unknown(options: Mapping[str, Any], *more: str) -> None:
-    """Raises InputError for an option that there is not. more: names beside those of `Options`."""
+def refuse_unknown(options: Mapping[str, object], *more: str) -> None:
+    """Raises InputError for an unknown option. more: names known besides those of `Options`."""
     known = (*OPTIONS, *more)
     for name in options:
         if name not in known:
@@ -41,7 +41,7 @@ def refuse_unknown(options: Mapping[str, Any], *more: str) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """Options that are in range. stop: strings of which each ends the answer."""
+    """Checked options. stop: strings; any of them ends the answer."""
 
     params: SamplingParams
     stop: tuple[str, ...]
@@ -49,7 +49,7 @@ class Asked:
 
 
 def asked(options: Options) -> Asked:
-    """Raises InputError for what is not of its kind, or out of range."""
+    """Raises InputError for an option of the wrong type or out of range."""
     params = SamplingParams(
         temperature=_number("temperature", options.get("temperature", 0.0)),
         top_k=whole("top_k", options.get("top_k", 0)),
@@ -60,19 +60,19 @@ def asked(options: Options) -> Asked:
     return Asked(params, _strings(options.get("stop", ())), most)
 
 
-def _strings(stop: Any) -> tuple[str, ...]:
+def _strings(stop: object) -> tuple[str, ...]:
     if isinstance(stop, str):
         return (stop,)
     if not isinstance(stop, Sequence) or isinstance(stop, bytes | bytearray | memoryview):
         raise InputError(f"stop is {stop!r:.40}, must be a string or a list of strings")
-    for place, one in enumerate(stop, 1):
-        if not isinstance(one, str):
-            raise InputError(f"stop string {place} is {one!r:.40}, must be a string")
+    for place, string in enumerate(stop, 1):
+        if not isinstance(string, str):
+            raise InputError(f"stop string {place} is {string!r:.40}, must be a string")
     return tuple(stop)
 
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
-    """Raises InputError for what is no whole number, or less than `least`."""
+def whole(name: str, value: object, least: int | None = None) -> int:
+    """Raises InputError for anything but a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InputError(f"{name} is {value!r:.40}, must be a whole number")
     if least is not None and value < least:
@@ -80,17 +80,18 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     return int(value)
 
 
-def seed_of(value: Any) -> int:
-    """None draws one. Raises InputError for what torch's generators do not take."""
+def seed_of(value: object) -> int:
+    """A seed that torch's generators take; None draws one. Raises InputError."""
     if value is None:
         return secrets.randbits(63)
-    if not 0 <= whole("seed", value) < 1 << 64:
-        raise InputError(f"seed is {value}, must lie in [0, 2^64)")
-    return int(value)
+    seed = whole("seed", value)
+    if not 0 <= seed < 1 << 64:
+        raise InputError(f"seed is {seed}, must lie in [0, 2^64)")
+    return seed
 
 
-def seeds_of(value: Any, prompts: int) -> list[int | None]:
-    """A seed for each prompt: the first one's, and those that follow it, or a list. Raises InputError."""
+def seeds_of(value: object, prompts: int) -> list[int | None]:
+    """A seed for each prompt, from the first prompt's seed or a list of them. Raises InputError."""
     if value is None:
         return [None] * prompts
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -101,10 +102,10 @@ def seeds_of(value: Any, prompts: int) -> list[int | None]:
     return [first + i for i in range(prompts)]
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InputError(f"{name} is {value!r:.40}, must be a number")
     try:
         return float(value)
     except OverflowError:
-        return math.inf  # which its range leaves out
+        return math.inf  # out of every range

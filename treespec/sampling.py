@@ -12,11 +12,11 @@ from torch.nn.functional import pad
 
 from treespec.errors import InputError
 
-BLOCK = 128  # tokens
-NARROW = 64  # tokens of a block where the largest are sought
-FEW = 1 << 17  # probabilities that are searched in one pass sooner than in blocks, whose many steps cost more
-FEW_CUMULATED = 1 << 16  # and those that are cumulated so
-COLDEST = 1e-5  # temperature: about the gap between neighbouring float32 numbers of the size of logits
+BLOCK = 128  # tokens a block, for cumulated sums
+NARROW = 64  # tokens a block, for the largest scores
+FEW = 1 << 17  # probabilities; up to here one pass finds the largest faster than blocks do
+FEW_CUMULATED = 1 << 16  # probabilities; up to here one pass cumulates faster than blocks do
+COLDEST = 1e-5  # temperature: about the float32 spacing at the size of logits
 HOTTEST = 1e30  # temperature: float32 holds it
 
 
@@ -24,9 +24,9 @@ HOTTEST = 1e30  # temperature: float32 holds it
 class SamplingParams:
     """How logits become the law that is sampled. Order and meaning are those of transformers' warpers.
 
-    temperature: 0 is greedy, the law is one-hot; so is anything below 1e-5, where float32 logits round by more than
-    what tells them apart. top_k: 0 keeps all. top_p: 1 keeps all. min_p: 0 keeps all.
-    Raises InputError for values outside their range, and for what is no number.
+    temperature: 0 is greedy, a one-hot law; so is anything below 1e-5, where rounding of float32 logits
+    exceeds their differences. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+    Raises InputError for values out of range and for anything but numbers.
     """
 
     temperature: float = 0.0
@@ -42,7 +42,7 @@ class SamplingParams:
         self._check("min_p", numbers.Real, lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 is off")
 
     def _check(self, name: str, kind: type, inside: Callable[[Any], bool], wanted: str) -> None:
-        """Raise InputError unless the field is a number of that kind inside its range; NumPy's are taken too."""
+        """Raise InputError unless the field is a number of that kind in its range; NumPy's count too."""
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, kind) or not inside(value):
             raise InputError(f"{name} is {value!r}, must be {wanted}")
@@ -55,15 +55,18 @@ class SamplingParams:
 
 
 def probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The law that is sampled: temperature, then top-k, top-p, min-p, each on what the one before left.
+    """The law that is sampled: temperature, then top-k, top-p, min-p, each on the law before it.
 
-    logits: [..., V] logits. Returns [..., V] probabilities, float64 for float64 logits, else float32. None is
-    subnormal: those are 0.
+    logits: [..., V] logits. Returns [..., V] probabilities, float64 for float64 logits, else float32.
+    Subnormal probabilities become 0.
     """
+    # 1. Greedy: one-hot.
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if params.greedy:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter_(-1, best, 1.0)
+
+    # 2. Temperature, top-k and top-p on logits.
     if params.temperature != 1:
         logits = logits / params.temperature
     if 0 < params.top_k < logits.shape[-1]:
@@ -74,17 +77,20 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
         drop = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
         drop[..., -1] = False
         logits = logits.masked_fill(torch.zeros_like(drop).scatter_(-1, order, drop), -math.inf)
+
+    # 3. min-p on probabilities.
     law = logits.softmax(-1)
     if params.min_p > 0:
         law = law.masked_fill(law < params.min_p * law.amax(-1, keepdim=True), 0.0)
         law = law / law.sum(-1, keepdim=True)
-    # Verifiers divide what is left of q by its sum. A subnormal sum has few digits and no finite reciprocal.
+
+    # 4. Verifiers divide residuals of q by their sum. A subnormal sum has few digits and an infinite reciprocal.
     return torch.threshold_(law, torch.finfo(law.dtype).tiny, 0.0)
 
 
 @final
 class TargetLaws:
-    """What verifiers take as p, [N, V] probabilities: `probs` of the rows that are asked for, as few are."""
+    """[N, V] probabilities p for verifiers, computed by `probs` for the requested rows only."""
 
     def __init__(self, logits: Tensor, params: SamplingParams) -> None:
         self.logits, self.params = logits, params
@@ -101,16 +107,16 @@ class TargetLaws:
 
 
 def greedy_choice(logits: Tensor) -> Tensor:
-    """[N] int64 the sure token of each one-hot law at temperature 0; V, which is none, for NaN. logits: [N, V]."""
+    """[N] int64 the likeliest token of each row; V, which is no token, for NaN. logits: [N, V]."""
     values, indices = logits.max(-1, keepdim=True) if logits.numel() <= FEW else largest(logits, 1)
     return indices.masked_fill_(values.isnan(), logits.shape[-1]).squeeze(-1)
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, the largest first, and where they are; NaN counts as largest.
+    """The k largest scores of each row in descending order, and their columns; NaN counts as largest.
 
-    scores: [..., V], k <= V. Returns [..., k], float32 at least, and [..., k] int64.
-    They lie in the k blocks with the largest maxima, which a pass finds faster than `topk` searches long rows.
+    scores: [..., V], k <= V. Returns [..., k] of float32 or float64, and [..., k] int64.
+    They lie in the k blocks with the largest maxima; finding those is faster than `topk` over long rows.
     """
     scores = scores if scores.dtype == torch.float64 else scores.float()
     v = scores.shape[-1]
@@ -125,19 +131,19 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def sample(law: Tensor, generator: torch.Generator) -> Tensor:
-    """One token a row by inverting the cumulated law: one uniform a row, no token of mass 0.
+    """One token a row by inverting the cumulated law, with one uniform a row; never a token of mass 0.
 
-    law: [..., V] non-negative, need not sum to 1. Returns [...] int64; V for a row of zeros, or with NaN.
+    law: [..., V] non-negative, any sum. Returns [...] int64; V for a row of zeros or with NaN.
     """
     uniform = torch.rand((*law.shape[:-1], 1), generator=generator, dtype=torch.float64, device=law.device)
     return invert(law, uniform).squeeze(-1)
 
 
 def invert(law: Tensor, uniform: Tensor) -> Tensor:
-    """The tokens that stand at places of the cumulated law, in float64.
+    """The tokens at given shares of the cumulated law, in float64.
 
     law: [..., V]; uniform: [..., K] float64, shares of a row's mass. Returns [..., K] int64, V as in `sample`.
-    Of long rows first the block is found, then the token in it: the memory of a cumulated row costs more than its sums.
+    Long rows are searched by block, then within the block: cumulating the whole row costs more memory traffic.
     """
     v = law.shape[-1]
     if law.numel() <= FEW_CUMULATED:

@@ -10,16 +10,11 @@ from transformers import PreTrainedModel
 
 from treespec.decode import Decoder, Piece, Text
 from treespec.draft.calibration import Calibration
-from treespec.draft.default_tree import default_tree, verifier_for
-from treespec.draft.drafter import Drafter
+from treespec.draft.default_tree import verifier_for
 from treespec.draft.fit.measure import times_for
-from treespec.draft.model_free.given import GivenDrafter
 from treespec.draft.pace.times import Times
-from treespec.draft.pairing import check_given
 from treespec.draft.proposer import Proposer
-from treespec.draft.sources import modules_of
-from treespec.draft.trained.kinds import KINDS
-from treespec.draft.tree_drafter import TreeDrafter
+from treespec.draft.source import Drafting, source_for
 from treespec.errors import InputError
 from treespec.loading import calibration_of, load_sources
 from treespec.locks import alone_with
@@ -32,28 +27,27 @@ from treespec.target import Target
 from treespec.text import templates
 from treespec.text.ending import Ending
 from treespec.text.prompts import Arrays, Prompt, Prompts, Single, encode, prompts_of
-from treespec.trees.auto import AutoTree
 from treespec.trees.policy import Policy, policy
-from treespec.verify.auto import Auto
 from treespec.verify.registry import verifier_by_name
 from treespec.verify.walk import Verifier
 
 
 @final
 class Spec:
-    """A target with what drafts for it, a tree policy and a verifier; without a drafter, the baseline.
+    """A target, a source of drafts, a tree policy and a verifier; without a source, the baseline.
 
-    source: a trained head, a proposer or a drafter. A drafter that hands over whole trees takes no policy.
+    source: a `Source`, a trained head, a proposer or a drafter. tree: None is the default for the
+    verifier; a drafter that hands over whole trees takes none. times: measured on first use if None.
 
-    It decodes one text, or one batch, at a time. Threads may share it: `generate` waits for another thread's, and ends
-    any stream that is open, whose next piece is a SupersededError. For two streams at a time take `new`; Specs of one
-    target take turns, a cycle each.
+    It decodes one text, or one batch, at a time. Threads may share it: `generate` waits for another
+    thread's `generate`, and supersedes an open stream. For two streams at a time take `new`; Specs of
+    one target take turns, a cycle each.
     """
 
     def __init__(
         self,
         target: Target,
-        source: Any,
+        source: Drafting | None,
         tree: str | Policy | None = None,
         verifier: str | Verifier = "auto",
         template: str | None = None,
@@ -61,27 +55,16 @@ class Spec:
         calibration: Calibration | None = None,
         times: Times | Callable[[], Times] | None = None,
     ) -> None:
-        if kind := KINDS.get(getattr(source, "kind", "")):
-            source = kind.proposer(source, target)
-        self.target, self.source, self.template, self.calibration = target, source, template, calibration
+        self.target, self.template, self.calibration = target, template, calibration
+        self.source = source_for(source, target)
         named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
-        self.policy = policy(tree) if isinstance(tree, str) else tree
-        several = self.proposer is not None and self.proposer.law_per_draw
-        self.verifier = verifier_for(named, several, self.policy)
-        scheme = self.verifier.scheme
-        known = (lambda: times) if isinstance(times, Times) else times
-        self.times: Callable[[], Times] = known or cache(partial(times_for, target, self.proposer))
-        drafter: Drafter | None = None
-        if self.proposer:
-            paced = isinstance(self.verifier, Auto)
-            self.policy = self.policy or default_tree(scheme, self.proposer.max_depth, calibration, several, paced)
-            drafter = TreeDrafter(self.proposer.new(), self.policy, scheme, calibration, self.times)
-        elif isinstance(source, GivenDrafter):
-            check_given(source.name, self.verifier, tree)
-            drafter = source.paced(self.times) if isinstance(self.verifier, Auto) else source.new()
-        elif source:
-            drafter = source.new()
-        self.decoder = Decoder(target, drafter, self.verifier, modules_of(self.source))
+        wanted = policy(tree) if isinstance(tree, str) else tree
+        self.verifier = verifier_for(named, self.source is not None and self.source.law_per_draw, wanted)
+        measured = (lambda: times) if isinstance(times, Times) else times
+        self.times: Callable[[], Times] = measured or cache(partial(times_for, target, self.proposer))
+        drafter = self.source.drafter(wanted, self.verifier, calibration, self.times) if self.source else None
+        self.policy = drafter.policy if drafter else wanted
+        self.decoder = Decoder(target, drafter, self.verifier, self.source.models if self.source else ())
 
     def __repr__(self) -> str:
         shown = [target_name(self.target), *drafting_names(self.source, self.policy, self.verifier)]
@@ -90,12 +73,12 @@ class Spec:
     @property
     def proposer(self) -> Proposer | None:
         """The draft model, if there is one."""
-        return self.source if hasattr(self.source, "extend") else None
+        return self.source.proposer if self.source else None
 
     @property
     def head(self) -> Any:
         """The trained head, if there is one."""
-        return getattr(self.source, "head", None)
+        return self.source.head if self.source else None
 
     def configured(
         self, tree: str | Policy | None = None, verifier: str | Verifier = "auto", allow_lossy: bool = False
@@ -104,16 +87,17 @@ class Spec:
         return Spec(self.target, self.source, tree, verifier, self.template, allow_lossy, self.calibration, self.times)
 
     def new(self) -> "Spec":
-        """The same once more, for a second text at the same time; no weights are copied."""
-        more = self.template, True, self.calibration, self.times
-        return Spec(self.target, self.source, self.policy, self.verifier, *more)
+        """Another Spec with the same parts, for a second text at the same time; no weights are copied."""
+        lossy_too = True  # the verifier was allowed once already
+        rest = (self.template, lossy_too, self.calibration, self.times)
+        return Spec(self.target, self.source, self.policy, self.verifier, *rest)
 
     def baseline(self) -> "Spec":
-        """One token at a time through the same target and cache: what every speedup is measured against."""
+        """One token at a time through the same target and cache: the base of every speedup."""
         return Spec(self.target, None, template=self.template)
 
     def warm_up(self) -> None:
-        """Decode a few tokens, so that what is compiled or measured at first is there."""
+        """Decode a few tokens, so that first-time compilation and measuring are over."""
         self.generate([0] * 8, max_new_tokens=8)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -123,15 +107,17 @@ class Spec:
     def request(
         self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
     ) -> tuple[Text, SamplingParams]:
-        """What the decoder is asked for; same seed, same answer. Raises InputError for bad input."""
+        """The decoder's request for a prompt; same seed, same answer. Raises InputError for bad input."""
+        # 1. Options, and the generator of all draws.
         refuse_unknown(options, "seed")
         wanted = asked(options)
         generator = torch.Generator(device=self.target.output_device).manual_seed(seed_of(seed))
         with alone_with(self.decoder.models):
-            given = isinstance(self.source, GivenDrafter) and isinstance(self.verifier, Auto)
-            if given or isinstance(self.policy, AutoTree):
-                self.times()  # measured here, where nothing is timed
+            if self.decoder.drafter and self.decoder.drafter.timed:
+                self.times()  # measured now, before the answer's clock runs
             ids = self.encode(prompt)
+
+        # 2. The prompt fits, and where the answer ends.
         room = self.target.context_length - len(ids)
         if room < 1:
             raise InputError(
@@ -146,8 +132,8 @@ class Spec:
     def stream(self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]) -> Stream:
         """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
 
-        seed: of the draws, in [0, 2^64); None is another one each time. options: see `treespec.request.Options`.
-        The Spec decodes one text at a time: a stream ends with a SupersededError where another text has begun.
+        seed: of all draws, in [0, 2^64); None draws a new one. options: see `treespec.request.Options`.
+        The stream ends with a SupersededError once this Spec begins another text.
         """
         text, params = self.request(prompt, seed=seed, **options)
         return Stream((piece for _, piece in self.decoder.run([text], params)), text.stats)
@@ -187,10 +173,10 @@ class Spec:
         seed: int | Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> Output | list[Output]:
-        """The whole answer, or of several prompts the list of theirs. prompt: see `treespec.text.prompts`.
+        """The whole answer; for several prompts, the list of answers. prompt: see `treespec.text.prompts`.
 
-        seed, options: as for `stream`, for several prompts as for `generate_all`. Threads that generate wait for each
-        other; a stream of this Spec that is open is superseded.
+        seed, options: as for `stream`; for several prompts as for `generate_all`. Threads that generate
+        wait for each other, and supersede an open stream of this Spec.
         """
         refuse_unknown(options, "batch", "seed")
         if (several := prompts_of(prompt)) is not None:
@@ -211,19 +197,23 @@ class Spec:
         seed: int | Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> list[Output]:
-        """The answers to prompts, of which the target takes several in one forward.
+        """The answers to several prompts; one forward of the target serves a batch of them.
 
-        batch: prompts at a time, by default all; the place of one that is answered is taken by the next. seed: of the
-        first prompt, the next prompt having the next seed, or one for each. An answer is the one that its prompt
-        alone would have with that seed, but for rounding. Raises InputError for bad input, with the prompt's number.
+        batch: prompts at a time, default all; the next prompt takes the place of an answered one.
+        seed: of the first prompt (the next prompt gets the next seed), or a list with one for each. Each
+        answer is the same as for its prompt alone with that seed, up to rounding. Raises InputError for
+        bad input, with the prompt's number.
         """
+        # 1. Options, before any prompt is blamed for them.
         refuse_unknown(options, "batch", "seed")
-        asked(options)  # an option that is wrong is no one prompt's
+        asked(options)
         several = prompts_of(prompts)
         if several is None and not (isinstance(prompts, list | tuple) and not prompts):
             raise InputError("generate_all takes a list of prompts, and this is none: take generate for one prompt")
         several = several or []
         at_once = whole("batch", len(several) if batch is None else batch, least=min(1, len(several)))
+
+        # 2. A request for each prompt.
         texts = []
         for i, (prompt, own) in enumerate(zip(several, seeds_of(seed, len(several)), strict=True), 1):
             try:
@@ -231,6 +221,8 @@ class Spec:
             except InputError as error:
                 raise InputError(f"prompt {i} of {len(several)}: {error}") from None
             texts.append(text)
+
+        # 3. Decode them together.
         pieces: dict[Text, list[Piece]] = {text: [] for text in texts}
         with self.decoder.lock:
             for text, piece in self.decoder.run(texts, params, at_once) if texts else ():
@@ -254,19 +246,21 @@ def load(
     trust_remote_code: bool = False,
     compile: bool = False,
 ) -> Spec:
-    """Load a target (directory or hub id) and what drafts for it, placed by accelerate, to decode and not to train.
+    """Load a target and a source of drafts, placed by accelerate, for decoding only.
 
-    target: may be a model of transformers that is loaded already. It stays usable, but is changed for good: evaluation
-    mode, no gradients, attention that takes trees, compiled layers with `compile`. Its weights stay as they are; those
-    of a model that is loaded here are packed where that is faster, in bfloat16 on a CPU.
-    tokenizer: None is the directory's own; a model object without one takes and gives token ids alone.
-    head: directory or hub id of a trained head of any kind. drafter: in its place, `kind:value` of
-    `treespec.draft.sources.SOURCES`, such as lookup; with neither, one token is decoded at a time.
-    tree: a name of `treespec.trees.policy.FORMS`; None is the scheme's default.
-    verifier: a name of `treespec.verify.registry.NAMES`; a lossy one needs allow_lossy.
-    trust_remote_code: run Python files that the target's or a draft model's directory brings.
-    compile: the forwards of target and head, see `Target.compile`.
-    Raises InputError, or HeadError and TreeError, for what cannot be used.
+    target: directory, hub id, or a loaded transformers model. A loaded model stays usable but changes
+    for good: evaluation mode, no gradients, attention that takes trees, compiled layers with `compile`.
+    Its weights stay as they are; a model loaded here has them packed where that is faster (bfloat16 on
+    a CPU).
+    tokenizer: default the directory's own; a model object without one takes and gives token ids only.
+    head: directory or hub id of a trained head of any kind. drafter: `kind:value` in place of a head,
+    with a kind of `treespec.draft.sources.SOURCES`, such as lookup. Default: one token at a time.
+    tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
+    verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
+    template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers take
+    them. trust_remote_code: run Python files from the target's or a draft model's directory.
+    compile: compile the forwards of target and head, see `Target.compile`.
+    Raises InputError, or HeadError and TreeError, for models, names and files that cannot be used.
     """
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
@@ -282,4 +276,5 @@ def load(
         compile=compile,
     )
     source = sources[named] if named else None
-    return Spec(model, source, tree, verifier, template, allow_lossy, calibration_of(source, named))
+    calibration = calibration_of(source, named) if source and named else None
+    return Spec(model, source, tree, verifier, template, allow_lossy, calibration)

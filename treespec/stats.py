@@ -1,4 +1,4 @@
-"""What one generation cost and what it accepted."""
+"""Counts and seconds of one generation."""
 
 import time
 from collections import defaultdict
@@ -12,10 +12,10 @@ from itertools import pairwise
 class Stats:
     """Counts of tokens and cycles, and seconds by stage.
 
-    accepted: accepted nodes of each cycle, cut at the end of the text. drafted: nodes drafted at each depth,
-    over all cycles (depth 1 first). seconds: prefill, draft (of which head: the draft model's forwards),
-    target, verify, commit, total. Texts of a batch share the seconds of their cycles evenly, so that sums over
-    texts are what a clock shows.
+    accepted: accepted nodes of each cycle, cut at the end of the text. drafted: nodes drafted at
+    depth 1, 2, … over all cycles. seconds: prefill, draft (of which head: the draft model's forwards),
+    target, verify, commit, total. Texts of a batch share the seconds of their cycles evenly, so that
+    the sum over texts is wall-clock time.
     """
 
     prompt_tokens: int = 0
@@ -45,13 +45,13 @@ class Stats:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """α at depth 1, 2, …: of the cycles that accepted the depth above, how many accepted this one."""
+        """α at depth 1, 2, …: the share of cycles accepting this depth among those accepting the one above."""
         reached = [self.cycles, *self.accepted_by_depth]
         return [b / a for a, b in pairwise(reached) if a]
 
     @property
     def overhead(self) -> float:
-        """Share of the decoding time spent outside the target's and the draft model's forwards."""
+        """Share of decoding time spent outside the target's and the draft model's forwards."""
         decoding = self.seconds["total"] - self.seconds["prefill"]
         forwards = self.seconds["target"] + self.seconds["head"]
         return 1 - forwards / decoding if decoding > 0 else 0.0
@@ -70,7 +70,7 @@ class Stats:
             self.seconds[stage] += self.now() - started
 
     def add(self, other: "Stats") -> None:
-        """Count another generation in."""
+        """Add another generation's counts and seconds."""
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
         self.new_tokens += other.new_tokens
@@ -88,7 +88,7 @@ class Stats:
 
 @contextmanager
 def shared(texts: Sequence[Stats], stage: str) -> Iterator[None]:
-    """Seconds of a stage that several texts go through together: each is given its share of them."""
+    """Time a stage that several texts go through together, and give each an equal share of it."""
     first, before = texts[0], texts[0].seconds[stage]
     try:
         with first.timed(stage):
@@ -96,15 +96,15 @@ def shared(texts: Sequence[Stats], stage: str) -> Iterator[None]:
     finally:
         share = (first.seconds[stage] - before) / len(texts)
         first.seconds[stage] = before
-        for one in texts:
-            one.seconds[stage] += share
+        for stats in texts:
+            stats.seconds[stage] += share
 
 
-TAU = "tokens per target forward"  # what τ is
+TAU = "tokens per target forward"  # the meaning of τ
 
 
 def figures(tokens: int, cycles: int, seconds: float, explain: bool = False) -> str:
-    """`32 tokens · τ 2.46 · 45.1 tokens/s`. explain: say what τ is, where a command shows it first."""
+    """`32 tokens · τ 2.46 · 45.1 tokens/s`. explain: with the meaning of τ, for its first appearance."""
     tau = tokens / cycles if cycles else 0.0
     speed = tokens / seconds if seconds else 0.0
     meaning = f" ({TAU})" if explain else ""

@@ -12,7 +12,7 @@ from treespec.stats import Stats
 
 @dataclass(frozen=True)
 class Output:
-    """text: without special tokens and stop strings. token_ids: the new ones, the end-of-sequence included."""
+    """text: without special tokens and stop strings. token_ids: new tokens, end-of-sequence included."""
 
     text: str
     token_ids: list[int]
@@ -21,18 +21,18 @@ class Output:
 
 @final
 class Stream:
-    """An iterator over the pieces of an answer; `output` and `stats` tell what there is so far.
+    """An iterator over the pieces of an answer; `output` and `stats` hold the answer so far.
 
-    Nothing is decoded before the first piece is asked for, and nothing after `close`, which the end of a `with` block
-    calls. A `Spec` decodes one text at a time: a stream that goes on after its Spec has begun another text raises
-    SupersededError. One that has failed fails again, and never looks as if its answer had ended. One that is left
-    without being closed keeps nothing busy.
+    Decoding starts with the first `next` and stops at `close`, which the end of a `with` block calls.
+    A `Spec` decodes one text at a time: once it begins another, this stream raises SupersededError.
+    A stream that has failed raises again on every `next`, so a cut answer never looks complete.
+    A stream may be dropped without `close`.
     """
 
     def __init__(self, pieces: Iterator[Piece], stats: Stats) -> None:
         self._pieces, self._stats = pieces, stats
         self._seen: list[Piece] = []
-        self._lock = RLock()  # threads may share a stream: each piece goes to one of them
+        self._lock = RLock()  # threads may share a stream: one of them gets each piece
         self._closed = False
         self._failed: InputError | None = None
 
@@ -65,19 +65,21 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """End here. At once, from any thread: a cycle that runs elsewhere ends by itself."""
+        """Stop, from any thread, without waiting; a cycle that runs in another thread ends by itself."""
         self._closed = True
 
     @property
     def stats(self) -> Stats:
-        """What the answer has cost so far."""
+        """Counts and seconds of the answer so far."""
         return self._stats
 
     @property
     def output(self) -> Output:
+        """The answer so far."""
         return output_of(self._seen, self._stats)
 
 
 def output_of(pieces: Sequence[Piece], stats: Stats) -> Output:
-    """What the pieces amount to."""
-    return Output("".join(piece.text for piece in pieces), [t for piece in pieces for t in piece.token_ids], stats)
+    """The pieces as one answer."""
+    token_ids = [token for piece in pieces for token in piece.token_ids]
+    return Output("".join(piece.text for piece in pieces), token_ids, stats)

@@ -20,6 +20,7 @@ from treespec.cache import TreeCache
 from treespec.errors import InputError, first_line
 from treespec.model.allocator import keep_freed_memory
 from treespec.model.attention import repeats, stack_query_heads
+from treespec.model.chunks import causal_chunks
 from treespec.model.compiled import Compiled, Room, padded, padded_mask
 from treespec.model.inspect import (
     context_length,
@@ -182,18 +183,13 @@ class Target:
         """
         b, length = tokens.shape
         cache.reserve(cache.end + length)
-        whole, start = None, 0
-        while start < length or whole is None:
-            part = tokens[:, start : start + (chunk or self.rows_beside(cache.end))]
-            n = part.shape[1]
-            depth = torch.arange(n).expand(b, n)
-            causal = torch.ones(n, n, dtype=torch.bool).tril().expand(b, n, n)
-            features = self._hidden(cache, part, depth, causal, taps)[1]
+        whole: Tensor | None = None
+        for one in causal_chunks(cache, counts or [length] * b, lambda columns: chunk or self.rows_beside(columns)):
+            features = self._hidden(cache, tokens[:, one.columns], one.depth, one.causal, taps)[1]
             if whole is None:
                 whole = features.new_empty(b, length, features.shape[-1])
-            whole[:, start : start + n] = features
-            cache.commit([range(max(0, min(count - start, n))) for count in counts or [length] * b])
-            start += n
+            whole[:, one.columns] = features  # a copy: the next forward may write over a compiled graph's output
+        assert whole is not None
         return whole
 
     def rows_beside(self, columns: int) -> int:

@@ -3,7 +3,7 @@
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +12,11 @@ from treespec.cache import TreeCache
 from treespec.draft.per_text import PerText
 from treespec.sampling import SamplingParams
 from treespec.target import TreeOutput
+from treespec.trees.policy import Policy
 from treespec.trees.tree import TokenTree
+
+if TYPE_CHECKING:
+    from treespec.draft.pace.times import Times
 
 
 class Drafter(PerText, Protocol):
@@ -21,10 +25,20 @@ class Drafter(PerText, Protocol):
     `TreeDrafter` grows trees over any draft model (`treespec.draft.proposer`); drafters without a model hand over whole
     trees.
 
+    name: as people are shown it; "" is its class. policy: of the trees that it grows; None: their shape is its own.
+    given: its tokens have no draft law.
     forward_seconds: seconds spent in a draft model's forwards so far.
     """
 
+    name: str = ""
+    policy: Policy | None = None
+    given: bool = False
     forward_seconds: float = 0.0
+
+    @property
+    def timed(self) -> bool:
+        """Whether the trees depend on measured times."""
+        return False
 
     @property
     @abstractmethod
@@ -66,3 +80,7 @@ class Drafter(PerText, Protocol):
     @abstractmethod
     def new(self) -> Self:
         """Another drafter with the same options, with one text of which it knows nothing."""
+
+    def paced(self, times: "Callable[[], Times]") -> "Drafter":
+        """As `new`, for a verifier that takes any tree: one that drafts no more than pays by the times, if it can."""
+        return self.new()

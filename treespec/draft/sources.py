@@ -71,13 +71,6 @@ def source_of(drafter: str, target: Target) -> Any:
     return SOURCES[kind](value, target)
 
 
-def modules_of(source: Any) -> list[nn.Module]:
-    """The draft models of a source that are not the target's own."""
-    if isinstance(source, nn.Module):
-        return [source]
-    return source.models if hasattr(source, "models") else []
-
-
 def fit(head: Head, target: Target, name: str) -> None:
     """Check that a head belongs to a target, and share the embedding where they hold the same one."""
     head.settle_taps(target.layers)

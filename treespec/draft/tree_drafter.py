@@ -61,7 +61,8 @@ class TreeDrafter(Drafter):
             calibrated=calibration is not None,
         )
         check_fit(policy, scheme, model)
-        self.proposer, self.policy, self.scheme, self.calibration = proposer, policy, scheme, calibration
+        self.proposer, self.scheme, self.calibration = proposer, scheme, calibration
+        self.policy: Policy = policy
         self.times, self.now = times, time.perf_counter
         self.paces = [self._pace()]
 
@@ -169,6 +170,10 @@ class TreeDrafter(Drafter):
     @property
     def taps(self) -> tuple[int, ...]:
         return self.proposer.taps
+
+    @property
+    def timed(self) -> bool:
+        return isinstance(self.policy, AutoTree)
 
     @property
     def lengths(self) -> list[int]:

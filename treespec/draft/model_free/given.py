@@ -53,12 +53,17 @@ class GivenDrafter(Drafter):
 
     per_text = ("texts", "drafters", "paces", "resting")
     taps: tuple[int, ...] = ()
+    given = True
 
     def __init__(self, drafter: TextDrafter, name: str, times: Callable[[], Times] | None = None) -> None:
         self.name, self.drafters, self.times = name, [drafter], times
         self.texts = [np.empty(0, dtype=np.int64)]  # of each the observed tokens [T]
         self.paces: list[Pace | None] = [None]
         self.resting = [False]  # texts whose drafter was not asked this cycle
+
+    @property
+    def timed(self) -> bool:
+        return self.times is not None
 
     @property
     def lengths(self) -> list[int]:

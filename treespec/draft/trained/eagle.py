@@ -11,6 +11,7 @@ from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead, config_for
 from treespec.heads.eagle3 import Eagle3Head
+from treespec.model.chunks import causal_chunks
 from treespec.model.compiled import FixedLayer, padded, padded_mask
 from treespec.model.masks import rows_of, together, unpadded
 from treespec.target import Target
@@ -131,32 +132,30 @@ class EagleProposer(Proposer):
         counts = [len(pairs) for pairs in self.waiting]
         if not any(counts):
             return [None] * len(counts)
+
+        # 1. The head runs over the pairs that wait; drafted levels are forgotten.
         self.cache.rewind(self.cache.lengths)
-        ends: list[Tensor] = [torch.empty(0)] * len(counts)
-        start = 0
-        while start < max(counts):
-            end = start + (self.chunk or self.target.rows_beside(self.cache.end))
-            part = [(f[start:end], t[start:end]) for f, t in map(Pairs.joined, self.waiting)]
-            features = self.head.fuse(together([f for f, _ in part]))  # [B, n, H]
-            tokens = together([t for _, t in part])  # [B, n]
-            b, n = tokens.shape
-            causal = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril().expand(b, n, n)
-            known = committed(self.cache.lengths, tokens.device).expand(b, n, -1)
-            first = torch.tensor(self.cache.lengths, device=tokens.device)[:, None]
-            positions = first + torch.arange(n, device=tokens.device)
-            hidden = self._forward(tokens, features, positions, torch.cat([known, causal], dim=2))
-            for row, (_, following) in enumerate(part):
-                if len(following) or not start:
-                    ends[row] = hidden[row, len(following) - 1]
-            self.cache.commit([range(len(t)) for _, t in part])
-            start = end
-        device = hidden.device
+        pairs = [pairs.joined() for pairs in self.waiting]
+        device = pairs[0][1].device
+        last = [torch.empty(0)] * len(counts)  # [H] at each text's last pair
+        for chunk in causal_chunks(self.cache, counts, self._chunk_size, device):
+            features = self.head.fuse(together([f[chunk.columns] for f, _ in pairs]))  # [B, n, H]
+            tokens = together([t[chunk.columns] for _, t in pairs])  # [B, n]
+            hidden = self._forward(tokens, features, chunk.positions, chunk.seen)
+            for row, taken in enumerate(chunk.taken):
+                if taken or not chunk.columns.start:
+                    last[row] = hidden[row, taken - 1]
         self.waiting = [self._nothing() for _ in counts]
-        self.frontier = torch.stack(ends)[:, None]
+
+        # 2. Level 1 grows from the last pairs.
+        self.frontier = torch.stack(last)[:, None]
         self.seen = committed(self.cache.lengths, device)
         self.positions = torch.tensor(self.cache.lengths, device=device)[:, None] - 1
         logits = self.head.logits(self.frontier, self.target)
         return [row if length else None for row, length in zip(logits, self.cache.lengths, strict=True)]
+
+    def _chunk_size(self, columns: int) -> int:
+        return self.chunk or self.target.rows_beside(columns)
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:

@@ -9,8 +9,8 @@ from torch import Tensor
 from treespec.cache import TreeCache
 from treespec.draft.per_text import PerText
 from treespec.heads.hydra import HydraHead
+from treespec.model.chunks import causal_chunks
 from treespec.model.masks import together
-from treespec.trees.mask import committed
 
 MANY = 32  # states: more than a cycle brings
 
@@ -74,19 +74,12 @@ class PrefixStates(PerText):
     @torch.no_grad()
     def known(self) -> list[Tensor | None]:
         """Of each text the state [H] of its last position; None where it is not known."""
-        layer = self.cache.tree_layers[0]
-        for start in range(0, max(map(len, self.waiting)), self.chunk):
-            part = [states[start : start + self.chunk] for states in self.waiting]
-            features = together(part)  # [B, n, H]
-            b, n = features.shape[:2]
-            causal = torch.ones(n, n, dtype=torch.bool, device=features.device).tril().expand(b, n, n)
-            before = committed(self.cache.lengths, features.device).expand(b, n, -1)
-            first = torch.tensor(self.cache.lengths, device=features.device)[:, None]
-            positions = first + torch.arange(n, device=features.device)
-            hidden = self.head.states(features, positions, torch.cat([before, causal], dim=2)[:, None], layer)
-            layer.length += n
-            self.done.observe([row[: len(own)] for row, own in zip(hidden, part, strict=True)])
-            self.cache.commit([range(len(own)) for own in part])
+        layer, counts = self.cache.tree_layers[0], [len(states) for states in self.waiting]
+        for chunk in causal_chunks(self.cache, counts, lambda columns: self.chunk, self.nothing.device):
+            features = together([states[chunk.columns] for states in self.waiting])  # [B, n, H]
+            hidden = self.head.states(features, chunk.positions, chunk.seen[:, None], layer)
+            layer.length += features.shape[1]
+            self.done.observe([row[:taken] for row, taken in zip(hidden, chunk.taken, strict=True)])
         self.waiting = [self.nothing for _ in self.waiting]
         return self.done.known()
 

@@ -1,0 +1,127 @@
+"""Whatever drafts for a target, as `Spec` sees it: what it can do, and a drafter over it.
+
+A draft model, such as a trained head, is a `Proposer` that trees are grown over; all else is a `Drafter` already.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, cast, final
+
+from torch import nn
+
+from treespec.draft.calibration import Calibration
+from treespec.draft.default_tree import default_tree
+from treespec.draft.drafter import Drafter
+from treespec.draft.pace.times import Times
+from treespec.draft.pairing import check_given
+from treespec.draft.proposer import Proposer
+from treespec.draft.trained.kinds import KINDS
+from treespec.draft.tree_drafter import TreeDrafter
+from treespec.target import Target
+from treespec.trees.policy import Policy
+from treespec.verify.auto import Auto
+from treespec.verify.walk import Verifier
+
+
+class Source(Protocol):
+    """It holds no text: every drafter over it starts with one of which nothing is known."""
+
+    @property
+    def name(self) -> str:
+        """In a word or two, as people are shown it."""
+        ...
+
+    @property
+    def proposer(self) -> Proposer | None:
+        """The draft model, if trees are grown over one."""
+        ...
+
+    @property
+    def head(self) -> Any:
+        """The trained head, if the draft model is one."""
+        ...
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The draft models that it computes with besides the target."""
+        ...
+
+    @property
+    def law_per_draw(self) -> bool:
+        """Whether each draw at a node has a draft law of its own."""
+        ...
+
+    def drafter(
+        self, tree: Policy | None, verifier: Verifier, calibration: Calibration | None, times: Callable[[], Times]
+    ) -> Drafter:
+        """A drafter for one text. tree: None is the default for the verifier.
+
+        times: measures when it is called first. Raises InputError for a tree and verifier that do not go with it.
+        """
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class Model:
+    """A draft model."""
+
+    proposer: Proposer
+
+    @property
+    def name(self) -> str:
+        """`eagle head`; of other draft models the class: SkipProposer -> skip."""
+        return f"{self.head.kind} head" if self.head else type(self.proposer).__name__.removesuffix("Proposer").lower()
+
+    @property
+    def head(self) -> Any:
+        return self.proposer.head
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        return self.proposer.models
+
+    @property
+    def law_per_draw(self) -> bool:
+        return self.proposer.law_per_draw
+
+    def drafter(
+        self, tree: Policy | None, verifier: Verifier, calibration: Calibration | None, times: Callable[[], Times]
+    ) -> Drafter:
+        scheme, deepest = verifier.scheme, self.proposer.max_depth
+        policy = tree or default_tree(scheme, deepest, calibration, self.law_per_draw, isinstance(verifier, Auto))
+        return TreeDrafter(self.proposer.new(), policy, scheme, calibration, times)
+
+
+@final
+@dataclass(frozen=True)
+class WholeTrees:
+    """A drafter that hands over trees of its own."""
+
+    original: Drafter
+    proposer = head = None
+    models = ()
+    law_per_draw = False
+
+    @property
+    def name(self) -> str:
+        return self.original.name or type(self.original).__name__.lower()
+
+    def drafter(
+        self, tree: Policy | None, verifier: Verifier, calibration: Calibration | None, times: Callable[[], Times]
+    ) -> Drafter:
+        if self.original.given:
+            check_given(self.name, verifier, tree)
+        return self.original.paced(times) if isinstance(verifier, Auto) else self.original.new()
+
+
+Drafting: TypeAlias = Source | nn.Module | Proposer | Drafter  # a module is a trained head
+
+
+def source_for(drafting: Drafting | None, target: Target) -> Source | None:
+    """Anything that drafts as a source; None is no source: one token is decoded at a time."""
+    if drafting is None or isinstance(drafting, Model | WholeTrees):
+        return drafting
+    if kind := KINDS.get(getattr(drafting, "kind", "")):
+        return Model(kind.proposer(drafting, target))
+    return WholeTrees(cast(Drafter, drafting)) if hasattr(drafting, "draft_trees") else Model(cast(Proposer, drafting))

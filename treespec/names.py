@@ -1,7 +1,6 @@
-"""In a few words what a `Spec` is made of."""
+"""Short names of the parts of a `Spec`."""
 
 from pathlib import Path
-from typing import Any
 
 from treespec.target import Target
 from treespec.trees.policy import Policy
@@ -10,13 +9,13 @@ from treespec.verify.walk import Verifier
 
 
 def target_name(target: Target) -> str:
-    """Its directory's name or hub id, else its architecture."""
+    """The name of its directory or its hub id; without either its architecture."""
     known = str(getattr(target.model, "name_or_path", "") or "")
     return (Path(known).name if Path(known).is_dir() else known) or type(target.model).__name__
 
 
-def drafting_names(source: Any, tree: Policy | None, verifier: Verifier) -> list[str]:
-    """Drafter, tree and verifier; without a drafter, that there is none."""
+def drafting_names(source: object, tree: Policy | None, verifier: Verifier) -> list[str]:
+    """The names of drafter, tree and verifier, or `no drafter`."""
     if source is None:
         return ["no drafter"]
     head = getattr(source, "head", None)
@@ -25,14 +24,14 @@ def drafting_names(source: Any, tree: Policy | None, verifier: Verifier) -> list
 
 
 def tree_name(tree: Policy) -> str:
-    """The kind of tree and its numbers; of a static one how many nodes it drafts, and levels."""
+    """The kind of tree and its numbers. A static tree has its drafted nodes and levels."""
     if isinstance(tree, StaticTree):
         return f"static tree of {tree.size - 1} nodes, {tree.max_depth} deep"
     numbers = ", ".join(f"{name}={value}" for name, value in vars(tree).items() if value is not None)
     return f"{_class_name(tree)} tree ({numbers})"
 
 
-def _class_name(of: Any) -> str:
+def _class_name(of: object) -> str:
     """SkipProposer -> skip, DynamicTree -> dynamic."""
     name = type(of).__name__
     for ending in ("Proposer", "Tree", "Chain"):

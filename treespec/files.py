@@ -1,7 +1,7 @@
-"""Files that survive a kill: written whole or not at all, checked when they are read, owned by one process at a time.
+"""Files that survive a kill: written whole or not at all, checked when read, locked while written.
 
-A file is first written under a temporary name beside its own, `.NAME.PID.tmp`, and then renamed. A process that is
-killed in between leaves that temporary; `remove_leftovers` takes it away at the next start.
+A file is first written under a temporary name beside its own, `.NAME.PID.tmp`, and then renamed. A
+killed process leaves that temporary behind; `remove_leftovers` deletes it at the next start.
 """
 
 import json
@@ -27,9 +27,10 @@ LOCK = ".lock"
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[Path]:
-    """Yields the temporary file to write; it takes its place when the block ends, and is removed if the block fails.
+    """Yields the temporary file to write. It is renamed when the block ends, deleted if it fails.
 
-    Raises InputError where the file cannot be written: a full disk, a missing permission, a parent that is a file.
+    Raises InputError where the file cannot be written: a full disk, a missing permission, a parent
+    that is a file.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -47,7 +48,7 @@ def writing(path: str | Path) -> Iterator[Path]:
 def check_writable(path: str | Path) -> None:
     """Raises InputError, before any work, where `writing` would fail in the end.
 
-    Writes nothing itself, and removes the temporaries of killed processes from the file's folder.
+    Writes nothing itself, but deletes temporaries of killed processes in the file's folder.
     """
     path = Path(path).absolute()
     try:
@@ -64,7 +65,7 @@ def check_writable(path: str | Path) -> None:
 
 @contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary folder to fill; it becomes `path` when the block ends. Raises InputError as `writing` does."""
+    """Yields a temporary folder to fill, renamed to `path` when the block ends. Raises as `writing`."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -83,16 +84,16 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: str | Path, fields: Mapping[str, Any]) -> None:
+def write_json(path: str | Path, fields: Mapping[str, object]) -> None:
     """Replace a file by a JSON object with its checksum, as `writing` does."""
     write_text(path, json.dumps(checksum.sealed(fields), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: str | Path, remedy: str) -> dict[str, Any]:
-    """The fields of a JSON object without its checksum.
+    """The fields of a JSON object, without its checksum.
 
-    remedy: what to do about a damaged file, such as "delete it to measure again". Raises InputError for a file that
-    cannot be read, is no JSON object, or is not what was written.
+    remedy: advice about a damaged file, such as "delete it to measure again". Raises InputError for
+    a file that cannot be read, is no JSON object, or fails its checksum.
     """
     path = Path(path)
     try:
@@ -138,10 +139,11 @@ def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, Tensor], dict
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Inside the block this process alone writes into the folder, which is made if it is missing.
+    """Inside the block this process alone writes into the folder. A missing folder is made.
 
-    The lock is the operating system's: it ends with the process, however that ends. Raises InputError with the number
-    of the process that holds it. Temporaries of killed processes are removed once the lock is held.
+    The lock is the operating system's: it ends with the process, however that ends. Raises
+    InputError with the id of the process that holds it. Temporaries of killed processes are deleted
+    once the lock is held.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -170,7 +172,7 @@ def locked(folder: str | Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Remove the temporaries in a folder whose processes no longer run. No folder has none."""
+    """Delete temporaries of processes that no longer run. A missing folder has none."""
     if not Path(folder).is_dir():
         return
     for path in Path(folder).iterdir():
@@ -185,7 +187,7 @@ def remove_leftovers(folder: str | Path) -> None:
 
 
 def runs(process: int) -> bool:
-    """Whether a process of that number is running, other than this one."""
+    """Whether another process with this id is running."""
     if process == os.getpid():
         return False
     try:

@@ -1,10 +1,10 @@
-"""Files that are no text where text is expected: told by their first bytes, with a remedy."""
+"""Archives given in place of text: recognised by their first bytes, with a remedy."""
 
 from pathlib import Path
 
 from treespec.errors import InputError
 
-KINDS = {  # how a file begins: what it is, what to do
+KINDS = {  # first bytes: (what the file is, what to do)
     b"\x1f\x8b": ("a gzip archive", "unpack it with gunzip"),
     b"PK\x03\x04": ("a zip archive", "unpack it with unzip"),
     b"BZh": ("a bzip2 archive", "unpack it with bunzip2"),

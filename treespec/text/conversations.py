@@ -1,4 +1,4 @@
-"""Conversations from files, and the tokens of theirs that a head learns from."""
+"""Conversations from files, as tokens with a mask of those that a head learns from."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ FORM = '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "val
 
 
 class UnusableConversation(InputError):
-    """A conversation that cannot be trained on: a reason that many may share, and a detail."""
+    """A conversation that cannot be trained on. Reports count its reason and show its detail."""
 
     def __init__(self, reason: str, detail: object = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -46,7 +46,7 @@ class UnusableConversation(InputError):
 
 @dataclass
 class Report:
-    """How many conversations are used, how many of those were cut, how many left out for what reason."""
+    """Counts: conversations used, those of them that were cut, and those left out by reason."""
 
     used: int = 0
     cut: int = 0
@@ -68,7 +68,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of user and assistant in alternation, the last an assistant's; a system turn may come first."""
+    """Alternating turns of user and assistant, the last an assistant's. A system turn may come first."""
 
     messages: list[dict[str, str]]
     where: str = ""  # file and line
@@ -76,9 +76,9 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Example:
-    """What a head is trained on.
+    """A conversation as tokens, for training.
 
-    input_ids: [T] int64. loss_mask: [T] bool, true at the assistant's tokens: answers and what ends them.
+    input_ids: [T] int64. loss_mask: [T] bool, true at the assistant's answers and their end tokens.
     key: a digest of the messages, the same in every run.
     """
 
@@ -90,8 +90,8 @@ class Example:
 def read_conversations(path: str | Path) -> tuple[list[Conversation], Report]:
     """Conversations of a JSONL file (or a JSON list), in ShareGPT's form or as messages.
 
-    What cannot be used is left out and counted. Raises InputError for a file that cannot be read or that
-    has no usable conversation.
+    Unusable ones are left out and counted. Raises InputError for a file that cannot be read or has
+    no usable conversation.
     """
     found, report = [], Report()
     for where, raw in _entries(Path(path)):
@@ -110,9 +110,9 @@ def read_conversations(path: str | Path) -> tuple[list[Conversation], Report]:
 def encode_conversation(
     tokenizer: "PreTrainedTokenizerBase", messages: Messages, template: Template, max_length: int
 ) -> Example:
-    """One conversation as `templates.encode` tokenises it, cut at max_length tokens, with its loss mask.
+    """One conversation as `templates.encode` tokenises it, cut at max_length tokens.
 
-    Raises UnusableConversation when the answers cannot be told apart in what the template renders.
+    Raises UnusableConversation where the place of an answer in the rendered text is unknown.
     """
     check(tokenizer, template)
     return _cut(_usable(_encode_batch(tokenizer, [messages], template)[0]), max_length)
@@ -124,9 +124,10 @@ def encode_conversations(
     template: Template,
     max_length: int,
 ) -> tuple[list[Example], Report]:
-    """All conversations as `encode_conversation` would; those it refuses are left out and counted.
+    """All conversations by `encode_conversation`. Those that it refuses are left out and counted.
 
-    Raises InputError when nothing is left, when the template is missing, and for a tokenizer without offsets.
+    Raises InputError where nothing is left, for a missing template, and for a tokenizer without
+    offsets.
     """
     check(tokenizer, template)
     examples, report = [], Report()
@@ -148,10 +149,11 @@ def encode_conversations(
 
 
 def split(examples: Sequence[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """(train, held out): the share `fraction` of the distinct conversations, drawn by a hash, is held out.
+    """(train, held out). A hash draws the share `fraction` of the distinct conversations to hold out.
 
-    The order of the file does not matter, and equal conversations stay together. At least one is held out
-    unless fraction is 0 or all are the same. Raises InputError for a fraction outside [0, 1).
+    The order of the file does not matter, and equal conversations stay together. At least one is
+    held out, unless fraction is 0 or all are the same. Raises InputError for a fraction outside
+    [0, 1).
     """
     if not 0 <= fraction < 1:
         raise InputError(f"the held-out fraction is {fraction}, must lie in [0, 1)")
@@ -168,8 +170,8 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """(file and line, the JSON value or the bytes of the line)."""
+def _entries(path: Path) -> Iterator[tuple[str, object]]:
+    """(file and line, the entry of a JSON list or the bytes of the line)."""
     try:
         with path.open("rb") as file:
             head = file.read(4096)
@@ -191,9 +193,12 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
         raise InputError(f"{path} begins as a JSON list but is not valid JSON: {error}") from error
 
 
-def _messages(entry: Any) -> list[dict[str, str]]:
-    """The turns of one entry. Answers before the first question are dropped, as FastChat and EAGLE drop them,
-    and so is a last question without an answer."""
+def _messages(entry: object) -> list[dict[str, str]]:
+    """The turns of one entry. Raises UnusableConversation.
+
+    Answers before the first question are dropped, as in FastChat and EAGLE. So is a last question
+    without an answer.
+    """
     if isinstance(entry, bytes):
         try:
             entry = json.loads(entry)
@@ -230,7 +235,7 @@ def _messages(entry: Any) -> list[dict[str, str]]:
 def _encode_batch(
     tokenizer: "PreTrainedTokenizerBase", batch: Sequence[Messages], template: Template
 ) -> list[Example | UnusableConversation]:
-    """Each conversation at its whole length, or what is wrong with it."""
+    """Each conversation at full length, or the reason that it is unusable."""
     if not tokenizer.is_fast:
         raise InputError(
             f"{type(tokenizer).__name__} does not say which characters its tokens come from; "
@@ -281,10 +286,11 @@ def _cut(example: Example, length: int) -> Example:
 
 
 def _inside(offsets: np.ndarray, spans: Sequence[tuple[int, int]], special: np.ndarray) -> np.ndarray:
-    """[T] bool: the tokens that spans of characters cover. offsets: [T, 2] characters; special: [T] bool.
+    """[T] bool: the tokens that spans of characters cover.
 
-    A token that begins before a span counts if it ends inside, unless it is special: a header that swallows
-    the spaces after it. Offsets may leave spaces out; a token of spaces alone begins where the last ended.
+    offsets: [T, 2] characters. special: [T] bool. A token that begins before a span counts if it
+    ends inside, unless it is special: a header that swallows the spaces after it. Offsets may omit
+    spaces; a token of spaces alone begins where the previous one ended.
     """
     starts, ends = offsets.reshape(-1, 2).T
     starts = np.where(starts < ends, starts, np.minimum(starts, np.concatenate([[0], ends[:-1]])))

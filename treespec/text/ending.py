@@ -1,36 +1,45 @@
 """Where a text ends, to the token, and the text of its tokens as they come."""
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, final
 
 from treespec.errors import InputError
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode the beginning of a character to
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character decode to
 
 
 @final
 class Ending:
-    """Decides token by token; what comes after the end is neither returned nor counted.
+    """Decides token by token where a text ends. Tokens after the end are neither returned nor counted.
 
-    A text ends with an end-of-sequence token (kept), with the token that completes a stop string (kept, but
-    the text ends before the string), or after max_new_tokens. A stop string that is a special token ends the
-    text by its id. The texts add up to `tokenizer.decode` without special tokens, however the tokens are
-    grouped, except that byte-fallback tokens (SentencePiece) that never become a character may lose some of
-    their replacement characters.
+    A text ends with an end-of-sequence token (kept), with the token that completes a stop string
+    (kept, but the text ends before the string), or after max_new_tokens. A stop string that is a
+    special token ends the text by its id. The pieces of text add up to `tokenizer.decode` without
+    special tokens, however the tokens are grouped. One exception: byte-fallback tokens
+    (SentencePiece) that never become a character may lose some of their replacement characters.
 
     Raises InputError for an empty stop string, and for stop strings without a tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, eos: frozenset[int], stop: Sequence[str], max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        eos: frozenset[int],
+        stop: Sequence[str],
+        max_new_tokens: int,
+    ) -> None:
         if stop and tokenizer is None:
             raise InputError("the target has no tokenizer: stop strings cannot be found in its tokens")
         if "" in stop:
             raise InputError("a stop string is empty: leave it out")
-        named = tokenizer.added_tokens_decoder if stop else {}
+        named = tokenizer.added_tokens_decoder if tokenizer and stop else {}
         self.eos = eos | {i for i, token in named.items() if token.special and token.content in stop}
         self.tokenizer, self.stop, self.left = tokenizer, tuple(stop), max_new_tokens
-        self.window: list[int] = []  # the last tokens, decoded together: their text depends on those before
-        self.border = 0  # tokens of the window that a complete character ended with
+        self.window: list[int] = []  # the last tokens, decoded together: text depends on its left
+        self.border = 0  # tokens of the window up to the last complete character
         self.given = 0  # characters of the window's text that were returned
         self.held = ""  # text that may become a stop string
         self.finished = max_new_tokens <= 0
@@ -50,7 +59,7 @@ class Ending:
         return kept, text
 
     def _text(self, token: int) -> str:
-        """The text that is certain now: a character is held back while it is incomplete."""
+        """The text that this token makes certain. An incomplete character is held back."""
         if self.tokenizer is None:
             return ""
         self.window.append(token)
@@ -58,15 +67,15 @@ class Ending:
         certain = text if self.finished else text.rstrip(INCOMPLETE)
         new = certain[self.given :]
         self.given = max(self.given, len(certain))
-        if new and certain == text:  # never a window without text: its first token may lose a space
+        if new and certain == text:  # a window without text could lose its first token's space
             self.window = self.window[self.border :]
             self.border, self.given = len(self.window), len(self._decode(self.window))
         return new
 
     def _decode(self, tokens: list[int]) -> str:
+        assert self.tokenizer is not None
         # Cleaning up spaces would change text that was already returned.
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _cut(self, text: str) -> str:
         """Cut at a stop string; hold back what may become one."""

@@ -1,7 +1,8 @@
-"""Text from outside, a model's or a file's name, on its way to a terminal."""
+"""Text that is safe to print: a model's output, or a name from outside."""
 
-# What moves the cursor, changes the terminal or turns the direction of what follows is shown as a symbol. The C1
-# controls (U+0080 to U+009F) are escapes to some terminals: U+009B begins a sequence as ESC [ does.
+# Characters that move the cursor, change the terminal or turn the direction of text are shown as
+# symbols. The C1 controls (U+0080 to U+009F) are escapes to some terminals: U+009B begins a sequence
+# as ESC [ does.
 REPLACED = "\N{REPLACEMENT CHARACTER}"
 DIRECTIONS = (
     *range(0x202A, 0x202F),  # embeddings and overrides
@@ -20,7 +21,7 @@ CONTROL |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 
 
 def printable(text: str) -> str:
-    """Text of a model, or a name from outside, such that a terminal shows it and does nothing else.
+    """The text with symbols for control characters, so that a terminal only shows it.
 
     Joiners (U+200C, U+200D) stay: Persian, Hindi and emoji need them.
     """
@@ -28,5 +29,5 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`printable`, with symbols for line breaks and tabs too."""
+    """`printable`, with symbols for line breaks and tabs."""
     return printable(text).replace("\n", "␊").replace("\t", "␉")

@@ -1,4 +1,4 @@
-"""What a prompt may be, and its token ids.
+"""The forms that a prompt may have, and its token ids.
 
 | given                                                | is                                                         |
 |------------------------------------------------------|------------------------------------------------------------|
@@ -10,13 +10,14 @@
 | a [B, T] tensor or array of integers                 | B prompts, each row as a whole: no token counts as padding |
 | what a tokenizer returns for a list (BatchEncoding)  | a prompt a row, without the padding that its mask names    |
 
-A list may be any sequence but bytes. Integers may be NumPy's; True and 1.0 are none. Where one prompt is taken, a
-tensor, an array or a BatchEncoding may hold it as its only row. All else is an InputError that names it.
+A list may be any sequence but bytes. Integers may be NumPy's; True and 1.0 are not integers. Where
+one prompt is expected, a tensor, an array or a BatchEncoding may hold it as its only row. Anything
+else is an InputError that names it.
 """
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -37,8 +38,8 @@ TAKEN = "a prompt is text, messages or token ids"
 
 
 def encode(target: "Target", prompt: Prompt, template: templates.Template = None) -> list[int]:
-    """The token ids of one prompt. Raises InputError for all that is none, and for one that is empty."""
-    given: Any = prompt
+    """The token ids of one prompt. Raises InputError for an empty prompt, and for anything else."""
+    given: object = prompt
     if (several := prompts_of(prompt)) is not None:
         if len(several) != 1 or isinstance(prompt, Sequence):
             held = f"{_kind(prompt)} of prompts ({len(several)})"
@@ -52,48 +53,49 @@ def encode(target: "Target", prompt: Prompt, template: templates.Template = None
     return ids
 
 
-def prompts_of(given: Any) -> list[Any] | None:
-    """The prompts of what holds several; None for what is one, or none at all, as `encode` will tell."""
+def prompts_of(given: object) -> list[Prompt] | None:
+    """The prompts in `given` where it holds several; None for one prompt or no prompt."""
     if isinstance(given, BatchEncoding):
-        return _unpadded(given)
+        return cast(list[Prompt] | None, _unpadded(given))
     if isinstance(given, torch.Tensor | np.ndarray):
         return list(_integers(given)) if given.ndim == 2 else None
     if not _is_list(given) or not given or isinstance(given[0], Integral | dict):
         return None
     holds_prompts = any(isinstance(one, str | Arrays) or _is_list(one) for one in given)
-    return list(given) if holds_prompts else None
+    return cast(list[Prompt], list(given)) if holds_prompts else None
 
 
-def _encoded(target: "Target", given: Any, template: templates.Template) -> list[int]:
-    """Token ids that are not looked at yet."""
+def _encoded(target: "Target", given: object, template: templates.Template) -> list[int]:
+    """Token ids, which may lie outside the vocabulary."""
     if isinstance(given, torch.Tensor | np.ndarray):
         return _tokens(_integers(given).tolist())  # a masked array holds None
     if isinstance(given, BatchEncoding):
         return _flat(given)
     if not isinstance(given, str) and not _is_list(given):
         raise InputError(f"{TAKEN}, not {_named(given)}")
-    as_text = isinstance(given, str)
-    if not as_text and not (given and isinstance(given[0], dict)):
+    if not isinstance(given, str) and not (given and isinstance(given[0], dict)):
         return _tokens(given)
     if not given:
         return []
     if target.tokenizer is None:
         raise InputError("the target has no tokenizer: give token ids")
-    if as_text:
+    if isinstance(given, str):
         text_ids: list[int] = target.tokenizer.encode(well_formed(given, "the prompt"), verbose=False)
         return text_ids
     return templates.encode(target.tokenizer, _messages(given), template)
 
 
-def _tokens(given: Sequence[Any]) -> list[int]:
+def _tokens(given: Sequence[object]) -> list[int]:
+    ids = []
     for place, token in enumerate(given, 1):
-        if type(token) is not int and (isinstance(token, bool) or not isinstance(token, Integral)):
+        if isinstance(token, bool) or not isinstance(token, Integral):
             raise InputError(f"token {place} of the prompt is {token!r:.40}: token ids are integers")
-    return [int(token) for token in given]
+        ids.append(int(token))
+    return ids
 
 
 def _integers(given: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
-    """Raises InputError for a tensor or array that cannot hold token ids."""
+    """The tensor or array itself. Raises InputError where it cannot hold token ids."""
     if isinstance(given, np.ndarray):
         whole = np.issubdtype(given.dtype, np.integer)
     else:
@@ -110,8 +112,9 @@ def _integers(given: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
     return given
 
 
-def _messages(given: Sequence[Any]) -> list[dict[str, Any]]:
-    """Raises InputError for what no template can show as it is meant."""
+def _messages(given: Sequence[object]) -> list[dict[str, str]]:
+    """Raises InputError for a message without a role or without text."""
+    messages = []
     for place, message in enumerate(given, 1):
         if not isinstance(message, dict):
             raise InputError(f"message {place} is {_named(message)}: give role and content")
@@ -123,21 +126,28 @@ def _messages(given: Sequence[Any]) -> list[dict[str, Any]]:
                 parts = "is given in parts: join them to one text" if isinstance(value, list | tuple) else "is no text"
                 raise InputError(f"message {place}: its {name}, {_named(value)}, {parts}")
             well_formed(value, f"message {place}")
-    return [dict(message) for message in given]
+        messages.append(dict(message))
+    return messages
 
 
 def _unpadded(given: BatchEncoding) -> list[list[int]] | None:
-    """Each row without what its mask leaves out at its ends; None where there is but one list of token ids."""
+    """Each row without the padding that its mask names. None for a single list of token ids."""
     ids, mask = _lists(given, "input_ids"), _lists(given, "attention_mask")
     if ids is None:
         raise InputError("the prompt is a BatchEncoding without input_ids")
     if not ids or not _is_list(ids[0]):
         return None
     if mask is None:
-        return [_tokens(row) for row in ids]
+        return [_tokens(_row(row)) for row in ids]
     if len(mask) != len(ids):
         raise InputError(f"the BatchEncoding has {len(ids)} rows of input_ids, {len(mask)} of its attention_mask")
-    return [_kept(row, seen) for row, seen in zip(ids, mask, strict=True)]
+    return [_kept(_row(row), seen) for row, seen in zip(ids, mask, strict=True)]
+
+
+def _row(row: object) -> Sequence[object]:
+    if not _is_list(row):
+        raise InputError(f"the BatchEncoding has rows of input_ids, and among them {_named(row)}")
+    return row
 
 
 def _flat(given: BatchEncoding) -> list[int]:
@@ -145,8 +155,8 @@ def _flat(given: BatchEncoding) -> list[int]:
     return _tokens(ids) if mask is None else _kept(ids, mask)
 
 
-def _lists(given: BatchEncoding, name: str) -> list[Any] | None:
-    """What a BatchEncoding holds under a name, whatever holds it there, as a list or a list of lists."""
+def _lists(given: BatchEncoding, name: str) -> list[object] | None:
+    """A field of a BatchEncoding as a list or a list of lists, from a tensor, an array or a list."""
     value = given.get(name)
     if isinstance(value, torch.Tensor | np.ndarray):
         value = (_integers(value) if name == "input_ids" else value).tolist()
@@ -157,8 +167,8 @@ def _lists(given: BatchEncoding, name: str) -> list[Any] | None:
     return [row.tolist() if isinstance(row, torch.Tensor | np.ndarray) else row for row in value]
 
 
-def _kept(ids: Sequence[Any], mask: Any) -> list[int]:
-    """The tokens that the mask shows; left or right of them it may leave out padding."""
+def _kept(ids: Sequence[object], mask: object) -> list[int]:
+    """The tokens that the mask keeps. It may drop padding at either end."""
     if not _is_list(mask) or len(mask) != len(ids) or any(seen not in (0, 1) for seen in mask):
         raise InputError("the attention_mask is not a 0 or 1 for each token id")
     shown = [place for place, seen in enumerate(mask) if seen]
@@ -168,7 +178,7 @@ def _kept(ids: Sequence[Any], mask: Any) -> list[int]:
 
 
 def well_formed(text: str, where: str) -> str:
-    """Raises InputError for half of a surrogate pair, which stands for no character."""
+    """The text itself. Raises InputError for half of a surrogate pair, which is no character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -176,24 +186,24 @@ def well_formed(text: str, where: str) -> str:
     return text
 
 
-def _is_list(given: Any) -> bool:
+def _is_list(given: object) -> TypeGuard[Sequence[object]]:
     return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
 
 
-def _kind(given: Any) -> str:
-    """A tensor, an array, a list."""
+def _kind(given: object) -> str:
+    """Such as `a tensor`, `an array` or `a list`."""
     known = {torch.Tensor: "a tensor", np.ndarray: "an array"}
     name = _type(given)
     own = f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
     return next((words for kind, words in known.items() if isinstance(given, kind)), own)
 
 
-def _type(given: Any) -> str:
+def _type(given: object) -> str:
     return type(given).__name__
 
 
-def _named(given: Any) -> str:
-    """As `_kind`, with what to do."""
+def _named(given: object) -> str:
+    """As `_kind`, with a remedy for two common mistakes."""
     if isinstance(given, dict) and "role" in given:
         return f"a {_type(given)} (a message goes into a list)"
     if isinstance(given, bytes | bytearray):

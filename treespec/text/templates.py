@@ -1,4 +1,4 @@
-"""Prompt templates: how messages become token ids, the same in training, evaluation and chat."""
+"""Chat templates: messages to token ids, the same in training, evaluation and chat."""
 
 import difflib
 import re
@@ -23,14 +23,14 @@ EXAMPLES = "vicuna_v1.1, llama-2, mistral, zephyr, zero_shot"
 
 @dataclass(frozen=True)
 class Stops:
-    """What ends an answer besides the end-of-sequence token."""
+    """Strings and tokens that end an answer, besides the end-of-sequence token."""
 
     strings: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
 
 
 def check(tokenizer: "PreTrainedTokenizerBase | None", template: Template = None) -> None:
-    """Raises InputError when there is no such template, or none is named and the tokenizer has none."""
+    """Raises InputError for an unknown template, and for a tokenizer without one where none is named."""
     if template is not None:
         _conversation(template)
     elif not getattr(tokenizer, "chat_template", None):
@@ -46,7 +46,7 @@ def render(
     template: Template = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of the messages. Raises InputError as `check` does, and for messages a template refuses."""
+    """The text of the messages. Raises InputError as `check` does, and where the template refuses them."""
     if template is not None:
         return _text(_render_fschat(template, messages, add_generation_prompt))
     check(tokenizer)
@@ -63,10 +63,11 @@ def encode(
     template: Template = None,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Token ids of the messages, without a doubled start token. Raises as `render` does.
+    """Token ids of the messages, with one start token. Raises as `render` does.
 
-    The tokenizer's own template writes its start token itself, as in `tokenizer.apply_chat_template`;
-    fschat leaves it to the tokenizer, as in `fastchat.llm_judge.gen_model_answer`.
+    The tokenizer's own template writes the start token itself, as in
+    `tokenizer.apply_chat_template`. fschat leaves it to the tokenizer, as in
+    `fastchat.llm_judge.gen_model_answer`.
     """
     text = render(tokenizer, messages, template, add_generation_prompt)
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -75,7 +76,7 @@ def encode(
 
 
 def opening(tokenizer: "PreTrainedTokenizerBase", template: Template = None) -> list[int]:
-    """The tokens that go before a rendered text unless it begins with them."""
+    """The special tokens that the tokenizer puts before a text, for text that fschat rendered."""
     if template is None:
         return []
     probe = tokenizer("a", return_special_tokens_mask=True)
@@ -84,7 +85,7 @@ def opening(tokenizer: "PreTrainedTokenizerBase", template: Template = None) -> 
 
 
 def stops(template: Template = None) -> Stops:
-    """The stop strings and stop token ids that an fschat template names; none for the tokenizer's own."""
+    """The stop strings and tokens of an fschat template; the tokenizer's own template has none."""
     if template is None:
         return Stops()
     conversation = _conversation(template)
@@ -103,24 +104,27 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
 def answers(
     tokenizer: "PreTrainedTokenizerBase", messages: Messages, template: Template, special: Iterable[str]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a whole conversation, and where in it each answer lies with the token that ends it.
+    """The text of a conversation, and the span of each answer with the token that ends it.
 
-    special: the tokenizer's `special_tokens`. Returns (text, [start, end) in characters of every assistant
-    message), no span at all where one of the answers cannot be told apart. Where the template marks
-    answers ({% generation %}) its marks are taken. Otherwise an answer begins where the rendered prompt
-    before it ends. Either way the words of each answer must lie inside.
+    special: the tokenizer's `special_tokens`. Returns (text, spans). A span is [start, end) in
+    characters. There are none where the place of any answer is unknown.
+
+    A template may mark answers ({% generation %}). Otherwise an answer begins where the rendered
+    prompt before it ends. Either way the words of each answer must lie inside its span.
     """
-    # Templates trim answers, and leave out the thoughts of earlier turns.
+    # 1. The words of each answer. Templates trim answers, and leave out thoughts of earlier turns.
     words = {
         i: message["content"].rpartition("</think>")[2].strip()
         for i, message in enumerate(messages)
         if message["role"] == "assistant"
     }
+    # 2. The template's own marks.
     if template is None:
         check(tokenizer)
         text, spans = _marked(tokenizer, messages)
         if spans and all(any(_has(text, span, answer) for span in spans) for answer in words.values()):
             return text, spans
+    # 3. Without marks: compare renderings of the turns up to each answer.
     whole = render(tokenizer, messages, template, add_generation_prompt=False)
     names = _any_of(tuple(special))
     spans = []
@@ -133,7 +137,7 @@ def answers(
 
 
 def _has(text: str, span: tuple[int, int], answer: str) -> bool:
-    """Whether the words of the answer stand in the span; some templates change the spaces between."""
+    """Whether the span holds the words of the answer. Some templates change the spaces between."""
     return span[0] >= 0 and " ".join(answer.split()) in " ".join(text[slice(*span)].split())
 
 
@@ -145,27 +149,31 @@ def _answer(
     answer: str,
     special: str,
 ) -> tuple[int, int] | None:
-    """Where the last of the messages lies in the whole conversation's text. special: a pattern."""
+    """The span of the last message in the text of the whole conversation.
+
+    whole: the text. special: a pattern of special tokens.
+    """
+    # 1. Where the answer starts.
     prompt = render(tokenizer, messages[:-1], template)
     upto = render(tokenizer, messages, template, add_generation_prompt=False)
     start = len(prompt)
-    if not whole.startswith(prompt):  # the prompt opens a <think> that finished answers are shown without
+    if not whole.startswith(prompt):  # it opens a <think>, which finished answers lack
         start = common_prefix(prompt, whole)
         if not whole[start:].lstrip().startswith(answer):
             return None
-    # What ends the answer: the first special token after it. What follows, a line break say, is not answered.
+    # 2. Where it ends: with the first special token after it. A line break that follows is not part.
     mark = re.compile(rf"({special})(?:\s|{special})*\Z").search(upto, start)
     body = upto[: mark.start() if mark else len(upto)].rstrip()
     forms = (messages[-1]["content"].strip(), answer)
     first = next((len(body) - len(form) for form in forms if body.endswith(form)), upto.find(answer, start))
-    led = first < start or upto[start:first].strip()  # by words, which may be a header that was not prompted
+    led = first < start or upto[start:first].strip()  # words before it: perhaps a header
     if led and prompt == render(tokenizer, messages[:-1], template, add_generation_prompt=False):
         start = first
     if whole.startswith(upto):
         return start, mark.end(1) if mark else len(upto)
     if first < start:
         return None
-    # Later turns change how this one is shown: without the thoughts, or with another token at its end.
+    # 3. Later turns may change this one: they drop its thoughts, or end it with another token.
     lead = upto[start:first]
     at = first if whole.startswith(lead, start) else start
     at += len(whole[at:]) - len(whole[at:].lstrip())
@@ -186,7 +194,7 @@ def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> tuple[s
     if not re.search(r"\{%-?\s*generation\s*-?%\}", source):
         return "", []
     with _refusals():
-        # apply_chat_template gives token masks only, and those run on where offsets leave a last space out
+        # apply_chat_template gives token masks only, and those run on where offsets omit a last space
         options: dict[str, Any] = {**tokenizer.special_tokens_map, "return_assistant_tokens_mask": True}
         rendered: Any = render_jinja_template([list(messages)], chat_template=source, **options)
     (text,), (spans,) = rendered
@@ -195,7 +203,7 @@ def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> tuple[s
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Inside, whatever a template raises becomes an InputError: Jinja's own errors, and those of its expressions."""
+    """Turns whatever a template raises into InputError: Jinja's errors and those of its expressions."""
     try:
         yield
     except InputError:

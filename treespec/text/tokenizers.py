@@ -1,19 +1,22 @@
 """Tokenizers of targets."""
 
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from treespec.errors import InputError, first_line
 from treespec.model.weights import located
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """Of a directory or a hub id; None for a directory without one. Raises InputError for what cannot be loaded."""
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a directory or a hub id; None for a directory without one.
+
+    Raises InputError where it cannot be loaded.
+    """
     where = located(path, trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(path, **where)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **where)
+        return tokenizer
     except Exception as error:  # the loaders raise whatever the file or hub gave them
         if Path(path).is_dir() and not list(Path(path).glob("token*")):
             return None

@@ -1,0 +1,80 @@
+"""Interleaved times of forwards: eager, by `Target.compile`, and by `treespec.model.compile`.
+
+    python docs/scripts/compile_ratio.py TARGET HEAD [threads] [rounds]
+
+One thread is timed by the process's own time, which other work on the machine disturbs least.
+"""
+
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from treespec.draft.fit.measure import path
+from treespec.draft.sources import source_of
+from treespec.draft.trained.eagle import EagleProposer
+from treespec.model.compile import compile_layers
+from treespec.target import Target
+
+WAYS = ("eager", "regions", "small")
+NODES, FRONTIERS, CONTEXT = (1, 4, 8, 16, 26), (1, 6), 200
+
+
+def steps_of(way: str, target_folder: str, head_folder: str) -> dict[str, Callable[[], object]]:
+    """Forwards over trees and steps of the head, compiled in one of the ways."""
+    target = Target.load(target_folder, dtype="float32")
+    head = source_of(f"head:{head_folder}", target)
+    if way == "regions":
+        target.compile()
+    elif way == "small":
+        compile_layers(target.stack)
+        compile_layers([head])
+
+    tokens = torch.arange(CONTEXT)
+    cache = target.new_cache()
+    features = target.prefill(cache, tokens[None], head.taps)[0]
+    proposer = EagleProposer(head, target)
+    proposer.observe([features[:-1]], [tokens])
+    proposer.begin(tokens[-1:], cache)
+    length = proposer.cache.end
+
+    def step(nodes: int) -> None:
+        proposer.cache.tree_layers[0].length = length
+        positions = torch.full((1, 1), CONTEXT)
+        seen = torch.ones(1, nodes, length + nodes, dtype=torch.bool)
+        proposer._forward(tokens[None, :nodes], features[None, :nodes].contiguous(), positions, seen)
+
+    trees = {f"{n} nodes": partial(target.forward_tree, cache, path(n, tokens)) for n in NODES}
+    return trees | {f"head, {n} nodes": partial(step, n) for n in FRONTIERS}
+
+
+@torch.inference_mode()
+def main(target: str, head: str, threads: int = 1, rounds: int = 100) -> None:
+    torch.set_num_threads(threads)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    steps = {}
+    for way in WAYS:
+        started = time.perf_counter()
+        steps[way] = steps_of(way, target, head)
+        for step in steps[way].values():
+            step()
+        print(f"{way}: ready after {time.perf_counter() - started:.1f} s", flush=True)
+
+    times = defaultdict(list)
+    for _ in range(rounds):
+        for name in steps["eager"]:
+            for way in WAYS:
+                started = clock()
+                steps[way][name]()
+                times[name, way].append(1e3 * (clock() - started))
+    for name in steps["eager"]:
+        eager, regions, small = (statistics.median(times[name, way]) for way in WAYS)
+        kept = (eager - small) / (eager - regions)
+        print(f"{name}: eager {eager:.2f} ms, regions {regions:.2f}, small {small:.2f}: {kept:.2f} of the gain")
+
+
+main(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -17,7 +17,7 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.eval.acceptance.config import PRESETS
 from treespec.eval.questions import SETS
 from treespec.heads.formats.export import FORMATS
-from treespec.train.config import RECIPES
+from treespec.train.kinds import TRAINING
 from treespec.trees import policy
 from treespec.verify.registry import NAMES, SCHEMES
 
@@ -51,7 +51,7 @@ LISTS = {  # what the help of an option lists, wherever the option is
 }
 OTHERS = {  # options of one name and another meaning
     ("acceptance", "verifier"): {"all", *LOSSLESS},
-    ("train", "head"): set(RECIPES),
+    ("train", "head"): set(TRAINING),
 }
 
 

@@ -46,7 +46,9 @@ def steps_of(way: str, target_folder: str, head_folder: str) -> dict[str, Callab
         proposer.cache.tree_layers[0].length = length
         positions = torch.full((1, 1), CONTEXT)
         seen = torch.ones(1, nodes, length + nodes, dtype=torch.bool)
-        proposer._forward(tokens[None, :nodes], features[None, :nodes].contiguous(), positions, seen)
+        proposer._forward(
+            tokens[None, :nodes], features[None, :nodes].contiguous(), positions, seen
+        )
 
     trees = {f"{n} nodes": partial(target.forward_tree, cache, path(n, tokens)) for n in NODES}
     return trees | {f"head, {n} nodes": partial(step, n) for n in FRONTIERS}
@@ -74,7 +76,10 @@ def main(target: str, head: str, threads: int = 1, rounds: int = 100) -> None:
     for name in steps["eager"]:
         eager, regions, small = (statistics.median(times[name, way]) for way in WAYS)
         kept = (eager - small) / (eager - regions)
-        print(f"{name}: eager {eager:.2f} ms, regions {regions:.2f}, small {small:.2f}: {kept:.2f} of the gain")
+        print(
+            f"{name}: eager {eager:.2f} ms, regions {regions:.2f}, small {small:.2f}: "
+            f"{kept:.2f} of the gain"
+        )
 
 
 main(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -1,12 +1,10 @@
 """Interleaved times of forwards: eager, by `Target.compile`, and by `treespec.model.compile`.
 
-    python docs/scripts/compile_ratio.py TARGET HEAD [threads] [rounds]
-
 One thread is timed by the process's own time, which other work on the machine disturbs least.
 """
 
+import argparse
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -54,8 +52,17 @@ def steps_of(way: str, target_folder: str, head_folder: str) -> dict[str, Callab
     return trees | {f"head, {n} nodes": partial(step, n) for n in FRONTIERS}
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("head")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=100)
+    measure(**vars(parser.parse_args()))
+
+
 @torch.inference_mode()
-def main(target: str, head: str, threads: int = 1, rounds: int = 100) -> None:
+def measure(target: str, head: str, threads: int, rounds: int) -> None:
     torch.set_num_threads(threads)
     clock = time.process_time if threads == 1 else time.perf_counter
     steps = {}
@@ -76,10 +83,9 @@ def main(target: str, head: str, threads: int = 1, rounds: int = 100) -> None:
     for name in steps["eager"]:
         eager, regions, small = (statistics.median(times[name, way]) for way in WAYS)
         kept = (eager - small) / (eager - regions)
-        print(
-            f"{name}: eager {eager:.2f} ms, regions {regions:.2f}, small {small:.2f}: "
-            f"{kept:.2f} of the gain"
-        )
+        shown = f"eager {eager:.2f} ms, regions {regions:.2f}, small {small:.2f}"
+        print(f"{name}: {shown}: {kept:.2f} of the gain")
 
 
-main(*sys.argv[1:3], *map(int, sys.argv[3:]))
+if __name__ == "__main__":
+    main()

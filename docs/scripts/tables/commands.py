@@ -1,12 +1,13 @@
 """The commands of treespec and their options, as cli.md shows them."""
 
 from collections.abc import Iterator
+from typing import Any
 
-import click
 import typer
 
 from treespec.cli import app
 
+Click = Any  # a command or parameter of the click that typer brings along
 MODEL = "--target meta-llama/Llama-3.1-8B-Instruct"
 EXAMPLES = {
     "train": f"treespec train {MODEL} --data sharegpt.jsonl --out heads/llama-8b",
@@ -31,7 +32,7 @@ def commands() -> str:
     return "".join(section(name, command) for name, command in named(typer.main.get_command(app)))
 
 
-def named(group: click.Command, before: str = "") -> Iterator[tuple[str, click.Command]]:
+def named(group: Click, before: str = "") -> Iterator[tuple[str, Click]]:
     """(name, command) of all commands, in the order of --help; those of a group bear its name."""
     for name, command in getattr(group, "commands", {}).items():
         if hasattr(command, "commands"):
@@ -40,7 +41,7 @@ def named(group: click.Command, before: str = "") -> Iterator[tuple[str, click.C
             yield before + name, command
 
 
-def section(name: str, command: click.Command) -> str:
+def section(name: str, command: Click) -> str:
     """The Markdown of one command."""
     says = "\n".join(line.strip() for line in (command.help or "").strip().splitlines())
     lines = [f"## treespec {name}", "", says, ""]
@@ -51,7 +52,7 @@ def section(name: str, command: click.Command) -> str:
     return "\n".join([*lines, "", ""])
 
 
-def row(option: click.Parameter) -> str:
+def row(option: Click) -> str:
     """An option's line of the table."""
     flags = " / ".join(f"`{flag}`" for flag in [*option.opts, *option.secondary_opts])
     default = "required" if option.required else shown(option.default)

@@ -11,11 +11,12 @@ from treespec.draft.model_free.kinds import OPTIONS
 from treespec.draft.pairing import check_named
 from treespec.draft.sources import SOURCES
 from treespec.errors import InputError
-from treespec.trees.policy import NAMES as TREES
+from treespec.trees import policy as policies
 from treespec.trees.policy import policy
 from treespec.verify.registry import NAMES as VERIFIERS
 from treespec.verify.registry import SCHEMES, verifier_by_name
 
+TREES = getattr(policies, "POLICIES", None) or policies.NAMES  # the table of --tree
 HEAD = "eagle:ORGANISATION/HEAD"  # a calibrated head, which any verifier and tree may have
 SHAPES = {  # the column of a tree, and an instance of it
     "chain": "chain:2",

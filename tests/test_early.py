@@ -98,9 +98,7 @@ def test_a_tree_or_verifier_without_a_drafter_is_refused():
             begin(ModelConfig(target="nowhere", **options))
 
 
-def test_a_heads_folder_may_have_an_at_sign_and_a_finished_evaluation_loads_nothing(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_heads_folder_may_have_an_at_sign_and_a_finished_evaluation_loads_nothing(tmp_path, monkeypatch, capsys):
     model = save_model(tmp_path / "target")
     save_head(new_head(Target.load(str(model))), tmp_path / "head@2x4")
     options = ["--max-new-tokens", "3", "--limit", "1", "--turns", "1", "--warm-up", "0", "--resamples", "10"]

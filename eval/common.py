@@ -1,4 +1,4 @@
-"""What evaluations have in common: lists of options, order and seeds of answers, progress."""
+"""Parts that evaluations share: lists of options, order and seeds of answers, progress."""
 
 import json
 import re
@@ -18,7 +18,7 @@ Ranked = TypeVar("Ranked")
 
 @dataclass(frozen=True)
 class Step:
-    """How far an evaluation is: answers there, answers in all, what it does or has just done."""
+    """Progress of an evaluation. done, total: answers. text: the present or latest step."""
 
     done: int
     total: int
@@ -28,8 +28,8 @@ class Step:
 def in_order(configurations: Sequence[Ranked], number: int) -> list[Ranked]:
     """The order for one question: a row of a Williams square.
 
-    Over as many questions as there are configurations (twice as many where that is odd), each runs equally
-    often at every place and right after every other (Williams 1949).
+    Over n questions for n configurations (2 n where n is odd), each configuration runs equally often
+    at every place and right after every other (Williams 1949).
     """
     n = len(configurations)
     row = [(number + (j + 1) // 2 * (1 if j % 2 else -1)) % n for j in range(n)]

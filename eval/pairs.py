@@ -13,7 +13,7 @@ from treespec.verify.walk import Verifier
 
 
 class Pair(NamedTuple):
-    """Names, as options have them. tree: None is the verifier's own, or the drafter's."""
+    """Names as in options. tree: None is the default for the verifier or drafter."""
 
     drafter: str
     verifier: str
@@ -55,7 +55,10 @@ def pairs(
 
 
 def paired(verifier: Verifier, tree: str | None, drafter: str | None) -> tuple[Policy | None, Verifier]:
-    """With the tree that is named; None is the verifier's own, or the drafter's. Raises InputError."""
+    """The tree and verifier as objects. Raises InputError where they do not fit.
+
+    tree: None is the default for the verifier or drafter.
+    """
     kind = (drafter or "").partition(":")[0]
     if kind in GIVEN:
         check_given(kind, verifier, tree)
@@ -67,7 +70,7 @@ def paired(verifier: Verifier, tree: str | None, drafter: str | None) -> tuple[P
 
 
 def refuse_unfit(drafts: Sequence[tuple[str, Policy | None, Verifier]]) -> None:
-    """Raises InputError for trees that a single drafter cannot draft, as far as its files alone tell."""
+    """Raises InputError for trees that a single drafter cannot draft, as far as its files tell."""
     if len({drafter for drafter, _, _ in drafts}) > 1:  # then those that do not fit are left out
         return
     for drafter, tree, verifier in drafts:

@@ -1,4 +1,4 @@
-"""Texts to measure on: given ones, or the target's own answers."""
+"""Texts to measure on: a file, or the target's own answers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ CONVERSATIONS = (".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Text:
-    """tokens: [T] int64. counts: [T] bool, the tokens whose laws are wanted. group: number of its question."""
+    """tokens: [T] int64. counts: [T] bool, tokens to measure. group: number of its question."""
 
     tokens: Tensor
     counts: Tensor
@@ -33,12 +33,12 @@ class Text:
 def texts_of(
     config: "AcceptanceConfig", spec: Spec, questions: Sequence[Question], report: Callable[[Step], None]
 ) -> list[Text]:
-    """The text that was given, or the target's own answers."""
+    """The texts of the file, or the target's own answers."""
     return _given(config, spec) if config.text else list(_own(config, spec, questions, report))
 
 
 def _given(config: "AcceptanceConfig", spec: Spec) -> list[Text]:
-    """Each conversation with its answers' tokens, or plain text in pieces, of which all tokens count."""
+    """Each conversation, of which the answers count, or pieces of plain text, which count as a whole."""
     length, tokenizer = min(config.max_length, spec.target.context_length), spec.target.tokenizer
     if tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer to read --text with")
@@ -55,7 +55,7 @@ def _given(config: "AcceptanceConfig", spec: Spec) -> list[Text]:
 def _own(
     config: "AcceptanceConfig", spec: Spec, questions: Sequence[Question], report: Callable[[Step], None]
 ) -> Iterator[Text]:
-    """The target's answers to all turns, one token at a time: nothing of a head or verifier is in them."""
+    """The target's answers to all turns, one token at a time, so that no head or verifier affects them."""
     for number, question in enumerate(questions):
         report(Step(number, len(questions), f"the target answers question {question.question_id}"))
         baseline = spec.baseline()
@@ -77,7 +77,7 @@ def _own(
 
 
 def content_of(text: str) -> bytes:
-    """Of a file that --text names. Raises InputError if it cannot be read."""
+    """The bytes of the file that --text names. Raises InputError if it cannot be read."""
     try:
         content = Path(text).read_bytes()
         content.decode()

@@ -90,7 +90,7 @@ def test_a_retry_is_what_a_fresh_target_says_in_its_place(conversation, config):
     first, second = conversation.messages[:2], conversation.messages[2:]
     got = retried(conversation)
     prompt = [{"role": "system", "content": "Be brief."}, *first, second[0]]
-    fresh = load_spec(config).generate(prompt, **replace(config, seed=77).sampling(turn=2))
+    fresh = load_spec(config).generate(prompt, seed=79, **config.sampling())
     assert got.token_ids == fresh.token_ids
     said = [*first, second[0], {"role": "assistant", "content": fresh.text.strip()}]
     assert conversation.messages == said

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from models import CONFIGS, random_head, save_model, target
+from test_command_line import Terminal
 from test_pairing import refused
 
 from treespec.cli import main
@@ -97,7 +98,7 @@ def test_a_tree_or_verifier_without_a_drafter_is_refused():
             begin(ModelConfig(target="nowhere", **options))
 
 
-def test_a_head_whose_folder_has_an_at_sign_is_evaluated_as_it_is(tmp_path, monkeypatch, capsys):
+def test_a_heads_folder_may_have_an_at_sign_and_a_finished_evaluation_loads_nothing(tmp_path, monkeypatch, capsys):
     model = save_model(tmp_path / "target")
     save_head(new_head(Target.load(str(model))), tmp_path / "head@2x4")
     options = ["--max-new-tokens", "3", "--limit", "1", "--turns", "1", "--warm-up", "0", "--resamples", "10"]
@@ -110,3 +111,10 @@ def test_a_head_whose_folder_has_an_at_sign_is_evaluated_as_it_is(tmp_path, monk
     (row,) = [row for row in rows if row["drafter"]]
     assert row["drafter"] == f"head:{tmp_path}/head@2x4"
     assert row["tree"] is None
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with pytest.raises(SystemExit):  # finished: nothing is loaded, and nothing says so
+        main()
+    assert f"reading {tmp_path}/out" in terminal.getvalue()
+    assert "loading" not in terminal.getvalue()

@@ -79,7 +79,7 @@ def either(names: Iterable[str]) -> str:
 
 def option(
     help: str,
-    default: Any = MISSING,
+    default: object = MISSING,
     *,
     least: float | None = None,
     most: float | None = None,
@@ -97,7 +97,7 @@ def option(
     words: what the list may hold beside numbers.
     choices: the names that a str field may hold, for `check_choices`.
     """
-    metadata: dict[str, Any] = {"help": help, "whole": whole, "words": tuple(words)}
+    metadata: dict[str, object] = {"help": help, "whole": whole, "words": tuple(words)}
     metadata["choices"] = tuple(choices)
     if (least, most, above, below) != (None,) * 4:
         metadata["range"] = (least, most, above, below)

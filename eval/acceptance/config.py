@@ -1,4 +1,4 @@
-"""What the acceptance lab is told, and the experiments that follow from it."""
+"""What `treespec acceptance` is told, and the experiments that follow from it."""
 
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -163,7 +163,7 @@ def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
 def cases(sweep: AcceptanceConfig) -> list[Case]:
     """The cases of a settled sweep. Raises InputError.
 
-    A list of draft temperatures goes with as many draws as it has parts.
+    A list of draft temperatures fits only that number of draws.
     """
     temperatures = listed("temperature", sweep.temperature or "")
     drafts = listed("draft-temperature", sweep.draft_temperature or "")

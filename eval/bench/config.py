@@ -1,4 +1,4 @@
-"""What a benchmark is told."""
+"""What `treespec bench` is told."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from treespec.shared_options import (
 )
 
 CONTEXTS = (128, 1024, 4096)
-NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # of the trees whose forward is timed
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tree sizes of the timed forwards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class BenchConfig(TargetOptions, DecodingOptions, DrafterOptions, QuestionOption
 
 
 def whole_numbers(name: str, values: str, least: int) -> list[int]:
-    """Different numbers, ascending. Raises InputError for what is none or too small."""
+    """The distinct numbers in a list, ascending. Raises InputError for any that is below `least`."""
     parts = listed(name, values)
     if bad := [part for part in parts if not (part.isdecimal() and int(part) >= least)]:
         raise InputError(f"--{name} {bad[0]!r} must be a whole number, at least {least}")
@@ -80,7 +80,10 @@ def whole_numbers(name: str, values: str, least: int) -> list[int]:
 
 
 def contexts(config: BenchConfig, holds: int) -> list[int]:
-    """The context lengths to time at. holds: tokens of the target's context. Raises InputError for one beyond it."""
+    """The context lengths of the timed forwards.
+
+    holds: tokens of the target's context. Raises InputError for a length beyond it.
+    """
     most = holds - NODES[-1]
     if config.contexts is None:
         return [length for length in CONTEXTS if length <= most]

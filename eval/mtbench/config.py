@@ -1,4 +1,4 @@
-"""What an evaluation is told, and the configurations that follow from it."""
+"""What `treespec eval` is told, and the configurations that follow from it."""
 
 import re
 from dataclasses import dataclass
@@ -58,11 +58,10 @@ class EvalConfig(TargetOptions, DecodingOptions, TreeOptions, SamplingOptions, Q
 
 @dataclass(frozen=True)
 class Configuration:
-    """What answers a question. verifier: None is the baseline. tree: None is the verifier's own.
+    """One way to answer questions.
 
-    drafter: `kind:value`, None of the baseline.
-
-    model_id: its name in the answers and that of their file.
+    model_id: its name in the answers, and the name of their file. verifier: None is the baseline.
+    tree: None is the default for the verifier. drafter: `kind:value`, or None for the baseline.
     """
 
     model_id: str
@@ -112,7 +111,7 @@ def pairs_of(config: EvalConfig) -> tuple[list["Pair"], list[str]]:
 
 
 def configurations(config: EvalConfig) -> list[Configuration]:
-    """The baselines and every drafter with every verifier and tree that it goes with, by temperature.
+    """For each temperature the baseline, and every drafter with each verifier and tree it fits.
 
     Raises InputError for a bad list.
     """

@@ -1,4 +1,4 @@
-"""`treespec acceptance`: what verifiers accept of a head's drafts, beside what any could."""
+"""`treespec acceptance`: acceptance rates of verifiers, beside the optimum."""
 
 from treespec.cli.early import begin, check_folder, check_readable, check_step
 from treespec.cli.options import takes
@@ -8,7 +8,7 @@ from treespec.eval.acceptance.config import AcceptanceConfig
 
 @takes(AcceptanceConfig)
 def acceptance(config: AcceptanceConfig) -> None:
-    """Measure what verifiers accept of a head's drafts, beside the most that any could."""
+    """Measure the acceptance rates of verifiers on a head's drafts, beside the optimum α*."""
     check_folder(config.out)
     check_readable(text=config.text, laws=config.laws)
     if config.target and config.head and not config.given_laws:

@@ -1,4 +1,4 @@
-"""`treespec calibrate`: what a head's laws promise, for sampled trees."""
+"""`treespec calibrate`: how likely the target accepts a head's drafts, for sampled trees."""
 
 from treespec.cli.early import begin, check_readable
 from treespec.cli.options import takes
@@ -7,7 +7,7 @@ from treespec.eval.fit.calibrate_config import CalibrateConfig
 
 @takes(CalibrateConfig)
 def calibrate(config: CalibrateConfig) -> None:
-    """Fit the chances that --tree sampled goes by. Training does it too, on held-out conversations."""
+    """Fit the acceptance probabilities that --tree sampled uses. Training does so too."""
     check_readable(text=config.text)
     begin(config.target, [f"head:{config.head}"], config.template)
     from treespec.cli.progress import with_progress

@@ -1,4 +1,4 @@
-"""`treespec certify`: is the output really the target's own? Exit code 0 or 1."""
+"""`treespec certify`: tests that the output is the target's own. Exit code 0 or 1."""
 
 import typer
 
@@ -10,7 +10,8 @@ from treespec.eval.certify.config import CertifyConfig
 
 @takes(CertifyConfig)
 def certify(config: CertifyConfig) -> None:
-    """Test a target, head, verifier and tree for exactness, with each test's error and power. Exit code 0 or 1."""
+    """Test whether a target, head, verifier and tree are exact. Exit code 0: yes, 1: no."""
+    # 1. Check what needs no weights.
     check_file(config.out)
     if config.source is not None:
         begin(config.target, [config.source], config.template)
@@ -22,6 +23,7 @@ def certify(config: CertifyConfig) -> None:
     from treespec.eval.certify.run import promised
     from treespec.text.printable import one_line
 
+    # 2. Say what the tests can find.
     end_notice()
     can = promised(config)
     print(
@@ -29,6 +31,8 @@ def certify(config: CertifyConfig) -> None:
         f"with probability {can['error']:.2g} or less;\nwith {can['power']:.0%} they find a shift of "
         f"{can['finds']:.3f} of the probability, or a correlation of {can['finds_correlation']:.3f} along the text."
     )
+
+    # 3. Test, and print each result.
     found = with_progress(lambda report: run(config, report))
     greedy, *laws = found["tests"]
     rounding = ", by rounding alone" if greedy["different"] and greedy["passed"] else ""

@@ -24,22 +24,27 @@ if TYPE_CHECKING:
 
 @takes(ChatConfig)
 def chat(config: ChatConfig) -> None:
-    """Talk with a target; drafted tokens have a colour of their own. /help lists the commands.
+    """Chat with a target; drafted tokens are coloured. /help lists the commands.
 
-    Through a pipe: one message a line; answers on standard output, figures on standard error.
+    Through a pipe each line is a message. Answers go to standard output, figures to standard error.
     """
+    # 1. Check what needs no weights, load, and try one prompt: a missing template shows now.
     begin(config)
     from treespec.cli.commands import Question, in_words, run
     from treespec.cli.conversation import Conversation
 
     conversation = Conversation(load_spec(config), config)
-    conversation.ask("Hello")  # a missing template or a bad option shows now, not after the first message
+    conversation.ask("Hello")
+
+    # 2. The first screen.
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     screen = Screen(terminal)
     read = prompt() if terminal else pipe()
     if terminal:
         for line in conversation.introduction():
             screen.note(line)
+
+    # 3. Messages and slash commands, until the input ends.
     while True:
         try:
             line = read()
@@ -53,7 +58,7 @@ def chat(config: ChatConfig) -> None:
                 answer(conversation, line.strip(), screen)
         except EOFError:
             break
-        except KeyboardInterrupt:  # at the prompt, where it has cleared the line
+        except KeyboardInterrupt:  # on a terminal it only clears the line
             if not terminal:
                 raise
         except Exception as error:
@@ -65,10 +70,11 @@ def chat(config: ChatConfig) -> None:
 def answer(conversation: "Conversation", text: str, screen: "Screen", again: bool = False) -> None:
     """Show an answer as it comes, then its figures. Ctrl-C keeps what has been said.
 
-    again: it takes the place of the last one.
+    again: the answer replaces the last one.
     """
     from treespec.stats import figures_of
 
+    # 1. Show the answer, until it ends or Ctrl-C stops it.
     stream, before = conversation.ask(text, again), conversation.last_answer
     with unechoed(), stoppable() as stop:
         try:
@@ -79,6 +85,8 @@ def answer(conversation: "Conversation", text: str, screen: "Screen", again: boo
         except KeyboardInterrupt:  # a second Ctrl-C; with the first, the event is set
             pass
     screen.show("\n")
+
+    # 2. Remember it, and say what happened beside the figures.
     first, stats = not conversation.total.cycles, stream.output.stats
     kept = conversation.keep(text, stream.output, interrupted=stop.is_set(), again=again)
     fixed = "temperature is 0" if conversation.config.temperature == 0 else "/seed is set"
@@ -97,7 +105,7 @@ def answer(conversation: "Conversation", text: str, screen: "Screen", again: boo
 
 @contextmanager
 def stoppable() -> Iterator[Event]:
-    """Inside, Ctrl-C sets the event, for the loop to end after its cycle; a second one does not wait."""
+    """Inside, Ctrl-C sets the event, and the loop ends after its cycle. A second one ends it at once."""
     stop = Event()
 
     def handle(*_: object) -> None:
@@ -114,7 +122,7 @@ def stoppable() -> Iterator[Event]:
 
 @contextmanager
 def unechoed() -> Iterator[None]:
-    """Inside, what is typed waits for the prompt and does not show amid the answer."""
+    """Inside, typed keys wait for the prompt and do not show amid the answer."""
     if sys.platform == "win32" or not sys.stdin.isatty():
         yield
         return
@@ -130,7 +138,7 @@ def unechoed() -> Iterator[None]:
 
 
 def stripped(pieces: Iterable["Piece"]) -> Iterator[tuple[str, bool]]:
-    """(text, drafted) of each piece, without the white space around the answer as a whole."""
+    """(text, drafted) of each piece, without white space before or after the whole answer."""
     held, begun = "", False
     for piece in pieces:
         text = held + piece.text if begun else piece.text.lstrip()
@@ -141,7 +149,7 @@ def stripped(pieces: Iterable["Piece"]) -> Iterator[tuple[str, bool]]:
 
 @final
 class Screen:
-    """Where things are shown: through a pipe, answers on standard output, the rest on standard error."""
+    """Prints answers and notes. Through a pipe, answers go to standard output, notes to standard error."""
 
     def __init__(self, terminal: bool) -> None:
         from rich.console import Console
@@ -207,7 +215,7 @@ def prompt() -> Callable[[], str]:
 
 
 def history() -> "History":
-    """In the user's state directory; in memory only where that cannot be written."""
+    """Kept in the user's state directory, or in memory where that cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()

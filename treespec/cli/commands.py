@@ -6,23 +6,24 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
+from treespec.cli.chat_config import ChatConfig
 from treespec.cli.conversation import Conversation
 from treespec.errors import InputError
 from treespec.stats import figures_of
 from treespec.trees.policy import FORMS
 from treespec.verify.registry import NAMES
 
-SEEDS = 1 << 63  # and less: each turn has a seed of its own, counted on from this one
+SEEDS = 1 << 63  # each turn adds to the seed
 
 
 @final
 @dataclass(frozen=True)
 class Question:
-    """What a command lets the target answer, in place of the last answer."""
+    """A message for the target to answer again, in place of the last answer."""
 
     text: str
 
@@ -30,9 +31,9 @@ class Question:
 @final
 @dataclass(frozen=True)
 class Command:
-    """run: (conversation, value) -> what to show, or a question to answer.
+    """run: (conversation, value) -> text to show, or a question to answer.
 
-    value: how the help names it. choices: for completion.
+    value: placeholder in the help, "" for a command without a value. choices: for completion.
     """
 
     run: Callable[[Conversation, str], str | Question]
@@ -42,9 +43,10 @@ class Command:
 
 
 def run(conversation: Conversation, line: str) -> str | Question:
-    """Run a line such as `/temperature 0.7`; a command's first letters will do. Returns what to show or to answer.
+    """Run a line such as `/temperature 0.7`. The first letters of a command are enough.
 
-    Raises InputError for what cannot be done, and EOFError at the end of the conversation.
+    Returns text to show or a question to answer. Raises InputError for a line that cannot be run,
+    and EOFError at the end of the conversation.
     """
     name, value = [*line.strip().split(maxsplit=1), ""][:2]
     names = [name] if name in COMMANDS else [known for known in COMMANDS if known.startswith(name)]
@@ -67,35 +69,40 @@ def retry(conversation: Conversation, _: str) -> Question:
     return Question(conversation.last_message)
 
 
+def change(conversation: Conversation, **options: float | str | None) -> None:
+    """Other options from the next answer on. Raises InputError for a value out of range."""
+    conversation.change(ChatConfig(**{**asdict(conversation.config), **options}))
+
+
 def temperature(conversation: Conversation, value: str) -> str:
     if value:
-        conversation.change(temperature=decimal("/temperature", value, "0.7"))
+        change(conversation, temperature=decimal("/temperature", value, "0.7"))
     return f"temperature {conversation.config.temperature:g}"
 
 
 def top_p(conversation: Conversation, value: str) -> str:
     if value:
-        conversation.change(top_p=decimal("/top-p", value, "0.9"))
+        change(conversation, top_p=decimal("/top-p", value, "0.9"))
     return f"top-p {conversation.config.top_p:g}"
 
 
 def max_tokens(conversation: Conversation, value: str) -> str:
     if value:
-        conversation.change(max_new_tokens=whole("/max-tokens", value, least=1, example="512"))
+        change(conversation, max_new_tokens=whole("/max-tokens", value, least=1, example="512"))
     return f"at most {conversation.config.max_new_tokens} tokens an answer"
 
 
 def seed(conversation: Conversation, value: str) -> str:
     if value:
         number = None if value == "none" else whole("/seed", value, least=0, example="7 or /seed none")
-        conversation.change(seed=number)
+        change(conversation, seed=number)
     chosen = conversation.config.seed
     return "no seed: every answer is drawn anew" if chosen is None else f"seed {chosen}"
 
 
 def system(conversation: Conversation, value: str) -> str:
     if value:
-        conversation.change(system=None if value == "none" else value)
+        change(conversation, system=None if value == "none" else value)
     chosen = conversation.config.system
     return f"system message: {chosen}" if chosen else "no system message"
 
@@ -145,7 +152,7 @@ def stats(conversation: Conversation, _: str) -> str:
 
 
 def save(conversation: Conversation, value: str) -> str:
-    """One line of JSON a conversation, as `treespec train --data` reads it."""
+    """Append the conversation as a line of JSON, which `treespec train --data` reads."""
     if not value:
         raise InputError("where to? /save FILE")
     if not conversation.messages:
@@ -190,20 +197,26 @@ COMMANDS = {
     "/retry": Command(retry, "answer the last message again"),
     "/system": Command(system, "the system message; none removes it", "TEXT", ("none",)),
     "/temperature": Command(temperature, "0 is greedy", "X", ("0", "0.6", "1")),
-    "/top-p": Command(top_p, "keep the likeliest tokens up to this probability; 1 is off", "X", ("0.9", "1")),
-    "/max-tokens": Command(max_tokens, "the longest answer", "N", ("128", "512", "2048")),
-    "/seed": Command(seed, "same seed and messages, same answers; none draws anew", "N", ("none", "0")),
+    "/top-p": Command(
+        top_p, "sample from the likeliest tokens that hold this probability; 1 is off", "X", ("0.9", "1")
+    ),
+    "/max-tokens": Command(max_tokens, "most tokens of an answer", "N", ("128", "512", "2048")),
+    "/seed": Command(
+        seed, "the same seed and messages give the same answers; none: a new seed each time", "N", ("none", "0")
+    ),
     "/verifier": Command(verifier, "how drafted tokens are verified", "NAME", NAMES),
-    "/tree": Command(tree, "what is drafted", "SPEC", ("default", "dynamic", "sampled", "eagle", "chain:5", "2x4")),
+    "/tree": Command(
+        tree, "shape of the drafted tree", "SPEC", ("default", "dynamic", "sampled", "eagle", "chain:5", "2x4")
+    ),
     "/stats": Command(stats, "acceptance and time of the conversation"),
     "/save": Command(save, "append the conversation as a line of JSON", "FILE"),
-    "/colour": Command(colour, "drafted tokens in a colour of their own, or not"),
+    "/colour": Command(colour, "switch the colour of drafted tokens on or off"),
     "/help": Command(show_help, "this list"),
     "/quit": Command(leave, "end"),
 }
 
 
 def in_words(error: Exception) -> str:
-    """An error's line, with slash commands where it names options of the command line."""
+    """An error's line, naming slash commands in place of command-line options."""
     named = re.sub(r"--max-new-tokens|max_new_tokens", "/max-tokens", str(error))
     return re.sub(r"--(?=(tree|verifier|temperature|top-p|seed|system)\b)", "/", named)

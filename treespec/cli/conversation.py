@@ -1,7 +1,7 @@
-"""A conversation with a target: what was said, what answers it, and what it cost."""
+"""A conversation with a target: its messages, the `Spec` that answers, and its figures."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import NotRequired, TypedDict, final
 
 from treespec.cli.chat_config import ChatConfig
 from treespec.errors import InputError
@@ -14,30 +14,37 @@ from treespec.stream import Output, Stream
 HINTS = "/help: commands · Alt-Enter: new line · Ctrl-C: stop an answer · Ctrl-D: quit"
 
 
+class Message(TypedDict):
+    """interrupted: present where Ctrl-C cut the answer short."""
+
+    role: str
+    content: str
+    interrupted: NotRequired[bool]
+
+
 @final
 @dataclass
 class Conversation:
-    """messages: turns that were answered; an answer that was cut short says `interrupted`.
+    """messages: the turns that were answered. unanswered: the last message, if it has no answer.
 
-    unanswered: the last message, if nothing was said to it. answers, total: of all that was generated, also what a
-    retry replaced.
+    answers, total: count and figures of all answers, replaced ones included.
     """
 
     spec: Spec
     config: ChatConfig
     colour: bool = True
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     unanswered: str | None = None
     answers: int = 0
     total: Stats = field(default_factory=Stats)
 
     @property
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Message]:
         return opening(self.config.system)
 
     @property
     def last_message(self) -> str:
-        """What a retry answers. Raises InputError where nothing was asked."""
+        """The message that a retry answers. Raises InputError where nothing was asked."""
         if self.unanswered is None and not self.messages:
             raise InputError("nothing has been asked yet")
         return self.messages[-2]["content"] if self.unanswered is None else self.unanswered
@@ -47,22 +54,23 @@ class Conversation:
         return self.messages[-1]["content"] if self.messages and self.unanswered is None else None
 
     def ask(self, text: str, again: bool = False) -> Stream:
-        """The answer to come; nothing is remembered before `keep`. Raises InputError as `Spec.stream` does.
+        """The answer to come. Only `keep` remembers it. Raises InputError as `Spec.stream` does.
 
-        again: in place of the last answer, with the seed of its turn.
+        again: the answer replaces the last one, with the seed of its turn.
         """
         before = self._before(again)
-        prompt = [*self.opening, *before, {"role": "user", "content": text}]
+        prompt = plain([*self.opening, *before, Message(role="user", content=text)])
         return self.spec.stream(prompt, seed=self.config.seed_of(len(before)), **self.config.sampling())
 
     def keep(self, text: str, output: Output, interrupted: bool, again: bool = False) -> bool:
-        """Remember a turn, unless nothing was answered: templates have no place for an empty answer."""
+        """Remember a turn, unless the answer is empty: templates have no place for that."""
         self.total.add(output.stats)
         said = output.text.strip()
         if said:
-            reply: dict[str, Any] = {"role": "assistant", "content": said}
-            reply |= {"interrupted": True} if interrupted else {}
-            self.messages = [*self._before(again), {"role": "user", "content": text}, reply]
+            reply = Message(role="assistant", content=said)
+            if interrupted:
+                reply["interrupted"] = True
+            self.messages = [*self._before(again), Message(role="user", content=text), reply]
             self.unanswered = None
             self.answers += 1
         elif not again:
@@ -72,16 +80,19 @@ class Conversation:
     def reset(self) -> None:
         self.messages, self.unanswered, self.answers, self.total = [], None, 0, Stats()
 
-    def change(self, **changes: Any) -> None:
-        """Other sampling or another system message from the next answer on. What is refused changes nothing."""
-        config = replace(self.config, **changes)
+    def change(self, config: ChatConfig) -> None:
+        """Use other sampling or another system message from the next answer on.
+
+        Raises InputError, and then changes nothing.
+        """
         SamplingParams(config.temperature, config.top_k, config.top_p, config.min_p)
         if config.system != self.config.system:
-            self.spec.encode([*opening(config.system), {"role": "user", "content": "Hello"}])
+            hello = Message(role="user", content="Hello")
+            self.spec.encode(plain([*opening(config.system), hello]))
         self.config = config
 
     def configure(self, tree: str | None, verifier: str) -> str:
-        """Another tree and verifier from the next answer on. A pair that is refused changes nothing."""
+        """Use another tree and verifier from the next answer on. A refused pair changes nothing."""
         if self.spec.source is None:
             raise InputError("nothing is drafted without a head: start again with --head or --drafter")
         self.spec = self.spec.configured(tree, verifier, self.config.allow_lossy)
@@ -93,7 +104,7 @@ class Conversation:
             return "no head: one token at a time"
         verifier = self.config.verifier
         if verifier == "auto":
-            verifier = self.spec.verifier.name  # of a tree that it does not go with: another
+            verifier = self.spec.verifier.name  # another one where auto does not fit the tree
         if self.spec.policy is None:
             return f"verifier {verifier}, drafts by {self.config.drafter}"
         named, own = self.config.tree, f"{tree_name(self.spec.policy)} by default"
@@ -113,10 +124,15 @@ class Conversation:
             lines.append(self.drafting().replace("verifier ", "verifier  ", 1))
         return [*lines, HINTS]
 
-    def _before(self, again: bool) -> list[dict[str, Any]]:
-        """What was said before the message that is to be answered."""
+    def _before(self, again: bool) -> list[Message]:
+        """The messages before the one to answer."""
         return self.messages[:-2] if again and self.unanswered is None else self.messages
 
 
-def opening(system: str | None) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": system}] if system else []
+def opening(system: str | None) -> list[Message]:
+    return [Message(role="system", content=system)] if system else []
+
+
+def plain(messages: list[Message]) -> list[dict[str, str]]:
+    """The messages as a chat template takes them."""
+    return [{"role": message["role"], "content": message["content"]} for message in messages]

@@ -23,13 +23,13 @@ class DatastoreConfig(TargetOptions):
 
 @app.callback()
 def datastore() -> None:
-    """A command group of its own: `build` is its only command so far."""
+    """A command group. `build` is its only command so far."""
 
 
 @app.command()
 @takes(DatastoreConfig)
 def build(config: DatastoreConfig) -> None:
-    """Encode text and sort its suffixes: about a second a million tokens, beside the encoding."""
+    """Encode text and sort its suffixes, which takes about a second per million tokens."""
     check_folder(config.out)
     check_readable(data=config.data)
     begin(config.target, template=config.template)

@@ -1,9 +1,9 @@
-"""Where a command starts and ends: streams that take any text, and one line for whatever goes wrong."""
+"""The start and end of every command: safe output streams, and one line for any error."""
 
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from treespec.cli.terminal import end_notice
 from treespec.text.printable import one_line
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     import typer
 
 TRACEBACK = "--traceback"
-INTERRUPTED = 130  # as a shell has it: 128 and the number of the signal
+INTERRUPTED = 130  # as in shells: 128 plus the signal's number
 
 
 def run(app: "typer.Typer", arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code.
 
-    0: done. 1: a bug, or no memory left. 2: something that was given cannot be used. 130: Ctrl-C. The last resort
-    names the error in a line; with --traceback, which may stand anywhere, it raises it. A reader that leaves, as
-    `| head` does, and Ctrl-C end a command without a word.
+    0: done. 1: a bug, or no memory left. 2: an input that cannot be used. 130: Ctrl-C. Any error is
+    one line. --traceback, anywhere on the line, raises it instead. Ctrl-C and a reader that leaves,
+    such as `| head`, end a command without a message.
     """
     tolerate_any_text()
     wants_traceback = TRACEBACK in arguments
@@ -45,21 +45,21 @@ def run(app: "typer.Typer", arguments: Sequence[str]) -> int:
 
 
 def tolerate_any_text() -> None:
-    """What an output's encoding lacks is written as an escape: no text ends a command."""
+    """Write characters that the output's encoding lacks as escapes, so that no text is an error."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def leave_stdout() -> None:
-    """Nobody reads it any more: what Python flushes when it ends goes nowhere."""
+    """Send what Python flushes at its end to nowhere: nobody reads standard output any more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def in_words(error: Any) -> str:
+def in_words(error: Exception) -> str:
     """The one line of an error. "" where the command line has printed its help instead."""
-    if hasattr(error, "format_message"):  # the parser's own errors
-        return " ".join(error.format_message().split())
+    if parser_line := getattr(error, "format_message", None):  # the parser's own errors
+        return " ".join(parser_line().split())
     if getattr(error, "exit_code", None) == 2:
         return " ".join(str(error).split("\n"))
     if out_of_memory(error):
@@ -71,7 +71,7 @@ def in_words(error: Any) -> str:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Of Python, of a device, or of torch on a CPU, which has no type of its own for it."""
+    """Whether Python, a device or torch on a CPU, which has no error type for it, lacks memory."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -80,6 +80,6 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Of what it says, shortened; where it says nothing, that."""
+    """The first line of its message, shortened, or `no message`."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     return line.removesuffix(".") if len(line) <= 300 else line[:300] + "…"

@@ -1,4 +1,4 @@
-"""Work that reports its steps, on standard error: a bar on a terminal, plain lines elsewhere."""
+"""Progress of long work on standard error: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 from collections.abc import Callable
@@ -17,7 +17,10 @@ Result = TypeVar("Result")
 
 
 def with_progress(work: Callable[[Callable[["Step"], None]], Result], console: "Console | None" = None) -> Result:
-    """What `work(report)` returns, with every step it reports shown. console: standard error's by default."""
+    """Run `work(report)`, show each step that it reports, and return its result.
+
+    console: by default standard error's.
+    """
     from rich.console import Console
 
     end_notice()
@@ -28,7 +31,7 @@ def with_progress(work: Callable[[Callable[["Step"], None]], Result], console: "
 
 
 def _with_bar(work: Callable[[Callable[["Step"], None]], Result], console: "Console") -> Result:
-    """A line with the bar, and below it what is done, on a line of its own so that nothing of it is lost."""
+    """A line with the bar, and below it a line with the present step."""
     from rich.console import Group
     from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -46,7 +49,7 @@ def _with_bar(work: Callable[[Callable[["Step"], None]], Result], console: "Cons
 
 
 def show_result(report: "Report") -> None:
-    """Tables that fit the terminal, or Markdown alone where standard output is none."""
+    """Print tables that fit the terminal, or Markdown where standard output is no terminal."""
     from rich.console import Console
 
     from treespec.eval.report import markdown, show
@@ -59,6 +62,6 @@ def show_result(report: "Report") -> None:
 
 
 def remark(*lines: str) -> None:
-    """What is not the result, such as where the files are: it stays out of a pipe."""
+    """Print lines beside the result on standard error, so that a pipe gets the result alone."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)

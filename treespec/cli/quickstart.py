@@ -1,4 +1,4 @@
-"""`treespec quickstart`: the main job on a model made here, without network."""
+"""`treespec quickstart`: train, evaluate and chat with a small model that is made here, offline."""
 
 import sys
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from treespec.cli.options import takes
 from treespec.options import MANY, TOKENS, option, shared
 from treespec.shared_options import CommandOptions, QuestionOptions
 
-# EAGLE-2's 60 nodes are for a GPU: two cores pay for every node of a small target.
+# EAGLE-2's 60 nodes are for a GPU. On two cores every node costs time.
 SMALL_TREE = "dynamic:depth=5,topk=6,nodes=24"
 VERIFIERS = f"auto,single,rrs,rrs-wo,spechub,greedy,is-lp,optimal,traversal@sampled,topk@{SMALL_TREE}"
 
@@ -42,7 +42,7 @@ def quickstart(config: QuickstartConfig) -> None:
 
 
 def stages(config: QuickstartConfig) -> None:
-    """Text, target, head and evaluation, each of which is kept once it is there."""
+    """Make text, target, head and evaluation. Each is kept once it is finished."""
     import torch
 
     from treespec.cli.evaluate import measure

@@ -1,4 +1,4 @@
-"""`treespec skip`: which sublayers a target's drafts leave out, for --drafter self:FILE."""
+"""`treespec skip`: sublayers that a target skips when it drafts for itself (--drafter self:FILE)."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from treespec.eval.fit.skip_config import SkipConfig
 
 @takes(SkipConfig)
 def skip(config: SkipConfig) -> None:
-    """Search for the sublayers that a target drafts fastest without, with nothing trained."""
+    """Search for the sublayers whose skipping makes a target draft fastest. Nothing is trained."""
     check_file(config.out)
     check_readable(text=config.text)
     begin(config.target, template=config.template)

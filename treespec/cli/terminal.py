@@ -1,4 +1,4 @@
-"""Texts on their way into a command, and lines that pass on a terminal."""
+"""Text input to a command, and passing notices on a terminal."""
 
 import sys
 
@@ -7,9 +7,11 @@ from treespec.text.printable import one_line
 
 
 def readable(text: str, name: str) -> str:
-    """A text that was given on the command line, as UTF-8 whatever the locale. Raises InputError where it is none.
+    """A command-line text as UTF-8, whatever the locale. Raises InputError where it is not UTF-8.
 
-    Python keeps bytes that its locale does not know as lone surrogates: under LC_ALL=C those of an é.
+    Python turns bytes that its locale lacks into lone surrogates: under LC_ALL=C those of an é.
+
+    name: the option that an error names.
     """
     try:
         return text.encode(errors="surrogateescape").decode()
@@ -18,7 +20,7 @@ def readable(text: str, name: str) -> str:
 
 
 def standard_input() -> str:
-    """All of it, which is UTF-8 whatever the locale. Raises InputError where it is not."""
+    """All of standard input as UTF-8, whatever the locale. Raises InputError where it is not."""
     raw = getattr(sys.stdin, "buffer", None)
     if raw is None:
         return sys.stdin.read()
@@ -30,13 +32,13 @@ def standard_input() -> str:
 
 
 class Notice:
-    """Whether a passing line stands on the terminal."""
+    """shown: whether a notice stands on the terminal."""
 
     shown = False
 
 
 def notice(text: str) -> None:
-    """Show a passing line on the terminal that standard error is, until `end_notice`. Through a pipe nothing."""
+    """Show a line on a terminal until `end_notice`. A pipe gets nothing."""
     if sys.stderr.isatty():
         end_notice()
         print(one_line(text), end="", file=sys.stderr, flush=True)
@@ -44,7 +46,7 @@ def notice(text: str) -> None:
 
 
 def end_notice() -> None:
-    """Take it away, so that what follows begins a line."""
+    """Erase the notice, so that the next output begins a line."""
     if Notice.shown:
         print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
         Notice.shown = False

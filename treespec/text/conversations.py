@@ -60,10 +60,9 @@ class Report:
 
     def __str__(self) -> str:
         cut = f", {self.cut} of them cut at the maximal length" if self.cut else ""
-        reasons = "; ".join(f"{reason}: {count}" for reason, count in self.left_out.most_common())
-        return f"{self.used} conversations used{cut}, {self.left_out.total()} left out" + (
-            f" ({reasons})" if reasons else ""
-        )
+        counts = [f"{reason}: {count}" for reason, count in self.left_out.most_common()]
+        reasons = f" ({'; '.join(counts)})" if counts else ""
+        return f"{self.used} conversations used{cut}, {self.left_out.total()} left out{reasons}"
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,7 @@ def split(examples: Sequence[Example], fraction: float, seed: int) -> tuple[list
     """(train, held out). A hash draws the share `fraction` of the distinct conversations to hold out.
 
     The order of the file does not matter, and equal conversations stay together. At least one is
-    held out, unless fraction is 0 or all are the same. Raises InputError for a fraction outside
-    [0, 1).
+    held out, unless fraction is 0 or all are the same. Raises InputError outside [0, 1).
     """
     if not 0 <= fraction < 1:
         raise InputError(f"the held-out fraction is {fraction}, must lie in [0, 1)")

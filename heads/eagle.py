@@ -1,4 +1,4 @@
-"""The head of EAGLE-1 and EAGLE-2 (Li et al. 2024, 2401.15077, 2406.16858): it extrapolates features.
+"""The head of EAGLE-1 and EAGLE-2 (Li et al. 2024, 2401.15077, 2406.16858).
 
 A feature is the target's last hidden state after its final norm. The head sees the feature at
 position t with the embedding of token t + 1, and extrapolates the feature at t + 1. The target's

@@ -1,8 +1,9 @@
 """The head of EAGLE-3 (Li et al. 2025, 2503.01840): tapped features in, logits of its own out.
 
-`fc` fuses the target's features at position t, tapped at three layers, into one. The head sees it with
-the embedding of token t + 1, and its logits are for token t + 2. Where it drafts on, the feature at
-t + 1 is its layer's output before the last norm, which need not resemble the target's. Five tokens:
+`fc` fuses the target's features at position t, tapped at three layers, into one. The head sees it
+with the embedding of token t + 1, and its logits are for token t + 2. Where it drafts on, the
+feature at t + 1 is its layer's output before the last norm, which need not resemble the target's.
+Five tokens:
 
     position      0    1    2    3    4
     token         a    b    c    d    e
@@ -121,8 +122,10 @@ class Eagle3Head(nn.Module):
         """Draft from every position at once, on its own features (training-time test, section 3.2).
 
         tokens: [B, T] int64. features: [B, R, F] the target's at the first R = T - 2 positions.
-        counts: [B, R] bool: whether the logits for token t + 2 are wanted. steps: at most R are computed.
-        Returns for each step the logits [M, Vd] of its wanted rows. Five tokens, of which d and e are wanted:
+        counts: [B, R] bool: whether the logits for token t + 2 are wanted. steps: at most R are
+        computed.
+        Returns for each step the logits [M, Vd] of its wanted rows. Five tokens, of which d and e
+        are wanted:
 
             row t     0  1  2
             counts    0  1  1

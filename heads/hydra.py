@@ -8,8 +8,8 @@ embeddings e:
     head 0 of     c:h0,b       d:h1,c       e:h2,d
     head 1 of     d:h0,b,c     e:h1,c,d
 
-Hydra++ (section 4.2; `hydra_head_arch` "prefix-mlp") replaces h by the output of a decoder layer of its
-own, with a final norm, over all hidden states up to position t.
+Hydra++ (section 4.2; `hydra_head_arch` "prefix-mlp") replaces h by the output of a decoder layer of
+its own, with a final norm, over all hidden states up to position t.
 """
 
 from collections.abc import Sequence

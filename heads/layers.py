@@ -4,7 +4,8 @@ Keys and values go to a cache that is an argument: any object with
 `update(keys, values) -> (keys, values)`.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +96,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.activation: Any = ACT2FN[config.hidden_act]
+        self.activation: Callable[[Tensor], Tensor] = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

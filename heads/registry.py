@@ -31,10 +31,10 @@ class HeadKind(Generic[H]):
     tensors that `build` and `Head.fill` take; raises ValueError for what it does not understand.
     levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or
     they do not tell.
-    writers: by export format, (head, target) -> config and tensors to write; raises ValueError for a
-    head that the format cannot describe.
-    outputs: (head, features [1, T, F], generator) -> logits on random tokens, to compare a head with
-    its export.
+    writers: by export format, (head, target) -> config and tensors to write; raises ValueError for
+    a head that the format cannot describe.
+    outputs: (head, features [1, T, F], generator) -> logits on random tokens, to compare a head
+    with its export.
     """
 
     build: Callable[[Config], H]

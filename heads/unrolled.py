@@ -29,7 +29,7 @@ ROWS = 256  # per block
 
 @final
 class UnrolledAttention:
-    """`attention` over all steps so far. Each call is the next step, over the same rows or fewer."""
+    """`attention` over all steps so far; each call is the next step, over the same rows or fewer."""
 
     def __init__(self, attention: Attention, rows: int = ROWS) -> None:
         """rows: rows per block, default 256; fewer take less memory."""

@@ -16,7 +16,7 @@ PRECISIONS = ("no", "bf16", "fp16")
 
 
 def check(config: TrainConfig) -> None:
-    """Raises InputError for options that cannot be used, as far as target and data do not matter."""
+    """Raises InputError for options that cannot be used with any target and data."""
     check_kind(config)
     check_tracker(config.tracker)
     if config.mixed_precision not in PRECISIONS:

@@ -1,7 +1,7 @@
 """The losses of Medusa's and Hydra's heads, one head for each depth.
 
-Five tokens, of which d and e are the assistant's; the state at a position drafts from two places
-on:
+Five tokens, of which d and e are the assistant's.
+The state at position t drafts tokens t + 2, t + 3, …:
 
     token              a  b  c  d  e
     state              h0 h1 h2
@@ -56,8 +56,8 @@ def counted_heads(loss_mask: Tensor, heads: int) -> Tensor:
 def medusa_loss(logits: list[Tensor], tokens: Tensor, counts: Tensor, decay: float) -> Loss:
     """Sum over heads of decay^i times cross-entropy with the text (Cai et al. 2024, section 2.2.1).
 
-    logits: of each of K heads [M, V]. tokens, counts: [K, M], the token that each drafts and
-    whether it counts.
+    logits: [M, V] for each of K heads. tokens, counts: [K, M] the token to draft, and whether it
+    counts.
     """
     losses, agreements = [], []
     for own, wanted, counting in zip(logits, tokens, counts, strict=True):
@@ -70,8 +70,8 @@ def medusa_loss(logits: list[Tensor], tokens: Tensor, counts: Tensor, decay: flo
 def hydra_loss(logits: list[Tensor], laws: list[Tensor], counts: Tensor) -> Loss:
     """Sum over heads of cross-entropy with the target's law (Ankner et al. 2024, section 4.1).
 
-    logits: of each of K heads [M, V]. laws: of each the target's logits for the same tokens, [M,
-    V]. counts: [K, M].
+    logits, laws: for each of K heads its logits and the target's, [M, V]. counts: [K, M], whether
+    the token counts.
     """
     losses, agreements = [], []
     for own, law, counting in zip(logits, laws, counts, strict=True):

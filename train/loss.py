@@ -1,4 +1,4 @@
-"""The seam between a run and the loss of a kind of head: a loss takes a batch and returns a Loss."""
+"""The seam between a run and the loss of a kind of head: a Batch goes in, a Loss comes out."""
 
 from collections.abc import Callable
 from typing import NamedTuple

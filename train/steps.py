@@ -175,7 +175,7 @@ def held_out_rows(run: Run) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def learning_rate(config: TrainConfig, step: int, total: int, elapsed: float) -> float:
-    """Linear warm-up, over at most a tenth of the steps, then linear decay with steps or minutes."""
+    """Linear warm-up over at most a tenth of the steps, then linear decay to 0."""
     recipe = recipe_of(config)
     warm_up = min(recipe.warm_up, total / 10)
     done = max(step / total, elapsed / (60 * config.minutes) if config.minutes else 0.0)

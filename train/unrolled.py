@@ -1,4 +1,4 @@
-"""EAGLE-3's loss: token laws of all draft steps, later ones weigh less (Li et al. 2025, section 3.2).
+"""EAGLE-3's loss: token laws, later draft steps weigh less (Li et al. 2025, section 3.2).
 
 Five tokens, of which d and e are the assistant's. The head drafts from every pair at once; a step
 counts where the token that its law is of is the assistant's, and where the target's likeliest token

@@ -13,10 +13,10 @@ from treespec.target import Target
 
 @dataclass(frozen=True)
 class Validation:
-    """agreement: for draft step 1, 2, … the share of positions whose likeliest token is the target's.
+    """agreement: for draft step 1, 2, … the share of positions with the target's likeliest token.
 
-    acceptance_length: 1 + the mean run of agreeing steps, in tokens a cycle: what a chain of these steps
-    would commit where the target follows the text.
+    acceptance_length: 1 + the mean run of agreeing steps, in tokens a cycle: what a chain of these
+    steps would commit where the target follows the text.
     positions: the number of positions behind both figures.
     """
 

@@ -1,8 +1,8 @@
 """EAGLE-3 heads of SafeAILab/EAGLE, SpecForge, SGLang and vLLM.
 
-Formats number the tapped layers in two ways. A tap k is the input of layer k, which is transformers'
-hidden_states[k]. vLLM, speculators and treespec name the layer that it enters, SGLang the layer that
-it leaves. In a target of five layers:
+Formats number the tapped layers in two ways. A tap k is the input of layer k, which is
+transformers' hidden_states[k]. vLLM, speculators and treespec name the layer that it enters, SGLang
+the layer that it leaves. In a target of five layers:
 
     hidden_states                       0   1   2   3   4   5
     eagle_aux_hidden_state_layer_ids    0   1   2   3   4       entered: vLLM, …
@@ -27,7 +27,7 @@ def recognises(config: Config, names: Collection[str]) -> bool:
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
-    """Rename layers.0 to midlayer, translate SGLang's taps, and drop a d2t that maps every token to itself.
+    """Rename layers.0 to midlayer, translate SGLang's taps, and drop a d2t of all tokens.
 
     Raises ValueError for a head with parts that are not known, and for taps that contradict each
     other.

@@ -25,7 +25,7 @@ TOKENS = 8  # length of the random text on which heads are compared
 
 @dataclass(frozen=True)
 class Exported:
-    """kind: the head's. compared: logits that were equal after reading back. command: serves the head."""
+    """kind: the head's. compared: logits found equal when read back. command: serves the head."""
 
     kind: str
     compared: int
@@ -37,8 +37,8 @@ def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
 
     All is written in a temporary folder and read back before that is renamed to `out`, so a kill
     leaves no half-written head.
-    Raises HeadError for a head that the format cannot describe, for an `out` that exists or cannot be
-    written, and where the head that is read back differs.
+    Raises HeadError for a head that the format cannot describe, for an `out` that exists or cannot
+    be written, and where the head that is read back differs.
     """
     # 1. what can be refused at once
     head = load_head(head_path)

@@ -57,7 +57,7 @@ def _heads(names: Iterable[str]) -> int:
 
 
 def _attention(config: Config, tensors: Tensors, width: int) -> dict[str, int]:
-    """Sizes of the prefix layer. Its file may hold D / 2 rotary angles, which give the head count."""
+    """Sizes of the prefix layer. A file with D / 2 rotary angles tells the head count."""
     if "num_attention_heads" in config:
         heads = config["num_attention_heads"]
     elif ANGLES in tensors:

@@ -55,8 +55,8 @@ def library_files() -> list[Path]:
 def make_text(out: Path, files: Sequence[Path] | None = None, config: TextConfig | None = None) -> Path:
     """Write train.jsonl and held_out.jsonl, one conversation a line, unless `out` is complete.
 
-    files: sources to read; default: the standard library. The split depends on each conversation's id
-    alone.
+    files: sources to read; default: the standard library. The split depends on each conversation's
+    id alone.
     Raises InputError where the files hold no conversation, and for damage in what is there.
     """
     if kept(out):
@@ -150,7 +150,7 @@ def _first_sentence(doc: str) -> str:
 
 
 def _of_topics(tree: ast.Module, config: TextConfig) -> Iterator[tuple[str, Turns]]:
-    """(name, turns) for each topic of `help()`, each turn filled with paragraphs up to `longest` characters."""
+    """(name, turns) for each topic of `help()`, each turn up to `longest` characters."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             for name, text in ast.literal_eval(node.value).items():

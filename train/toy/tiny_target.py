@@ -38,8 +38,9 @@ CHAT_TEMPLATE = (
 class TinyTargetConfig:
     """Deep and narrow: a forward over 24 nodes costs little more than over one.
 
-    For the last `long_share` of the time windows are `long_length` long, at the same number of tokens
-    a step, so that the model learns dialogues. Raises InputError for a number out of its range.
+    For the last `long_share` of the time windows are `long_length` long, at the same number of
+    tokens a step, so that the model learns dialogues. Raises InputError for a number out of its
+    range.
     """
 
     layers: int = option("decoder layers", 12, least=1, most=1024)

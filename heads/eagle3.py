@@ -47,10 +47,7 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
 
     def forward(self, embeddings: Tensor, features: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """embeddings, features: [B, T, H]. attend: [B, T, 2H] -> [B, T, H], the attention.
-
-        Returns [B, T, H].
-        """
+        """[B, T, H] embeddings and features -> [B, T, H]. attend: [B, T, 2H] -> [B, T, H]."""
         normed = self.hidden_norm(features)
         x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         x = (normed if self.norm_before_residual else features) + attend(x)

@@ -37,10 +37,7 @@ class UnrolledAttention:
         self.steps: list[tuple[Tensor, Tensor]] = []  # keys and values by step, [B, kv heads, R, D]
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """x: [B, R, in]. angles: of `Rotary`, at the rows' positions of this step.
-
-        Returns [B, R, H].
-        """
+        """x: [B, R, in] -> [B, R, H]. angles: of `Rotary`, at the rows' positions of this step."""
         q, k, v = self.attention.project(x, angles)
         self.steps.append((k, v))
         if len(self.steps) == 1:

@@ -29,9 +29,9 @@ LOG_EVERY = 20  # steps between lines of metrics.jsonl
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has begun. record: what OUT/training/config.json says of it.
+    """A run that has begun: everything that its steps need.
 
-    model: the head, perhaps wrapped.
+    record: the content of OUT/training/config.json. model: the head, wrapped where accelerate needs it.
     """
 
     config: TrainConfig

@@ -1,7 +1,7 @@
 """Head directories: `config.json` with a file of tensors, by the names of `treespec.heads.tensors`.
 
-Each file carries a checksum, which is compared when it is read. It is written under a temporary name and renamed, so a
-kill leaves the old file or the new one.
+Each file carries a checksum, which `load_head` verifies. Each is written under a temporary name and
+renamed, so a kill leaves the old file or the new one.
 """
 
 import json
@@ -24,10 +24,11 @@ from treespec.heads.tensors import HeadError, read_tensors
 
 
 def load_head(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Head:
-    """The head in a directory or hub repository, in the file's own dtype unless `dtype` says otherwise.
+    """The head in a directory or hub repository. dtype: default: the file's own.
 
     The formats of other projects are read too (`treespec.heads.formats`).
-    Raises HeadError for a missing or corrupt file, and for missing, unknown or misshapen tensors, by name.
+    Raises HeadError for a missing or corrupt file, and for missing, unknown or misshapen tensors,
+    by name.
     """
     # 1. what the directory holds, as treespec's head of that kind has it
     folder = head_folder(path)
@@ -65,7 +66,7 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: torch.
 
 
 def save_head(head: Head, path: str | Path) -> None:
-    """Write the directory that `load_head` reads: the tensors as they are, the config as it was given, both sealed.
+    """Write the directory that `load_head` reads: tensors and config, each with its checksum.
 
     Raises HeadError where it cannot be written.
     """
@@ -92,7 +93,10 @@ def save_head(head: Head, path: str | Path) -> None:
 
 
 def head_folder(path: str | Path) -> Path:
-    """The directory itself, or a local copy of the hub repository. Raises HeadError where there is neither."""
+    """The directory itself, or a local copy of the hub repository.
+
+    Raises HeadError where there is neither.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -132,7 +136,7 @@ def _config(folder: Path) -> Config:
 
 
 def _line(error: Exception) -> str:
-    """All that it says, in a line."""
+    """The whole message in one line."""
     return " ".join(str(error).split())
 
 

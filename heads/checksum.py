@@ -1,7 +1,7 @@
-"""Checksums inside the files that they protect, so that a file and its checksum are never of two ages.
+"""Checksums inside the files that they protect, so that both are always written together.
 
-A JSON object carries its checksum as one more field, a safetensors file as metadata of its header. A file without one
-was written by another project, or by a treespec that wrote none: it is read as it is.
+A JSON object carries its checksum as one more field, a safetensors file as metadata of its header.
+A file without one comes from another project or an older treespec, and is read as it is.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What Medusa's and Hydra's heads have in common: one head a depth, of residual blocks and an output layer."""
+"""What Medusa's and Hydra's heads share: for each depth residual blocks and an output layer."""
 
 from typing import ClassVar, final
 
@@ -11,7 +11,9 @@ from treespec.heads.head import Config, OutputPath, Tensors
 
 @final
 class ResBlock(nn.Module):
-    """x + SiLU(W x + b) with W zero at the start. For several inputs side by side: R x + r + SiLU(W x + b).
+    """x + SiLU(W x + b) with W zero at the start.
+
+    For several inputs side by side: R x + r + SiLU(W x + b).
 
     R passes on the first input at the start.
     """
@@ -34,10 +36,10 @@ class ResBlock(nn.Module):
 
 
 class DepthHeads(nn.Module):
-    """K heads, of which head i drafts the token at depth i + 1. They tap no layer and store no embedding.
+    """K heads: head i, from 0, drafts the token at depth i + 1. They store no embedding.
 
-    config: the content of config.json. It has the fields `NAME_num_heads`, `NAME_num_layers` (1 if absent),
-    `hidden_size` and `vocab_size`. name: "medusa" or "hydra".
+    config: the content of config.json. It has the fields `NAME_num_heads`, `NAME_num_layers` (1 if
+    absent), `hidden_size` and `vocab_size`. name: "medusa" or "hydra".
     vocabulary: [N] int64 ascending, the target's tokens that they draft; None is all.
     Raises ValueError for a config without heads or blocks.
     """
@@ -60,7 +62,7 @@ class DepthHeads(nn.Module):
 
     @property
     def output_layers(self) -> list[nn.Linear]:
-        """The last layer of each head, H -> V."""
+        """The heads' last layers, H -> V."""
         raise NotImplementedError
 
     @property
@@ -79,7 +81,7 @@ class DepthHeads(nn.Module):
         """Nothing to share."""
 
     def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
-        """From now on draft only these of the target's tokens, [N] int64 ascending, without gradient."""
+        """From now on draft only these tokens, [N] int64 ascending: cut the output layers."""
         self.vocabulary = tokens
         for layer in self.output_layers:
             layer.out_features = len(tokens)

@@ -1,8 +1,8 @@
-"""The feature-extrapolation head of EAGLE-1 and EAGLE-2 (Li et al. 2024, 2401.15077 and 2406.16858).
+"""The head of EAGLE-1 and EAGLE-2 (Li et al. 2024, 2401.15077, 2406.16858).
 
-A feature is the target's last hidden state after its final norm. The head sees the feature at position t
-with the embedding of the token that follows it, and extrapolates the feature at t + 1, whose logits,
-through the target's own output path, are the law of token t + 2. Five tokens:
+A feature is the target's last hidden state after its final norm. The head sees the feature at
+position t with the embedding of token t + 1, and extrapolates the feature at t + 1. The target's
+output path turns that into the logits of token t + 2. Five tokens:
 
     position      0    1    2    3    4
     token         a    b    c    d    e
@@ -23,12 +23,13 @@ from treespec.heads.layers import DecoderLayer, KeyValues, Rotary
 
 @final
 class EagleHead(nn.Module):
-    """One decoder layer over fc(cat(embedding, feature)). Parameter names are the published checkpoint's.
+    """One decoder layer over fc(cat(embedding, feature)), with the published parameter names.
 
-    config: the content of config.json, Llama's fields plus `bias` (of fc, true if absent), `qkv_bias`
-    (false if absent) and `embed_scale` (1 if absent; for targets that scale their embeddings).
-    vocabulary: [N] int64 ascending, the target's tokens that it drafts; None is all. output: the rows of
-    the target's output embedding for them. Both belong to a loaded target and not to the weights.
+    config: the content of config.json, Llama's fields plus `bias` (of fc, true if absent),
+    `qkv_bias` (false if absent) and `embed_scale` (1 if absent; for targets that scale their
+    embeddings).
+    vocabulary: [N] int64 ascending, the target's tokens that it drafts; None is all. output: their
+    rows of the target's output embedding. Neither is saved with the weights.
     """
 
     kind: str = "eagle"
@@ -94,7 +95,7 @@ class EagleHead(nn.Module):
     forward = step  # what a call of the module runs, as in training
 
     def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
-        """[..., H] features of `step` -> [..., N] logits of its draft tokens, by the target's output path."""
+        """[..., H] features of `step` -> [..., N] logits, by the target's output path."""
         return target.output_logits(hidden, self.output)
 
     def settle_taps(self, layers: int) -> None:
@@ -114,32 +115,36 @@ class EagleHead(nn.Module):
 
 
 def config_for(target: PretrainedConfig, width: int, vocab_size: int, embed_scale: float = 1.0) -> Config:
-    """The head's config.json for a target's (text) config: same widths, head counts and rotary settings.
+    """The head's config.json for a target: the same widths, head counts and rotary settings.
 
-    width: of the hidden states that enter the target's output embedding, which for some models (OPT) is not
-    `hidden_size`. Targets without rotary positions or gated layers get Llama's defaults.
+    width: of the hidden states that enter the target's output embedding, which for some models
+    (OPT) is not `hidden_size`. Targets without rotary positions or gated layers get Llama's
+    defaults.
     """
+    # 1. sizes
     heads = target.num_attention_heads
     if width % heads:
         heads = 1
-    given = target.to_dict()
+    fields = target.to_dict()
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": width,
-        "intermediate_size": given.get("intermediate_size") or 4 * width,
+        "intermediate_size": fields.get("intermediate_size") or 4 * width,
         "num_hidden_layers": 1,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
         "head_dim": getattr(target, "head_dim", None) or width // heads,
         "vocab_size": vocab_size,
         "hidden_act": "silu",
-        "rms_norm_eps": given.get("rms_norm_eps") or 1e-6,
+        "rms_norm_eps": fields.get("rms_norm_eps") or 1e-6,
         "max_position_embeddings": getattr(target, "max_position_embeddings", 2048),
         "bias": True,
     }
-    rope = given.get("rope_parameters") or {}
-    if "full_attention" in rope:  # one set of angles a layer type
+
+    # 2. rotary positions and the scale of the embeddings
+    rope = fields.get("rope_parameters") or {}
+    if "full_attention" in rope:  # parameters by layer type
         rope = rope["full_attention"]
     if rope:
         rope = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
@@ -147,6 +152,8 @@ def config_for(target: PretrainedConfig, width: int, vocab_size: int, embed_scal
         config["rope_theta"] = rope.get("rope_theta", 10000.0)
     if embed_scale != 1.0:
         config["embed_scale"] = embed_scale
+
+    # 3. KV heads must divide the heads
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         config["num_key_value_heads"] = heads
     return config

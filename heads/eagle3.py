@@ -1,15 +1,17 @@
-"""The head of EAGLE-3 (Li et al. 2025, 2503.01840): tapped features go in, and its own output layer gives the law.
+"""The head of EAGLE-3 (Li et al. 2025, 2503.01840): tapped features in, logits of its own out.
 
-The target's features at position t, tapped at three of its layers, are fused into one by `fc`. The head sees that with
-the embedding of the token after it, and the law that it gives is of token t + 2. Where it drafts on, the feature at
-t + 1 is its layer's output, before the last norm; it need not resemble the target's. Five tokens:
+`fc` fuses the target's features at position t, tapped at three layers, into one. The head sees it
+with the embedding of token t + 1, and its logits are for token t + 2. Where it drafts on, the
+feature at t + 1 is its layer's output before the last norm, which need not resemble the target's.
+Five tokens:
 
     position      0    1    2    3    4
     token         a    b    c    d    e
     fused         g0   g1   g2   g3   .        from the target
     head sees     g0,b g1,c g2,d g3,e          rotary positions 0 1 2 3
     head gives    a1   a2   a3   a4            the laws of c, d, e and the token after e
-    then sees     a1,c a2,d a3,e               rotary positions 1 2 3, and gives the laws of d, e and the one after
+    then sees     a1,c a2,d a3,e               rotary positions 1 2 3
+    and gives     b2   b3   b4                 the laws of d, e and the token after e
 """
 
 from collections.abc import Callable
@@ -30,7 +32,7 @@ EMBEDDING = "embed_tokens.weight"
 
 @final
 class Eagle3Layer(nn.Module):
-    """A decoder layer over an embedding and a feature: both are normed, the feature as it came is the residual.
+    """A decoder layer over normed embedding and normed feature; the raw feature is the residual.
 
     norm_before_residual: the normed feature is the residual, as in some of speculators' heads.
     """
@@ -45,7 +47,7 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
 
     def forward(self, embeddings: Tensor, features: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """embeddings, features: [B, T, H]. attend: [B, T, 2H] -> [B, T, H], the attention. Returns [B, T, H]."""
+        """[B, T, H] embeddings and features -> [B, T, H]. attend: [B, T, 2H] -> [B, T, H]."""
         normed = self.hidden_norm(features)
         x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         x = (normed if self.norm_before_residual else features) + attend(x)
@@ -56,10 +58,11 @@ class Eagle3Layer(nn.Module):
 class Eagle3Head(nn.Module):
     """Parameter names are the published checkpoint's.
 
-    config: the content of config.json, Llama's fields plus `draft_vocab_size` Vd (V if absent), `target_hidden_size`
-    Ht (H if absent), `eagle_aux_hidden_state_layer_ids` (the taps; if absent they follow from the target's depth),
-    `qkv_bias` and `norm_before_residual` (false if absent) and `embed_scale` (1 if absent).
-    Where Vd is not V, d2t [Vd] int64 says that draft token i is the target's i + d2t[i], and t2d [V] bool marks these.
+    config: the content of config.json, Llama's fields plus `draft_vocab_size` Vd (V if absent),
+    `target_hidden_size` Ht (H if absent), `eagle_aux_hidden_state_layer_ids` (the taps; if absent
+    they follow from the target's depth), `qkv_bias` and `norm_before_residual` (false if absent)
+    and `embed_scale` (1 if absent). Where Vd is not V, d2t [Vd] int64 says that draft token i is
+    the target's i + d2t[i], and t2d [V] bool marks these.
     embed_tokens: None where the file has none and no target has given its own yet.
     """
 
@@ -113,11 +116,19 @@ class Eagle3Head(nn.Module):
         return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def forward(self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int) -> list[Tensor]:
-        """The training-time test (section 3.2): drafts from every position at once, on its own features.
+        """Draft from every position at once, on its own features (training-time test, section 3.2).
 
-        tokens: [B, T] int64. features: [B, R, F] the target's at the first R = T - 2 positions. counts: [B, R] bool,
-        which laws of the text are wanted; row t of step d, from 0, is of token t + d + 2 and is wanted as row t + d is.
-        Returns for each of `steps` (R at most) the logits [M, Vd] of its wanted rows, by row.
+        tokens: [B, T] int64. features: [B, R, F] the target's at the first R = T - 2 positions.
+        counts: [B, R] bool: whether the logits for token t + 2 are wanted. steps: at most R are
+        computed.
+        Returns for each step the logits [M, Vd] of its wanted rows. Five tokens, of which d and e
+        are wanted:
+
+            row t     0  1  2
+            counts    0  1  1
+            step 0    c  d  e       row t of step s is for token t + s + 2,
+            step 1    d  e          and is wanted where counts[t + s]
+            step 2    e
         """
         hidden, attention, logits = self.fuse(features), UnrolledAttention(self.midlayer.self_attn), []
         for step in range(min(steps, counts.shape[1])):
@@ -140,21 +151,21 @@ class Eagle3Head(nn.Module):
         mask: Tensor | None = None,
         cache: KeyValues | None = None,
     ) -> Tensor:
-        """The next features. tokens: [B, T] int64, each the one after its feature. features: [B, T, H].
+        """[B, T] tokens and [B, T, H] features -> [B, T, H] the features that follow, not normed.
 
-        positions: [T] or [B, T] of the features. mask: [T, P + T] or [B, 1, T, P + T], what each attends to, None is
-        causal. Returns [B, T, H], not normed.
+        tokens: int64, each the one after its feature. positions: [T] or [B, T] of the features.
+        mask: [T, P + T] or [B, 1, T, P + T], what each position attends to; None is causal.
         """
         angles, attention = self.rotary(positions, features.dtype), self.midlayer.self_attn
         embeddings = self._embedded(tokens, features.dtype)
         return self.midlayer(embeddings, features, lambda x: attention(x, angles, mask, cache))
 
     def logits(self, hidden: Tensor, target: OutputPath | None = None) -> Tensor:
-        """[..., H] features of `step` -> [..., Vd] logits of its draft tokens, without the target's output path."""
+        """[..., H] features of `step` -> [..., Vd] logits of its tokens; `target` is not used."""
         return self.lm_head(self.norm(hidden))
 
     def settle_taps(self, layers: int) -> None:
-        """Where the config names no taps, take the published ones of a target with this number of layers."""
+        """Where the config names no taps, take the published ones for `layers` target layers."""
         self.taps = self.taps or default_taps(layers)
 
     def share_embedding(self, weight: nn.Parameter) -> None:
@@ -162,7 +173,7 @@ class Eagle3Head(nn.Module):
         self.embed_tokens = shared(self.embed_tokens, weight)
 
     def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
-        """From now on draft only these of its tokens, [N] int64 ascending: rows of lm_head, d2t and t2d."""
+        """From now on draft only these tokens, [N] int64 ascending: cut lm_head, d2t and t2d."""
         known = self.vocabulary
         rows = tokens if known is None else torch.isin(known, tokens).nonzero().squeeze(1)
         output = nn.Linear(self.hidden_size, len(rows), bias=False, device="meta")
@@ -172,7 +183,10 @@ class Eagle3Head(nn.Module):
         self._draft(rows if known is None else known[rows])
 
     def fill(self, tensors: Tensors) -> None:
-        """Take a checkpoint's tensors, with or without an embedding. Raises ValueError where d2t and t2d disagree."""
+        """Take a checkpoint's tensors, with or without an embedding.
+
+        Raises ValueError where d2t and t2d disagree.
+        """
         if EMBEDDING not in tensors:
             self.embed_tokens = None
         self.load_state_dict(tensors, assign=True)
@@ -213,7 +227,10 @@ class Eagle3Head(nn.Module):
 def config_for(
     target: PretrainedConfig, width: int, vocab_size: int, taps: tuple[int, ...], embed_scale: float = 1.0
 ) -> Config:
-    """The head's config.json for a target's (text) config, as `eagle.config_for`. width: of the target's embedding."""
+    """The head's config.json for a target's (text) config, as `eagle.config_for`.
+
+    width: of the target's embedding.
+    """
     config = eagle.config_for(target, width, vocab_size, embed_scale)
     del config["bias"]
     return config | {
@@ -226,7 +243,7 @@ def config_for(
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
-    """The published taps of a target of so many layers, a low, a middle and a high one: inputs of these layers.
+    """The published taps for `layers` target layers: the inputs of a low, middle and high layer.
 
     In a target of less than 7 layers they would not be three: there, the inputs of the last three.
     """

@@ -1,4 +1,4 @@
-"""What every draft head is, whatever its kind: the seam between this room and whoever trains or drafts with a head."""
+"""The seam of draft heads: what every kind offers to those who train it or draft with it."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, Protocol, Self
@@ -17,7 +17,7 @@ class OutputPath(Protocol):
     """The target's way from hidden states to logits, as far as a head uses it."""
 
     def output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
-        """[..., H] hidden states -> [..., N] logits, by `output` in place of the whole output embedding."""
+        """[..., H] hidden states -> [..., V] logits; [..., N] with `output` from `output_rows`."""
         ...
 
     def output_rows(self, tokens: Tensor) -> nn.Linear:
@@ -26,7 +26,7 @@ class OutputPath(Protocol):
 
 
 class Head(Protocol):
-    """A module that drafts for one target. Its shapes follow from its config, see `heads.registry`."""
+    """A `torch.nn.Module` that drafts for one target. Its shapes follow from its config."""
 
     known_as: ClassVar[str]  # in messages: "an EAGLE-3 head"
     optional: ClassVar[frozenset[str]]  # tensors that a checkpoint may lack, because the target has them
@@ -39,7 +39,7 @@ class Head(Protocol):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Target layers whose inputs are its features; () is the last hidden state after the final norm."""
+        """Target layers whose inputs it takes as features; (): the state after the final norm."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class Head(Protocol):
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """[N] int64 ascending: the target's token for each of its draft tokens; None where they are the same."""
+        """[N] int64 ascending: the target's token for each draft token; None: all V, in order."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class Head(Protocol):
         ...
 
     def settle_taps(self, layers: int) -> None:
-        """Where the config names no taps, take the published ones of a target with this number of layers."""
+        """Where the config names no taps, take the published ones for `layers` target layers."""
         ...
 
     def share_embedding(self, weight: nn.Parameter) -> None:
@@ -90,7 +90,10 @@ class Head(Protocol):
         ...
 
     def fill(self, tensors: Tensors) -> None:
-        """Take a checkpoint's tensors, which have its names and shapes. Raises ValueError where they contradict."""
+        """Take a checkpoint's tensors, whose names and shapes are right.
+
+        Raises ValueError where they contradict each other.
+        """
         ...
 
     # As every `torch.nn.Module` has them.
@@ -107,7 +110,7 @@ class Head(Protocol):
 
 
 class FeatureHead(Head, Protocol):
-    """A head that extrapolates features, and feeds on its own where it drafts on: EAGLE's."""
+    """A head that extrapolates features, and takes its own features to draft on: EAGLE's."""
 
     @property
     def embed_scale(self) -> float:
@@ -126,7 +129,7 @@ class FeatureHead(Head, Protocol):
         mask: Tensor | None = None,
         cache: KeyValues | None = None,
     ) -> Tensor:
-        """[B, T] tokens and [B, T, H] features, each of the token before -> [B, T, H] the features that follow."""
+        """[B, T] tokens, [B, T, H] features one position before -> [B, T, H] the next features."""
         ...
 
     def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
@@ -135,7 +138,7 @@ class FeatureHead(Head, Protocol):
 
 
 def shared(own: nn.Embedding | None, weight: nn.Parameter) -> nn.Embedding:
-    """A head's own embedding, or a new one where it has none, which holds `weight` where that is equal."""
+    """A head's embedding, whose weight is `weight` itself where the two are equal. own: before."""
     own = own or nn.Embedding.from_pretrained(weight)
     if own.weight.device == weight.device and torch.equal(own.weight, weight):
         own.weight = weight

@@ -1,4 +1,4 @@
-"""Whether the hub's cache or the hub holds a repository, answered within seconds: the hub's client asks for 23."""
+"""Whether the hub or its cache holds a repository, within 10 s; the hub's client takes 23 s."""
 
 from functools import cache
 

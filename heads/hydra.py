@@ -1,14 +1,15 @@
-"""Hydra's heads (Ankner et al. 2024, 2402.05109): Medusa's, each of which also sees the tokens before its own.
+"""Hydra's heads (Ankner et al. 2024, 2402.05109): Medusa's, with the tokens drafted so far.
 
-Head i, from 0, at position t drafts token t + 2 + i of the target's last hidden state h and the embeddings e:
+Head i, from 0, at position t drafts token t + 2 + i of the target's last hidden state h and the
+embeddings e:
 
     position      0            1            2            3     4
     token         a            b            c            d     e
     head 0 of     c:h0,b       d:h1,c       e:h2,d
     head 1 of     d:h0,b,c     e:h1,c,d
 
-Hydra++ (section 4.2; `hydra_head_arch` "prefix-mlp") puts in place of h what a decoder layer of its own, with the
-final norm of a model of one layer, makes of all hidden states up to it.
+Hydra++ (section 4.2; `hydra_head_arch` "prefix-mlp") replaces h by the output of a decoder layer of
+its own, with a final norm, over all hidden states up to position t.
 """
 
 from collections.abc import Sequence
@@ -54,17 +55,21 @@ class Prefix(nn.Module):
     def forward(
         self, states: Tensor, positions: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None
     ) -> Tensor:
-        """[B, T, H] hidden states at positions [T] or [B, T] -> [B, T, H]. mask, cache: as `EagleHead` takes them."""
+        """[B, T, H] hidden states at positions [T] or [B, T] -> [B, T, H].
+
+        mask, cache: as for `EagleHead.step`.
+        """
         return self.norm(self.layers[0](states, self.rotary(positions, states.dtype), mask, cache))
 
 
 @final
 class HydraHead(DepthHeads):
-    """K times `hydra_num_layers` residual blocks and an output layer. Parameter names are the published checkpoint's.
+    """K times `hydra_num_layers` residual blocks and an output layer, by their published names.
 
-    config: as of `DepthHeads`, with `hydra_head_arch` "mlp" or "prefix-mlp" ("mlp" if absent), and Llama's fields for
-    the prefix layer. The embeddings are the target's.
-    Raises ValueError for other architectures, and for heads that see no tokens (`grounded_heads` false).
+    config: as for `DepthHeads`, with `hydra_head_arch` "mlp" or "prefix-mlp" ("mlp" if absent), and
+    Llama's fields for the prefix layer. The embeddings are the target's.
+    Raises ValueError for other architectures, and for heads that see no tokens (`grounded_heads`
+    false).
     """
 
     known_as: ClassVar[str] = "Hydra or Hydra++ heads"
@@ -79,7 +84,7 @@ class HydraHead(DepthHeads):
         plus = kind == "hydra++"
         width = self.hidden_size
 
-        # 2. the prefix layer, and each head's blocks: the first takes the state and the i + 1 tokens after it
+        # 2. the prefix layer, and the blocks; head i takes the state and the i + 1 tokens after it
         self.prefix_embeding_layer = Prefix(LlamaConfig(**config)) if plus else None
         self.hydra_mlp = nn.ModuleList()
         for i in range(self.max_depth):
@@ -98,7 +103,7 @@ class HydraHead(DepthHeads):
     def states(
         self, features: Tensor, positions: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None
     ) -> Tensor:
-        """[B, T, H] hidden states of the target at positions [T] or [B, T] -> what the heads see of them.
+        """[B, T, H] hidden states of the target -> the [B, T, H] states that the heads take.
 
         mask: [T, P + T] or [B, 1, T, P + T], what each attends to, None is causal.
         """
@@ -107,13 +112,14 @@ class HydraHead(DepthHeads):
         return self.prefix_embeding_layer(features, positions, mask, cache)
 
     def step(self, i: int, inputs: Tensor) -> Tensor:
-        """[..., (i + 2) H], a state and the embeddings of the i + 1 tokens after it -> [..., V] logits of head i."""
+        """[..., (i + 2) H] state and the i + 1 embeddings after it -> [..., V] logits of head i."""
         return self.hydra_lm_head[i](self.hydra_mlp[i](inputs))
 
     def forward(self, features: Tensor, embeddings: Tensor, kept: Tensor) -> list[Tensor]:
-        """Logits [M, V] of each head at the M positions of kept [B, T] bool.
+        """For each head the logits [M, V] at the M positions of kept [B, T] bool.
 
-        features: [B, T, H] from position 0 on. embeddings: [B, T + K - 1, H] of the tokens after them.
+        features: [B, T, H] from position 0 on. embeddings: [B, T + K - 1, H] of the tokens after
+        them.
         """
         length = features.shape[1]
         inputs = self.states(features, torch.arange(length, device=features.device))[kept]

@@ -1,9 +1,11 @@
-"""The decoder layer of the draft heads: Llama's, as short as it can be said.
+"""The decoder layer of the draft heads: Llama's, without options that heads do not use.
 
-Keys and values go to a cache that is an argument, any object with `update(keys, values) -> (keys, values)`.
+Keys and values go to a cache that is an argument: any object with
+`update(keys, values) -> (keys, values)`.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,10 @@ class KeyValues(Protocol):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding with transformers' scaling rules. inv_freq: [D / 2] radians a position."""
+    """Rotary position embedding with transformers' scaling rules.
+
+    inv_freq: [D / 2] radians per position.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -27,7 +32,7 @@ class Rotary(nn.Module):
         self.inv_freq = rotary.inv_freq.float()  # not a buffer: stays float32 when the head is cast
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[T] or [B, T] positions -> cos, sin, [1, T, D] or [B, 1, T, D] each: the same for all heads."""
+        """[T] or [B, T] positions -> cos and sin, [1, T, D] or [B, 1, T, D], one for all heads."""
         if self.inv_freq.device != positions.device:
             self.inv_freq = self.inv_freq.to(positions.device)
         angles = positions[..., None, :, None] * self.inv_freq
@@ -55,7 +60,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None) -> Tensor:
-        """x: [B, T, in]. mask: [T, P + T] or [B, 1, T, P + T], bool or additive, None is causal. Returns [B, T, H]."""
+        """x: [B, T, in]. mask: [T, P + T] or [B, 1, T, P + T], bool or additive, None is causal.
+
+        Returns [B, T, H].
+        """
         q, k, v = self.project(x, angles)
         if cache is not None:
             k, v = cache.update(k, v)
@@ -63,7 +71,10 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, in] -> queries [B, heads, T, D], keys and values [B, kv heads, T, D]; the first two are turned."""
+        """[B, T, in] -> queries [B, heads, T, D], keys and values [B, kv heads, T, D].
+
+        Queries and keys are rotated by the angles.
+        """
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -85,7 +96,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.activation: Any = ACT2FN[config.hidden_act]
+        self.activation: Callable[[Tensor], Tensor] = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

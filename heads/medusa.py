@@ -1,7 +1,7 @@
-"""Medusa's heads (Cai et al. 2024, 2401.10774, section 2.1): one for each token ahead, all of the same hidden state.
+"""Medusa's heads (Cai et al. 2024, 2401.10774, section 2.1): one head a depth, one hidden state.
 
-The hidden state is the target's last after its final norm. Head i, from 0, at position t drafts token t + 2 + i, as
-the target itself says token t + 1. Five tokens:
+The hidden state is the target's last one, after its final norm. The target's own output from it at
+position t is token t + 1, so head i, from 0, drafts token t + 2 + i. Five tokens:
 
     position      0     1     2     3     4
     token         a     b     c     d     e
@@ -20,9 +20,9 @@ from treespec.heads.head import Config
 
 @final
 class MedusaHead(DepthHeads):
-    """K times `medusa_num_layers` residual blocks and an output layer. Parameter names are the published checkpoint's.
+    """K times `medusa_num_layers` residual blocks and an output layer, by their published names.
 
-    config: as of `DepthHeads`.
+    config: as for `DepthHeads`.
     """
 
     kind: str = "medusa"
@@ -37,7 +37,7 @@ class MedusaHead(DepthHeads):
 
     @property
     def output_layers(self) -> list[nn.Linear]:
-        """The last layer of each head, H -> V."""
+        """The heads' last layers, H -> V."""
         return [last_linear(self.get_submodule(str(i))) for i in range(self.max_depth)]
 
     def step(self, i: int, states: Tensor) -> Tensor:
@@ -45,5 +45,5 @@ class MedusaHead(DepthHeads):
         return self.get_submodule(str(i))(states)
 
     def forward(self, states: Tensor) -> list[Tensor]:
-        """[..., H] hidden states -> [..., V] logits of each head."""
+        """[..., H] hidden states -> for each head its [..., V] logits."""
         return [self.step(i, states) for i in range(self.max_depth)]

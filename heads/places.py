@@ -7,10 +7,10 @@ from huggingface_hub import try_to_load_from_cache
 
 
 def mistyped(name: str | Path, what: str = "directory") -> str | None:
-    """Why a name that is no directory cannot be one, with the nearest name; None where it may be a hub id.
+    """Why a name is neither a directory nor a hub id, with the most similar name; None: a hub id.
 
-    what: what the directory should be, such as "head directory". A name is meant as a path if it looks like one, or
-    if a directory beside it has a similar name.
+    what: what the directory should be, such as "head directory". A name is meant as a path if it
+    looks like one, or if a directory beside it has a similar name.
     """
     path, text = Path(name).expanduser(), str(name)
     if path.is_file():
@@ -23,7 +23,7 @@ def mistyped(name: str | Path, what: str = "directory") -> str | None:
 
 
 def nearest(path: Path) -> Path | None:
-    """The path with its first component that is not there replaced by the most similar directory beside it."""
+    """The path with each missing component replaced by the most similar directory in its place."""
     there = Path(path.anchor)
     for number, part in enumerate(path.parts):
         if (there / part).is_dir():

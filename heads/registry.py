@@ -1,7 +1,7 @@
-"""The kinds of draft head: one entry each, with all that this room knows of it.
+"""The kinds of draft head: one entry each, with its class and its formats.
 
-What else a kind needs stands in one table of each room above, by the same name: how it drafts in
-`treespec.draft.trained.kinds`, how it is trained in `treespec.train.kinds`.
+Two tables above have an entry of the same name: `treespec.draft.trained.kinds` for drafting, and
+`treespec.train.kinds` for training.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -24,16 +24,17 @@ H = TypeVar("H", bound=Head)
 
 @dataclass(frozen=True)
 class HeadKind(Generic[H]):
-    """build: (config) -> the head with random weights; raises for a config that does not describe it.
+    """build: (config) -> the head with random weights; raises for a config that describes none.
 
     recognises: (config.json, names of the tensors) -> whether a directory holds this kind.
-    read: turns what the directory holds, in the format of any project, into the config and the tensors that `build`
-    and `Head.fill` take; raises ValueError for what it does not understand.
-    levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or they do not tell.
-    writers: by export format, (head, target) -> what the directory is to hold; raises ValueError for a head that has
-    no place in the format.
-    outputs: (head, features [1, T, F], generator) -> what the head computes on them and on random tokens, to compare
-    it with its export.
+    read: turns what the directory holds, in the format of any project, into the config and the
+    tensors that `build` and `Head.fill` take; raises ValueError for what it does not understand.
+    levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or
+    they do not tell.
+    writers: by export format, (head, target) -> config and tensors to write; raises ValueError for
+    a head that the format cannot describe.
+    outputs: (head, features [1, T, F], generator) -> logits on random tokens, to compare a head
+    with its export.
     """
 
     build: Callable[[Config], H]
@@ -90,5 +91,5 @@ def kind_of(config: Config, names: Collection[str]) -> str:
 
 
 def levels_of(config: Config, names: Collection[str]) -> int | None:
-    """Levels that the head of a directory drafts; None: any number, or config.json and names do not tell."""
+    """Levels that the head of a directory drafts; None: any number, or its files do not tell."""
     return HEADS[kind_of(config, names)].levels(config, names)

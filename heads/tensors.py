@@ -1,4 +1,4 @@
-"""The tensors of a head directory, by the file names that the formats have. Nothing pickled but tensors is loaded."""
+"""The tensors of a head directory. Of a pickle only tensors are loaded."""
 
 import json
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -27,7 +27,10 @@ class HeadError(ValueError):
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the first of FILES, by name. Raises HeadError where there is none, or it holds something else."""
+    """The tensors of the first of FILES, by name.
+
+    Raises HeadError where there is none, or it holds something else.
+    """
     file = next((folder / name for name in FILES if (folder / name).exists()), None)
     if file is None:
         names = [name for name in FILES[2:] if "index" not in name]
@@ -36,7 +39,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def tensor_names(folder: Path) -> set[str] | None:
-    """The names that `read_tensors` gives, without reading a tensor; None where only reading tells them."""
+    """The names that `read_tensors` returns, from a header alone; None for a file without one."""
     file = next((folder / name for name in FILES if (folder / name).exists()), None)
     if file is None or file.suffix != ".safetensors":
         return None
@@ -63,7 +66,7 @@ def _sharded(index: Path) -> dict[str, Tensor]:
 
 
 def inside(name: str) -> bool:
-    """Whether a name in an index stays in the index's folder; links out of it are how the hub's cache stores files."""
+    """Whether a name in an index stays in its folder; links may leave it, as in the hub's cache."""
     paths = PurePosixPath(name), PureWindowsPath(name)
     return not any(path.anchor or ".." in path.parts for path in paths)
 

@@ -1,16 +1,18 @@
-"""Attention of drafts that start at every position of a text at once, step after step: for training.
+"""Attention for training, where drafts start at every position of a text at once.
 
-Step 0 is causal over the pairs of the text. Later, row t sees the pairs 0 to t, which are the target's, and of each
-step after them its own entry alone, which it drafted itself (Li et al. 2025, 2503.01840, section 3.2). Five rows at
-step 2; two have left, as the text has no token for them any more:
+Step 0 is causal over the pairs of the text, whose features are the target's. At a later step, row t
+sees pairs 0 to t, and of each step since then only its own entry, whose feature the head drafted
+(Li et al. 2025, 2503.01840, section 3.2). Five rows at step 2; rows 3 and 4 have left, because the
+text has no further token for them:
 
              step 0      step 1      step 2
     row 0    x . . . .   x . . . .   x . .
     row 1    x x . . .   . x . . .   . x .
     row 2    x x x . .   . . x . .   . . x
 
-So a later step adds one score to each row that it leaves, and no mask of all rows by all columns. The first columns are
-scored in blocks of rows, which the backward pass computes again: what is kept grows with rows times steps.
+So a later step adds one score per row, and needs no mask of all rows by all columns. The columns of
+step 0 are scored in blocks of rows, which the backward pass computes again: memory grows with rows
+times steps, not with rows squared.
 """
 
 from typing import final
@@ -22,23 +24,23 @@ from torch.utils.checkpoint import checkpoint
 
 from treespec.heads.layers import Attention
 
-ROWS = 256  # of a block
+ROWS = 256  # per block
 
 
 @final
 class UnrolledAttention:
-    """`attention` over the steps so far; every call is the next one, over the same rows or the first of them."""
+    """`attention` over all steps so far; each call is the next step, over the same rows or fewer."""
 
     def __init__(self, attention: Attention, rows: int = ROWS) -> None:
-        """rows: of a block."""
+        """rows: rows per block, default 256; fewer take less memory."""
         self.attention, self.rows = attention, rows
-        self.known: list[tuple[Tensor, Tensor]] = []  # of each step keys and values, [B, kv heads, R, D]
+        self.steps: list[tuple[Tensor, Tensor]] = []  # keys and values by step, [B, kv heads, R, D]
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """x: [B, R, in]. angles: of `Rotary`, at the rows' positions of this step. Returns [B, R, H]."""
+        """x: [B, R, in] -> [B, R, H]. angles: of `Rotary`, at the rows' positions of this step."""
         q, k, v = self.attention.project(x, angles)
-        self.known.append((k, v))
-        if len(self.known) == 1:
+        self.steps.append((k, v))
+        if len(self.steps) == 1:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.attention.grouped)
         else:
             blocks = range(0, q.shape[2], self.rows)
@@ -46,16 +48,17 @@ class UnrolledAttention:
         return self.attention.o_proj(out.transpose(1, 2).flatten(-2))
 
     def _block(self, q: Tensor, first: int, end: int) -> Tensor:
-        (keys, values), *later = self.known
+        (keys, values), *later = self.steps
         own = [(k[:, :, first:end], v[:, :, first:end]) for k, v in later]
         given = q[:, :, first:end], keys[:, :, :end], values[:, :, :end], own
         return checkpoint(attend_rows, *given, use_reentrant=False, preserve_rng_state=False)
 
 
 def attend_rows(q: Tensor, keys: Tensor, values: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The last R of E rows: causal over the first columns, with a column of their own for each later step.
+    """The last R of E rows: causal over step 0, plus one own column for each later step.
 
-    q: [B, heads, R, D]. keys, values: [B, kv heads, E, D]. own: keys and values [B, kv heads, R, D] of each later step.
+    q: [B, heads, R, D]. keys, values: [B, kv heads, E, D] of step 0. own: keys and values
+    [B, kv heads, R, D] for each later step.
     Returns [B, heads, R, D]. Scores and their softmax are in float32.
     """
     rows, columns = q.shape[2], keys.shape[2]

@@ -10,7 +10,7 @@ POOL = 64  # batches sorted by length together, so that little is padding
 
 
 def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Batches of example numbers, of like length, in random order; a rest that fills no batch is left out.
+    """Batches of examples with similar lengths, in random order, without an unfilled last one.
 
     With fewer examples than batch_size, one batch holds them all.
     """
@@ -26,7 +26,7 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:
-    """[B, T, ...] rows filled up with zeros on the right, where causal attention never looks back from."""
+    """[B, T, ...] rows, padded with zeros on the right, where causal attention does not look."""
     return pad_sequence(list(rows), batch_first=True)
 
 

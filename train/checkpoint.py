@@ -1,6 +1,7 @@
 """The state of a run in one safetensors file: weights, AdamW's moments, and how far it is.
 
-Written under a temporary name and renamed; everything else (order, noise, learning rate) follows from the step.
+Written under a temporary name and renamed; everything else (order, noise, learning rate) follows
+from the step.
 """
 
 from pathlib import Path
@@ -29,7 +30,10 @@ def save(path: Path, head: Head, optimizer: torch.optim.Optimizer, step: int, se
 
 
 def load(path: Path, head: Head, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
-    """Restore weights and moments in place; returns steps done and seconds spent. Raises InputError."""
+    """Restore weights and moments in place; returns steps done and seconds spent.
+
+    Raises InputError.
+    """
     remedy = "delete it to begin anew"
     tensors, about = read_tensors(path, remedy)
     try:

@@ -1,4 +1,4 @@
-"""What is checked before the target is loaded: options of the kind of head, trackers, folders."""
+"""Checks before the target is loaded: options of the kind of head, trackers, folders."""
 
 import os
 from dataclasses import asdict
@@ -16,7 +16,7 @@ PRECISIONS = ("no", "bf16", "fp16")
 
 
 def check(config: TrainConfig) -> None:
-    """Raises InputError for what cannot be used, of all that is known without target and data."""
+    """Raises InputError for options that cannot be used with any target and data."""
     check_kind(config)
     check_tracker(config.tracker)
     if config.mixed_precision not in PRECISIONS:

@@ -9,10 +9,10 @@ from treespec.shared_options import PlacementOptions, TargetOptions
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TargetOptions):
-    """Defaults are the papers' and their published configurations'; None is the kind's own (`train.kinds`).
+    """Defaults are those of the papers and their code; None is the kind's own (`train.kinds`).
 
-    Kinds: Li et al. 2024 (2401.15077) and 2025 (2503.01840), Cai et al. 2024 (2401.10774), Ankner et al. 2024
-    (2402.05109).
+    Kinds: Li et al. 2024 (2401.15077) and 2025 (2503.01840), Cai et al. 2024 (2401.10774), Ankner
+    et al. 2024 (2402.05109).
     """
 
     data: str = option("conversations: JSONL in ShareGPT's form or as messages")

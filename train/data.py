@@ -32,7 +32,7 @@ class Data:
 
 
 def read(config: TrainConfig, accelerator: Accelerator) -> list[Conversation]:
-    """The conversations of the data file, after saying what is wrong with the others."""
+    """The usable conversations of the data file; prints what is wrong with the others."""
     conversations, report = read_conversations(config.data)
     accelerator.print(f"{config.data}: {report}")
     for problem in report.problems:
@@ -47,7 +47,7 @@ def prepare(
     conversations: list[Conversation],
     accelerator: Accelerator,
 ) -> Data:
-    """Encode and split the conversations, and store their features if asked to. taps: the head's."""
+    """Encode and split the conversations; with --features store them. taps: the head's."""
     if target.tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer: training needs one")
     examples, report = encode_conversations(
@@ -73,8 +73,8 @@ def draft_vocabulary(
 ) -> Tensor | None:
     """Choose the tokens that the head is to draft, and say how much of the data they are.
 
-    A head with an output layer of its own is restricted to them here. Another one is trained on all tokens: they are
-    saved beside it and returned, to restrict it in the end.
+    A head with an output layer of its own is restricted to them here. Another one is trained on all
+    tokens: they are saved beside it and returned, to restrict it in the end.
     """
     if config.draft_vocab is None:
         return None
@@ -93,8 +93,8 @@ def draft_vocabulary(
 def store(
     config: TrainConfig, target: Target, rows: list[Tensor], taps: tuple[int, ...], accelerator: Accelerator
 ) -> features.StoredFeatures:
-    """Write the features that are not there yet, each process its shards, after saying how large they are."""
-    # 1. what the features depend on
+    """Write the features that are not stored yet, each process its own shards."""
+    # 1. everything that the features depend on
     folder = Path(config.features or "")
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:

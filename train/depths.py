@@ -1,11 +1,12 @@
 """The losses of Medusa's and Hydra's heads, one head for each depth.
 
-Five tokens, of which d and e are the assistant's; the state at a position drafts from two places on:
+Five tokens, of which d and e are the assistant's.
+The state at position t drafts tokens t + 2, t + 3, …:
 
-    token        a  b  c  d  e
-    state        h0 h1 h2             head 0 of h1 counts, for d, and of h2, for e; head 1 of h0, for d,
-    head 0 of    c  d  e              and of h1, for e
-    head 1 of    d  e
+    token              a  b  c  d  e
+    state              h0 h1 h2
+    head 0 drafts      c  d  e              d and e count
+    head 1 drafts      d  e                 d and e count
 """
 
 import torch
@@ -41,21 +42,22 @@ def hydra_objective(config: TrainConfig, target: Target, model: nn.Module, batch
 
 
 def ahead(x: Tensor, i: int, length: int) -> Tensor:
-    """[B, T, ...] -> [B, length, ...] from place i on, filled up with zeros."""
+    """[B, T, ...] -> [B, length, ...] from position i on, padded with zeros."""
     part = x[:, i : i + length]
     return F.pad(part, (0, 0) * (x.dim() - 2) + (0, length - part.shape[1]))
 
 
 def counted_heads(loss_mask: Tensor, heads: int) -> Tensor:
-    """[B, T] bool, true at the assistant's tokens -> [K, B, T - 2], which states count for each of K heads."""
+    """[B, T] bool, true at the assistant's tokens -> [K, B, T - 2]: states that count for head k."""
     length = loss_mask.shape[1] - 2
     return torch.stack([ahead(loss_mask, 2 + i, length) for i in range(heads)])
 
 
 def medusa_loss(logits: list[Tensor], tokens: Tensor, counts: Tensor, decay: float) -> Loss:
-    """Sum of decay^i times head i's cross-entropy with the text's own tokens (Cai et al. 2024, section 2.2.1).
+    """Sum over heads of decay^i times cross-entropy with the text (Cai et al. 2024, section 2.2.1).
 
-    logits: of each of K heads [M, V]. tokens, counts: [K, M], the token that each drafts and whether it counts.
+    logits: [M, V] for each of K heads. tokens, counts: [K, M] the token to draft, and whether it
+    counts.
     """
     losses, agreements = [], []
     for own, wanted, counting in zip(logits, tokens, counts, strict=True):
@@ -66,9 +68,10 @@ def medusa_loss(logits: list[Tensor], tokens: Tensor, counts: Tensor, decay: flo
 
 
 def hydra_loss(logits: list[Tensor], laws: list[Tensor], counts: Tensor) -> Loss:
-    """Sum of the heads' cross-entropies against the target's softmax (Ankner et al. 2024, section 4.1).
+    """Sum over heads of cross-entropy with the target's law (Ankner et al. 2024, section 4.1).
 
-    logits: of each of K heads [M, V]. laws: of each the target's logits for the same tokens, [M, V]. counts: [K, M].
+    logits, laws: for each of K heads its logits and the target's, [M, V]. counts: [K, M], whether
+    the token counts.
     """
     losses, agreements = [], []
     for own, law, counting in zip(logits, laws, counts, strict=True):
@@ -78,5 +81,5 @@ def hydra_loss(logits: list[Tensor], laws: list[Tensor], counts: Tensor) -> Loss
 
 
 def mean(values: Tensor, counts: Tensor) -> Tensor:
-    """Of the values [M] that count; 0 where none does."""
+    """Mean of the values [M] that count; 0 where none does."""
     return (values * counts).sum() / counts.sum().clamp(min=1)

@@ -2,7 +2,7 @@
 
 Five tokens, of which d and e are the assistant's:
 
-    token          a  b  c  d  e           a pair learns the feature under it, and through it the law of
+    token          a  b  c  d  e           a pair learns the next feature, and through it the law of
     pair (f, tok)     f0,b f1,c f2,d       the token two places on; it counts if that token is the
     gives             f1'  f2'  f3'        assistant's: f1' for d and f2' for e
     law of            c    d    e
@@ -49,9 +49,10 @@ def eagle_loss(
     feature_weight: float,
     token_weight: float,
 ) -> Loss:
-    """SmoothL1 between features, plus cross-entropy against the target's softmax (Li et al. 2024, section 4.2).
+    """SmoothL1 between features, plus cross-entropy of token laws (Li et al. 2024, section 4.2).
 
-    extrapolated: [M, H] what the head gave at the counted positions. features: [M, H] what the target has there.
+    extrapolated: [M, H] what the head gave at the counted positions. features: [M, H] what the
+    target has there.
     output_logits: [M, H] -> [M, V] logits, the target's own output path.
     """
     wanted = output_logits(features).float()

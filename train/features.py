@@ -109,10 +109,10 @@ def stored_size(target: Target, rows: Sequence[Tensor], taps: tuple[int, ...]) -
 def prepare_folder(folder: Path, identity: Identity, needed: int, first: Callable[[], Tensor]) -> None:
     """Write the index of a new folder, or check that it holds features of the same target and data.
 
-    identity: what the features depend on. An index of an older version lacks "content", the target's
-    identity. needed: bytes. first: computes the features [1, T, F] of conversation 0, to compare
-    them with what an older version stored. Raises InputError if they do not belong together or the
-    disk has no room.
+    identity: what the features depend on. An index of an older version lacks "content", the
+    target's identity. needed: bytes. first: computes the features [1, T, F] of conversation 0, to
+    compare them with what an older version stored. Raises InputError if they do not belong together
+    or the disk has no room.
     """
     index = folder / INDEX
     if index.exists():

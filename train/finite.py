@@ -20,7 +20,7 @@ IN_A_ROW = 20
 
 @final
 class Skips:
-    """Counts the skipped optimizer steps of a run. state: the checkpoint file that an error names."""
+    """Counts the skipped steps of a run. state: the checkpoint file that an error names."""
 
     def __init__(self, state: Path) -> None:
         self.state = state

@@ -1,4 +1,4 @@
-"""How each kind of head is trained: its published recipe, its loss, and the options that only it takes."""
+"""How each kind of head is trained: its published recipe, its loss, and its own options."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -23,8 +23,8 @@ class Recipe:
 class Training:
     """flags: options that are refused for the kinds that do not name them.
 
-    restricted_first: its own output layer is trained on the draft vocabulary alone, as d2t is among its weights. The
-    others are trained on all tokens, and restricted when they draft.
+    restricted_first: its own output layer is trained on the draft vocabulary alone, as d2t is among
+    its weights. The others are trained on all tokens, and restricted when they draft.
     """
 
     recipe: Recipe

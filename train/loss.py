@@ -1,4 +1,4 @@
-"""The seam between a run and the loss of a kind of head: what a loss is given, and what it gives."""
+"""The seam between a run and the loss of a kind of head: a Batch goes in, a Loss comes out."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,8 @@ from treespec.train.config import TrainConfig
 class Batch(NamedTuple):
     """Conversations of one forward, padded on the right.
 
-    tokens: [B, T] int64. loss_mask: [B, T] bool, true at the assistant's tokens. features: [B, T, F] the target's.
+    tokens: [B, T] int64. loss_mask: [B, T] bool, true at the assistant's tokens. features: [B, T,
+    F] the target's.
     lengths: [B] tokens of each conversation. generator: draws this batch's noise.
     """
 
@@ -25,7 +26,10 @@ class Batch(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """total: what a step lowers. parts: what a run reports beside it. All are means over the counted positions."""
+    """total: what a step lowers. parts: what a run reports beside it.
+
+    All are means over the counted positions.
+    """
 
     total: Tensor
     parts: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""What a run tells while it runs: a bar on a terminal, now and then a line through a pipe, and metrics.jsonl."""
+"""Progress of a run: a bar on a terminal, a line every 30 s in a pipe, and metrics.jsonl."""
 
 import json
 import time

@@ -82,7 +82,7 @@ def changes(before: Record, record: Record) -> Iterator[str]:
 
 
 def digests(record: Record) -> Record:
-    """What a record says of its target's and data file's content; nothing in one of an older version."""
+    """The digests of target and data file; none in a record of an older version."""
     contents = record.get("contents")
     return contents if isinstance(contents, dict) else {}
 

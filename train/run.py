@@ -1,4 +1,4 @@
-"""Training a head from start to end: checks, target and data, all steps, the saved head and its calibration."""
+"""Training a head from the checks to the saved head and its calibration."""
 
 import errno
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The steps of a run: batches in a fixed order, the kind's loss, checkpoints that resume to the same weights."""
+"""The steps of a run: batches in a fixed order, and checkpoints that resume to the same weights."""
 
 import copy
 import time
@@ -29,7 +29,10 @@ LOG_EVERY = 20  # steps between lines of metrics.jsonl
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has begun. record: what OUT/training/config.json says of it. model: the head, perhaps wrapped."""
+    """A run that has begun: everything that its steps need.
+
+    record: the content of OUT/training/config.json. model: the head, wrapped where accelerate needs it.
+    """
 
     config: TrainConfig
     record: Record
@@ -88,7 +91,7 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
             step += 1
             skips.count(good, step)
 
-            # 3. what is told of it
+            # 3. report it
             if not good:
                 report.write({"step": step, "skipped": skips.total})
             elif step % LOG_EVERY == 0 or step == total:
@@ -102,7 +105,7 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
                 report.write({"step": step, "learning_rate": rate, **line, "seconds": round(elapsed, 2)})
                 accelerator.log(line, step=step)
 
-            # 4. now and then a validation and a checkpoint
+            # 4. validate and save, where it is time
             if config.validate_every and step % config.validate_every == 0 and step < total:
                 result = validation(run)
                 report.write({"step": step, **asdict(result)})
@@ -113,7 +116,7 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
                 checkpoint.save(state, head, optimizer.optimizer, step, time.perf_counter() - started)
             after_step(step)
 
-    # 5. how many steps changed nothing
+    # 5. report skipped steps
     skips.refuse_nothing_learnt()
     if skips.total:
         accelerator.print(f"skipped steps: {skips.total} of {skips.steps}, their gradient was not finite")
@@ -122,7 +125,8 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
 def optimizer_step(run: Run, head: Head, batches: list[tuple[int, list[int]]]) -> tuple[Loss, bool]:
     """One optimizer step over the gradients of all batches, unless they are not finite.
 
-    batches: (number, conversations) of each. Returns the last batch's loss, and whether all is finite.
+    batches: (number, conversations) for each. Returns the last batch's loss, and whether losses and
+    gradient are finite.
     """
     accelerator, optimizer = run.accelerator, run.optimizer
     losses, good = torch.zeros((), device=accelerator.device), True
@@ -163,7 +167,7 @@ def validation(run: Run) -> Validation:
 
 
 def held_out_rows(run: Run) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens [T], loss mask [T] and features [T, F] of each held-out conversation to validate on."""
+    """Tokens [T], loss mask [T] and features [T, F] of conversations to validate on."""
     target, taps = run.target, run.head.taps
     for example in run.data.held_out[: run.config.validate_on]:
         tokens = example.input_ids.to(target.output_device)
@@ -171,7 +175,7 @@ def held_out_rows(run: Run) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def learning_rate(config: TrainConfig, step: int, total: int, elapsed: float) -> float:
-    """Linear warm-up (of a tenth of the steps at most), then linear decay with the steps or the minutes."""
+    """Linear warm-up over at most a tenth of the steps, then linear decay to 0."""
     recipe = recipe_of(config)
     warm_up = min(recipe.warm_up, total / 10)
     done = max(step / total, elapsed / (60 * config.minutes) if config.minutes else 0.0)

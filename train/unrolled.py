@@ -1,7 +1,8 @@
-"""EAGLE-3's loss: the token laws of every draft step, the later ones counting less (Li et al. 2025, section 3.2).
+"""EAGLE-3's loss: token laws, later draft steps weigh less (Li et al. 2025, section 3.2).
 
-Five tokens, of which d and e are the assistant's. The head drafts from every pair at once; a step counts where the
-token that its law is of is the assistant's, and where the target's likeliest token there is one that it drafts:
+Five tokens, of which d and e are the assistant's. The head drafts from every pair at once; a step
+counts where the token that its law is of is the assistant's, and where the target's likeliest token
+there is one that it drafts:
 
     token          a  b  c  d  e
     step 1            f0,b f1,c f2,d       laws of c d e, of which d and e count
@@ -24,7 +25,10 @@ from treespec.train.loss import Batch, Loss
 
 
 def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
-    """`unrolled_loss` of a batch, where the target's likeliest token is one that the head drafts. model: the head."""
+    """`unrolled_loss` of a batch, where the target's likeliest token is one that the head drafts.
+
+    model: the head.
+    """
     head: Eagle3Head = extract_model_from_parallel(model)
     given, last = target.parted(batch.features, head.taps)
     counts = counted(batch.loss_mask)
@@ -35,9 +39,10 @@ def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batc
 
 
 def drafted_laws(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[M, V] logits of the target -> its laws over a draft vocabulary, [M, Vd] probabilities that sum to 1, in float32.
+    """[M, V] target logits -> its laws over a draft vocabulary, [M, Vd] float32 that sum to 1.
 
-    And whether its likeliest token is in the vocabulary, [M] bool. vocabulary: [Vd] int64, None is all tokens.
+    And whether its likeliest token is in the vocabulary, [M] bool. vocabulary: [Vd] int64, None is
+    all tokens.
     """
     if vocabulary is None:
         return logits.float().softmax(-1), torch.ones(len(logits), dtype=torch.bool, device=logits.device)
@@ -47,7 +52,8 @@ def drafted_laws(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Ten
 def unrolled_loss(logits: Sequence[Tensor], laws: Tensor, places: Tensor, decay: float) -> Loss:
     """The sum over draft steps of decay^step times the mean cross-entropy, and its parts.
 
-    logits: of step 0, 1, …, [M_d, Vd] what the head gave. laws: [M, Vd] what step 0 should give. places: [M] the row of
+    logits: of step 0, 1, …, [M_d, Vd] what the head gave. laws: [M, Vd] what step 0 should give.
+    places: [M] the row of
     each: step d, which starts d rows further down, has only those laws whose row is d or more.
     """
     total = laws.new_zeros(())

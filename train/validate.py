@@ -1,4 +1,4 @@
-"""How good a head is: agreement with the target per draft step, and the acceptance length that predicts."""
+"""How well a head agrees with its target, and the acceptance length that this predicts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ from treespec.target import Target
 
 @dataclass(frozen=True)
 class Validation:
-    """agreement: at draft step 1, 2, … the share of positions whose likeliest token is the target's.
+    """agreement: for draft step 1, 2, … the share of positions with the target's likeliest token.
 
-    acceptance_length: 1 + the mean run of agreeing steps, what a chain of so many nodes would have accepted
-    where the target follows the text, in tokens a cycle. positions: how many were looked at.
+    acceptance_length: 1 + the mean run of agreeing steps, in tokens a cycle: what a chain of these
+    steps would commit where the target follows the text.
+    positions: the number of positions behind both figures.
     """
 
     agreement: list[float]
@@ -26,9 +27,9 @@ class Validation:
 
 @torch.no_grad()
 def validate(head: Head, target: Target, rows: Iterable[tuple[Tensor, Tensor, Tensor]], steps: int) -> Validation:
-    """rows: tokens [T] int64, loss mask [T] bool, features [T, F] of each held-out conversation.
+    """rows: for each held-out conversation tokens [T] int64, loss mask [T] bool, features [T, F].
 
-    steps: at most, as a head may have fewer.
+    steps: draft steps to validate; a head may have fewer.
     """
     steps = draft_steps(head, steps)
     agreeing, runs, positions = torch.zeros(steps), 0.0, 0
@@ -42,7 +43,7 @@ def validate(head: Head, target: Target, rows: Iterable[tuple[Tensor, Tensor, Te
 
 
 def rollout_agreement(head: Head, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Tensor:
-    """[R, steps] bool: from each of R = T - steps - 1 positions, whether draft step d finds the target's token.
+    """[R, steps] bool: whether draft step d from position r finds the target's likeliest token.
 
     `Kind.rollout` says what a draft step is along a text.
     """
@@ -61,6 +62,7 @@ def describe(result: Validation) -> str:
         return "the head was not validated: no held-out conversation is long enough"
     steps = " ".join(f"{share:.1%}" for share in result.agreement)
     return (
-        f"top-1 agreement by draft step {steps}; a chain would accept {result.acceptance_length:.2f} tokens a cycle "
+        f"top-1 agreement by draft step {steps}; "
+        f"a chain would accept {result.acceptance_length:.2f} tokens a cycle "
         f"({result.positions} held-out positions)"
     )

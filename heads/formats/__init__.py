@@ -1,1 +1,1 @@
-"""Checkpoint formats of other projects, a module for each kind of head; `treespec.heads.registry` names them."""
+"""Checkpoint formats of other projects, by kind of head; `treespec.heads.registry` names them."""

@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 heads of SafeAILab/EAGLE, whose format is this repository's, and of the engines."""
+"""EAGLE-1 and EAGLE-2 heads: SafeAILab/EAGLE's format, which is treespec's, and the engines'."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ ROTARY = ("default", "linear", "dynamic")  # that SafeAILab/EAGLE computes
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
-    """A head of vLLM's own architecture has no `fc.bias`, and need not say so."""
+    """Add `bias: false` for a head of vLLM's architecture, whose config may omit it."""
     if config.get("architectures") == ["EagleLlamaForCausalLM"] and "fc.bias" not in tensors:
         config = config | {"bias": False}
     return config, tensors
@@ -27,7 +27,7 @@ def to_eagle(head: EagleHead, served: Served) -> Stored:
 
 
 def to_vllm(head: EagleHead, served: Served) -> Stored:
-    """For vLLM, whose `fc` has no bias, and where `bias` would give one to the attention."""
+    """For vLLM: `fc` has no bias, and the field `bias` would give the attention one."""
     check_layer(head, biases=True)
     if head.fc.bias is not None and head.fc.bias.any():
         raise ValueError("fc.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias, or export to sglang")
@@ -37,7 +37,7 @@ def to_vllm(head: EagleHead, served: Served) -> Stored:
 
 
 def to_sglang(head: EagleHead, served: Served) -> Stored:
-    """For SGLang, whose `fc` has a bias in any case, and where `bias` would give one to the attention."""
+    """For SGLang: `fc` always has a bias, and the field `bias` would give the attention one."""
     check_layer(head)
     zeros = torch.zeros(head.hidden_size, dtype=head.dtype)
     return _config(head, served, "LlamaForCausalLMEagle"), {"fc.bias": zeros} | head.state_dict()
@@ -67,7 +67,7 @@ class Unchanged:
 
 
 def outputs(head: FeatureHead, features: Tensor, generator: torch.Generator) -> Tensor:
-    """[2, T, N] logits of two steps, the second on the head's own features; of EAGLE-1 the features.
+    """[2, T, N] logits of two steps, step 2 on the head's own features; for EAGLE-1 the features.
 
     features: [1, T, F].
     """

@@ -1,11 +1,12 @@
 """EAGLE-3 heads of SafeAILab/EAGLE, SpecForge, SGLang and vLLM.
 
-Which of the target's layers are tapped is said in two ways. A tap k is the input of layer k, transformers'
-hidden_states[k]. In a target of five layers:
+Formats number the tapped layers in two ways. A tap k is the input of layer k, which is
+transformers' hidden_states[k]. vLLM, speculators and treespec name the layer that it enters, SGLang
+the layer that it leaves. In a target of five layers:
 
     hidden_states                       0   1   2   3   4   5
-    eagle_aux_hidden_state_layer_ids    0   1   2   3   4       vLLM, speculators and treespec: the layer it enters
-    eagle_config. …_layer_ids               0   1   2   3   4   SGLang: the layer it leaves
+    eagle_aux_hidden_state_layer_ids    0   1   2   3   4       entered: vLLM, …
+    eagle_config. …_layer_ids               0   1   2   3   4   left: SGLang
 """
 
 from collections.abc import Collection
@@ -26,9 +27,10 @@ def recognises(config: Config, names: Collection[str]) -> bool:
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
-    """The layer may be layers.0 or midlayer, the taps SGLang's. A mapping of all tokens to themselves goes.
+    """Rename layers.0 to midlayer, translate SGLang's taps, and drop a d2t of all tokens.
 
-    Raises ValueError for a head with parts that are not known, and for taps that contradict each other.
+    Raises ValueError for a head with parts that are not known, and for taps that contradict each
+    other.
     """
     if unknown := [name for name in UNKNOWN if config.get(name)]:
         raise ValueError(f"{unknown[0]} is true, a part that treespec's EAGLE-3 heads do not have")
@@ -42,7 +44,7 @@ def read(config: Config, tensors: Tensors) -> Stored:
 
 
 def _untangled(config: Config) -> Config:
-    """With SGLang's taps as treespec says them."""
+    """Replace SGLang's nested taps by treespec's."""
     nested = config["eagle_config"]
     if not isinstance(nested, dict):
         raise ValueError(f"eagle_config is no set of fields: {nested!r}")
@@ -70,7 +72,7 @@ def to_sglang_ids(taps: tuple[int, ...]) -> list[int]:
 
 
 def to_eagle(head: Eagle3Head, served: Served) -> Stored:
-    """For SafeAILab/EAGLE, which reads no layer ids, and of a target of another width takes no embedding."""
+    """For SafeAILab/EAGLE, which reads no layer ids, and no embedding of another width."""
     check_layer(head, activation=None)
     check_residual(head)
     check_project(head)
@@ -94,7 +96,7 @@ def to_sglang(head: Eagle3Head, served: Served) -> Stored:
 
 
 def to_vllm(head: Eagle3Head, served: Served) -> Stored:
-    """For vLLM, which knows midlayer, refuses unknown tensors, and takes no d2t where all tokens are drafted."""
+    """For vLLM, which refuses unknown tensors, and d2t where all tokens are drafted."""
     check_layer(head)
     config = {IDS: list(head.taps), "norm_before_residual": head.midlayer.norm_before_residual}
     return _config(head, served, "LlamaForCausalLMEagle3") | config, head.state_dict()

@@ -1,4 +1,4 @@
-"""What the formats of the engines share: the target that is served, and Llama's fields as every version reads them."""
+"""What the engines' formats share: the served target, and Llama's fields for all versions."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,10 @@ from treespec.heads.head import Config, FeatureHead
 
 @dataclass(frozen=True)
 class Served:
-    """The target beside which an engine runs the head. name: its directory or hub id, as the engine is to load it."""
+    """The target beside which an engine runs the head.
+
+    name: the directory or hub id from which the engine loads it.
+    """
 
     name: str
     architectures: tuple[str, ...]
@@ -20,7 +23,7 @@ class Served:
 
     @classmethod
     def of(cls, name: str, config: PretrainedConfig) -> "Served":
-        """By the target's config, of which the text model's counts."""
+        """From the target's config, or its text model's."""
         text = config.get_text_config()
         return cls(
             name,
@@ -35,8 +38,8 @@ class Served:
 def check_layer(head: FeatureHead, *, biases: bool = False, activation: str | None = "silu") -> None:
     """Raises ValueError for a decoder layer that a format cannot describe.
 
-    biases: whether it has a field for biases of queries, keys and values. activation: the only one; None: it has a
-    field.
+    biases: whether the format has a field for biases of queries, keys and values. activation: the
+    only activation that it means; None: it has a field for it.
     """
     if head.embed_scale != 1.0:
         raise ValueError(f"its target's embeddings are scaled by {head.embed_scale:g}, for which there is no field")
@@ -47,14 +50,19 @@ def check_layer(head: FeatureHead, *, biases: bool = False, activation: str | No
 
 
 def llama_fields(head: FeatureHead, served: Served) -> Config:
-    """The fields of a Llama of one layer. Rotary positions are said in the three ways that versions look for.
+    """The fields of a Llama of one layer.
+
+    Rotary positions stand there three times, as different versions read them.
 
     The context is the target's at least: the engines stop where the shorter one ends.
     """
+    # 1. rotary positions, as old and new versions look for them
     llama = LlamaConfig(**head.config)
     rope: Config = dict(llama.rope_parameters or {})
     kind, theta = rope["rope_type"], rope["rope_theta"]
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"} | {"type": kind}
+
+    # 2. all fields
     return {
         "model_type": "llama",
         "hidden_size": llama.hidden_size,

@@ -20,12 +20,12 @@ from treespec.heads.head import Head
 from treespec.heads.registry import HEADS
 
 FORMATS = ("sglang", "vllm", "speculators", "eagle")
-TOKENS = 8  # of the text that heads are compared on
+TOKENS = 8  # length of the random text on which heads are compared
 
 
 @dataclass(frozen=True)
 class Exported:
-    """kind: of the head. compared: numbers that it and the directory's head gave alike. command: what serves it."""
+    """kind: the head's. compared: logits found equal when read back. command: serves the head."""
 
     kind: str
     compared: int
@@ -35,10 +35,12 @@ class Exported:
 def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
     """Write a head's directory in the format of `to`, one of FORMATS.
 
-    All is written in a folder beside `out` and read back before that is renamed, so that a kill leaves nothing half.
-    Raises HeadError for a head that has no place in the format, for an `out` that is there or cannot be written, and
-    where the directory's head differs.
+    All is written in a temporary folder and read back before that is renamed to `out`, so a kill
+    leaves no half-written head.
+    Raises HeadError for a head that the format cannot describe, for an `out` that exists or cannot
+    be written, and where the head that is read back differs.
     """
+    # 1. what can be refused at once
     head = load_head(head_path)
     if to not in FORMATS:
         raise HeadError(f"--to is {to!r}, must be one of {', '.join(FORMATS)}")
@@ -47,6 +49,8 @@ def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
         raise HeadError(f"{to} takes heads of kind {able}: {head_path} is of kind {head.kind}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HeadError(f"{out} exists already: name a new folder")
+
+    # 2. write beside `out`, read back, compare, rename
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         check(head, served)
@@ -69,26 +73,27 @@ def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
 
 
 def left_behind(head_path: str) -> str | None:
-    """What of a head's directory no format has a place for, in a line."""
+    """A line about the file of a head's directory that no format can hold; None without it."""
     if not (head_folder(head_path) / "draft_vocab.json").exists():
         return None
     return "draft_vocab.json has no place in the format: the engine drafts all tokens of the head"
 
 
 def command(to: str, head: Head, served: Served, out: Path) -> str:
-    """The line of the shell that serves the target with a head of that folder, or answers MT-Bench with both."""
+    """The shell command that serves the target with the head in `out`, or answers MT-Bench."""
     target, folder = shlex.quote(served.name), shlex.quote(str(out))
     if to == "speculators":
         return f"vllm serve {folder}"
     if to == "vllm":
         number = head.max_depth or speculators.DRAFTED
         drafts = {"method": head.kind, "model": str(out), "num_speculative_tokens": number}
-        return f"vllm serve {target} --speculative-config {shlex.quote(json.dumps(drafts, separators=(',', ':')))}"
+        speculative = shlex.quote(json.dumps(drafts, separators=(",", ":")))
+        return f"vllm serve {target} --speculative-config {speculative}"
     if to == "sglang":
         return (
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {head.kind.upper()} "
-            f"--speculative-draft-model-path {folder} --speculative-num-steps 3 --speculative-eagle-topk 1 "
-            "--speculative-num-draft-tokens 4"
+            f"python -m sglang.launch_server --model-path {target} "
+            f"--speculative-algorithm {head.kind.upper()} --speculative-draft-model-path {folder} "
+            "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
         )
     paths = f"--base-model-path {target} --ea-model-path {folder}"
     three = " --use_eagle3" if head.taps else ""
@@ -97,7 +102,10 @@ def command(to: str, head: Head, served: Served, out: Path) -> str:
 
 
 def compare(one: Head, other: Head) -> int:
-    """How many numbers two heads gave alike on the same random text. Raises ValueError where one differs."""
+    """The number of logits of two heads on the same random text, all of them equal.
+
+    Raises ValueError where one differs.
+    """
     if one.taps != other.taps:
         raise ValueError(f"read back it taps {other.taps}, the head {one.taps}")
     given = [outputs(head.float()) for head in (one, other)]
@@ -108,7 +116,7 @@ def compare(one: Head, other: Head) -> int:
 
 @torch.no_grad()
 def outputs(head: Head) -> Tensor:
-    """[steps, TOKENS, N] what a head in float32 computes on random tokens and features, by step or depth."""
+    """[steps, TOKENS, N] logits of a head in float32 on random text; of EAGLE-1 the features."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1, TOKENS, head.feature_size, generator=generator)
     compute = HEADS[head.kind].outputs

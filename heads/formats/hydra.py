@@ -1,4 +1,4 @@
-"""Hydra's heads of zankner/Hydra: their config says nothing of the target's sizes, their file has unused tensors."""
+"""Hydra's heads of zankner/Hydra, whose config lacks the target's sizes."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -10,7 +10,7 @@ MARK = re.compile(r"hydra_(mlp|lm_head)\.")
 PREFIX = "prefix_embeding_layer."
 LAYER = PREFIX + "layers.0."
 OUTPUTS = ("hydra_lm_head.0.weight", "hydra_lm_head.0.1.weight")  # of the first head, of Hydra and of Hydra++
-UNUSED = {  # the target's embedding, which treespec has from the target, and that of a Llama which is given states
+UNUSED = {  # the target's embedding, which the target has, and one of a Llama that takes states
     "input_embed_fn.weight",
     PREFIX + "embed_tokens.weight",
 }
@@ -28,10 +28,10 @@ def recognises_prefix(config: Config, names: Collection[str]) -> bool:
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
-    """Without the tensors that nothing uses, and with what the config does not say by the shapes of the others.
+    """Drop the unused tensors, and take missing config fields from the shapes of the others.
 
-    Raises ValueError for features of another layer than the last, and where neither the config nor the file says how
-    many attention heads the prefix layer has.
+    Raises ValueError for features of another layer than the last, and where neither the config nor
+    the file says how many attention heads the prefix layer has.
     """
     if config.get("hidden_state_offset"):
         raise ValueError(f"hidden_state_offset is {config['hidden_state_offset']}, of which only 0 is known")
@@ -47,7 +47,7 @@ def read(config: Config, tensors: Tensors) -> Stored:
 
 
 def levels(config: Config, names: Iterable[str]) -> int | None:
-    """How many heads there are, by the config or the names of the tensors; None where neither says it in a number."""
+    """The number of heads, by the config or the names of the tensors; None where neither tells."""
     given = config.get("hydra_num_heads", _heads(names))
     return given or None if type(given) is int else None
 
@@ -57,7 +57,7 @@ def _heads(names: Iterable[str]) -> int:
 
 
 def _attention(config: Config, tensors: Tensors, width: int) -> dict[str, int]:
-    """Of the prefix layer. Its file holds an angle for every second number of a head."""
+    """Sizes of the prefix layer. A file with D / 2 rotary angles tells the head count."""
     if "num_attention_heads" in config:
         heads = config["num_attention_heads"]
     elif ANGLES in tensors:

@@ -1,4 +1,4 @@
-"""Medusa's heads of FasterDecoding/Medusa, in files of their own and within whole models, and of vLLM."""
+"""Medusa's heads of FasterDecoding/Medusa, alone or within a whole model, and of vLLM."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -21,9 +21,9 @@ def recognises(config: Config, names: Collection[str]) -> bool:
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
-    """The heads alone, with what the config does not say of them by their tensors.
+    """Keep the heads' tensors only, and take missing config fields from their shapes.
 
-    Published configs say 2 heads where there are 5, so that a file may have more than they say.
+    A file may hold more heads than its config says: published configs say 2 where there are 5.
     Raises ValueError for a file without the output layer of the first head.
     """
     if any(name.startswith(WHOLE) for name in tensors):
@@ -41,7 +41,7 @@ def read(config: Config, tensors: Tensors) -> Stored:
 
 
 def levels(config: Config, names: Iterable[str]) -> int | None:
-    """How many heads `read` finds, by the names of the tensors; None where the config does not say it in a number."""
+    """The number of heads that `read` finds; None where the config holds something else."""
     given = [config[name] for name in ("num_heads", "medusa_num_heads") if name in config]
     count = _heads(BLOCK.sub("", name.removeprefix(WHOLE)) for name in names)
     return max([*given, count]) or None if all(type(number) is int for number in given) else None
@@ -69,7 +69,7 @@ def to_vllm(head: MedusaHead, served: Served) -> Stored:
 
 
 def _from_vllm(config: Config, tensors: Tensors) -> Stored:
-    """Blocks without biases get zeros."""
+    """Rename vLLM's tensors; blocks without biases get zeros."""
     layers = config.get("medusa_num_layers", config.get("num_hidden_layers", 1))
     config = config | {"medusa_num_layers": layers}
     if "num_heads" in config:
@@ -89,7 +89,7 @@ def _heads(names: Iterable[str]) -> int:
 
 
 def _widths(tensors: Tensors, output: str) -> dict[str, int]:
-    """By the first head's output layer, [V, H]."""
+    """hidden_size and vocab_size, from the first head's output layer [V, H]."""
     if output not in tensors:
         raise ValueError(f"the head lacks {output}; is it Medusa heads?")
     vocab_size, hidden_size = tensors[output].shape

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of vllm-project/speculators: the decoder layer's config is nested, its tensors are layers.0."""
+"""EAGLE-3 heads of vllm-project/speculators: a nested config, and tensors named layers.0."""
 
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.formats import eagle3
@@ -16,7 +16,7 @@ def read_any(config: Config, tensors: Tensors) -> Stored:
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
-    """As EAGLE-3's. Raises ValueError for other speculators and for layers that are not Llama's."""
+    """Flatten the config. Raises ValueError for other speculators and for layers unlike Llama's."""
     if (kind := config["speculators_model_type"]) != "eagle3":
         raise ValueError(f"speculators_model_type is {kind!r}, of which only 'eagle3' is known")
     layer = config.get("transformer_layer_config")
@@ -30,14 +30,17 @@ def read(config: Config, tensors: Tensors) -> Stored:
 
 
 def write(head: Eagle3Head, served: Served) -> Stored:
-    """The directory that `vllm serve` loads by itself, with the target that it names."""
+    """The directory that `vllm serve` loads together with the target that it names."""
     check_layer(head)
+    # 1. how `vllm serve` is to draft with it
     greedy = {
         "proposal_type": "greedy",
         "speculative_tokens": DRAFTED,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
+
+    # 2. the nested config, and the tensors by its layer's name
     config = {
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,

@@ -1,7 +1,7 @@
-"""Chat conversations out of Python's own standard library: real code and prose that every installation carries.
+"""Chat conversations made from Python's standard library, which every installation carries.
 
-A documented function becomes a request for its code and a question about what it does, a module the question
-for its docstring, a topic of `help()` an explanation over several turns.
+A documented function becomes a request for its code and a question about what it does, a module the
+question for its docstring, a topic of `help()` an explanation over several turns.
 """
 
 import ast
@@ -34,11 +34,13 @@ class Conversation(TypedDict):
 @dataclass(frozen=True)
 class TextConfig:
     """Answers below `shortest` or above `longest` characters are left out; one in `held_out` conversations
-    is held out."""
+
+    is held out.
+    """
 
     shortest: int = option("characters of an answer, at least", 40, least=0, most=MANY)
     longest: int = option("characters of an answer, at most", 1200, least=1, most=MANY)
-    held_out: int = option("one conversation in so many is held out", 25, least=1, most=MANY)
+    held_out: int = option("hold out one conversation in N", 25, least=1, most=MANY)
 
     def __post_init__(self) -> None:
         check_ranges(self, flag="")
@@ -51,9 +53,10 @@ def library_files() -> list[Path]:
 
 
 def make_text(out: Path, files: Sequence[Path] | None = None, config: TextConfig | None = None) -> Path:
-    """Writes `out/train.jsonl` and `out/held_out.jsonl`, one conversation a line; kept if it is there.
+    """Write train.jsonl and held_out.jsonl, one conversation a line, unless `out` is complete.
 
-    files: what is read, default the standard library. The split depends on each conversation's id alone.
+    files: sources to read; default: the standard library. The split depends on each conversation's
+    id alone.
     Raises InputError where the files hold no conversation, and for damage in what is there.
     """
     if kept(out):
@@ -72,7 +75,7 @@ def make_text(out: Path, files: Sequence[Path] | None = None, config: TextConfig
 
 
 def read_messages(file: Path) -> Iterator[list[Message]]:
-    """The messages of each conversation that `make_text` wrote. Raises InputError for another file."""
+    """The messages of each conversation that `make_text` wrote. Raises InputError otherwise."""
     try:
         with file.open(encoding="utf-8") as lines:
             for line in lines:
@@ -147,7 +150,7 @@ def _first_sentence(doc: str) -> str:
 
 
 def _of_topics(tree: ast.Module, config: TextConfig) -> Iterator[tuple[str, Turns]]:
-    """(name, turns) for each topic of `help()`, a turn holding as many paragraphs as fit."""
+    """(name, turns) for each topic of `help()`, each turn up to `longest` characters."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             for name, text in ast.literal_eval(node.value).items():

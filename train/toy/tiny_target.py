@@ -36,10 +36,11 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyTargetConfig:
-    """Deep and narrow: a forward over 24 nodes costs little more than over one, and twelve times a head's layer.
+    """Deep and narrow: a forward over 24 nodes costs little more than over one.
 
-    For the last `long_share` of the time as many tokens come in windows of `long_length`, so that the model holds a
-    dialogue. Raises InputError for a number out of its range.
+    For the last `long_share` of the time windows are `long_length` long, at the same number of
+    tokens a step, so that the model learns dialogues. Raises InputError for a number out of its
+    range.
     """
 
     layers: int = option("decoder layers", 12, least=1, most=1024)
@@ -48,8 +49,8 @@ class TinyTargetConfig:
     kv_heads: int = option("key-value heads", 1, least=1, most=1024)
     intermediate: int = option("width of an MLP", 512, least=1, most=TOKENS)
     vocab: int = option("tokens of the vocabulary, at most", 4096, least=1, most=TOKENS)
-    context: int = option("tokens that it holds", 2048, least=1, most=TOKENS)
-    seconds: float = option("of training, text and tokenizer not counted", 200.0, above=0, most=MANY)
+    context: int = option("context length", 2048, least=1, most=TOKENS)
+    seconds: float = option("seconds of training, without text and tokenizer", 200.0, above=0, most=MANY)
     batch: int = option("windows of `length` tokens a step", 8, least=1, most=65536)
     length: int = option("tokens of a window", 256, least=1, most=TOKENS)
     long_length: int = option("tokens of a window at the end", 1024, least=1, most=TOKENS)
@@ -60,7 +61,7 @@ class TinyTargetConfig:
     beta2: float = option("AdamW", 0.95, least=0, below=1)
     weight_decay: float = option("AdamW", 0.1, least=0, most=100)
     max_grad_norm: float = option("largest norm of the gradient", 1.0, above=0, most=MANY)
-    seed: int = option("of the weights and the order", 0, least=0, most=SEEDS)
+    seed: int = option("seed of the weights and the order", 0, least=0, most=SEEDS)
 
     def __post_init__(self) -> None:
         check_ranges(self, flag="")
@@ -68,7 +69,7 @@ class TinyTargetConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: its number from 1, mean loss per token in nats, tokens seen, share of the time gone."""
+    """One optimizer step: its number from 1, loss in nats per token, tokens seen, share of time."""
 
     number: int
     loss: float
@@ -83,10 +84,11 @@ def train_target(
     on_step: Callable[[Step], None] = lambda step: None,
     console: Console | None = None,
 ) -> Path:
-    """Tokenizer and model trained on `text` (a directory of `make_text`), saved as `out` for the Auto classes.
+    """Train tokenizer and model on `text`, a directory of `make_text`; save both in `out`.
 
-    A finished `out` is kept. It appears whole or, if anything raises, not at all. Raises InputError for a
-    vocabulary or text that is too small, a training that diverges, and damage in what is there.
+    A finished `out` is kept. It appears whole or, if anything raises, not at all. Raises InputError
+    for a vocabulary or text that is too small, a training that diverges, and damage in what is
+    there.
     """
     if kept(out):
         return out
@@ -114,10 +116,13 @@ def train_tokenizer(out: Path, texts: Iterable[str], vocab: int) -> PreTrainedTo
 
     Raises InputError for a vocabulary that does not hold the bytes and the special tokens.
     """
+    # 1. bytes and special tokens need their place
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = [PAD, BOS, EOS]
     if vocab < len(alphabet) + len(special):
         raise InputError(f"the vocabulary is {vocab}, must be at least {len(alphabet) + len(special)}")
+
+    # 2. the merges
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -126,6 +131,8 @@ def train_tokenizer(out: Path, texts: Iterable[str], vocab: int) -> PreTrainedTo
     )
     bpe.train_from_iterator(texts, trainer)
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, special.index(BOS))])
+
+    # 3. the tokenizer as transformers loads it
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=BOS,
@@ -140,6 +147,7 @@ def train_tokenizer(out: Path, texts: Iterable[str], vocab: int) -> PreTrainedTo
 
 def new_model(config: TinyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Random weights in `fast_dtype()`, embedding and output tied."""
+    # 1. the shape
     shape = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden,
@@ -153,13 +161,15 @@ def new_model(config: TinyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> L
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+
+    # 2. random weights; those that add to the residual start smaller, as in GPT-2
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         # over short windows the backward of eager attention is the faster one on a CPU
         model = AutoModelForCausalLM.from_config(shape, dtype=fast_dtype(), attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):  # as GPT-2: what is added to the residual
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.div_(math.sqrt(2 * config.layers))
     return model
 
@@ -186,6 +196,7 @@ def fit(
     console: Console | None,
 ) -> None:
     """AdamW on float32 copies of the weights until the time is up. tokens: [M] int64."""
+    # 1. float32 copies, their optimizer, and windows of the text
     weights = list(model.parameters())
     masters = [weight.detach().float() for weight in weights]
     optimizer = torch.optim.AdamW(
@@ -200,6 +211,8 @@ def fit(
     short = windows(tokens, config.length, generator)
     long = windows(tokens, config.long_length, generator)
     per_step = config.batch * config.length
+
+    # 2. steps until the time is up: forward, backward, update the copies, copy them back
     model.train()
     with _bar(console) as bar:
         task = bar.add_task("target", total=config.seconds, loss=math.nan, speed=0.0, left=config.seconds)
@@ -239,7 +252,7 @@ def fit(
 
 
 def windows(tokens: Tensor, length: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Windows of length + 1 without end: every epoch cuts the text at another offset, in another order."""
+    """Windows of length + 1 without end. Each epoch has another offset and another order."""
     while True:
         offset = int(torch.randint(length, (), generator=generator))
         count = (len(tokens) - 1 - offset) // length
@@ -248,7 +261,7 @@ def windows(tokens: Tensor, length: int, generator: torch.Generator) -> Iterator
 
 
 def schedule(progress: float, warmup: float) -> float:
-    """The factor of the learning rate: linear warm-up, then half a cosine down to 0 at progress 1."""
+    """The factor of the learning rate: linear warm-up, then half a cosine to 0 at progress 1."""
     if progress < warmup:
         return max(progress, 0.01 * warmup) / warmup
     return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))

@@ -1,4 +1,4 @@
-"""The kinds of trained head: how one is made, how it drafts trees, and how it drafts along a given text."""
+"""How each kind of trained head is made, drafts trees, and drafts along a given text."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Kind(Generic[H]):
     """new: (target, …) -> an untrained head in float32; some kinds take an option more.
 
     proposer: (head, target) -> the proposer that drafts trees with the head.
-    rollout: (head, target, tokens [T], features [T, F], steps) -> for draft step 1, 2, … the [R, V] draft logits from
-    each of R = T - steps - 1 positions. Row t of step d is the law of token t + d + 1. `steps` is at most the head's
-    `max_depth`. Five tokens, two steps:
+    rollout: (head, target, tokens [T], features [T, F], steps) -> for draft step 1, 2, … the [R, V]
+    draft logits from each of R = T - steps - 1 positions. Row t of step d is the law of token t + d
+    + 1. `steps` is at most the head's `max_depth`. Five tokens, two steps:
 
         token      a    b    c    d    e
         step 1     c    d                  drafted from a and from b, given b and c

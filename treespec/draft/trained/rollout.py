@@ -7,15 +7,12 @@ from torch import Tensor
 
 from treespec.cache import TreeLayer
 from treespec.draft.vocabulary import draft_logits
-from treespec.heads.eagle import EagleHead
-from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.head import FeatureHead
 from treespec.target import Target
 
 
 @torch.no_grad()
-def rollout(
-    head: EagleHead | Eagle3Head, target: Target, tokens: Tensor, features: Tensor, steps: int
-) -> Iterator[Tensor]:
+def rollout(head: FeatureHead, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
     """[R, V] the draft logits of step 1, 2, … from each of R = T - steps - 1 positions.
 
     tokens: [T] int64; features: [T, F] the target's. Row t of step d is of the target's feature t + d,

@@ -129,6 +129,25 @@ def test_an_interrupt_amid_a_batch_leaves_the_object_usable(llama, monkeypatch, 
     assert what(spec.generate(prompts(), max_new_tokens=12)) == wanted
 
 
+def test_a_text_takes_the_place_of_another_without_a_copy_of_the_rest(llama, monkeypatch):
+    """With nothing to draft rows neither leave nor join while texts wait."""
+    spec, options = llama.baseline(), {"max_new_tokens": 9}
+    texts = prompts((7, 60, 1, 19, 2, 1, 33))
+    wanted = what(alone(spec, texts, **options))
+    copied = []
+    for name in ("join", "select"):
+        original = getattr(TreeCache, name)
+        monkeypatch.setattr(TreeCache, name, lambda *given, how=original: (copied.append(given[1]), how(*given)))
+    requests = [
+        spec.request(text, max_new_tokens=most) for text, most in zip(texts, (3, 9, 4, 9, 5, 2, 9), strict=True)
+    ]
+    answers = {text: [] for text, _ in requests}
+    for text, piece in spec.decoder.run([text for text, _ in requests], requests[0][1], batch=3):
+        answers[text] += piece.token_ids
+    assert list(answers.values()) == [ids[: len(mine)] for (ids, _), mine in zip(wanted, answers.values(), strict=True)]
+    assert len(copied) <= 3  # two texts join the first, and leave it in the end
+
+
 def test_shares_of_the_time_add_up_to_the_clock(llama):
     started = time.perf_counter()
     outputs = llama.configured("eagle").generate(prompts(), max_new_tokens=12, batch=3)

@@ -21,7 +21,20 @@ MAY_IMPORT = {
 
 FLOORS = {  # the files of rooms that hold more than one floor
     **dict.fromkeys(
-        ("errors", "options", "shared_options", "files", "identity", "locks", "sampling", "stats", "cache"), "ground"
+        (
+            "errors",
+            "options",
+            "shared_options",
+            "files",
+            "lines",
+            "packages",
+            "identity",
+            "locks",
+            "sampling",
+            "stats",
+            "cache",
+        ),
+        "ground",
     ),
     "target": "target",
     "decode": "decode",
@@ -49,6 +62,7 @@ ROOMS = {  # the rooms that each room may import
     "draft.fit": "ground seams target decode text trees verify draft draft.grow draft.pace draft.trained",
     "spec": "ground seams target decode model text trees heads verify draft draft.fit draft.pace",
     "train": "ground seams target text heads draft.fit draft.trained",
+    "train.regenerate": "ground decode spec target text train",
     "train.toy": "ground",
     "eval": "ground target spec text trees verify draft",
     "eval.acceptance": "ground spec eval model verify draft.trained",
@@ -189,6 +203,7 @@ def test_the_command_line_loads_nothing_heavy():
         "certify",
         "generate",
         "quickstart",
+        "regenerate",
         "datastore",
         "export",
     ],

@@ -79,6 +79,7 @@ def grown(cache: TreeCache) -> None:
 CHANGES: dict[str, Callable[[TreeCache], None]] = {
     "join": lambda cache: cache.join([texts([5], first=4), texts([2, 1], first=5)]),
     "select": lambda cache: cache.select([2, 0]),
+    "put": lambda cache: cache.put(1, texts([5], first=4)),
     "reserve": lambda cache: cache.reserve(30),
     "forward and commit": grown,
 }

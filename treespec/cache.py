@@ -81,6 +81,13 @@ class TreeLayer(CacheLayerMixin):
             first += rows
         self._hold(*storage)
 
+    def put(self, row: int, other: "TreeLayer") -> None:
+        """Write the only row of another layer in the place of a row."""
+        if other.is_initialized:
+            self.reserve(other.length)
+            for states, new in zip(self.storage, other.storage, strict=True):
+                states[row, :, : other.length] = new[0, :, : other.length]
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; an interrupt leaves the layer as it was."""
         if self.is_initialized:
@@ -171,6 +178,14 @@ class TreeCache(Cache):
         for layer in self.tree_layers:
             layer.select(rows)
         self.rewind(kept)
+
+    def put(self, row: int, other: "TreeCache") -> None:
+        """Write the only text of another cache in the place of a row's text. The other rows are not copied."""
+        lengths, self.lengths = list(self.lengths), []
+        for layer, new in zip(self.tree_layers, other.tree_layers, strict=True):
+            layer.put(row, new)
+        lengths[row] = other.lengths[0]
+        self.rewind(lengths)
 
     def join(self, others: Sequence["TreeCache"]) -> None:
         """Append the texts of other caches of the same model."""

@@ -108,6 +108,8 @@ class Decoder:
         if entering:
             self._enter(entering, running)
         pieces = list(self._cycle(params))
+        if not self.drafter:
+            self._refill(waiting)
         unfinished = [row for row, text in enumerate(self.texts) if not text.ending.finished]
         kept_rows = unfinished or [0]  # the last text to finish stays for its prefix
         if len(kept_rows) < len(self.texts):
@@ -207,6 +209,21 @@ class Decoder:
         if drafter:
             drafter.rewind([keep])
         self._prefill(text, self.cache, drafter)
+
+    def _refill(self, waiting: deque[Text]) -> None:
+        """Put waiting texts into the rows of finished ones, while others go on.
+
+        No other row of the cache is copied, as `_select` and `_join` would.
+        """
+        finished = [row for row, text in enumerate(self.texts) if text.ending.finished]
+        if len(finished) == len(self.texts):
+            return
+        for row in finished[: len(waiting)]:
+            text, cache = waiting.popleft(), self.target.new_cache()
+            with text.stats.timed("total"), text.stats.timed("prefill"):
+                self._prefill(text, cache, None)
+                self.cache.put(row, cache)
+            self.texts[row] = text
 
     def _join(self, texts: list[Text]) -> None:
         """Append rows for texts, each prefilled by itself."""

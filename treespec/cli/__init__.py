@@ -21,6 +21,7 @@ from treespec.cli.evaluate import evaluate
 from treespec.cli.export import export
 from treespec.cli.generate import generate
 from treespec.cli.quickstart import quickstart
+from treespec.cli.regenerate import regenerate
 from treespec.cli.skip import skip
 from treespec.cli.train import train
 from treespec.cli.tree import tree
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(regenerate)
 app.command()(chat)
 app.command("eval")(evaluate)
 app.command()(bench)

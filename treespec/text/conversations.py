@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -15,33 +14,15 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.text.archives import refuse_archive
+from treespec.text.entries import UnusableConversation, entries, messages_of, parsed, source_of
 from treespec.text.templates import Messages, Template, answers, check, opening, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-}
 SHOWN = 5  # problems kept in a report
 BATCH = 64  # conversations given to the tokenizer at once
 FORM = '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}'
-
-
-class UnusableConversation(InputError):
-    """A conversation that cannot be trained on. Reports count its reason and show its detail."""
-
-    def __init__(self, reason: str, detail: object = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
 
 
 @dataclass
@@ -67,10 +48,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Alternating turns of user and assistant, the last an assistant's. A system turn may come first."""
+    """Alternating turns of user and assistant, the last an assistant's. A system turn may come first.
+
+    where: file and line. source: its id in the file, else its number there.
+    """
 
     messages: list[dict[str, str]]
-    where: str = ""  # file and line
+    where: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,16 +71,18 @@ class Example:
     key: str = ""
 
 
-def read_conversations(path: str | Path) -> tuple[list[Conversation], Report]:
+def read_conversations(path: str | Path, answered: bool = True) -> tuple[list[Conversation], Report]:
     """Conversations of a JSONL file (or a JSON list), in ShareGPT's form or as messages.
 
+    answered: drop a last question without an answer; False keeps it, for the target to answer.
     Unusable ones are left out and counted. Raises InputError for a file that cannot be read or has
     no usable conversation.
     """
     found, report = [], Report()
-    for where, raw in _entries(Path(path)):
+    for where, raw in entries(Path(path)):
         try:
-            found.append(Conversation(_messages(raw), where))
+            entry = parsed(raw)
+            found.append(Conversation(messages_of(entry, answered), where, source_of(entry, where)))
         except UnusableConversation as error:
             report.leave_out(where, error)
     report.used = len(found)
@@ -166,68 +153,6 @@ def split(examples: Sequence[Example], fraction: float, seed: int) -> tuple[list
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-
-
-def _entries(path: Path) -> Iterator[tuple[str, object]]:
-    """(file and line, the entry of a JSON list or the bytes of the line)."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(4096)
-            refuse_archive(path, head)
-            head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-            file.seek(0)
-            if head.startswith(b"["):
-                entries = json.loads(file.read())
-                yield from ((f"{path.name} entry {i}", entry) for i, entry in enumerate(entries, 1))
-            else:
-                for i, line in enumerate(file, 1):
-                    if line.strip():
-                        yield f"{path.name}:{i}", line.removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; give a JSONL file") from error
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} begins as a JSON list but is not valid JSON: {error}") from error
-
-
-def _messages(entry: object) -> list[dict[str, str]]:
-    """The turns of one entry. Raises UnusableConversation.
-
-    Answers before the first question are dropped, as in FastChat and EAGLE. So is a last question
-    without an answer.
-    """
-    if isinstance(entry, bytes):
-        try:
-            entry = json.loads(entry)
-        except (ValueError, RecursionError) as error:
-            raise UnusableConversation("not valid JSON", error) from error
-    turns = entry.get("conversations", entry.get("messages")) if isinstance(entry, dict) else None
-    if not isinstance(turns, list):
-        raise UnusableConversation("no list under `conversations` or `messages`")
-    system: list[dict[str, str]] = []
-    messages: list[dict[str, str]] = []
-    for i, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict):
-            raise UnusableConversation("a turn is not an object", f"turn {i}")
-        name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        role = ROLES.get(name.lower()) if isinstance(name, str) else None
-        if role is None:
-            raise UnusableConversation("a turn has an unknown role", f"turn {i}, {name!r}")
-        if not isinstance(content, str) or re.search("[\ud800-\udfff]", content):
-            raise UnusableConversation("the content of a turn is not text", f"turn {i}")
-        if role == "system" and i == 1:
-            system = [{"role": role, "content": content}] if content.strip() else []
-        elif messages or role != "assistant":
-            if role != ("user", "assistant")[len(messages) % 2]:
-                raise UnusableConversation("user and assistant do not alternate", f"turn {i} is {name!r}")
-            if not content.strip():
-                raise UnusableConversation("a turn is empty", f"turn {i}")
-            messages.append({"role": role, "content": content})
-    messages = messages[: len(messages) // 2 * 2]
-    if not messages:
-        raise UnusableConversation("no assistant turn that answers a user turn")
-    return system + messages
 
 
 def _encode_batch(

@@ -11,6 +11,7 @@ Click = Any  # a command or parameter of the click that typer brings along
 MODEL = "--target meta-llama/Llama-3.1-8B-Instruct"
 EXAMPLES = {
     "train": f"treespec train {MODEL} --data sharegpt.jsonl --out heads/llama-8b",
+    "regenerate": f"treespec regenerate {MODEL} --data sharegpt --filter english --out answers",
     "chat": f"treespec chat {MODEL} --head heads/llama-8b",
     "generate": f"treespec generate {MODEL} --head heads/llama-8b --prompt 'Why is the sky blue?'",
     "eval": f"treespec eval {MODEL} --head heads/llama-8b --questions mt-bench \\\n"

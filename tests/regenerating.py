@@ -1,0 +1,72 @@
+"""A target of sixteen words that answers at once, conversations for it, and runs that a signal kills."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import transformers as hf
+from models import CHAT, GROUPED, random_model
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+
+from treespec.train.regenerate.config import RegenerateConfig
+from treespec.train.regenerate.run import OUT, regenerate
+
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", "system", ":", "why", "is", "the", "sky", "sea", "blue"]
+
+
+def words_tokenizer():
+    """One token a word; a user's turn begins with `<s> user :` and ends with `<s>`, an answer with `</s>`."""
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=CHAT
+    )
+
+
+def save_words_model(folder, seed=3):
+    """A random Llama over these words, which ends an answer of its own accord after some tokens."""
+    changes = {"vocab_size": len(WORDS), "max_position_embeddings": 256}
+    random_model(hf.LlamaConfig(**GROUPED | changes), seed=seed).save_pretrained(folder)
+    words_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_questions(file, count=12):
+    """Conversations of one to three questions, each with an id of its own."""
+    lines = []
+    for i in range(count):
+        asked = [f"{'the ' * (1 + (i + turn) % 5)}sky {i} {turn} ?" for turn in range(1 + i % 3)]
+        turns = [part for text in asked for part in ({"from": "human", "value": text}, {"from": "gpt", "value": "no"})]
+        lines.append(json.dumps({"id": f"talk-{i}", "conversations": turns}))
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def config_for(model, data, out, **changes):
+    options = {"dtype": "float32", "batch": 4, "max_new_tokens": 8, "turns": 2, "greedy": 0.4, "seed": 7}
+    return RegenerateConfig(target=str(model), data=data and str(data), out=str(out), **(options | changes))
+
+
+def lines_of(config, name=OUT):
+    """The objects of a file of a run, without their checksums."""
+    lines = [json.loads(line) for line in (Path(config.out) / name).read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "checksum"} for line in lines]
+
+
+def by_row(config):
+    """The rows of a run, each of which is there once."""
+    lines = lines_of(config)
+    rows = {line["row"]: line for line in lines}
+    assert len(rows) == len(lines)
+    return rows
+
+
+def killed_after(config, rows):
+    """Run in a process of its own that SIGKILLs itself once so many rows are done."""
+    child = os.fork()
+    if child == 0:
+        regenerate(config, lambda progress: os.kill(os.getpid(), signal.SIGKILL) if progress.done >= rows else None)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL

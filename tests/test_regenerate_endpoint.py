@@ -1,0 +1,147 @@
+"""Regeneration by a server: every conversation is answered once, whatever goes wrong for a while."""
+
+import json
+import threading
+from collections import Counter
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from regenerating import by_row, config_for, lines_of, write_questions
+
+from treespec.errors import InputError
+from treespec.train.regenerate import endpoint
+from treespec.train.regenerate.run import LEFT_OUT, regenerate
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with the last question in capitals. troubles: what goes wrong with a request, by its number."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests, self.troubles, self.lock = [], {}, threading.Lock()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            number = len(self.server.requests)
+            self.server.requests.append((self.path, self.headers.get("Authorization"), body))
+        trouble = self.server.troubles.get(number)
+        if trouble == "hang up":
+            return
+        if isinstance(trouble, int):
+            self.send_error(trouble, "not now")
+            return
+        answer = trouble or {
+            "choices": [{"message": {"content": body["messages"][-1]["content"].upper()}, "finish_reason": "stop"}],
+            "usage": {"completion_tokens": 3},
+        }
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(endpoint, "PAUSE", 0.01)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def config(server, tmp_path):
+    data = write_questions(tmp_path / "data.jsonl")
+    return config_for("the-model", data, tmp_path / "out", endpoint=server.url, greedy=0.5)
+
+
+def test_a_server_answers_turn_by_turn_with_a_seed_for_each(server, config):
+    result = regenerate(config)
+    assert (result.conversations, result.tokens) == (12, 3 * len(server.requests))
+    for line in lines_of(config):
+        asked, answers = line["messages"][::2], line["messages"][1::2]
+        assert [answer["content"] for answer in answers] == [question["content"].upper() for question in asked]
+        assert line["ended"] == ["model"] * len(answers)
+    for path, key, body in server.requests:
+        assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer secret", "the-model")
+        assert [message["role"] for message in body["messages"]][-1] == "user"
+    assert {body["temperature"] for _, _, body in server.requests} == {0.0, 1.0}
+    assert len({body["seed"] for _, _, body in server.requests}) == len(server.requests)
+    assert Counter(len(body["messages"]) for _, _, body in server.requests) == {1: 12, 3: 8}
+
+
+@pytest.mark.parametrize("trouble", [503, 429, "hang up"])
+def test_what_fails_for_a_while_is_asked_again(server, config, trouble):
+    server.troubles = dict.fromkeys(range(0, 8, 2), trouble)
+    regenerate(config)
+    assert len(by_row(config)) == 12
+
+
+def test_a_conversation_that_the_server_refuses_is_left_out(server, config):
+    server.troubles = {0: 400}
+    result = regenerate(replace(config, batch=1))
+    assert result.conversations == 11
+    (line,) = lines_of(config, LEFT_OUT)
+    assert line["problem"].startswith("refused: HTTP 400")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ({6: 401}, "refuses requests: HTTP 401.*OPENAI_API_KEY"),
+        ({6: 404}, "refuses requests: HTTP 404"),
+        ({6: {"error": "x"}}, "answers with no chat completion"),
+        (dict.fromkeys(range(6, 99), 500), "does not answer .*repeat the command"),
+    ],
+)
+def test_a_server_that_fails_for_good_ends_the_run_and_keeps_its_rows(server, config, trouble, said):
+    server.troubles = trouble
+    with pytest.raises(InputError, match=said):
+        regenerate(replace(config, batch=1))
+    before = by_row(config)
+    assert 0 < len(before) < 12
+    server.troubles = {}
+    regenerate(config)
+    assert len(by_row(config)) == 12
+    assert before.items() <= by_row(config).items()
+
+
+def test_no_answer_is_asked_for_twice(server, config):
+    server.troubles = {9: 401}
+    with pytest.raises(InputError):
+        regenerate(replace(config, batch=1))
+    regenerate(config)
+    answers = sum(len(line["tokens"]) for line in lines_of(config))
+    assert len(server.requests) == answers + 1
+    asked = [json.dumps(body["messages"]) for _, _, body in server.requests]
+    assert len(asked) - len(set(asked)) == 1  # the one that was refused
+
+
+def test_the_key_is_written_nowhere(server, config):
+    regenerate(config)
+    for file in Path(config.out).iterdir():
+        assert b"secret" not in file.read_bytes(), file
+
+
+def test_rows_of_a_server_and_of_the_target_are_not_mixed(server, config):
+    regenerate(config)
+    with pytest.raises(InputError, match="answers_by = 'a server', not 'the target'"):
+        regenerate(replace(config, target=str(Path(config.out)), endpoint=None))

@@ -1,0 +1,98 @@
+"""Known data sets, fetched once: from the hub where it answers within seconds, else from the package index."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+from treespec.errors import InputError
+from treespec.files import locked, read_json, write_json, writing
+from treespec.heads.hub import SECONDS
+from treespec.packages import cache_folder, packaged_file
+from treespec.train.known import DATA_SETS, DataSet
+
+LATER_PART = re.compile(r".*_[1-9][0-9]*")  # the id of one that begins in the middle of a conversation
+
+
+def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path:
+    """The file of a known data set, as JSONL in treespec's cache; of any other name the path itself.
+
+    say: is told where the data came from. Raises InputError where it cannot be had.
+    """
+    if name not in DATA_SETS or Path(name).exists():
+        return Path(name)
+    folder, data_set = cache_folder() / "data", DATA_SETS[name]
+    path, about = folder / f"{name}.jsonl", folder / f"{name}.json"
+    with locked(folder):
+        if not intact(path, about):
+            origin, text = fetched(data_set, say)
+            count = write_conversations(path, text)
+            write_json(about, {"origin": origin, "conversations": count, "sha256": sha256(path)})
+        known = read_json(about, f"delete {about} to fetch it again")
+        say(f"{name}: {known['conversations']:,} {data_set.about}; {known['origin']}, kept as {path}")
+    return path
+
+
+def intact(path: Path, about: Path) -> bool:
+    """Whether a data set was fetched before and is still what it was."""
+    if not (path.exists() and about.exists()):
+        return False
+    with suppress(InputError):
+        return bool(read_json(about, "fetch it again").get("sha256") == sha256(path))
+    return False
+
+
+def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
+    """Where the data set came from, and its text; a package's may be cut off."""
+    if file := from_hub(data_set):
+        return f"from the hub, {data_set.repository}", Path(file).read_text(encoding="utf-8")
+    say(f"the hub does not answer: fetching the package {data_set.package} {data_set.version}")
+    content = packaged_file(data_set.package, data_set.version, data_set.sha256, data_set.member)
+    # A cut may go through a character.
+    return f"from the package {data_set.package} {data_set.version}", content.decode(errors="ignore")
+
+
+def from_hub(data_set: DataSet) -> str | None:
+    """The file in the hub's cache, downloaded if it must be; None where the hub cannot be reached."""
+    known: dict[str, Any] = {"repo_type": "dataset", "revision": data_set.revision}
+    cached = try_to_load_from_cache(data_set.repository, data_set.file, **known)
+    if isinstance(cached, str):
+        return cached
+    try:
+        get_hf_file_metadata(hf_hub_url(data_set.repository, data_set.file, **known), timeout=SECONDS)
+        return hf_hub_download(data_set.repository, data_set.file, **known)
+    except Exception:  # in the words of whichever HTTP client the hub's library uses
+        return None
+
+
+def write_conversations(path: Path, text: str) -> int:
+    """Write the conversations of a JSON list as JSONL, the later parts of long ones left out. Returns their number."""
+    count = 0
+    with writing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for entry in whole_objects(text):
+            if isinstance(entry, dict) and not LATER_PART.fullmatch(str(entry.get("id", ""))):
+                print(json.dumps(entry, ensure_ascii=False), file=file)
+                count += 1
+    return count
+
+
+def whole_objects(text: str) -> Iterator[Any]:
+    """The values of a JSON list, up to its end or to where it is cut off."""
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
+    place = text.find("[") + 1
+    while found := between.match(text, place):
+        try:
+            value, place = decoder.raw_decode(text, found.end())
+        except ValueError:
+            return
+        yield value
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,1 @@
+"""`treespec regenerate`: the target writes the answers that a head learns from."""

@@ -1,0 +1,68 @@
+"""`treespec regenerate`: the target writes the answers that a head learns from."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import typer
+
+from treespec.cli.early import begin, check_folder, check_pairing, check_readable
+from treespec.cli.options import takes
+from treespec.cli.progress import remark, with_progress
+from treespec.cli.terminal import end_notice
+from treespec.text.printable import one_line
+from treespec.train.known import DATA_SETS
+from treespec.train.regenerate.config import RegenerateConfig
+
+if TYPE_CHECKING:
+    from treespec.eval.common import Step
+    from treespec.train.regenerate.run import Progress, Result
+
+LINE_EVERY = 30.0  # seconds between lines where there is no terminal
+
+
+@takes(RegenerateConfig)
+def regenerate(config: RegenerateConfig) -> None:
+    """Let the target answer the questions of conversations: a head learns most from the target's own words.
+
+    Run it again after a kill and it goes on. Then: treespec train --data OUT/conversations.jsonl
+    """
+    check(config)
+    try:
+        result = with_progress(lambda report: regenerated(config, report))
+    except KeyboardInterrupt:
+        print(f"\nStopped. The same command goes on; what is there lies in {config.out}.")
+        raise typer.Exit(130) from None
+    print(result)
+
+
+def check(config: RegenerateConfig) -> None:
+    """What needs no weights to tell. Raises InputError, HeadError, TreeError."""
+    check_folder(config.out)
+    if config.data not in DATA_SETS:
+        check_readable(data=config.data)
+    if config.endpoint is not None:
+        return
+    source = config.source
+    begin(config.target, [] if source is None else [source], config.template)
+    if source is not None:
+        check_pairing(source, config.tree, config.verifier, config.allow_lossy)
+
+
+def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "Result":
+    """The work, with its progress: all of it on a terminal, a line now and then elsewhere."""
+    from treespec.eval.common import Step
+    from treespec.train.regenerate.run import regenerate
+
+    begun, last = False, 0.0
+
+    def on(progress: "Progress") -> None:
+        nonlocal begun, last
+        now = time.monotonic()
+        if sys.stderr.isatty() or not begun or now - last >= LINE_EVERY or progress.done == progress.total:
+            begun, last = True, now
+            report(Step(progress.done, progress.total, progress.text))
+
+    end_notice()
+    return regenerate(config, on, lambda line: remark(one_line(line)))

@@ -1,0 +1,83 @@
+"""Files that grow by a line and lose none: JSON objects with checksums, each on the disk before work goes on."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, final
+
+from treespec.errors import InputError
+from treespec.heads import checksum
+
+
+@final
+class Lines:
+    """A file that is open for more lines, by `opened`. done: the objects that it held before."""
+
+    def __init__(self, path: Path, file: BinaryIO, done: list[dict[str, Any]]) -> None:
+        self.path, self.file, self.done = path, file, done
+
+    def append(self, fields: Mapping[str, Any]) -> None:
+        """Add one object with its checksum: a kill loses at most this line.
+
+        Raises InputError where there is no room; the lines before it are kept.
+        """
+        line = json.dumps(checksum.sealed(fields), ensure_ascii=False) + "\n"
+        try:
+            self.file.write(line.encode())
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            raise InputError(
+                f"cannot write {self.path}: {error.strerror or error}; the lines before this one are "
+                "kept: make room, and repeat the command to go on"
+            ) from error
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[Lines]:
+    """Yields a file of lines to add to, after cutting off a last line that a kill has torn.
+
+    Raises InputError for any other line that is not what was written.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab+")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    with file:
+        file.seek(0)
+        done, end = parsed(file.read(), path)
+        file.truncate(end)
+        yield Lines(path, file, done)
+
+
+def parsed(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The objects of a file's lines, and how many bytes they take; a torn last line is left out.
+
+    Raises InputError, with the line's number, for a damaged line before the last.
+    """
+    lines = content.split(b"\n")
+    rows, end = [], 0
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            rows.append(intact(line))
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) - 1 and not lines[-1]:
+                break
+            raise InputError(f"{path}:{number} is damaged ({error}); delete the line to have it made again") from error
+        end += len(line) + 1
+    return rows, end
+
+
+def intact(line: bytes) -> dict[str, Any]:
+    """The object of a line without its checksum. Raises ValueError for what was not written so."""
+    fields = json.loads(line)
+    if not isinstance(fields, dict):
+        raise ValueError("it is no JSON object")
+    if not checksum.intact(fields):
+        raise ValueError("its checksum does not match")
+    fields.pop(checksum.FIELD, None)
+    return fields

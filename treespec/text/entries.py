@@ -1,0 +1,106 @@
+"""Conversations as files hold them: a JSON value an entry, in ShareGPT's form or as messages."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from treespec.errors import InputError
+from treespec.text.archives import refuse_archive
+
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+}
+
+
+class UnusableConversation(InputError):
+    """A conversation that cannot be trained on. Reports count its reason and show its detail."""
+
+    def __init__(self, reason: str, detail: object = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+def entries(path: Path) -> Iterator[tuple[str, object]]:
+    """(file and line, the entry of a JSON list or the bytes of the line)."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+            refuse_archive(path, head)
+            head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+            file.seek(0)
+            if head.startswith(b"["):
+                entries = json.loads(file.read())
+                yield from ((f"{path.name} entry {i}", entry) for i, entry in enumerate(entries, 1))
+            else:
+                for i, line in enumerate(file, 1):
+                    if line.strip():
+                        yield f"{path.name}:{i}", line.removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}; give a JSONL file") from error
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} begins as a JSON list but is not valid JSON: {error}") from error
+
+
+def parsed(entry: object) -> object:
+    """The JSON value of an entry, which may be a line's bytes. Raises UnusableConversation."""
+    if not isinstance(entry, bytes):
+        return entry
+    try:
+        value: object = json.loads(entry)
+    except (ValueError, RecursionError) as error:
+        raise UnusableConversation("not valid JSON", error) from error
+    return value
+
+
+def source_of(entry: object, where: str) -> str:
+    """The id that an entry gives itself, else its number in the file."""
+    for name in ("id", "conversation_id", "prompt_id", "question_id"):
+        value = entry.get(name) if isinstance(entry, dict) else None
+        if isinstance(value, str | int):
+            return str(value)
+    return re.split("[: ]", where)[-1]
+
+
+def messages_of(entry: object, answered: bool = True) -> list[dict[str, str]]:
+    """The turns of one entry. Raises UnusableConversation.
+
+    Answers before the first question are dropped, as in FastChat and EAGLE. So is a last question
+    without an answer where only `answered` ones are wanted.
+    """
+    turns = entry.get("conversations", entry.get("messages")) if isinstance(entry, dict) else None
+    if not isinstance(turns, list):
+        raise UnusableConversation("no list under `conversations` or `messages`")
+    system: list[dict[str, str]] = []
+    messages: list[dict[str, str]] = []
+    for i, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict):
+            raise UnusableConversation("a turn is not an object", f"turn {i}")
+        name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        role = ROLES.get(name.lower()) if isinstance(name, str) else None
+        if role is None:
+            raise UnusableConversation("a turn has an unknown role", f"turn {i}, {name!r}")
+        if not isinstance(content, str) or re.search("[\ud800-\udfff]", content):
+            raise UnusableConversation("the content of a turn is not text", f"turn {i}")
+        if role == "system" and i == 1:
+            system = [{"role": role, "content": content}] if content.strip() else []
+        elif messages or role != "assistant":
+            if role != ("user", "assistant")[len(messages) % 2]:
+                raise UnusableConversation("user and assistant do not alternate", f"turn {i} is {name!r}")
+            if not content.strip():
+                raise UnusableConversation("a turn is empty", f"turn {i}")
+            messages.append({"role": role, "content": content})
+    if answered:
+        messages = messages[: len(messages) // 2 * 2]
+    if not messages:
+        raise UnusableConversation(f"no {'assistant turn that answers a ' if answered else ''}user turn")
+    return system + messages

@@ -21,16 +21,8 @@ from treespec.text.templates import Messages, Template, answers, check, opening,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-}
+ROLES = {"system": "system", "human": "user", "user": "user"}
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot"), "assistant")
 SHOWN = 5  # problems kept in a report
 BATCH = 64  # conversations given to the tokenizer at once
 FORM = '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}'
@@ -67,7 +59,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Alternating turns of user and assistant, the last an assistant's. A system turn may come first."""
+    """Alternating turns of user and assistant, an assistant's last. A system turn may come first."""
 
     messages: list[dict[str, str]]
     where: str = ""  # file and line
@@ -148,7 +140,7 @@ def encode_conversations(
 
 
 def split(examples: Sequence[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """(train, held out). A hash draws the share `fraction` of the distinct conversations to hold out.
+    """(train, held out). A hash draws the share `fraction` of distinct conversations to hold out.
 
     The order of the file does not matter, and equal conversations stay together. At least one is
     held out, unless fraction is 0 or all are the same. Raises InputError outside [0, 1).
@@ -197,6 +189,7 @@ def _messages(entry: object) -> list[dict[str, str]]:
     Answers before the first question are dropped, as in FastChat and EAGLE. So is a last question
     without an answer.
     """
+    # 1. The list of turns.
     if isinstance(entry, bytes):
         try:
             entry = json.loads(entry)
@@ -205,6 +198,8 @@ def _messages(entry: object) -> list[dict[str, str]]:
     turns = entry.get("conversations", entry.get("messages")) if isinstance(entry, dict) else None
     if not isinstance(turns, list):
         raise UnusableConversation("no list under `conversations` or `messages`")
+
+    # 2. Each turn: its role, its text, and whether it is that role's turn.
     system: list[dict[str, str]] = []
     messages: list[dict[str, str]] = []
     for i, turn in enumerate(turns, 1):
@@ -224,6 +219,8 @@ def _messages(entry: object) -> list[dict[str, str]]:
             if not content.strip():
                 raise UnusableConversation("a turn is empty", f"turn {i}")
             messages.append({"role": role, "content": content})
+
+    # 3. Without a last question that has no answer.
     messages = messages[: len(messages) // 2 * 2]
     if not messages:
         raise UnusableConversation("no assistant turn that answers a user turn")
@@ -239,12 +236,15 @@ def _encode_batch(
             f"{type(tokenizer).__name__} does not say which characters its tokens come from; "
             "train with the model's fast tokenizer (tokenizer.json)"
         )
+    # 1. Render, and tokenise the whole batch at once.
     special = special_tokens(tokenizer)
     before = opening(tokenizer, template)
     rendered = [_rendered(tokenizer, messages, template, special) for messages in batch]
     texts = [one[0] for one in rendered if isinstance(one, tuple)]
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False) if texts else {}
     rows = zip(encoded.get("input_ids", ()), encoded.get("offset_mapping", ()), strict=True)
+
+    # 2. Mask the tokens of the answers.
     examples: list[Example | UnusableConversation] = []
     for messages, one in zip(batch, rendered, strict=True):
         if isinstance(one, UnusableConversation):

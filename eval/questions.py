@@ -25,6 +25,7 @@ def load_questions(spec: str = "builtin") -> tuple[list[Question], list[str]]:
 
     Raises InputError for a file that cannot be read or has no question, and for a failed download.
     """
+    # 1. The lines of the file.
     path = SETS[spec]() if spec in SETS else Path(spec)
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
@@ -32,6 +33,8 @@ def load_questions(spec: str = "builtin") -> tuple[list[Question], list[str]]:
         raise InputError(
             f"cannot read questions from {spec}: {error.strerror}; give `builtin`, `mt-bench` or a JSONL file"
         ) from error
+
+    # 2. The question of each line, or what is wrong with it.
     questions: dict[int | str, Question] = {}
     problems = []
     for number, line in enumerate(lines, 1):

@@ -20,7 +20,7 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.heads import checksum
 
-# .NAME.PID.tmp, and what older versions wrote: NAME.tmp-PID, .index-PID, .writing-PID, .NAME.json-PID
+# .NAME.PID.tmp; of older versions NAME.tmp-PID, .index-PID, .writing-PID and .NAME.json-PID
 TEMPORARY = re.compile(r"(?:\..+\.(?=\d+\.tmp)|.+\.tmp-|\.(?:index|writing|.+\.json)-)(\d+)(?:\.tmp)?")
 LOCK = ".lock"
 
@@ -65,7 +65,7 @@ def check_writable(path: str | Path) -> None:
 
 @contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary folder to fill, renamed to `path` when the block ends. Raises as `writing`."""
+    """Yields a temporary folder, renamed to `path` when the block ends. Raises as `writing`."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -120,7 +120,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
 
 
 def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors, metadata) of a safetensors file, on the CPU. Raises InputError as `read_json` does."""
+    """(tensors, metadata) of a safetensors file, on the CPU. Raises InputError as `read_json`."""
     path = Path(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -145,6 +145,7 @@ def locked(folder: str | Path) -> Iterator[None]:
     InputError with the id of the process that holds it. Temporaries of killed processes are deleted
     once the lock is held.
     """
+    # 1. The folder and its lock file.
     folder = Path(folder)
     if folder.is_file():
         raise InputError(f"cannot write into {folder}: it is a file, name a folder")
@@ -153,6 +154,8 @@ def locked(folder: str | Path) -> Iterator[None]:
         file = (folder / LOCK).open("a+")
     except OSError as error:
         raise InputError(f"cannot write into {folder}: {error.strerror or error}") from error
+
+    # 2. Lock it, and name the process that now holds it.
     with file:
         try:
             import fcntl

@@ -60,14 +60,14 @@ def treespec(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=show_version)
     ] = False,
-    traceback: Annotated[bool, typer.Option(TRACEBACK, help="Show where an error that is a bug comes from.")] = False,
+    traceback: Annotated[bool, typer.Option(TRACEBACK, help="Show the traceback of an error.")] = False,
 ) -> None:
     """The options that every command has."""
 
 
 def main() -> None:
-    """Errors meant for people are one line with exit code 2; whatever else happens is one line too (`entry.run`)."""
+    """Run the command line and exit with its code. Every error is one line (`entry.run`)."""
     if not sys.stderr.isatty():
-        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):  # progress bars of the libraries
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):  # libraries' progress bars
             os.environ.setdefault(name, "1")
     sys.exit(run(app, sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`treespec bench`: where the time goes, beside the speedup's bound and transformers' generation."""
+"""`treespec bench`: where the time goes, the speedup's bound, and transformers' generation."""
 
 from treespec.cli.early import begin, check_folder
 from treespec.cli.options import takes

@@ -105,7 +105,7 @@ def answer(conversation: "Conversation", text: str, screen: "Screen", again: boo
 
 @contextmanager
 def stoppable() -> Iterator[Event]:
-    """Inside, Ctrl-C sets the event, and the loop ends after its cycle. A second one ends it at once."""
+    """Inside, Ctrl-C sets the event: the loop ends after its cycle. A second one ends it at once."""
     stop = Event()
 
     def handle(*_: object) -> None:
@@ -149,7 +149,7 @@ def stripped(pieces: Iterable["Piece"]) -> Iterator[tuple[str, bool]]:
 
 @final
 class Screen:
-    """Prints answers and notes. Through a pipe, answers go to standard output, notes to standard error."""
+    """Prints answers and notes. Through a pipe, notes go to standard error."""
 
     def __init__(self, terminal: bool) -> None:
         from rich.console import Console
@@ -185,7 +185,7 @@ def pipe() -> Callable[[], str]:
 
 
 def prompt() -> Callable[[], str]:
-    """Asks for a line, with history, completion of slash commands, and Alt-Enter for a line break."""
+    """Asks for a line, with history, completion of slash commands and Alt-Enter line breaks."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.application import get_app
     from prompt_toolkit.completion import WordCompleter
@@ -193,12 +193,14 @@ def prompt() -> Callable[[], str]:
 
     from treespec.cli.commands import COMMANDS
 
+    # 1. Alt-Enter.
     keys = KeyBindings()
 
     @keys.add("escape", "enter")
     def break_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    # 2. Completion: commands first, then the values of one.
     values = [f"{name} {value}" for name, command in COMMANDS.items() for value in command.choices]
 
     def lines() -> list[str]:

@@ -153,12 +153,15 @@ def stats(conversation: Conversation, _: str) -> str:
 
 def save(conversation: Conversation, value: str) -> str:
     """Append the conversation as a line of JSON, which `treespec train --data` reads."""
+    # 1. What to append, and where.
     if not value:
         raise InputError("where to? /save FILE")
     if not conversation.messages:
         raise InputError("nothing has been said yet")
     messages = conversation.opening + conversation.messages
     path = Path(value).expanduser().resolve()
+
+    # 2. Write the longer file beside the old one, then rename it.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.exists() and not path.is_file():

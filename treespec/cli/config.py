@@ -61,7 +61,7 @@ class AnswerConfig(ModelConfig, SamplingOptions):
 
 
 def begin(config: ModelConfig) -> None:
-    """Announce the load, and check what needs no weights. Raises InputError, HeadError, TreeError."""
+    """Announce the load and check what needs no weights. Raises InputError, HeadError, TreeError."""
     if config.head is not None and config.drafter is not None:
         raise InputError(f"both --head {config.head} and --drafter {config.drafter} are given: leave out one")
     if config.source is None:
@@ -82,12 +82,15 @@ def refuse_unused(config: ModelConfig) -> None:
 
 def load_spec(config: ModelConfig) -> "Spec":
     """Check, then load what answers."""
+    # 1. Check, and say what is slow.
     begin(config)
     from treespec.spec import load
 
     if config.compile:
         end_notice()
         print("compiling, which may take a minute …", file=sys.stderr)
+
+    # 2. Load, and let a compiled model decode once.
     spec = load(
         config.target,
         config.head,

@@ -28,7 +28,7 @@ def begin(target: str, drafters: Sequence[str] = (), template: str | None = None
 
 
 def check_sources(target: str, drafters: Sequence[str] = ()) -> None:
-    """Raises InputError for a target or drafter that is missing, and for a head of another width."""
+    """Raises InputError for a missing target or drafter, and for a head of another width."""
     try:
         check_there(target, "target directory")
     except InputError as error:
@@ -75,7 +75,7 @@ def check_there(name: str, what: str) -> None:
 
 
 def width_of(folder: str) -> int | None:
-    """A target's width, or for a head its target's, by config.json. None where that does not say."""
+    """The width of a target, or of a head's target, by config.json. None: it does not say."""
     return _number_in(folder, "target_hidden_size", "hidden_size")
 
 
@@ -153,7 +153,7 @@ def check_step(head: str, step: int) -> None:
 
 
 def check_readable(**files: str | None) -> None:
-    """Raises InputError, with the nearest name, for a missing file. text="x" stands for --text x."""
+    """Raises InputError, with the nearest name, for a missing file. text="x" is --text x."""
     for name, file in files.items():
         if file is None or Path(file).exists():
             continue

@@ -30,7 +30,8 @@ def export(
     folder: Annotated[Path | None, typer.Argument(help="the same as --out, kept from earlier versions")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help=TRUST)] = False,
 ) -> None:
-    """Write a head in another project's format, read it back and compare it, and say how to serve it."""
+    """Write a head in another project's format, compare it, and say how to serve it."""
+    # 1. Check the options and paths.
     if (out is None) == (folder is None):
         raise InputError("give --out FOLDER" + ("" if out is None else f" alone, and not {folder} too"))
     place = out or folder
@@ -39,6 +40,8 @@ def export(
         raise InputError(f"--to is {to!r}, must be one of {', '.join(ENGINES)}{nearest(to, ENGINES)}")
     check_folder(str(place))
     check_sources(target, [f"head:{head}"])
+
+    # 2. Write, and say how to serve it.
     notice(f"loading {head} …")
     from treespec.files import remove_leftovers
     from treespec.heads.formats.engines import Served

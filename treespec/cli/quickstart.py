@@ -32,7 +32,7 @@ class QuickstartConfig(CommandOptions):
 
 @takes(QuickstartConfig)
 def quickstart(config: QuickstartConfig) -> None:
-    """Train a small target and a head for it, measure verifiers, and say how to chat. About ten minutes."""
+    """Train a small target and its head, and measure verifiers. Takes about ten minutes."""
     check_folder(config.out)
     print("1/4  Conversations from Python's standard library", flush=True)
     from treespec.files import locked
@@ -52,10 +52,13 @@ def stages(config: QuickstartConfig) -> None:
     from treespec.train.toy.stdlib_text import TRAIN, make_text
     from treespec.train.toy.tiny_target import TinyTargetConfig, fast_dtype, train_target
 
+    # 1. Text and a target for it.
     out = Path(config.out)
     text = make_text(out / "text")
     print(f"2/4  A small target, {config.target_seconds:.0f} s of training")
     target = train_target(out / "target", text, TinyTargetConfig(seconds=config.target_seconds))
+
+    # 2. A head for the target.
     print(f"3/4  An EAGLE head for it, {config.head_minutes:g} minutes of training")
     train(
         TrainConfig(
@@ -71,6 +74,8 @@ def stages(config: QuickstartConfig) -> None:
             validate_every=0,
         )
     )
+
+    # 3. Its evaluation.
     print("4/4  Verifiers on the builtin questions, against one token at a time")
     measure(
         EvalConfig(

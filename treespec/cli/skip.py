@@ -1,4 +1,4 @@
-"""`treespec skip`: sublayers that a target skips when it drafts for itself (--drafter self:FILE)."""
+"""`treespec skip`: sublayers that a target skips to draft for itself (--drafter self:FILE)."""
 
 from pathlib import Path
 

@@ -7,7 +7,7 @@ from treespec.eval.fit.tree_config import TreeConfig
 
 @takes(TreeConfig)
 def tree(config: TreeConfig) -> None:
-    """Measure a head's accuracy by depth and rank, and write the best tree for it (--tree FILE.json)."""
+    """Measure a head's accuracy by depth and rank, and write its best tree (--tree FILE.json)."""
     check_file(config.out)
     check_readable(text=config.text)
     begin(config.target, [f"head:{config.head}"], config.template)

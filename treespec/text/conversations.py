@@ -135,7 +135,7 @@ def encode_conversations(
 
 
 def split(examples: Sequence[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """(train, held out). A hash draws the share `fraction` of the distinct conversations to hold out.
+    """(train, held out). A hash draws the share `fraction` of distinct conversations to hold out.
 
     The order of the file does not matter, and equal conversations stay together. At least one is
     held out, unless fraction is 0 or all are the same. Raises InputError outside [0, 1).
@@ -164,12 +164,15 @@ def _encode_batch(
             f"{type(tokenizer).__name__} does not say which characters its tokens come from; "
             "train with the model's fast tokenizer (tokenizer.json)"
         )
+    # 1. Render, and tokenise the whole batch at once.
     special = special_tokens(tokenizer)
     before = opening(tokenizer, template)
     rendered = [_rendered(tokenizer, messages, template, special) for messages in batch]
     texts = [one[0] for one in rendered if isinstance(one, tuple)]
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False) if texts else {}
     rows = zip(encoded.get("input_ids", ()), encoded.get("offset_mapping", ()), strict=True)
+
+    # 2. Mask the tokens of the answers.
     examples: list[Example | UnusableConversation] = []
     for messages, one in zip(batch, rendered, strict=True):
         if isinstance(one, UnusableConversation):

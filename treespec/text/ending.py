@@ -13,7 +13,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character 
 
 @final
 class Ending:
-    """Decides token by token where a text ends. Tokens after the end are neither returned nor counted.
+    """Decides token by token where a text ends. Later tokens are neither returned nor counted.
 
     A text ends with an end-of-sequence token (kept), with the token that completes a stop string
     (kept, but the text ends before the string), or after max_new_tokens. A stop string that is a

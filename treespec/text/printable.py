@@ -1,8 +1,8 @@
 """Text that is safe to print: a model's output, or a name from outside."""
 
 # Characters that move the cursor, change the terminal or turn the direction of text are shown as
-# symbols. The C1 controls (U+0080 to U+009F) are escapes to some terminals: U+009B begins a sequence
-# as ESC [ does.
+# symbols. The C1 controls (U+0080 to U+009F) are escapes to some terminals: U+009B begins a
+# sequence as ESC [ does.
 REPLACED = "\N{REPLACEMENT CHARACTER}"
 DIRECTIONS = (
     *range(0x202A, 0x202F),  # embeddings and overrides

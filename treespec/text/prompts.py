@@ -156,7 +156,7 @@ def _flat(given: BatchEncoding) -> list[int]:
 
 
 def _lists(given: BatchEncoding, name: str) -> list[object] | None:
-    """A field of a BatchEncoding as a list or a list of lists, from a tensor, an array or a list."""
+    """A field of a BatchEncoding, a tensor or array too, as a list or a list of lists."""
     value = given.get(name)
     if isinstance(value, torch.Tensor | np.ndarray):
         value = (_integers(value) if name == "input_ids" else value).tolist()

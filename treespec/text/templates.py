@@ -30,7 +30,7 @@ class Stops:
 
 
 def check(tokenizer: "PreTrainedTokenizerBase | None", template: Template = None) -> None:
-    """Raises InputError for an unknown template, and for a tokenizer without one where none is named."""
+    """Raises InputError for an unknown template; without one, for a tokenizer that has none."""
     if template is not None:
         _conversation(template)
     elif not getattr(tokenizer, "chat_template", None):
@@ -46,7 +46,7 @@ def render(
     template: Template = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of the messages. Raises InputError as `check` does, and where the template refuses them."""
+    """The text of the messages. Raises InputError as `check`, and where the template refuses them."""
     if template is not None:
         return _text(_render_fschat(template, messages, add_generation_prompt))
     check(tokenizer)
@@ -161,7 +161,7 @@ def _answer(
         start = common_prefix(prompt, whole)
         if not whole[start:].lstrip().startswith(answer):
             return None
-    # 2. Where it ends: with the first special token after it. A line break that follows is not part.
+    # 2. Where it ends: with the first special token after it, without a line break that follows.
     mark = re.compile(rf"({special})(?:\s|{special})*\Z").search(upto, start)
     body = upto[: mark.start() if mark else len(upto)].rstrip()
     forms = (messages[-1]["content"].strip(), answer)
@@ -194,7 +194,7 @@ def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> tuple[s
     if not re.search(r"\{%-?\s*generation\s*-?%\}", source):
         return "", []
     with _refusals():
-        # apply_chat_template gives token masks only, and those run on where offsets omit a last space
+        # apply_chat_template gives token masks only; they run on where offsets omit a space
         options: dict[str, Any] = {**tokenizer.special_tokens_map, "return_assistant_tokens_mask": True}
         rendered: Any = render_jinja_template([list(messages)], chat_template=source, **options)
     (text,), (spans,) = rendered
@@ -203,7 +203,7 @@ def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> tuple[s
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turns whatever a template raises into InputError: Jinja's errors and those of its expressions."""
+    """Turns any error of a template into InputError: Jinja's and those of its expressions."""
     try:
         yield
     except InputError:

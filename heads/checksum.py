@@ -22,12 +22,12 @@ def of_fields(fields: Mapping[str, object]) -> str:
 
 def of_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """SHA-256 of names, dtypes, shapes and bytes, and of the header's other metadata."""
-    found = hashlib.sha256(of_fields(metadata).encode())
+    digest = hashlib.sha256(of_fields(metadata).encode())
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-        found.update(value.flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def sealed(fields: Mapping[str, object]) -> dict[str, object]:

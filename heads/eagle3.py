@@ -174,13 +174,13 @@ class Eagle3Head(nn.Module):
 
     def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
         """From now on draft only these tokens, [N] int64 ascending: cut lm_head, d2t and t2d."""
-        known = self.vocabulary
-        rows = tokens if known is None else torch.isin(known, tokens).nonzero().squeeze(1)
+        drafted = self.vocabulary
+        rows = tokens if drafted is None else torch.isin(drafted, tokens).nonzero().squeeze(1)
         output = nn.Linear(self.hidden_size, len(rows), bias=False, device="meta")
         output.weight = nn.Parameter(self.lm_head.weight.detach()[rows])
         self.lm_head = output
         self.config = self.config | {"draft_vocab_size": len(rows)}
-        self._draft(rows if known is None else known[rows])
+        self._draft(rows if drafted is None else drafted[rows])
 
     def fill(self, tensors: Tensors) -> None:
         """Take a checkpoint's tensors, with or without an embedding.

@@ -137,8 +137,8 @@ def in_line(modules: Sequence[nn.Module], gaps: bool) -> nn.Sequential:
 
 def kind_of(config: Config) -> str:
     """Hydra or Hydra++, by the architecture. Raises ValueError for others."""
-    given = config.get("hydra_head_arch", "mlp")
-    known = [kind for kind, architecture in ARCHITECTURES.items() if architecture == given]
-    if not known:
-        raise ValueError(f"hydra_head_arch is {given!r}, must be one of {', '.join(ARCHITECTURES.values())}")
-    return known[0]
+    named = config.get("hydra_head_arch", "mlp")
+    kinds = [kind for kind, architecture in ARCHITECTURES.items() if architecture == named]
+    if not kinds:
+        raise ValueError(f"hydra_head_arch is {named!r}, must be one of {', '.join(ARCHITECTURES.values())}")
+    return kinds[0]

@@ -49,9 +49,9 @@ class UnrolledAttention:
 
     def _block(self, q: Tensor, first: int, end: int) -> Tensor:
         (keys, values), *later = self.steps
-        own = [(k[:, :, first:end], v[:, :, first:end]) for k, v in later]
-        given = q[:, :, first:end], keys[:, :, :end], values[:, :, :end], own
-        return checkpoint(attend_rows, *given, use_reentrant=False, preserve_rng_state=False)
+        own_columns = [(k[:, :, first:end], v[:, :, first:end]) for k, v in later]
+        block = q[:, :, first:end], keys[:, :, :end], values[:, :, :end], own_columns
+        return checkpoint(attend_rows, *block, use_reentrant=False, preserve_rng_state=False)
 
 
 def attend_rows(q: Tensor, keys: Tensor, values: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:

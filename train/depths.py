@@ -60,9 +60,9 @@ def medusa_loss(logits: list[Tensor], tokens: Tensor, counts: Tensor, decay: flo
     counts.
     """
     losses, agreements = [], []
-    for own, wanted, counting in zip(logits, tokens, counts, strict=True):
-        losses.append(mean(F.cross_entropy(own.float(), wanted, reduction="none"), counting))
-        agreements.append(mean((own.argmax(-1) == wanted).float(), counting))
+    for head_logits, wanted, counting in zip(logits, tokens, counts, strict=True):
+        losses.append(mean(F.cross_entropy(head_logits.float(), wanted, reduction="none"), counting))
+        agreements.append(mean((head_logits.argmax(-1) == wanted).float(), counting))
     total = torch.stack([decay**i * loss for i, loss in enumerate(losses)]).sum()
     return Loss(total, {"token": losses[0], "agreement": agreements[0]})
 
@@ -74,9 +74,9 @@ def hydra_loss(logits: list[Tensor], laws: list[Tensor], counts: Tensor) -> Loss
     the token counts.
     """
     losses, agreements = [], []
-    for own, law, counting in zip(logits, laws, counts, strict=True):
-        losses.append(mean(F.cross_entropy(own.float(), law.float().softmax(-1), reduction="none"), counting))
-        agreements.append(mean((own.argmax(-1) == law.argmax(-1)).float(), counting))
+    for head_logits, law, counting in zip(logits, laws, counts, strict=True):
+        losses.append(mean(F.cross_entropy(head_logits.float(), law.float().softmax(-1), reduction="none"), counting))
+        agreements.append(mean((head_logits.argmax(-1) == law.argmax(-1)).float(), counting))
     return Loss(torch.stack(losses).sum(), {"token": losses[0], "agreement": agreements[0]})
 
 

@@ -23,8 +23,8 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     """`eagle_loss` of a batch, with noise on the features that the head sees. model: the head."""
     noise = torch.rand(batch.features[:, :-2].shape, generator=batch.generator) * 2 - 1
     noise = noise * (config.noise * 512 / batch.lengths)[:, None, None]
-    given = batch.features[:, :-2].float() + noise.to(batch.features.device)
-    extrapolated = model(batch.tokens[:, 1:-1], given, torch.arange(given.shape[1], device=given.device))
+    noisy = batch.features[:, :-2].float() + noise.to(batch.features.device)
+    extrapolated = model(batch.tokens[:, 1:-1], noisy, torch.arange(noisy.shape[1], device=noisy.device))
     counts = counted(batch.loss_mask)
     if not counts.any():  # answers cut to their first token: nothing to learn, but every process takes part
         counts = torch.ones_like(counts)
@@ -55,10 +55,10 @@ def eagle_loss(
     target has there.
     output_logits: [M, H] -> [M, V] logits, the target's own output path.
     """
-    wanted = output_logits(features).float()
-    given = output_logits(extrapolated.to(features.dtype)).float()
+    target_logits = output_logits(features).float()
+    head_logits = output_logits(extrapolated.to(features.dtype)).float()
     feature = F.smooth_l1_loss(extrapolated.float(), features.float())
-    token = F.cross_entropy(given, wanted.softmax(-1))
-    agreement = (given.argmax(-1) == wanted.argmax(-1)).float().mean()
+    token = F.cross_entropy(head_logits, target_logits.softmax(-1))
+    agreement = (head_logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
     parts = {"feature": feature, "token": token, "agreement": agreement}
     return Loss(feature_weight * feature + token_weight * token, parts)

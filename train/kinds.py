@@ -45,5 +45,6 @@ TRAINING = {  # by kind of head: (epochs, learning rate, weight decay, warm-up),
 
 def recipe_of(config: TrainConfig) -> Recipe:
     """The recipe's options as a run sets them, and the kind's own for the rest."""
-    own = {field.name: getattr(config, field.name) for field in fields(Recipe)}
-    return replace(TRAINING[config.head].recipe, **{name: value for name, value in own.items() if value is not None})
+    options = {field.name: getattr(config, field.name) for field in fields(Recipe)}
+    chosen = {name: value for name, value in options.items() if value is not None}
+    return replace(TRAINING[config.head].recipe, **chosen)

@@ -30,11 +30,11 @@ def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batc
     model: the head.
     """
     head: Eagle3Head = extract_model_from_parallel(model)
-    given, last = target.parted(batch.features, head.taps)
+    tapped, last = target.parted(batch.features, head.taps)
     counts = counted(batch.loss_mask)
     laws, drafted = drafted_laws(target.output_logits(last[:, 1:-1][counts]), head.vocabulary)
     counts = counts.masked_scatter(counts, drafted)
-    logits = model(batch.tokens, given[:, :-2].float(), counts, config.unrolled_steps)
+    logits = model(batch.tokens, tapped[:, :-2].float(), counts, config.unrolled_steps)
     return unrolled_loss(logits, laws[drafted], counts.nonzero()[:, 1], config.step_decay)
 
 

@@ -47,11 +47,11 @@ def rollout_agreement(head: Head, target: Target, tokens: Tensor, features: Tens
 
     `Kind.rollout` says what a draft step is along a text.
     """
-    given, last = target.parted(features, head.taps)
+    tapped, last = target.parted(features, head.taps)
     wanted = target.output_logits(last).argmax(-1)  # [T]
     agree = [
         logits.argmax(-1) == wanted[step : step + len(logits)]
-        for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, given, steps), start=1)
+        for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, tapped, steps), start=1)
     ]
     return torch.stack(agree, dim=1) if agree else torch.zeros(0, steps, dtype=torch.bool)
 

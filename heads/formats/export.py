@@ -108,10 +108,10 @@ def compare(one: Head, other: Head) -> int:
     """
     if one.taps != other.taps:
         raise ValueError(f"read back it taps {other.taps}, the head {one.taps}")
-    given = [outputs(head.float()) for head in (one, other)]
-    if difference := float((given[0] - given[1]).abs().max()):
+    computed = [outputs(head.float()) for head in (one, other)]
+    if difference := float((computed[0] - computed[1]).abs().max()):
         raise ValueError(f"read back its logits differ by up to {difference:.3g}")
-    return given[0].numel()
+    return computed[0].numel()
 
 
 @torch.no_grad()

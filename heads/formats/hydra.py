@@ -39,17 +39,17 @@ def read(config: Config, tensors: Tensors) -> Stored:
     if output is None:
         raise ValueError(f"the head lacks {OUTPUTS[0]}; is it Hydra or Hydra++ heads?")
     vocab_size, hidden_size = output.shape
-    known: Config = {"hydra_num_heads": _heads(tensors), "hidden_size": hidden_size, "vocab_size": vocab_size}
+    by_shapes: Config = {"hydra_num_heads": _heads(tensors), "hidden_size": hidden_size, "vocab_size": vocab_size}
     if any(name.startswith(LAYER) for name in tensors):
-        known |= _attention(config, tensors, hidden_size)
-    config = config | {name: value for name, value in known.items() if name not in config}
+        by_shapes |= _attention(config, tensors, hidden_size)
+    config = config | {name: value for name, value in by_shapes.items() if name not in config}
     return config, {name: value for name, value in tensors.items() if name not in UNUSED | {ANGLES}}
 
 
 def levels(config: Config, names: Iterable[str]) -> int | None:
     """The number of heads, by the config or the names of the tensors; None where neither tells."""
-    given = config.get("hydra_num_heads", _heads(names))
-    return given or None if type(given) is int else None
+    heads = config.get("hydra_num_heads", _heads(names))
+    return heads or None if type(heads) is int else None
 
 
 def _heads(names: Iterable[str]) -> int:
@@ -65,11 +65,11 @@ def _attention(config: Config, tensors: Tensors, width: int) -> dict[str, int]:
     else:
         base = config.get("base_model_name_or_path", "the target")
         raise ValueError(f"num_attention_heads is missing, and the file does not tell: add what {base} has")
-    known = {"num_attention_heads": heads}
+    sizes = {"num_attention_heads": heads}
     for field, name, size in (
         ("num_key_value_heads", "self_attn.k_proj.weight", width // heads),
         ("intermediate_size", "mlp.gate_proj.weight", 1),
     ):
         if LAYER + name in tensors:
-            known[field] = len(tensors[LAYER + name]) // size
-    return known
+            sizes[field] = len(tensors[LAYER + name]) // size
+    return sizes

@@ -31,20 +31,21 @@ def read(config: Config, tensors: Tensors) -> Stored:
     if any(BLOCK.match(name) for name in tensors):
         config, tensors = _from_vllm(config, tensors)
     layers = config.get("medusa_num_layers", 1)
-    known = {"medusa_num_heads": _heads(tensors), "medusa_num_layers": layers} | _widths(tensors, f"0.{layers}.weight")
-    config = config | {name: value for name, value in known.items() if name not in config}
-    if type(given := config["medusa_num_heads"]) is not int:
-        raise ValueError(f"medusa_num_heads is {given!r}, must be a number")
-    if 0 < given < known["medusa_num_heads"]:
-        config = config | {"medusa_num_heads": known["medusa_num_heads"]}
+    by_shapes = {"medusa_num_heads": _heads(tensors), "medusa_num_layers": layers}
+    by_shapes |= _widths(tensors, f"0.{layers}.weight")
+    config = config | {name: value for name, value in by_shapes.items() if name not in config}
+    if type(heads := config["medusa_num_heads"]) is not int:
+        raise ValueError(f"medusa_num_heads is {heads!r}, must be a number")
+    if 0 < heads < by_shapes["medusa_num_heads"]:
+        config = config | {"medusa_num_heads": by_shapes["medusa_num_heads"]}
     return config, tensors
 
 
 def levels(config: Config, names: Iterable[str]) -> int | None:
     """The number of heads that `read` finds; None where the config holds something else."""
-    given = [config[name] for name in ("num_heads", "medusa_num_heads") if name in config]
+    configured = [config[name] for name in ("num_heads", "medusa_num_heads") if name in config]
     count = _heads(BLOCK.sub("", name.removeprefix(WHOLE)) for name in names)
-    return max([*given, count]) or None if all(type(number) is int for number in given) else None
+    return max([*configured, count]) or None if all(type(number) is int for number in configured) else None
 
 
 def to_vllm(head: MedusaHead, served: Served) -> Stored:

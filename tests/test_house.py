@@ -59,7 +59,7 @@ ROOMS = {  # the rooms that each room may import
     "draft.model_free": "ground seams target text trees draft.pace",
     "draft.grow": "ground seams trees verify draft.models draft.pace",
     "draft": "ground seams target trees heads verify draft.grow draft.model_free draft.models draft.pace draft.trained",
-    "draft.fit": "ground seams target decode text trees verify draft draft.grow draft.pace draft.trained",
+    "draft.fit": "ground seams target decode text trees heads verify draft draft.grow draft.pace draft.trained",
     "spec": "ground seams target decode model text trees heads verify draft draft.fit draft.pace",
     "train": "ground seams target text heads draft.fit draft.trained",
     "train.regenerate": "ground decode spec target text train",

@@ -38,8 +38,8 @@ class Piece:
 class Text:
     """One request: the prompt, how its answer ends, the generator of its draws, and its counts.
 
-    prompt: at least one token, and shorter than the context. committed: tokens whose keys and values
-    are in the cache. root: the token after them.
+    prompt: at least one token, and shorter than the context. committed: tokens whose keys and
+    values are in the cache. root: the token after them.
     """
 
     prompt: list[int]
@@ -73,12 +73,13 @@ class Decoder:
 
     @torch.inference_mode()
     def run(self, texts: Sequence[Text], params: SamplingParams, batch: int = 1) -> Iterator[tuple[Text, Piece]]:
-        """Yields pieces as they are accepted and fills the texts' stats. Raises InputError for NaN logits.
+        """Yields pieces as they are accepted and fills the texts' stats. Raises InputError for NaN
+        logits.
 
         batch: texts at a time; the next text takes the place of a finished one. A text's draws come
         from its own generator, so its answer depends on the others by rounding alone.
-        The caller may leave the iteration anywhere and begin another. Between cycles other threads may
-        use the models, or begin an iteration, which ends this one with a SupersededError.
+        The caller may leave the iteration anywhere and begin another. Between cycles other threads
+        may use the models, or begin an iteration, which ends this one with a SupersededError.
         """
         with self.lock:  # waits while another thread holds the lock for its whole answer
             iteration = self.latest = object()
@@ -177,7 +178,10 @@ class Decoder:
         return [self.verifier(tree, TargetLaws(rows, params), text.generator) for tree, rows, text in texts]
 
     def _enter(self, texts: list[Text], running: int) -> None:
-        """Give each text a row of the cache. With none running, the first takes the kept text's row."""
+        """Give each text a row of the cache.
+
+        With none running, the first takes the kept text's row.
+        """
         if not running:
             with texts[0].stats.timed("total"), texts[0].stats.timed("prefill"):
                 self._replace(texts[0])
@@ -261,7 +265,9 @@ class Decoder:
 
 
 def _take(text: Text, tree: TokenTree, verdict: Verdict) -> Iterator[Piece]:
-    """Pieces of a verdict up to the end of the answer: accepted drafts, then the target's own token."""
+    """Pieces of a verdict up to the end of the answer: accepted drafts, then the target's own
+    token.
+    """
     drafted, drafted_words = text.ending.take(verdict.tokens[:-1])
     own, own_words = text.ending.take(verdict.tokens[-1:])
     text.stats.accepted.append(len(drafted) + len(own) - 1)

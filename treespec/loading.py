@@ -64,5 +64,7 @@ def refuse_placement(**options: Any) -> None:
 
 
 def calibration_of(source: Source, drafter: str) -> Calibration | None:
-    """The calibration beside a trained head. drafter: `kind:value`, what the source was loaded from."""
+    """The calibration beside a trained head. drafter: `kind:value`, what the source was loaded
+    from.
+    """
     return load_calibration(head_folder(drafter.partition(":")[2])) if source.head else None

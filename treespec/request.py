@@ -1,4 +1,6 @@
-"""The options of `generate` and `stream`, checked one by one: how an answer is drawn and where it ends."""
+"""The options of `generate` and `stream`, checked one by one: how an answer is drawn and where it
+ends.
+"""
 
 import difflib
 import math
@@ -15,7 +17,8 @@ from treespec.sampling import SamplingParams
 class Options(TypedDict, total=False):
     """temperature: 0, the default, is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
 
-    max_new_tokens: at least 1, default 256. stop: a string, or a list of strings; any of them ends the answer.
+    max_new_tokens: at least 1, default 256. stop: a string, or a list of strings; any of them ends
+    the answer.
     """
 
     temperature: float

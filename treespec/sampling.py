@@ -22,11 +22,12 @@ HOTTEST = 1e30  # temperature: float32 holds it
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How logits become the law that is sampled. Order and meaning are those of transformers' warpers.
+    """How logits become the law that is sampled. Order and meaning are those of transformers'
+    warpers.
 
-    temperature: 0 is greedy, a one-hot law; so is anything below 1e-5, where rounding of float32 logits
-    exceeds their differences. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
-    Raises InputError for values out of range and for anything but numbers.
+    temperature: 0 is greedy, a one-hot law; so is anything below 1e-5, where rounding of float32
+    logits exceeds their differences. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off. Raises
+    InputError for values out of range and for anything but numbers.
     """
 
     temperature: float = 0.0
@@ -42,7 +43,9 @@ class SamplingParams:
         self._check("min_p", numbers.Real, lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 is off")
 
     def _check(self, name: str, kind: type, inside: Callable[[Any], bool], wanted: str) -> None:
-        """Raise InputError unless the field is a number of that kind in its range; NumPy's count too."""
+        """Raise InputError unless the field is a number of that kind in its range; NumPy's count
+        too.
+        """
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, kind) or not inside(value):
             raise InputError(f"{name} is {value!r}, must be {wanted}")
@@ -57,8 +60,8 @@ class SamplingParams:
 def probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """The law that is sampled: temperature, then top-k, top-p, min-p, each on the law before it.
 
-    logits: [..., V] logits. Returns [..., V] probabilities, float64 for float64 logits, else float32.
-    Subnormal probabilities become 0.
+    logits: [..., V] logits. Returns [..., V] probabilities, float64 for float64 logits, else
+    float32. Subnormal probabilities become 0.
     """
     # 1. Greedy: one-hot.
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -84,7 +87,8 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
         law = law.masked_fill(law < params.min_p * law.amax(-1, keepdim=True), 0.0)
         law = law / law.sum(-1, keepdim=True)
 
-    # 4. Verifiers divide residuals of q by their sum. A subnormal sum has few digits and an infinite reciprocal.
+    # 4. Verifiers divide residuals of q by their sum. A subnormal sum has few digits and an
+    # infinite reciprocal.
     return torch.threshold_(law, torch.finfo(law.dtype).tiny, 0.0)
 
 
@@ -113,10 +117,12 @@ def greedy_choice(logits: Tensor) -> Tensor:
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest scores of each row in descending order, and their columns; NaN counts as largest.
+    """The k largest scores of each row in descending order, and their columns; NaN counts as
+    largest.
 
     scores: [..., V], k <= V. Returns [..., k] of float32 or float64, and [..., k] int64.
-    They lie in the k blocks with the largest maxima; finding those is faster than `topk` over long rows.
+    They lie in the k blocks with the largest maxima; finding those is faster than `topk` over long
+    rows.
     """
     scores = scores if scores.dtype == torch.float64 else scores.float()
     v = scores.shape[-1]
@@ -131,7 +137,8 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def sample(law: Tensor, generator: torch.Generator) -> Tensor:
-    """One token a row by inverting the cumulated law, with one uniform a row; never a token of mass 0.
+    """One token a row by inverting the cumulated law, with one uniform a row; never a token of mass
+    0.
 
     law: [..., V] non-negative, any sum. Returns [...] int64; V for a row of zeros or with NaN.
     """
@@ -142,8 +149,9 @@ def sample(law: Tensor, generator: torch.Generator) -> Tensor:
 def invert(law: Tensor, uniform: Tensor) -> Tensor:
     """The tokens at given shares of the cumulated law, in float64.
 
-    law: [..., V]; uniform: [..., K] float64, shares of a row's mass. Returns [..., K] int64, V as in `sample`.
-    Long rows are searched by block, then within the block: cumulating the whole row costs more memory traffic.
+    law: [..., V]; uniform: [..., K] float64, shares of a row's mass. Returns [..., K] int64, V as
+    in `sample`. Long rows are searched by block, then within the block: cumulating the whole row
+    costs more memory traffic.
     """
     v = law.shape[-1]
     if law.numel() <= FEW_CUMULATED:

@@ -16,6 +16,7 @@ from treespec.draft.pace.times import Times
 from treespec.draft.proposer import Proposer
 from treespec.draft.source import Drafting, source_for
 from treespec.errors import InputError
+from treespec.heads.head import Head
 from treespec.loading import calibration_of, load_sources
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
@@ -37,11 +38,12 @@ class Spec:
     """A target, a source of drafts, a tree policy and a verifier; without a source, the baseline.
 
     source: a `Source`, a trained head, a proposer or a drafter. tree: None is the default for the
-    verifier; a drafter that hands over whole trees takes none. times: measured on first use if None.
+    verifier; a drafter that hands over whole trees takes none. times: measured on first use if
+    None.
 
     It decodes one text, or one batch, at a time. Threads may share it: `generate` waits for another
-    thread's `generate`, and supersedes an open stream. For two streams at a time take `new`; Specs of
-    one target take turns, a cycle each.
+    thread's `generate`, and supersedes an open stream. For two streams at a time take `new`; Specs
+    of one target take turns, a cycle each.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Spec:
         return self.source.proposer if self.source else None
 
     @property
-    def head(self) -> Any:
+    def head(self) -> Head | None:
         """The trained head, if there is one."""
         return self.source.head if self.source else None
 
@@ -87,7 +89,9 @@ class Spec:
         return Spec(self.target, self.source, tree, verifier, self.template, allow_lossy, self.calibration, self.times)
 
     def new(self) -> "Spec":
-        """Another Spec with the same parts, for a second text at the same time; no weights are copied."""
+        """Another Spec with the same parts, for a second text at the same time; no weights are
+        copied.
+        """
         lossy_too = True  # the verifier was allowed once already
         rest = (self.template, lossy_too, self.calibration, self.times)
         return Spec(self.target, self.source, self.policy, self.verifier, *rest)
@@ -107,7 +111,10 @@ class Spec:
     def request(
         self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
     ) -> tuple[Text, SamplingParams]:
-        """The decoder's request for a prompt; same seed, same answer. Raises InputError for bad input."""
+        """The decoder's request for a prompt; same seed, same answer.
+
+        Raises InputError for bad input.
+        """
         # 1. Options, and the generator of all draws.
         refuse_unknown(options, "seed")
         wanted = asked(options)
@@ -132,8 +139,9 @@ class Spec:
     def stream(self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]) -> Stream:
         """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
 
-        seed: of all draws, in [0, 2^64); None draws a new one. options: see `treespec.request.Options`.
-        The stream ends with a SupersededError once this Spec begins another text.
+        seed: of all draws, in [0, 2^64); None draws a new one. options: see
+        `treespec.request.Options`. The stream ends with a SupersededError once this Spec begins
+        another text.
         """
         text, params = self.request(prompt, seed=seed, **options)
         return Stream((piece for _, piece in self.decoder.run([text], params)), text.stats)
@@ -173,10 +181,11 @@ class Spec:
         seed: int | Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> Output | list[Output]:
-        """The whole answer; for several prompts, the list of answers. prompt: see `treespec.text.prompts`.
+        """The whole answer; for several prompts, the list of answers. prompt: see
+        `treespec.text.prompts`.
 
-        seed, options: as for `stream`; for several prompts as for `generate_all`. Threads that generate
-        wait for each other, and supersede an open stream of this Spec.
+        seed, options: as for `stream`; for several prompts as for `generate_all`. Threads that
+        generate wait for each other, and supersede an open stream of this Spec.
         """
         refuse_unknown(options, "batch", "seed")
         if (several := prompts_of(prompt)) is not None:
@@ -200,9 +209,9 @@ class Spec:
         """The answers to several prompts; one forward of the target serves a batch of them.
 
         batch: prompts at a time, default all; the next prompt takes the place of an answered one.
-        seed: of the first prompt (the next prompt gets the next seed), or a list with one for each. Each
-        answer is the same as for its prompt alone with that seed, up to rounding. Raises InputError for
-        bad input, with the prompt's number.
+        seed: of the first prompt (the next prompt gets the next seed), or a list with one for each.
+        Each answer is the same as for its prompt alone with that seed, up to rounding. Raises
+        InputError for bad input, with the prompt's number.
         """
         # 1. Options, before any prompt is blamed for them.
         refuse_unknown(options, "batch", "seed")
@@ -248,19 +257,18 @@ def load(
 ) -> Spec:
     """Load a target and a source of drafts, placed by accelerate, for decoding only.
 
-    target: directory, hub id, or a loaded transformers model. A loaded model stays usable but changes
-    for good: evaluation mode, no gradients, attention that takes trees, compiled layers with `compile`.
-    Its weights stay as they are; a model loaded here has them packed where that is faster (bfloat16 on
-    a CPU).
-    tokenizer: default the directory's own; a model object without one takes and gives token ids only.
-    head: directory or hub id of a trained head of any kind. drafter: `kind:value` in place of a head,
-    with a kind of `treespec.draft.sources.SOURCES`, such as lookup. Default: one token at a time.
-    tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
-    verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
-    template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers take
-    them. trust_remote_code: run Python files from the target's or a draft model's directory.
-    compile: compile the forwards of target and head, see `Target.compile`.
-    Raises InputError, or HeadError and TreeError, for models, names and files that cannot be used.
+    target: directory, hub id, or a loaded transformers model. A loaded model stays usable but
+    changes for good: evaluation mode, no gradients, attention that takes trees, compiled layers
+    with `compile`. Its weights stay as they are; a model loaded here has them packed where that is
+    faster (bfloat16 on a CPU). tokenizer: default the directory's own; a model object without one
+    takes and gives token ids only. head: directory or hub id of a trained head of any kind.
+    drafter: `kind:value` in place of a head, with a kind of `treespec.draft.sources.SOURCES`, such
+    as lookup. Default: one token at a time. tree: a form of `treespec.trees.policy.FORMS`. Default:
+    the verifier's. verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a
+    lossy one. template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as
+    transformers take them. trust_remote_code: run Python files from the target's or a draft model's
+    directory. compile: compile the forwards of target and head, see `Target.compile`. Raises
+    InputError, or HeadError and TreeError, for models, names and files that cannot be used.
     """
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")

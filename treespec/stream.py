@@ -12,7 +12,9 @@ from treespec.stats import Stats
 
 @dataclass(frozen=True)
 class Output:
-    """text: without special tokens and stop strings. token_ids: new tokens, end-of-sequence included."""
+    """text: without special tokens and stop strings. token_ids: new tokens, end-of-sequence
+    included.
+    """
 
     text: str
     token_ids: list[int]
@@ -23,10 +25,10 @@ class Output:
 class Stream:
     """An iterator over the pieces of an answer; `output` and `stats` hold the answer so far.
 
-    Decoding starts with the first `next` and stops at `close`, which the end of a `with` block calls.
-    A `Spec` decodes one text at a time: once it begins another, this stream raises SupersededError.
-    A stream that has failed raises again on every `next`, so a cut answer never looks complete.
-    A stream may be dropped without `close`.
+    Decoding starts with the first `next` and stops at `close`, which the end of a `with` block
+    calls. A `Spec` decodes one text at a time: once it begins another, this stream raises
+    SupersededError. A stream that has failed raises again on every `next`, so a cut answer never
+    looks complete. A stream may be dropped without `close`.
     """
 
     def __init__(self, pieces: Iterator[Piece], stats: Stats) -> None:
@@ -65,7 +67,9 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """Stop, from any thread, without waiting; a cycle that runs in another thread ends by itself."""
+        """Stop, from any thread, without waiting; a cycle that runs in another thread ends by
+        itself.
+        """
         self._closed = True
 
     @property

@@ -82,6 +82,7 @@ def rows_of(config: TreeConfig, spec: Spec, report: Callable[[Step], None]) -> I
         template=config.template,
     )
     questions = [] if config.text else load_questions(config.questions)[0][: config.limit]
+    assert spec.head
     for text in texts_of(what, spec, questions, report):
         features = spec.target.features(text.tokens[None], spec.head.taps, last=True)[0]
         yield text.tokens.to(features.device), text.counts.to(features.device), features

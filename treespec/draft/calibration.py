@@ -1,14 +1,15 @@
-"""What a head's laws promise: the chance of each top token and of each draw, from q alone.
+"""How likely a head's top tokens and draws are to be accepted, predicted from q alone.
 
-Two logistic models, fitted once on held-out text: Pr(the r-th likeliest token is output) from its q, its rank and the
-depth; and Pr(the i-th draw is accepted | those before it were not) from the shape of what the tops leave of q.
+Two logistic models, fitted once on held-out text. One gives Pr(the r-th likeliest token is output)
+from its q, its rank and the depth. The other gives Pr(the i-th draw is accepted | the draws before
+were refused) from the shape of q without the top tokens.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,12 +31,12 @@ RANKS, TURNS = np.log(np.arange(1, TOPS + 1)), np.log(np.arange(1, DRAWS + 1))
 
 @dataclass(frozen=True)
 class Calibration:
-    """tops, draws: weights of the two models. sizes: by temperature, pairs (price of a node, mean nodes of a tree).
+    """Saved as calibration.json beside the head.
 
-    greedy: weights of the first model where the target takes its likeliest token. rates: by temperature, how often
-    the first, second, … draw without replacement is accepted while the target writes; 0.01 stands for temperature 0.
-    None of either in a file of an older version.
-    Saved as calibration.json beside the head.
+    tops, draws: weights of the two models. greedy: weights of the first model at temperature 0.
+    sizes: by temperature, pairs (price of a node, mean nodes of a tree). rates: by temperature, how
+    often the first, second, … draw without replacement is accepted while the target writes; the key
+    0.01 stands for temperature 0. greedy and rates are empty in files of older versions.
     """
 
     tops: tuple[float, ...]
@@ -45,13 +46,14 @@ class Calibration:
     rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def price(self, nodes: int, temperature: float) -> float:
-        """The price of a node at which trees have so many nodes on average."""
+        """The price of a node at which trees have `nodes` nodes on average."""
         return float(self.prices(nodes, temperature)[-1])
 
     def prices(self, most: int, temperature: float) -> np.ndarray:
-        """[most - 1] the prices at which trees have 2, 3, … nodes on average; log-log interpolation.
+        """[most - 1] the prices at which trees have 2, 3, … nodes on average, by log-log
+        interpolation.
 
-        Of prices that give equally many the lowest counts.
+        If several prices give the same size, the lowest counts.
         """
         cheapest = {size: price for price, size in sorted(nearest(self.sizes, temperature), reverse=True)}
         size, price = np.log(sorted(cheapest.items())).T
@@ -63,9 +65,11 @@ class Calibration:
         return np.exp(price[right - 1] + slope[right - 1] * (wanted - size[right - 1]))
 
     def sure(self, law: np.ndarray, depth: int) -> np.ndarray:
-        """[F, K] Pr(the r-th likeliest token is the target's choice at temperature 0), of nodes at a depth.
+        """[F, K] Pr(the r-th likeliest token is the target's choice at temperature 0), for nodes at
+        a depth.
 
-        law: [F, K] of the likeliest tokens at temperature 1, descending; it is the answer where nothing was fitted.
+        law: [F, K] probabilities of the likeliest tokens at temperature 1, descending; returned as
+        it is if nothing was fitted.
         """
         if not self.greedy:
             return law
@@ -75,33 +79,41 @@ class Calibration:
         return chance / chance.sum(-1, keepdims=True).clip(1)
 
     def chances(self, outlines: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of F nodes at a depth: [F, J] Pr(the r-th likeliest is output), [F, J + 1, M] Pr(the i-th draw is accepted).
+        """For F nodes at a depth: Pr(the r-th likeliest is output) [F, J], Pr(the i-th draw is
+        accepted) [F, J + 1, M].
 
-        outlines: [F, J + 2] of their laws. The second is for 0 to J tokens taken for sure.
+        outlines: [F, J + 2] by `outline`. Column j of the draws' result is for j top tokens taken
+        for sure.
         """
+        # 1. Top tokens.
         top, largest_left, square, left = seen(outlines)
         one, odds, rank, deep = self.tops
         tops = expit(top * odds + (RANKS * rank + (one + deep * depth)))
         tops /= tops.sum(-1, keepdims=True).clip(1)
+
+        # 2. Draws, given that those before were refused.
         one, odds, even, room, turn, turn_even, deep = self.draws
         first = largest_left * odds + square * even + left * room + (one + deep * depth)
         refused = np.ones((*first.shape, DRAWS + 1))
         score = first[..., None] + (square * turn_even + turn)[..., None] * TURNS
         expit(-score).cumprod(-1, out=refused[..., 1:])  # [F, J + 1, M]
+
+        # 3. Unconditionally: neither a top token nor an earlier draw is output.
         untaken = np.ones(first.shape)
         untaken[:, 1:] -= tops.cumsum(-1)
         return tops, untaken.clip(0)[..., None] * (refused[..., :-1] - refused[..., 1:])
 
 
 def nearest(known: Mapping[str, Known], temperature: float) -> Known:
-    """What is known of the temperature nearest to one above 0."""
+    """The entry for the temperature nearest to this one, which is above 0."""
     return known[min(known, key=lambda t: abs(math.log(float(t) / temperature)))]
 
 
 def outline(q: Tensor) -> np.ndarray:
-    """[F, J + 2] float64 on the host, all that the models see of the laws q [F, V]: the J + 1 largest probabilities
+    """[F, J + 2] float64 on the host: the J + 1 largest probabilities of each law q [F, V], and the
+    sum of its squares.
 
-    of each, and the sum of its squares.
+    The models see no more of q.
     """
     count = min(TOPS + 1, q.shape[-1])
     top = pad(largest(q, count)[0], (0, TOPS + 1 - count))
@@ -109,9 +121,11 @@ def outline(q: Tensor) -> np.ndarray:
 
 
 def seen(outlines: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of F nodes: [F, J] log-odds of the tops, and, [F, J + 1] where 0 to J tops are taken, of what is left of q the
+    """Features of F nodes: log-odds of the tops [F, J], and three of the residual q without 0 to J
+    tops [F, J + 1].
 
-    log-odds of the largest, the log of the sum of squares, and the log of its mass.
+    These are the log-odds of its largest probability, the log of its sum of squares, and the log of
+    its mass.
     """
     top = outlines[:, :-1].clip(1e-9, 1 - 1e-6)  # [F, J + 1]
     taken = np.zeros(top.shape)
@@ -122,13 +136,14 @@ def seen(outlines: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
 
 
 def log_odds(chance: np.ndarray, least: float) -> np.ndarray:
-    """Of a chance brought to no less than `least` and no more than one less it."""
+    """log(p / (1 - p)) with p clipped to [least, 1 - least]."""
     chance = chance.clip(least, 1 - least)
     return np.log(chance / (1 - chance))
 
 
 def features(q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """What the models see of F nodes: [F, J, 4] of each top, [F, J + 1, M, 7] of each draw, float64 on the host.
+    """Features of F nodes for fitting, float64 on the host: of each top [F, J, 4], of each draw [F,
+    J + 1, M, 7].
 
     q: [F, V] probabilities.
     """
@@ -140,12 +155,15 @@ def features(q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def save_calibration(calibration: Calibration, folder: str | Path) -> None:
-    """Whole or not at all. Raises InputError where it cannot be written."""
+    """Write calibration.json, whole or not at all. Raises InputError if that fails."""
     write_json(Path(folder) / FILE, asdict(calibration))
 
 
 def load_calibration(folder: str | Path) -> Calibration | None:
-    """None where there is none. Raises InputError for a file that is damaged or not understood."""
+    """The calibration beside a head, or None without one.
+
+    Raises InputError for a damaged or unknown file.
+    """
     file = Path(folder) / FILE
     if not file.exists():
         return None
@@ -165,8 +183,11 @@ def load_calibration(folder: str | Path) -> Calibration | None:
     return Calibration(tops, draws, cast(dict[str, list[tuple[float, float]]], sizes), greedy, rates)
 
 
-def numbers(values: Iterable[Any], positive: bool = False) -> tuple[float, ...]:
-    """Raises ValueError for what is not finite, or not above 0 where it must be, TypeError for no number."""
+def numbers(values: Iterable[float | str], positive: bool = False) -> tuple[float, ...]:
+    """The values as floats.
+
+    Raises ValueError or TypeError unless all are finite, and above 0 if `positive`.
+    """
     found = tuple(map(float, values))
     if not all(math.isfinite(value) and (value > 0 or not positive) for value in found):
         raise ValueError("no such number")

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 class Drafter(PerText, Protocol):
-    """Observes B texts, one at first, and drafts for them. The calls of a cycle: draft_trees, settle, observe.
+    """Observes B texts, one at first, and drafts for them. The calls of a cycle: draft_trees,
+    settle, observe.
 
-    `TreeDrafter` grows trees over any draft model (`treespec.draft.proposer`); drafters without a model hand over whole
-    trees.
+    `TreeDrafter` grows trees over any draft model (`treespec.draft.proposer`); drafters without a
+    model hand over whole trees.
 
-    name: as people are shown it; "" is its class. policy: of the trees that it grows; None: their shape is its own.
-    given: its tokens have no draft law.
-    forward_seconds: seconds spent in a draft model's forwards so far.
+    name: as people are shown it; "" is its class. policy: of the trees that it grows; None: their
+    shape is its own. given: its tokens have no draft law. forward_seconds: seconds spent in a draft
+    model's forwards so far.
     """
 
     name: str = ""
@@ -61,17 +62,21 @@ class Drafter(PerText, Protocol):
     ) -> list[TokenTree]:
         """The tree below the last committed token of each text.
 
-        roots: [B] int64. cache: the target's; behind the committed texts it may be written, and it is left as it was
-        found. now: the clock, in seconds, that forwards are timed by.
+        roots: [B] int64. cache: the target's; behind the committed texts it may be written, and it
+        is left as it was found. now: the clock, in seconds, that forwards are timed by.
         """
 
     @abstractmethod
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
-        """Feedback after a cycle: each tree's accepted nodes, without the root, and the target's output on it."""
+        """Feedback after a cycle: each tree's accepted nodes, without the root, and the target's
+        output on it.
+        """
 
     @abstractmethod
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        """Each text grew: features [n, H] of its next n positions, their tokens and the one after them, [n + 1]."""
+        """Each text grew: features [n, H] of its next n positions, their tokens and the one after
+        them, [n + 1].
+        """
 
     @abstractmethod
     def rewind(self, lengths: Sequence[int]) -> None:
@@ -82,5 +87,7 @@ class Drafter(PerText, Protocol):
         """Another drafter with the same options, with one text of which it knows nothing."""
 
     def paced(self, times: "Callable[[], Times]") -> "Drafter":
-        """As `new`, for a verifier that takes any tree: one that drafts no more than pays by the times, if it can."""
+        """As `new`, for a verifier that takes any tree: one that drafts no more than pays by the
+        times, if it can.
+        """
         return self.new()

@@ -1,4 +1,6 @@
-"""Bookkeeping of texts that are decoded together: state with one row a text, whose rows come and go."""
+"""Bookkeeping of texts that are decoded together: state with one row a text, whose rows come and
+go.
+"""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -8,7 +10,8 @@ from typing import ClassVar, Protocol, Self
 class PerText(Protocol):
     """State of B texts. `per_text` names the fields that hold it.
 
-    Such a field is a list with one entry a text, or an object with a `join` and a `select` of its own: a cache, say.
+    Such a field is a list with one entry a text, or an object with a `join` and a `select` of its
+    own: a cache, say.
     """
 
     per_text: ClassVar[tuple[str, ...]] = ()

@@ -3,17 +3,19 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Protocol, Self, cast
 
 from torch import Tensor, nn
 
 from treespec.cache import TreeCache
 from treespec.draft.per_text import PerText
+from treespec.heads.head import Head
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """Nodes whose children are to be drafted. tokens: [F]; parent_rows: [F] in the frontier above, 0 for the root.
+    """Nodes whose children are to be drafted. tokens: [F]; parent_rows: [F] in the frontier above,
+    0 for the root.
 
     The tokens are draft tokens, numbered as the logits are.
     """
@@ -23,13 +25,14 @@ class Frontier:
 
 
 class Proposer(PerText, Protocol):
-    """Observes B texts, one at first, and drafts for them. The calls of a cycle: begin, extend for each level, observe.
+    """Observes B texts, one at first, and drafts for them. The calls of a cycle: begin, extend for
+    each level, observe.
 
-    head: the trained head that it drafts with, if it has one. law_per_draw: it combines M draft models, whose draws
-    take turns; its logits are [F, M, N] in place of [F, N].
+    head: the trained head that it drafts with, if it has one. law_per_draw: it combines M draft
+    models, whose draws take turns; its logits are [F, M, N] in place of [F, N].
     """
 
-    head: Any = None
+    head: Head | None = None
     law_per_draw: bool = False
     vocab_size: int  # V of the target
 
@@ -45,19 +48,21 @@ class Proposer(PerText, Protocol):
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """[N] int64 ascending: the target's token for each of its draft tokens; None where they are the same."""
+        """[N] int64 ascending: the target's token for each of its draft tokens; None where they are
+        the same.
+        """
         return self.head.vocabulary if self.head else None
 
     @property
     def models(self) -> list[nn.Module]:
         """The draft models that it computes with besides the target."""
-        return [self.head] if self.head else []
+        return [cast(nn.Module, self.head)] if self.head else []
 
     @property
     def identity(self) -> object:
         """What the cost of its forwards depends on, as JSON holds it."""
         drafted = self.vocab_size if self.vocabulary is None else len(self.vocabulary)
-        return [self.head.config, drafted]
+        return [self.head.config if self.head else None, drafted]
 
     @property
     @abstractmethod
@@ -66,19 +71,24 @@ class Proposer(PerText, Protocol):
 
     @abstractmethod
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        """For each text [1, N] draft logits for the children of the root, or None if it knows nothing of the text yet.
+        """For each text [1, N] draft logits for the children of the root, or None if it knows
+        nothing of the text yet.
 
-        roots: [B] int64. cache: the target's keys and values of the committed texts, for drafts by the target itself;
-        what is written behind them is forgotten.
+        roots: [B] int64. cache: the target's keys and values of the committed texts, for drafts by
+        the target itself; what is written behind them is forgotten.
         """
 
     @abstractmethod
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        """For each text [F, N] draft logits for the children of its frontier, [0, N] where it has none."""
+        """For each text [F, N] draft logits for the children of its frontier, [0, N] where it has
+        none.
+        """
 
     @abstractmethod
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        """Each text grew: features [n, H] of its next n positions, their tokens and the one after them, [n + 1]."""
+        """Each text grew: features [n, H] of its next n positions, their tokens and the one after
+        them, [n + 1].
+        """
 
     @abstractmethod
     def rewind(self, lengths: Sequence[int]) -> None:

@@ -1,11 +1,12 @@
 """Whatever drafts for a target, as `Spec` sees it: what it can do, and a drafter over it.
 
-A draft model, such as a trained head, is a `Proposer` that trees are grown over; all else is a `Drafter` already.
+A draft model, such as a trained head, is a `Proposer` that trees are grown over; all else is a
+`Drafter` already.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, cast, final
+from typing import ClassVar, Protocol, TypeAlias, cast, final
 
 from torch import nn
 
@@ -17,6 +18,7 @@ from treespec.draft.pairing import check_given
 from treespec.draft.proposer import Proposer
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.tree_drafter import TreeDrafter
+from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.trees.policy import Policy
 from treespec.verify.auto import Auto
@@ -37,7 +39,7 @@ class Source(Protocol):
         ...
 
     @property
-    def head(self) -> Any:
+    def head(self) -> Head | None:
         """The trained head, if the draft model is one."""
         ...
 
@@ -56,7 +58,8 @@ class Source(Protocol):
     ) -> Drafter:
         """A drafter for one text. tree: None is the default for the verifier.
 
-        times: measures when it is called first. Raises InputError for a tree and verifier that do not go with it.
+        times: measures when it is called first. Raises InputError for a tree and verifier that do
+        not go with it.
         """
         ...
 
@@ -74,7 +77,7 @@ class Model:
         return f"{self.head.kind} head" if self.head else type(self.proposer).__name__.removesuffix("Proposer").lower()
 
     @property
-    def head(self) -> Any:
+    def head(self) -> Head | None:
         return self.proposer.head
 
     @property
@@ -99,9 +102,10 @@ class WholeTrees:
     """A drafter that hands over trees of its own."""
 
     original: Drafter
-    proposer = head = None
-    models = ()
-    law_per_draw = False
+    proposer: ClassVar[Proposer | None] = None
+    head: ClassVar[Head | None] = None
+    models: ClassVar[Sequence[nn.Module]] = ()
+    law_per_draw: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -115,7 +119,7 @@ class WholeTrees:
         return self.original.paced(times) if isinstance(verifier, Auto) else self.original.new()
 
 
-Drafting: TypeAlias = Source | nn.Module | Proposer | Drafter  # a module is a trained head
+Drafting: TypeAlias = Source | Head | Proposer | Drafter
 
 
 def source_for(drafting: Drafting | None, target: Target) -> Source | None:

@@ -1,16 +1,17 @@
-"""What `--drafter` names, `kind:value`: the source of the drafts."""
+"""The kinds that `--drafter kind:value` names, and loading them."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
+from treespec.draft.drafter import Drafter
 from treespec.draft.model_free.kinds import GIVEN, given_by
 from treespec.draft.models.model import ModelProposer, draft_model
 from treespec.draft.models.several import SeveralModels
 from treespec.draft.models.skip import skipped_target
 from treespec.draft.models.sparse import sparse_target
+from treespec.draft.proposer import Proposer
 from treespec.draft.trained.eagle import embedding_of
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import load_vocabulary, restrict
@@ -22,7 +23,10 @@ from treespec.target import Target
 
 
 def trained_head(folder: str, target: Target) -> Head:
-    """A head of any kind for a target that is not packed yet, with its draft vocabulary. Raises HeadError."""
+    """A head of any kind with its draft vocabulary, before its target is packed.
+
+    Raises HeadError.
+    """
     path = head_folder(folder)
     head = load_head(path, target.dtype, target.output_device)
     fit(head, target, folder)
@@ -32,7 +36,7 @@ def trained_head(folder: str, target: Target) -> Head:
 
 
 def head_of_kind(kind: str) -> Callable[[str, Target], Head]:
-    """`trained_head`, which has to be of that kind."""
+    """`trained_head` that refuses heads of another kind."""
 
     def source(folder: str, target: Target) -> Head:
         head = trained_head(folder, target)
@@ -44,14 +48,14 @@ def head_of_kind(kind: str) -> Callable[[str, Target], Head]:
 
 
 def draft_models(paths: str, target: Target) -> ModelProposer | SeveralModels:
-    """A smaller model's directory or hub id; several are joined by +. Raises InputError."""
+    """Draft models by directory or hub id, several of them joined by +. Raises InputError."""
     names = [paths] if Path(paths).exists() else paths.split("+")
     models = [draft_model(name, target) for name in names]
     return models[0] if len(models) == 1 else SeveralModels(models)
 
 
 # (value, target) -> a trained head, a proposer or a drafter
-SOURCES: dict[str, Callable[[str, Target], Any]] = {
+SOURCES: dict[str, Callable[[str, Target], Head | Proposer | Drafter]] = {
     "head": trained_head,
     "model": draft_models,
     "self": skipped_target,
@@ -61,8 +65,11 @@ SOURCES: dict[str, Callable[[str, Target], Any]] = {
 }
 
 
-def source_of(drafter: str, target: Target) -> Any:
-    """Raises InputError for a kind that there is not, and what the kind's own loading raises."""
+def source_of(drafter: str, target: Target) -> Head | Proposer | Drafter:
+    """Load what `kind:value` names.
+
+    Raises InputError for an unknown kind, and whatever loading raises.
+    """
     kind, _, value = drafter.partition(":")
     if kind not in SOURCES:
         hint = nearest(kind, SOURCES)
@@ -72,7 +79,7 @@ def source_of(drafter: str, target: Target) -> Any:
 
 
 def fit(head: Head, target: Target, name: str) -> None:
-    """Check that a head belongs to a target, and share the embedding where they hold the same one."""
+    """Check that a head belongs to a target, and share the embedding if both hold the same one."""
     head.settle_taps(target.layers)
     if beyond := [k for k in head.taps if not 0 <= k < target.layers]:
         raise InputError(
@@ -89,7 +96,10 @@ def fit(head: Head, target: Target, name: str) -> None:
 
 
 def embedding_for(head: Head, target: Target, name: str) -> nn.Parameter:
-    """The target's embedding on its output device, for a head that came without one. Raises InputError."""
+    """The target's embedding on its output device, for a head that came without one.
+
+    Raises InputError.
+    """
     own = embedding_of(target)
     if own.shape[1] != head.hidden_size:
         raise InputError(

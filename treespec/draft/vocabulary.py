@@ -1,7 +1,8 @@
-"""A smaller draft vocabulary (FR-Spec, Zhao et al. 2025, 2502.14856): a head drafts the most frequent tokens alone.
+"""A smaller draft vocabulary (FR-Spec, Zhao et al. 2025, 2502.14856): a head drafts only the most
+frequent tokens.
 
-A draft step is then a product with N rows of the output embedding, not V. The target's law p stays whole, and q is the
-law over the N tokens that is drawn from, 0 elsewhere, so that the text keeps the target's law.
+A draft step then multiplies by N rows of the output embedding in place of V. The target's law p
+stays whole; q is the law over the N tokens, 0 elsewhere. So the text keeps the target's law.
 """
 
 import json
@@ -24,9 +25,11 @@ AGAIN = "make it again with treespec calibrate --draft-vocab, or delete it to dr
 
 
 def restrict(head: Head, target: Target, tokens: Tensor) -> None:
-    """Let a head draft these tokens of its target alone, [N] int64 ascending; before either is packed.
+    """Make a head draft only these tokens of its target, before either is packed. tokens: [N] int64
+    ascending.
 
-    Raises InputError where the output embedding cannot be taken apart, and where the head drafts none of the tokens.
+    Raises InputError if the output embedding is no plain layer or lies offloaded, and if the head
+    drafts none of the tokens.
     """
     tokens = tokens.to(target.output_device)
     if head.vocabulary is not None and not torch.isin(tokens, head.vocabulary).any():
@@ -35,18 +38,24 @@ def restrict(head: Head, target: Target, tokens: Tensor) -> None:
 
 
 def draft_logits(head: FeatureHead, target: Target, hidden: Tensor) -> Tensor:
-    """[..., H] features of a head -> [..., V] the logits that it drafts by, -inf outside its vocabulary."""
+    """[..., H] features of a head -> [..., V] the logits that it drafts by, -inf outside its
+    vocabulary.
+    """
     logits = head.logits(hidden, target)
     return logits if head.vocabulary is None else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
 
 
 def spread(rows: Tensor, vocabulary: Tensor, size: int, fill: float = 0.0) -> Tensor:
-    """[..., N] over a draft vocabulary [N] -> [..., V] over the target's V = `size` tokens, `fill` elsewhere."""
+    """[..., N] over a draft vocabulary [N] -> [..., V] over the target's V = `size` tokens, else
+    `fill`.
+    """
     return rows.new_full((*rows.shape[:-1], size), fill).index_copy_(-1, vocabulary, rows)
 
 
 def in_target(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
-    """A tree grown in a draft vocabulary [N], in the target's V = `size` tokens. Its root is the target's already."""
+    """A tree grown in a draft vocabulary [N], renumbered to the target's V = `size` tokens, but for
+    its root.
+    """
 
     def named(tokens: Tensor) -> Tensor:
         return torch.where(tokens < 0, tokens, vocabulary[tokens.clamp_min(0)])
@@ -59,10 +68,12 @@ def in_target(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
 
 
 def most_frequent(texts: Sequence[Tensor], number: int, target: Target) -> tuple[Tensor, float]:
-    """The tokens of a draft vocabulary, [number] int64 ascending, and its coverage: their share of the texts.
+    """The tokens of a draft vocabulary, [number] int64 ascending, and their share of the texts
+    (coverage).
 
-    texts: int64 tokens, [T] each. The target's end tokens are among them, as every text draws one; of equally
-    frequent ones the lower. Raises InputError for a number that is not below the target's vocabulary.
+    texts: int64 tokens, [T] each. The target's end tokens are always included, as every text draws
+    one. Ties go to lower tokens. Raises InputError unless `number` is below the target's
+    vocabulary.
     """
     if not 0 < number < target.vocab_size:
         raise InputError(
@@ -76,13 +87,16 @@ def most_frequent(texts: Sequence[Tensor], number: int, target: Target) -> tuple
 
 
 def save_vocabulary(tokens: Tensor, coverage: float, folder: str | Path) -> None:
-    """Whole or not at all. Raises InputError where it cannot be written."""
+    """Write the vocabulary file, whole or not at all. Raises InputError if that fails."""
     fields = checksum.sealed({"coverage": round(coverage, 6), "tokens": tokens.tolist()})
-    write_text(Path(folder) / FILE, json.dumps(fields) + "\n")  # thousands of numbers: in a line
+    write_text(Path(folder) / FILE, json.dumps(fields) + "\n")  # thousands of numbers: one line
 
 
 def load_vocabulary(folder: str | Path, vocab_size: int) -> Tensor | None:
-    """[N] int64 tokens; None where there is no file. Raises InputError for anything but ascending tokens below V."""
+    """[N] int64 tokens, or None without a file.
+
+    Raises InputError for anything but ascending tokens below V.
+    """
     file = Path(folder) / FILE
     if not file.exists():
         return None

@@ -1,4 +1,6 @@
-"""New positions of several texts, through a model in chunks: a prompt, or what a head has yet to see."""
+"""New positions of several texts, through a model in chunks: a prompt, or what a head has yet to
+see.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +16,14 @@ from treespec.trees.mask import attention_mask
 class Chunk:
     """Up to n new positions of each of B texts, one behind another. Texts with fewer are padded.
 
-    Three new positions of one text and one of the other, behind the committed ones (lengths 2 and 4):
+    Three new positions of one text and one of the other, behind the committed ones (lengths 2 and
+    4):
 
         | a b . . | 0 1 2 |    row 1 sees  a b 0 1          positions  2 3 4
         | p q r s | 0 . . |    row 0 sees  p q r s 0                   4 . .
 
-    lengths: committed positions. taken: how many of the n each text has. columns: where they stand among the new ones.
+    lengths: committed positions. taken: how many of the n each text has. columns: where they stand
+    among the new ones.
     """
 
     columns: slice
@@ -35,7 +39,9 @@ class Chunk:
 
     @property
     def seen(self) -> Tensor:
-        """[B, n, T] bool: the columns of the cache, and of the chunk behind it, that each position sees."""
+        """[B, n, T] bool: the columns of the cache, and of the chunk behind it, that each position
+        sees.
+        """
         return attention_mask(self.causal, self.depth, self.lengths)
 
 
@@ -44,7 +50,8 @@ def causal_chunks(
 ) -> Iterator[Chunk]:
     """Chunks for the caller to forward, one by one; the cache commits each before the next.
 
-    counts: new positions of each text. size: (columns of the cache) -> positions of the next chunk, at most.
+    counts: new positions of each text. size: (columns of the cache) -> positions of the next chunk,
+    at most.
     """
     start, texts = 0, len(counts)
     while start < max(counts):

@@ -1,8 +1,7 @@
-"""Fitting a head's calibration on text: what its laws promise against what the target then accepts."""
+"""Fitting a head's calibration on text: predicted against actual acceptance."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from treespec.draft.fit.own_rates import COLDEST, own_rates
 from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
+from treespec.heads.head import Head
 from treespec.sampling import SamplingParams, largest, probs
 from treespec.target import Target
 from treespec.trees.sampled import SampledTree
@@ -23,12 +23,12 @@ Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool,
 
 TEMPERATURES = (0.3, 0.6, 1.0)
 PRICES = (0.1, 0.05, 0.025, 0.0125, 0.006)
-PROMPTS = 12  # whose answers tell the rates
-ROOTS = 24  # positions at which trees are grown for each price, a temperature
+PROMPTS = 12  # answers that rates are counted over
+ROOTS = 24  # positions at which trees are grown, for each price and temperature
 
 
 def calibrate(
-    head: Any,
+    head: Head,
     target: Target,
     rows: Sequence[Row],
     depth: int = 6,
@@ -36,21 +36,29 @@ def calibrate(
     seed: int = 0,
     temperatures: Sequence[float] = TEMPERATURES,
 ) -> Calibration:
-    """Fit on text that the target would write. positions: at most so many, a draft step and temperature.
+    """Fit a calibration on text that the target would write.
 
-    Raises InputError where the text is too short.
+    positions: the most positions used for each draft step and temperature. Raises InputError if the
+    text is too short.
     """
-    generator, depth = torch.Generator(device=target.output_device).manual_seed(seed), draft_steps(head, depth)
-    by_temperature = {t: outcomes(head, target, rows, depth, positions, t, generator) for t in temperatures}
-    found = [seen for own in by_temperature.values() for seen in own]
-    if not sum(len(seen[0]) for seen in found):
+    # 1. Sampled outcomes, and the two models fitted to them.
+    generator = torch.Generator(device=target.output_device).manual_seed(seed)
+    depth = draft_steps(head, depth)
+    samples: list[tuple[Tensor, ...]] = []
+    for temperature in temperatures:
+        samples += outcomes(head, target, rows, depth, positions, temperature, generator)
+    if not sum(len(sample[0]) for sample in samples):
         raise InputError("the text is too short to calibrate a head on: give longer conversations")
-    top, top_hit, draw, draw_hit, room, weight = (torch.cat(parts) for parts in zip(*found, strict=True))
+    top, top_hit, draw, draw_hit, room, weight = (torch.cat(parts) for parts in zip(*samples, strict=True))
     tops = logistic(top.flatten(0, 1), top_hit.flatten(), weight[:, None].expand_as(top_hit).flatten())
     draws = logistic(draw.flatten(0, 2), (draw_hit / room).flatten(), (weight[:, None, None] * room).flatten())
+
+    # 2. The first model again, at temperature 0.
     choice = [choices(head, target, row, depth, positions // len(rows) + 1) for row in rows]
     seen, taken, share = (torch.cat(parts) for parts in zip(*choice, strict=True))
     greedy = logistic(seen, taken, share)
+
+    # 3. Tree sizes by price, and rates counted while the target writes.
     fitted = Calibration(tuple(tops.tolist()), tuple(draws.tolist()), {}, tuple(greedy.tolist()))
     sizes = {f"{t:g}": tree_sizes(head, target, rows, fitted, depth, t, generator) for t in temperatures}
     proposer = KINDS[head.kind].proposer(head, target)
@@ -60,14 +68,19 @@ def calibrate(
 
 
 def prompts_of(rows: Sequence[Row], target: Target) -> list[list[int]]:
-    """What comes before the first token that counts, of some of the rows; at least a token, and room for an answer."""
-    firsts = [(tokens, max(int(counts.int().argmax()), 1)) for tokens, counts, _ in rows[:PROMPTS]]
-    return [tokens[: min(first, target.context_length // 2)].tolist() for tokens, first in firsts]
+    """The tokens before the first counted one, for PROMPTS rows: at least a token, with room for an
+    answer.
+    """
+    prompts = []
+    for tokens, counts, _ in rows[:PROMPTS]:
+        first = max(int(counts.int().argmax()), 1)
+        prompts.append(tokens[: min(first, target.context_length // 2)].tolist())
+    return prompts
 
 
 @torch.no_grad()
 def outcomes(
-    head: Any,
+    head: Head,
     target: Target,
     rows: Iterable[Row],
     depth: int,
@@ -75,12 +88,14 @@ def outcomes(
     temperature: float,
     generator: torch.Generator,
 ) -> list[tuple[Tensor, ...]]:
-    """What the models are to learn, of positions at all draft steps.
+    """Training data of the two models, from positions at all draft steps.
 
-    Of each: features of tops and draws, p of the tops [n, J], mass accepted by each draw [n, J + 1, M] and left for
-    it, and a weight [n]: about how often a tree reaches a text's token at that depth, min(1, q/p) of those above.
+    For each step: features of tops and draws, p of the tops [n, J], mass accepted by each draw
+    [n, J + 1, M], mass left for it, and a weight [n]. The weight is about how often a tree reaches
+    the text's token at that depth: the product of min(1, q/p) over the levels above.
     """
-    params, found = SamplingParams(temperature), []
+    params = SamplingParams(temperature)
+    samples: list[tuple[Tensor, ...]] = []
     for tokens, counts, known in rows:
         if len(tokens) < depth + 3 or positions <= 0:
             continue
@@ -91,18 +106,19 @@ def outcomes(
             q = probs(logits, params)
             p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
             chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:: depth + 1]
-            found.append((*tried(p[chosen], q[chosen], step, generator), weight[chosen].cpu()))
+            samples.append((*tried(p[chosen], q[chosen], step, generator), weight[chosen].cpu()))
             ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
             weight = weight * ratio.squeeze(1).clamp(max=1)
         positions -= len(chosen)
-    return found
+    return samples
 
 
 @torch.no_grad()
-def choices(head: Any, target: Target, row: Row, depth: int, positions: int) -> tuple[Tensor, Tensor, Tensor]:
-    """At temperature 0: features of tops [n, 4], whether the target takes each [n], and a weight [n].
+def choices(head: Head, target: Target, row: Row, depth: int, positions: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For temperature 0: features of tops [n, 4], whether each is the target's choice [n], and a
+    weight [n].
 
-    q is of temperature 1, as a tree's ranking is. The weight is about how often a tree reaches the text's token.
+    q is taken at temperature 1, as for the ranking of a tree's nodes. Weights as for `outcomes`.
     """
     tokens, counts, known = row
     found, weight = [], torch.ones(max(len(tokens) - depth - 1, 0), device=known.device)
@@ -124,7 +140,7 @@ def choices(head: Any, target: Target, row: Row, depth: int, positions: int) -> 
 
 
 def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Features and outcomes of one tree node for each row of p and q, [n, V]; on the host."""
+    """Features and outcomes of one tree node for each row of p and q [n, V], on the host."""
     top, draw = features(q, depth)
     best = q.topk(min(TOPS, q.shape[-1])).indices
     hit = torch.zeros(top.shape[:2], device=q.device)
@@ -140,30 +156,31 @@ def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple
 
 
 def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
-    """[f] weights of a logistic regression, by Newton's method. x: [n, f]; y: [n] shares; weight: [n].
+    """[f] weights of a logistic regression, by Newton's method. x: [n, f]; y: [n] shares; weight:
+    [n].
 
-    A step that overshoots is halved until it does not, as on few rows a full one may diverge.
+    A step is halved while it raises the loss, as full steps may diverge on few rows.
     """
     x, y, weight = x.double(), y.double(), weight.double() / weight.sum()
     ridge = 1e-6 * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-    found = x.new_zeros(x.shape[1])
+    solution = x.new_zeros(x.shape[1])
 
     def loss(at: Tensor) -> Tensor:
         return weight @ (softplus(x @ at) - y * (x @ at)) + at @ ridge @ at / 2
 
     for _ in range(steps):
-        chance = torch.sigmoid(x @ found)
-        slope = x.T @ (weight * (chance - y)) + ridge @ found
-        bend = (x.T * (weight * chance * (1 - chance))) @ x + ridge
-        step = torch.linalg.solve(bend, slope)
-        while loss(found - step) > loss(found):
+        chance = torch.sigmoid(x @ solution)
+        gradient = x.T @ (weight * (chance - y)) + ridge @ solution
+        hessian = (x.T * (weight * chance * (1 - chance))) @ x + ridge
+        step = torch.linalg.solve(hessian, gradient)
+        while loss(solution - step) > loss(solution):
             step = step / 2
-        found = found - step
-    return found
+        solution = solution - step
+    return solution
 
 
 def tree_sizes(
-    head: Any,
+    head: Head,
     target: Target,
     rows: Sequence[Row],
     calibration: Calibration,
@@ -171,7 +188,7 @@ def tree_sizes(
     temperature: float,
     generator: torch.Generator,
 ) -> list[tuple[float, float]]:
-    """Mean nodes of the trees at each price, grown from positions of the text."""
+    """Pairs (price, mean nodes of the trees at that price), grown from positions of the text."""
     params, sizes = SamplingParams(temperature), []
     roots = [(row, at) for row in rows for at in (row[1][1:].nonzero().squeeze(1)[::40] + 1).tolist()[:3]]
     for price in PRICES:

@@ -1,6 +1,6 @@
-"""Measuring what a cycle's parts cost, over the code that decodes: interleaved rounds, of each step a fast one.
+"""Measuring the cost of a cycle's parts with the decoding code itself, in interleaved rounds.
 
-Other work on a machine only ever adds to a time, so a step's cost is the quartile of its fastest rounds.
+Other work on the machine only adds time, so a step's cost is the lower quartile over rounds.
 """
 
 import os
@@ -34,29 +34,30 @@ from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.topk import TopK
 from treespec.verify.walk import follow
 
-CONTEXT, WAITING = 192, 3  # tokens before the tree, and those that a cycle has committed
+CONTEXT, WAITING = 192, 3  # tokens before the tree, and tokens that the last cycle committed
 DEEP = 5  # levels, at most
 WIDE = 6  # nodes of a wide level
-ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # fewer rounds where they take longer than that, but not fewer than the fewest
-DEAR = 6  # a tree whose forward costs that many one-token forwards is never worth it: no larger one is measured
+ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # rounds; after SECONDS they stop, but not before FEWEST
+DEAR = 6  # one-token forwards; larger trees than the first that costs so much are not measured
 
 DRAWS, BINARY = RRSWithoutReplacement(), balanced(2, 2)
 
 Act = Callable[[], object]
-Step = tuple[Act, Act]  # what comes before it when decoding, and what is timed: it finds the caches as it will
+Step = tuple[Act, Act]  # the act before it, as when decoding (it warms the caches), and the timed act
 
 
 def times_for(target: Target, proposer: Proposer | None, folder: Path | None = None) -> Times:
-    """Kept times, or new ones (a few seconds). proposer: None measures the target alone.
+    """Times from the cache folder, or measured now (a few seconds). proposer: None measures the
+    target alone.
 
-    folder: None is treespec's in the user's cache.
+    folder: default treespec's in the user's cache.
     """
     folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
     file = folder / f"times-{key(target, proposer)}.json"
     if (kept := kept_times(file)) is not None:
         return kept
     times = measure(target, proposer)
-    with suppress(InputError):  # a cache that cannot be written is measured again
+    with suppress(InputError):  # an unwritable cache: the next run measures again
         remove_leftovers(folder)
         write_json(file, asdict(times))
     return times
@@ -64,8 +65,8 @@ def times_for(target: Target, proposer: Proposer | None, folder: Path | None = N
 
 @torch.inference_mode()
 def measure(target: Target, proposer: Proposer | None) -> Times:
-    """Seconds of everything that `Times` holds. proposer: None leaves the drafts at 0."""
-    # 1. A text, known to the target and to what drafts.
+    """Measure all of `Times`. proposer: None leaves the drafts at 0."""
+    # 1. A text, in the target's cache and observed by the proposer.
     tokens = torch.arange(CONTEXT, device=target.output_device) % target.vocab_size  # more than some contexts hold
     cache = target.new_cache()
     taps = proposer.taps if proposer else ()
@@ -75,7 +76,7 @@ def measure(target: Target, proposer: Proposer | None) -> Times:
     forward = partial(target.forward_tree, cache)
     between = partial(forward, path(4, tokens))
 
-    # 2. Drafts of one level and of several, of one node a level and of many.
+    # 2. Drafts of one level and of several, with one node a level and with many.
     deep = min(DEEP, proposer.max_depth or DEEP) if proposer else DEEP
     drafting: list[Step] = []
     if proposer:
@@ -85,12 +86,12 @@ def measure(target: Target, proposer: Proposer | None) -> Times:
         acts = [partial(draft, draws, depth) for draws in (None, 2, 1, 0) for depth in (1, deep)]
         drafting = [(between, act) for act in (*acts, partial(draft, None, deep, WIDE))]
 
-    # 3. Forwards over more and more nodes, up to the first that is too dear.
+    # 3. Forwards over growing numbers of nodes, up to the first that is too dear.
     nodes = affordable(target, cache, tokens)
     earlier: Act = drafting[-2][1] if drafting else between
     steps: list[Step] = [(between if n == 1 else earlier, partial(forward, path(n, tokens))) for n in nodes]
 
-    # 4. Verifying and committing, of a tree without drafts, of the likeliest tokens, of a chain and a tree of draws.
+    # 4. Verifying and committing: no drafts, likeliest tokens, a chain of draws, a tree of draws.
     sampled, flat = SamplingParams(1.0), Flat(target)
     growths = [grow_static(tokens[-1:], flat.root, tree, DRAWS, sampled, generator) for tree in (chain(5), BINARY)]
     single_tree, drawn_tree = (grow_together(flat, [growth])[0] for growth in growths)
@@ -104,27 +105,31 @@ def measure(target: Target, proposer: Proposer | None) -> Times:
         scored: Act = partial(forward, tree)
         steps.append((scored, partial(judge, forward(tree).logits, cache, tree, params, generator)))
     steps += drafting
-    found = fast_times(steps, target.output_device)
-    rest, costs = found[len(nodes) : len(nodes) + 4], found[len(nodes) + 4 :] or [0.0] * 9
+
+    # 5. Time them all, and split levels into the first and each further one.
+    costs = fast_times(steps, target.output_device)
+    forwards, rest, draft_costs = costs[: len(nodes)], costs[len(nodes) : len(nodes) + 4], costs[len(nodes) + 4 :]
+    draft_costs = draft_costs or [0.0] * 9
+    further, of_one, of_deep = max(deep - 1, 1), draft_costs[:8:2], draft_costs[1:8:2]
     chosen, drawn, single, fixed = (
-        (first, max(last - first, 0) / max(deep - 1, 1)) for first, last in zip(costs[:8:2], costs[1:8:2], strict=True)
+        (first, max(last - first, 0) / further) for first, last in zip(of_one, of_deep, strict=True)
     )
     plain, likeliest, chain_of_draws, tree_of_draws = rest
     return Times(
         nodes=nodes,
-        target=tuple(found[: len(nodes)]),
+        target=tuple(forwards),
         begin=chosen[0],
         step=chosen[1],
         drawn=drawn,
         single=single,
         fixed=fixed,
-        row=max(costs[8] - costs[1], 0) / max(deep - 1, 1) / (WIDE - 1),
+        row=max(draft_costs[8] - draft_costs[1], 0) / further / (WIDE - 1),
         rest=(plain, likeliest, chain_of_draws, tree_of_draws),
     )
 
 
 class Flat:
-    """A draft model whose law is the same for all tokens, at no cost."""
+    """A draft model with a uniform law, at no cost."""
 
     def __init__(self, target: Target) -> None:
         self.root = torch.zeros(1, target.vocab_size, device=target.output_device)  # [1, V] logits
@@ -134,20 +139,22 @@ class Flat:
 
 
 def affordable(target: Target, cache: TreeCache, tokens: Tensor) -> tuple[int, ...]:
-    """The sizes of NODES that may pay: up to the first whose forward costs DEAR forwards over one node."""
-    found: list[float] = []
+    """The sizes of NODES up to the first whose forward costs DEAR one-node forwards."""
+    seconds: list[float] = []
     for n in NODES:
         forward = partial(target.forward_tree, cache, path(n, tokens))
-        found.append(fast_times([(forward, forward)], target.output_device, rounds=2)[0])
-        if len(found) > 4 and found[-1] > DEAR * found[0]:
+        seconds.append(fast_times([(forward, forward)], target.output_device, rounds=2)[0])
+        if len(seconds) > 4 and seconds[-1] > DEAR * seconds[0]:
             break
-    return NODES[: len(found)]
+    return NODES[: len(seconds)]
 
 
 def judge(
     logits: Tensor, cache: TreeCache, tree: TokenTree, params: SamplingParams, generator: torch.Generator
 ) -> None:
-    """Verify a tree that the cache holds, commit three nodes of it at most, and forget them. logits: [N, V]."""
+    """Verify a tree that is in the cache, commit up to three of its nodes, and forget them. logits:
+    [N, V].
+    """
     if params.greedy:
         follow(tree, greedy_choice(logits))
     else:
@@ -167,7 +174,7 @@ def drafts(
     depth: int,
     width: int = 1,
 ) -> None:
-    """Draft behind a few newly observed tokens. draws: as `Times.levels` has it. width: nodes of a level."""
+    """Draft after observing a few new tokens. draws: as in `Times.levels`. width: nodes of a level."""
     proposer.rewind([CONTEXT - 1 - WAITING])
     proposer.observe([features[-1 - WAITING : -1]], [tokens[-1 - WAITING :]])
     (logits,) = proposer.begin(tokens[-1:], cache)
@@ -182,7 +189,7 @@ def drafts(
 
 
 def grow_wide(root: Tensor, logits: Tensor, depth: int, width: int) -> Growth:
-    """The auto tree's steps, at a width that is given. root: [1] int64. logits: [1, V] draft logits."""
+    """The auto tree's steps at a fixed width. root: [1] int64. logits: [1, V] draft logits."""
     nodes = Nodes(root)
     frontier = [0]
     for level in range(depth):
@@ -198,29 +205,29 @@ def grow_wide(root: Tensor, logits: Tensor, depth: int, width: int) -> Growth:
 
 
 def path(nodes: int, tokens: Tensor) -> TokenTree:
-    """A tree of one branch; its shape does not matter to the time."""
+    """A tree of one branch; a forward's time does not depend on the shape."""
     number = torch.arange(nodes, device=tokens.device)
     return TokenTree(tokens[:nodes], number - 1, number, ancestor_mask(number - 1, nodes))
 
 
 def fast_times(steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS) -> list[float]:
-    """Seconds of each step, interleaved over rounds, the first for warming up."""
-    seen: list[list[float]] = [[] for _ in steps]
+    """Seconds of each step, over interleaved rounds after one for warming up."""
+    rounds_of: list[list[float]] = [[] for _ in steps]
     begun = time.perf_counter()
     for done in range(rounds + 1):
         if done > FEWEST and time.perf_counter() - begun > SECONDS:
             break
-        for (before, step), own in zip(steps, seen, strict=True):
+        for (before, step), own in zip(steps, rounds_of, strict=True):
             before()
             synchronize(device)
             started = time.perf_counter()
             step()
             synchronize(device)
             own.append(time.perf_counter() - started)
-    return [statistics.quantiles(own[1:], n=4, method="inclusive")[0] for own in seen]
+    return [statistics.quantiles(own[1:], n=4, method="inclusive")[0] for own in rounds_of]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,8 @@
-"""How often the first, second, … draw of a node is accepted while the target writes: the real loop, counted.
+"""How often the first, second, … draw of a node is accepted while the target writes, counted in the
+real loop.
 
-Teacher-forced text tells less: it is not what the target would have written, and a draft is more often right on what
-the target writes than on what others wrote.
+Teacher-forced text tells less: drafts are right more often on the target's own text than on others'
+text.
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,12 @@ from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Verdict, Walk
 
-COLDEST = 0.01  # stands for temperature 0, where all draws are the likeliest tokens
+COLDEST = 0.01  # in place of temperature 0, where all draws are the likeliest tokens
 
 
 @final
 class Counted:
-    """The walk over draws without replacement, which counts: how often each draw was judged, and accepted."""
+    """The walk over draws without replacement; counts how often each draw was judged, and accepted."""
 
     name = "counted"
     scheme: Scheme = RRSWithoutReplacement()
@@ -60,10 +61,13 @@ def own_rates(
     tokens: int = 48,
     seed: int = 0,
 ) -> tuple[float, ...]:
-    """[K] Pr(the k-th draw without replacement is accepted), by the target's own answers to some prompts.
+    """[K] Pr(the k-th draw without replacement is accepted), counted over the target's answers to
+    prompts.
 
-    prompts: token ids, at least one. tokens: of an answer at most. Rates that nothing was counted for are left out.
+    prompts: token ids, at least one each. tokens: the most tokens of an answer. Draws that were
+    never judged have no rate.
     """
+    # 1. Decode and count.
     tree = eagle().cut(proposer.max_depth) if proposer.max_depth else eagle()
     counted = Counted(tree)
     decoder = Decoder(target, TreeDrafter(proposer.new(), tree, counted.scheme), counted)
@@ -73,6 +77,8 @@ def own_rates(
         ending = Ending(None, target.eos, (), min(tokens, target.context_length - len(prompt)))
         for _ in decoder.run([Text(list(prompt), ending, generator, Stats())], params):
             pass
-    chances = (counted.accepted / counted.judged)[counted.judged > 0]  # of a draw, those before it refused
+
+    # 2. From chances given that earlier draws were refused, to unconditional ones.
+    chances = (counted.accepted / counted.judged)[counted.judged > 0]
     refused = (1 - chances).cumprod(0)
     return tuple((chances * torch.cat([refused.new_ones(1), refused[:-1]])).tolist())

@@ -1,7 +1,7 @@
-"""How much of a tree of given tokens pays: the part that `--verifier auto` lets the target score.
+"""The part of a tree of given tokens that pays: `--verifier auto` lets the target score no more.
 
-A drafter without a model says nothing of its tokens' chances. So each child is given one by its place among its
-siblings, and what was accepted so far says how far that is right (`treespec.draft.pace.pace`).
+A drafter without a model gives its tokens no probabilities. So each child gets a chance by its rank
+among its siblings, corrected by what was accepted so far (`treespec.draft.pace.pace`).
 """
 
 import numpy as np
@@ -11,15 +11,17 @@ from treespec.draft.pace.pace import CERTAIN, Pace, Promise
 from treespec.trees.auto import best_size
 from treespec.trees.tree import TokenTree
 
-RATES = (0.6, 0.12, 0.06, 0.03)  # of the first, second, … child, at first; later ones have the last
-ROWS_BRING = 1.6  # tokens a cycle of drafters with rows of their own (Lookahead in Spec-Bench, 2401.07851)
+RATES = (0.6, 0.12, 0.06, 0.03)  # first guess for the first, second, … child; the last is for all further ones
+ROWS_BRING = 1.6  # tokens a cycle, of drafters with rows of their own (Lookahead in Spec-Bench, 2401.07851)
 
 
 def part(tree: TokenTree, pace: Pace) -> TokenTree:
-    """The nodes that are worth their place in the forward; all of them where the tree brings rows of its own.
+    """The tree of the nodes worth their place in the forward; the whole tree if it has rows of its
+    own.
 
-    Tells the pace what they promise. tree: on the host, without laws.
+    It sets the pace's promise for this cycle. tree: on the host, without laws.
     """
+    # 1. Keep the nodes likeliest to be reached, as many as bring the most tokens a second.
     chances = of_children(tree.parents.numpy())
     nodes = len(chances)
     kept = np.arange(nodes)
@@ -34,6 +36,8 @@ def part(tree: TokenTree, pace: Pace) -> TokenTree:
         if size == 1 and nodes > 1 and pace.trying:
             size = 2
         kept = np.sort(np.concatenate([[0], order[: size - 1]]))
+
+    # 2. Promise what they bring.
     if len(kept) > 1 or tree.rows:
         shorter = tree if len(kept) == nodes else selected(tree, kept)
         rows = len(tree.rows.tokens) if tree.rows else 0
@@ -44,7 +48,7 @@ def part(tree: TokenTree, pace: Pace) -> TokenTree:
 
 
 def of_children(parents: np.ndarray) -> np.ndarray:
-    """[N] Pr(a node is accepted | its parent was), by its place among its siblings. parents: [N]."""
+    """[N] Pr(a node is accepted | its parent was), by its rank among its siblings. parents: [N]."""
     seen: dict[int, int] = {}
     chances = np.ones(len(parents))
     for node, parent in enumerate(parents.tolist()[1:], start=1):
@@ -55,7 +59,7 @@ def of_children(parents: np.ndarray) -> np.ndarray:
 
 
 def selected(tree: TokenTree, kept: np.ndarray) -> TokenTree:
-    """The tree of these nodes, ascending and closed under parents. kept: [M]."""
+    """The tree of these nodes. kept: [M] ascending, with every node's parent."""
     rows = torch.from_numpy(kept)
     number = torch.full_like(tree.parents, -1)
     number[rows] = torch.arange(len(rows))
@@ -66,16 +70,16 @@ def selected(tree: TokenTree, kept: np.ndarray) -> TokenTree:
 
 
 def rests(pace: Pace, widest: int) -> bool:
-    """Whether a text goes without given tokens this cycle, before they are looked for.
+    """Whether a text goes without given tokens this cycle; asked before they are looked for.
 
-    widest: nodes and rows of a forward, of a drafter that brings rows of its own; 0: it brings none.
+    widest: nodes and rows of a forward, for a drafter with rows of its own; 0 for others.
     """
     if widest:
         nodes = len(pace.forward)
         wide = float(pace.forward[min(widest, nodes) - 1]) * max(widest / nodes, 1)
         return pace.rests(ROWS_BRING / wide)
     if pace.idle:
-        return pace.rests(pace.hope)  # nothing was learned since it was last asked
+        return pace.rests(pace.hope)  # nothing was learned since the last call
     chance = min(RATES[0] * float(pace.by_law.factors[0]), CERTAIN)
     tokens = (chance ** np.arange(len(pace.forward))).cumsum()  # of a chain of 0, 1, … given tokens
     seconds = pace.forward + pace.times.resting(0)

@@ -1,7 +1,9 @@
-"""Datastores for retrieval (REST, He et al. 2024, 2311.08252): much text as tokens, with a suffix array, on disk.
+"""Datastores for retrieval (REST, He et al. 2024, 2311.08252): a corpus as tokens, with a suffix
+array, on disk.
 
-A directory of index.json, tokens.npy [T] and suffixes.npy [T]. The texts stand one behind another, each with `end`
-behind it, a number that is no token. Both arrays are mapped into memory: the system keeps what searches touch.
+A directory holds index.json, tokens.npy [T] and suffixes.npy [T]. The texts are concatenated, each
+followed by `end`, a number that is no token. Both arrays are memory-mapped: only pages that
+searches touch are read.
 """
 
 import hashlib
@@ -21,10 +23,10 @@ from treespec.files import LOCK, TEMPORARY, locked, read_json, write_json, writi
 from treespec.text.conversations import encode_conversations, read_conversations
 
 FORMAT = 1
-ORDER = 16  # tokens that suffixes are sorted by: the longest that are searched for
+ORDER = 16  # tokens that suffixes are sorted by: the longest pattern of a search
 CONVERSATIONS = (".jsonl", ".json")
-MOST = 1 << 31  # tokens: pairs of ranks are 64-bit numbers
-BLOCK = 1 << 16  # characters of plain text that are encoded at once, to the end of a line
+MOST = 1 << 31  # tokens: a pair of ranks must fit 64 bits
+BLOCK = 1 << 16  # characters of plain text encoded as one string, up to the end of a line
 BLOCKS = 64
 AGAIN = "build it again with treespec datastore build --target TARGET"
 
@@ -32,17 +34,19 @@ AGAIN = "build it again with treespec datastore build --target TARGET"
 @final
 @dataclass(frozen=True)
 class Datastore:
-    """tokens, suffixes: [T]. end: a continuation goes on to the first number that is not below it."""
+    """tokens, suffixes: [T]. end: continuations stop before the first number that is not below it."""
 
     tokens: np.ndarray
     suffixes: np.ndarray
     end: int
 
     def continuations(self, text: np.ndarray, shortest: int, longest: int, most: int, length: int) -> np.ndarray:
-        """[M, length] int64 what follows the text's longest suffix that is found, -1 behind the end of a text.
+        """[M, length] int64 continuations of the text's longest suffix in the store, -1 after the
+        end of a text.
 
-        text: [n] int64. shortest, longest: tokens of a suffix, ORDER at most. most: bounds M; of more matches as many
-        are taken evenly from the order of the suffixes, so that each continuation keeps its share.
+        text: [n] int64. shortest, longest: bounds of the suffix, at most ORDER. most: bounds M. If
+        there are more matches, evenly spaced ones in suffix order stand for all, so each
+        continuation keeps its share.
         """
         context = text[-longest:].tolist()
         known, first, last = longest_suffix(self.tokens, self.suffixes, context, shortest, min(longest, ORDER))
@@ -55,22 +59,22 @@ class Datastore:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """A digest of which token has which number."""
+    """A digest of the vocabulary: tokens and their numbers."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def build(texts: Iterable[list[int]], tokenizer: Any, folder: str | Path) -> int:
-    """Write a datastore and return its number of tokens. The suffix array takes some 50 bytes of memory a token.
+    """Write a datastore and return its number of tokens. Takes some 50 bytes of memory a token.
 
-    index.json is written last, so that what a kill leaves is no datastore yet, and the next build goes over it.
-    Raises InputError where the folder exists, is being built by another process or cannot be written, and for no token
-    or more than MOST.
+    index.json is written last: a killed build leaves no datastore, and the next build overwrites
+    it. Raises InputError if the folder exists, is being built by another process or cannot be
+    written, and for no token or more than MOST.
     """
     folder = Path(folder)
     refuse_what_is_there(folder)
     with locked(folder):
         try:
-            refuse_what_is_there(folder)  # another build may have ended just now
+            refuse_what_is_there(folder)  # another build may just have finished
             tokens, end = joined(texts, tokenizer)
             arrays = {"tokens": tokens, "suffixes": suffix_array(tokens, ORDER)}
             for name, array in arrays.items():
@@ -84,7 +88,7 @@ def build(texts: Iterable[list[int]], tokenizer: Any, folder: str | Path) -> int
 
 
 def refuse_what_is_there(folder: Path) -> None:
-    """Raises InputError unless the folder is missing, empty, or what a killed build has left."""
+    """Raises InputError unless the folder is missing, empty, or left by a killed build."""
     unfinished = {LOCK, "tokens.npy", "suffixes.npy"}
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     names = {name for name in names if not TEMPORARY.fullmatch(name)}
@@ -93,7 +97,10 @@ def refuse_what_is_there(folder: Path) -> None:
 
 
 def joined(texts: Iterable[list[int]], tokenizer: Any) -> tuple[np.ndarray, int]:
-    """(all texts, each with `end` behind it [T], that `end`). Raises InputError for no token or more than MOST."""
+    """([T] all texts, each followed by `end`; `end`).
+
+    Raises InputError for no token or more than MOST.
+    """
     end = max(tokenizer.get_vocab().values()) + 1
     kind = np.uint16 if end < 1 << 16 else np.uint32
     parts = [np.array([*text, end], dtype=kind) for text in texts if text]
@@ -115,17 +122,18 @@ def tidy(folder: Path) -> None:
 
 
 def digest(array: np.ndarray) -> str:
-    """SHA-256 of an array's type, shape and numbers."""
+    """SHA-256 of an array's dtype, shape and content."""
     content = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
     content.update(array.data)
     return content.hexdigest()
 
 
 def open_datastore(folder: str | Path, tokenizer: Any, vocab_size: int) -> Datastore:
-    """vocab_size: V of the target, which may lack tokens of its tokenizer.
+    """A datastore for a target. vocab_size: V of the target, which may lack tokens of its
+    tokenizer.
 
     Both arrays are read once, about a second a GB, to compare their checksums.
-    Raises InputError for what is no datastore, is damaged, or is of another format or tokenizer.
+    Raises InputError for a missing or damaged datastore, and for another format or tokenizer.
     """
     folder = Path(folder)
     check_datastore(folder)
@@ -143,7 +151,7 @@ def open_datastore(folder: str | Path, tokenizer: Any, vocab_size: int) -> Datas
 
 
 def check_datastore(folder: str | Path) -> None:
-    """Raises InputError where there is no datastore."""
+    """Raises InputError if the folder holds no datastore."""
     if not (Path(folder) / "index.json").is_file():
         raise InputError(
             f"no datastore at {folder}: it has no readable index.json; make one with treespec datastore build"
@@ -151,14 +159,14 @@ def check_datastore(folder: str | Path) -> None:
 
 
 def stored(file: Path, name: str, index: dict[str, Any]) -> np.ndarray:
-    """An array of a datastore, mapped into memory. Raises InputError if it is not what the index says."""
+    """A memory-mapped array of a datastore. Raises InputError if it differs from the index."""
     try:
         array = np.load(file, mmap_mode="r").view(np.ndarray)
         if array.shape != (index["tokens"],) or array.dtype.kind != "u":
             raise ValueError("it is not of the length that index.json says")
         if "arrays" in index and index["arrays"][name] != digest(array):  # older datastores have no checksums
             raise ValueError("its checksum does not match")
-    except Exception as error:  # numpy raises what its header's bytes lead to
+    except Exception as error:  # numpy raises anything, depending on the header's bytes
         raise InputError(f"{file} is damaged ({' '.join(str(error).split())}): {AGAIN}") from error
     return array
 
@@ -166,10 +174,11 @@ def stored(file: Path, name: str, index: dict[str, Any]) -> np.ndarray:
 def encoded(
     file: str | Path, tokenizer: Any, template: str | None = None, say: Callable[[str], None] = lambda line: None
 ) -> Iterator[list[int]]:
-    """The tokens of the texts of a file: of conversations (.jsonl, .json) by the template, of any other its own text.
+    """The token ids of a file's texts: conversations (.jsonl, .json) by the template, any other
+    file as plain text.
 
-    Plain text is one text, encoded in blocks of lines. say: told how many conversations are used, and which are not.
-    Raises InputError for what cannot be read.
+    Plain text is one text, encoded in blocks of lines. say: told how many conversations are used
+    and which are left out. Raises InputError for files that cannot be read.
     """
     path = Path(file)
     if path.suffix in CONVERSATIONS:

@@ -1,7 +1,9 @@
-"""Drafters without a model: they hand over trees of given tokens, found in the text, in a datastore or by guesses.
+"""Drafters without a model: they hand over trees of given tokens, from the text, a datastore or
+guesses.
 
-The children are a function of the text and of draws made before, so their law is one-hot and the plan is that of
-`topk`: sample p and see whether the token is a child. No other scheme's q describes them.
+The children are a function of the text and of earlier draws, so their law is one-hot, and the plan
+is that of `topk`: sample p and see whether the token is a child. No other scheme's q describes
+them.
 """
 
 import time
@@ -28,27 +30,32 @@ class TextDrafter(Protocol):
 
     @property
     def widest(self) -> int:
-        """Nodes and rows of a forward at most, where it brings rows of its own every cycle; 0: it brings none."""
+        """The most nodes and rows of a forward, if it brings rows of its own every cycle; otherwise
+        0.
+        """
         ...
 
     def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
-        """text: [T] int64, the root last. The tree, without laws, is on the host."""
+        """The tree below the last token, the root: on the host, without laws. text: [T] int64."""
         ...
 
     def settle(self, accepted: int, out: TreeOutput) -> None:
-        """So many drafted tokens of the tree were accepted. out: what the target said of it."""
+        """Feedback after a cycle: the number of accepted draft tokens, and the target's output on
+        the tree.
+        """
         ...
 
     def new(self) -> Self:
-        """Another of its kind, which knows nothing of its text."""
+        """Another drafter with the same options, for a new text."""
         ...
 
 
 @final
 class GivenDrafter(Drafter):
-    """A `TextDrafter` for each of B texts; all that was observed of a text is kept. name: as `--drafter` has it.
+    """A `TextDrafter` and all observed tokens for each of B texts; one text at first.
 
-    times: given, only the part of a tree that pays is drafted (`treespec.draft.model_free.budget`); None: all of it.
+    name: its kind, as `--drafter` takes it. times: to draft only the part of a tree that pays
+    (`treespec.draft.model_free.budget`); None drafts whole trees.
     """
 
     per_text = ("texts", "drafters", "paces", "resting")
@@ -57,9 +64,9 @@ class GivenDrafter(Drafter):
 
     def __init__(self, drafter: TextDrafter, name: str, times: Callable[[], Times] | None = None) -> None:
         self.name, self.drafters, self.times = name, [drafter], times
-        self.texts = [np.empty(0, dtype=np.int64)]  # of each the observed tokens [T]
+        self.texts = [np.empty(0, dtype=np.int64)]  # [T] the observed tokens of each
         self.paces: list[Pace | None] = [None]
-        self.resting = [False]  # texts whose drafter was not asked this cycle
+        self.resting = [False]  # whether a text goes without drafts this cycle
 
     @property
     def timed(self) -> bool:

@@ -1,6 +1,8 @@
-"""Jacobi decoding (Santilli et al. 2023, 2305.10427): all of the next tokens are guessed, and guessed again each cycle.
+"""Jacobi decoding (Santilli et al. 2023, 2305.10427): the next tokens are guessed, and guessed
+again each cycle.
 
-The guesses are the draft, a chain; the target's likeliest token behind each is the next cycle's guess for its place.
+The guesses are the draft, a chain. The target's likeliest token after each guess becomes the next
+cycle's guess for that position.
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from treespec.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class JacobiOptions:
-    """window: guesses. Raises InputError for a number out of its range."""
+    """window: number of guesses. Raises InputError for a number out of range."""
 
     window: int = option("guesses", 15, least=1, most=4095)
 
@@ -27,7 +29,7 @@ class JacobiOptions:
 
 @final
 class Jacobi:
-    """Where nothing is guessed yet stand tokens of the text, at random."""
+    """The guesses of one text. Positions without a guess get random tokens of the text."""
 
     widest: ClassVar[int] = 0
 
@@ -40,7 +42,10 @@ class Jacobi:
         return trie(int(text[-1]), np.array([chain]), nodes=1 + len(chain))
 
     def settle(self, accepted: int, out: TreeOutput) -> None:
-        """Node i has the guess for the place behind it; the one behind the accepted nodes is the root by now."""
+        """The target's choice after node i is the guess for the position after it.
+
+        The choice after the last accepted node is the new root, so guesses start one node later.
+        """
         self.guesses = out.logits[accepted + 1 :].argmax(-1).tolist()
 
     def new(self) -> "Jacobi":
@@ -48,6 +53,6 @@ class Jacobi:
 
 
 def picks(text: np.ndarray, number: int, generator: torch.Generator) -> list[int]:
-    """So many tokens of the text, at random."""
+    """`number` random tokens of the text."""
     places = torch.randint(len(text), (number,), generator=generator, device=generator.device)
     return text[places.cpu().numpy()].tolist()

@@ -1,4 +1,4 @@
-"""The drafters without a model, by the names that `--drafter` has for them."""
+"""The drafters without a model, by their names in `--drafter`."""
 
 import re
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from treespec.target import Target
 
 
 def options_of(name: str, value: str) -> Any:
-    """What `--drafter name:value` says in `option=number`s. Raises InputError."""
+    """The options in `--drafter name:value`, written `option=number`. Raises InputError."""
     return parsed(OPTIONS[name], rest_parts(value)[1] if name == "rest" else value, f"--drafter {name}:{value}")
 
 
 def rest_parts(value: str) -> tuple[str, str]:
-    """(datastore's folder, options) of `DIRECTORY` or `DIRECTORY,nodes=24`."""
+    """(datastore's folder, options) from `DIRECTORY` or `DIRECTORY,nodes=24`."""
     folder, *options = re.split(r",(?=\w+=)", value)
     return folder, ",".join(options)
 
 
 def lookup(value: str, target: Target) -> Lookup:
-    found: Lookup = options_of("lookup", value)
-    return found
+    options: Lookup = options_of("lookup", value)
+    return options
 
 
 def rest(value: str, target: Target) -> Rest:
@@ -54,7 +54,7 @@ OPTIONS: dict[str, Any] = {
     "jacobi": JacobiOptions,
 }
 
-# (value, target) -> what drafts for one text. Each raises InputError for options and datastores that cannot be used.
+# (value, target) -> a drafter for one text. Each raises InputError for bad options and datastores.
 GIVEN: dict[str, Callable[[str, Target], TextDrafter]] = {
     "lookup": lookup,
     "rest": rest,

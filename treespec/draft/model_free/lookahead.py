@@ -1,8 +1,10 @@
-"""Lookahead decoding (Fu et al. 2024, 2402.02057): n-grams that the target makes on the side are the drafts.
+"""Lookahead decoding (Fu et al. 2024, 2402.02057): the target produces n-grams on the side, and
+they are the drafts.
 
-A window of guesses rides in every target forward, N - 1 rows of W tokens, the rows of successive cycles. The target's
-likeliest tokens behind the last row are the next row, and each column of a full window with the token below it is an
-n-gram, kept in a pool. The pool's n-grams that begin with the root are the tree. W = 3, N = 3, and the new row c:
+Every target forward carries a window of guesses: N - 1 rows of W tokens, from successive cycles.
+The target's likeliest tokens after the last row are the new row. Each column of a full window, with
+its token of the new row, is an n-gram for the pool. The pool's n-grams that begin with the root are
+the tree. W = 3, N = 3, and the new row c:
 
     depth  0 1 2 3              sees  root b0 b1 b2 a1 a2       pool: root b0 c0
     row 0  root a1 a2             b0   x    x                         a1   b1 c1
@@ -11,9 +13,9 @@ n-gram, kept in a pool. The pool's n-grams that begin with the root are the tree
            c0 c1 c2               a1   x             x
                                   a2   x             x  x
 
-A token sees the first row up to its own column, and its column up to its own row. The window then moves on by one
-token, however many were accepted, as in the released code: row 1 and row c are the next window, without b0, where the
-root stands.
+A token sees the first row up to its own column, and its column up to its own row. The window then
+moves on by one token, however many were accepted, as in the released code. Row 1 and row c are the
+next window; the root takes the place of b0.
 """
 
 from collections.abc import Iterable
@@ -35,9 +37,9 @@ from treespec.trees.tree import Rows, TokenTree
 
 @dataclass(frozen=True)
 class LookaheadOptions:
-    """window: W, tokens of a row. ngram: N. guesses: G, n-grams that are kept of each first token, the latest.
+    """window: W, tokens of a row. ngram: N. guesses: the latest n-grams kept for each first token.
 
-    Raises InputError for a number out of its range.
+    Raises InputError for a number out of range.
     """
 
     window: int = option("tokens of a row", 15, least=1, most=1024)
@@ -52,9 +54,10 @@ class LookaheadOptions:
 class Lookahead:
     """The window and the pool of one text.
 
-    The window is filled a row a cycle, from tokens of the text at random; it is wider by those that each step drops.
-    Its tokens are the likeliest at every temperature: any draft that is made before the tree's tokens are sampled
-    leaves their law alone, and a sampled guess is wrong more often.
+    The window starts with one row of random tokens of the text and gains a row a cycle. It starts
+    wider, as each of these cycles drops a column. Guesses are the target's likeliest tokens at
+    every temperature: drafts that are fixed before the tree's tokens are sampled leave the law
+    alone, and a sampled guess is wrong more often.
     """
 
     def __init__(self, options: LookaheadOptions) -> None:
@@ -100,7 +103,10 @@ class Lookahead:
 
 
 def beside(nodes: int, window: list[list[int]]) -> Rows:
-    """The window as rows of a forward beside a tree of so many nodes, of which it sees the root; its last row first."""
+    """The window as extra rows beside a tree with `nodes` nodes, its last row first.
+
+    It sees the tree's root only.
+    """
     depth, seen = layout(len(window), len(window[0]))
     *others, first = reversed(window)
     tokens = [token for row in (*others, first[1:]) for token in row]
@@ -110,7 +116,7 @@ def beside(nodes: int, window: list[list[int]]) -> Rows:
 
 @lru_cache
 def layout(rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """Of a window's M tokens without the root, the last row first: depth [M], and who sees whom [M, M] bool."""
+    """Depth [M] and mask [M, M] bool of a window's M tokens without the root, the last row first."""
     row, column = torch.arange(rows).flip(0).repeat_interleave(width), torch.arange(width).repeat(rows)
     in_first = (row == 0) & (column <= column[:, None])
     in_column = (row <= row[:, None]) & (column == column[:, None])

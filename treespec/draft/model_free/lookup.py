@@ -1,4 +1,5 @@
-"""Prompt lookup (Saxena 2023): what followed the text's last tokens where they stood before.
+"""Prompt lookup (Saxena 2023): drafts the continuation of an earlier occurrence of the text's last
+tokens.
 
 transformers has it as `prompt_lookup_num_tokens`, for one text at a time and one match.
 """
@@ -18,10 +19,11 @@ from treespec.trees.tree import TokenTree
 @final
 @dataclass(frozen=True)
 class Lookup:
-    """tokens: of a continuation. ngram: at most so many last tokens are looked for, as many as are found.
+    """tokens: length of a continuation. ngram: the most last tokens to match; the longest match
+    counts.
 
-    matches: continuations that are merged into a tree, the first ones: behind a late match the text soon ends.
-    Raises InputError for a number out of its range.
+    matches: number of continuations merged into a tree. The earliest are taken, as the text ends
+    soon after a late one. Raises InputError for a number out of range.
     """
 
     tokens: int = option("of a continuation", 10, least=1, most=4095)
@@ -39,16 +41,18 @@ class Lookup:
         return trie(int(text[-1]), found, nodes=1 + found.size)
 
     def settle(self, accepted: int, out: TreeOutput) -> None:
-        """Nothing is learnt but the text."""
+        """It learns from the text alone."""
 
     def new(self) -> "Lookup":
         return self
 
 
 def matches(text: np.ndarray, ngram: int) -> np.ndarray:
-    """[M] ascending: where else the longest suffix of at most `ngram` tokens that occurs in the text ends.
+    """[M] ascending: end positions of the earlier occurrences of the text's longest repeated
+    suffix.
 
-    text: [T]. In `a b c a b c a b` the suffix of 3 tokens, c a b, ends at 4 and nowhere else but at the end.
+    text: [T]. ngram: the most tokens of that suffix. In `a b c a b c a b` the suffix of 3 tokens, c
+    a b, also ends at 4.
     """
     found = np.flatnonzero(text[:-1] == text[-1])
     for back in range(1, ngram):

@@ -1,4 +1,6 @@
-"""REST (He et al. 2024, 2311.08252): what followed the text's last tokens in a datastore, merged into a tree."""
+"""REST (He et al. 2024, 2311.08252): continuations of the text's last tokens in a datastore, merged
+into a tree.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -16,9 +18,11 @@ from treespec.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class RestOptions:
-    """nodes: of the tree, the root too. tokens: of a continuation. matches: continuations at most.
+    """nodes: size of the tree with its root. tokens: length of a continuation. matches: the most
+    continuations.
 
-    longest, shortest: tokens of the suffix that is searched for. Raises InputError for a number out of range.
+    longest, shortest: bounds of the suffix to search for. Raises InputError for a number out of
+    range.
     """
 
     nodes: int = option("of the tree, the root too", 64, least=2, most=4096)
@@ -36,7 +40,7 @@ class RestOptions:
 @final
 @dataclass(frozen=True)
 class Rest:
-    """Nothing is found for a text of fewer tokens than the shortest suffix."""
+    """A text of fewer tokens than the shortest suffix gets no drafts."""
 
     store: Datastore
     options: RestOptions

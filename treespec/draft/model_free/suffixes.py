@@ -6,10 +6,11 @@ import numpy as np
 
 
 def suffix_array(tokens: np.ndarray, order: int) -> np.ndarray:
-    """[T] uint32: the places of a text, sorted by the `order` tokens that begin there; the end of the text is lowest.
+    """[T] uint32: positions of a text, sorted by the `order` tokens that begin there; the end of
+    the text sorts first.
 
-    tokens: [T] whole numbers. Ranks by twice as many tokens are made of pairs of ranks (Manber and Myers 1993) until
-    `order` is reached: searches of no more tokens need no finer order.
+    tokens: [T] whole numbers. Pairs of ranks give ranks by twice as many tokens (Manber and Myers
+    1993), until `order` is reached. Searches for at most `order` tokens need no finer order.
     """
     places, rank = ranked(tokens)
     known = 1
@@ -21,7 +22,9 @@ def suffix_array(tokens: np.ndarray, order: int) -> np.ndarray:
 
 
 def ranked(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[T] the places of keys in ascending order, and [T] int64 the rank of each, from 1, equal ones alike."""
+    """[T] positions of the keys in ascending order, and [T] int64 ranks from 1, equal for equal
+    keys.
+    """
     places = keys.argsort()
     ordered = keys[places]
     rank = np.empty(len(keys), dtype=np.int64)
@@ -30,9 +33,9 @@ def ranked(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def places_of(tokens: np.ndarray, suffixes: np.ndarray, pattern: list[int]) -> tuple[int, int]:
-    """Which stretch of the suffix array begins with a pattern of at most its order: first, and the one behind the last.
+    """The range [first, end) of the suffix array whose suffixes begin with the pattern.
 
-    tokens, suffixes: [T].
+    tokens, suffixes: [T]. pattern: at most as many tokens as the array is sorted by.
     """
 
     def beginning(place: np.integer) -> list[int]:
@@ -45,9 +48,10 @@ def places_of(tokens: np.ndarray, suffixes: np.ndarray, pattern: list[int]) -> t
 def longest_suffix(
     tokens: np.ndarray, suffixes: np.ndarray, text: list[int], shortest: int, longest: int
 ) -> tuple[int, int, int]:
-    """How many last tokens of a text stand in `tokens`, 0 for fewer than `shortest`, and their `places_of`.
+    """Length of the text's longest suffix that occurs in `tokens`, and its `places_of`; 0 if below
+    `shortest`.
 
-    Where a suffix stands, shorter ones do, so that its length is searched for by halves too.
+    If a suffix occurs, shorter ones do, so a binary search finds the length.
     """
     length, first, last = shortest - 1, 0, 0
     most = min(longest, len(text))

@@ -9,11 +9,12 @@ from treespec.trees.tree import TokenTree
 
 
 def trie(root: int, continuations: np.ndarray, nodes: int, weights: np.ndarray | None = None) -> TokenTree:
-    """The tree of the `nodes` heaviest beginnings of continuations, the root included.
+    """The tree of the `nodes` heaviest prefixes of continuations, the root included.
 
-    continuations: [M, L] int64 tokens after the root, -1 behind the end of a shorter one. weights: [M], all alike if
-    not given. A node weighs what the continuations through it do, so no node weighs more than its parent and the
-    heaviest ones are a tree. Of equal nodes the shallower is kept, then the one that appears first:
+    continuations: [M, L] int64 tokens after the root, -1 after the end of a shorter one. weights:
+    [M], default equal. A node's weight is the sum over the continuations through it, so no node
+    outweighs its parent, and the heaviest nodes form a tree. Ties go to the shallower node, then to
+    the first:
 
         a b
         c         root ─┬─ a 3 ─┬─ b 2
@@ -21,7 +22,7 @@ def trie(root: int, continuations: np.ndarray, nodes: int, weights: np.ndarray |
         a d             └─ c 1
     """
     mass = np.ones(len(continuations)) if weights is None else weights
-    above = np.zeros(len(continuations), dtype=np.int64)  # [M] the node that each continuation has come to
+    above = np.zeros(len(continuations), dtype=np.int64)  # [M] the deepest node of each continuation so far
     tokens, parents, scores, depth = [np.array([root])], [np.array([-1])], [np.array([np.inf])], [0]
     count = 1
     for level in range(continuations.shape[1]):

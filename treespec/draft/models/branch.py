@@ -1,4 +1,4 @@
-"""Drafted nodes behind the texts of a cache, a level at a time: what drafts by a language model have in common."""
+"""Drafting by a language model, a level of nodes at a time, behind the texts of its cache."""
 
 from collections.abc import Sequence
 from typing import final
@@ -15,17 +15,18 @@ from treespec.trees.mask import committed
 
 @final
 class Branch:
-    """Of one cycle. Levels stand one behind another, and nothing of them is committed:
+    """The levels of one cycle. They stand one behind another in the cache, and none is committed:
 
         | texts | level 1 | level 2 | ...
 
-    Texts that have fewer frontier nodes are filled up with ones that nothing sees.
+    Texts with fewer frontier nodes are padded with nodes that no other node sees.
     """
 
     def __init__(self, model: Target, cache: TreeCache, lengths: Sequence[int], places: Tensor | None = None) -> None:
-        """lengths: of the B texts. places: [B, T] where the token of each column of the cache stands in its text.
+        """lengths: of the B texts. places: [B, T] the position in its text of the token in each
+        column.
 
-        -1 is a column that holds nothing of it. None is the columns' own numbers, as far as is committed.
+        -1 marks an empty column. Default: column i holds position i, as far as is committed.
         """
         device = model.output_device
         if places is None:
@@ -36,7 +37,7 @@ class Branch:
         self.after = torch.tensor(lengths, device=device)[:, None]  # [B, 1] position of the next level
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        """Of each text [F, V] logits of the model below its frontier, [0, V] where it has none."""
+        """For each text [F, V] logits for the children of its frontier, [0, V] where it has none."""
         nothing = torch.empty(0, dtype=torch.int64, device=self.seen.device)
         tokens = together([f.tokens if f else nothing for f in frontiers])  # [B, F]
         above = together([f.parent_rows if f else nothing for f in frontiers])
@@ -51,5 +52,5 @@ class Branch:
 
 
 def root_frontiers(roots: Tensor) -> list[Frontier]:
-    """The root of each text, below nothing, as a first level. roots: [B] int64."""
+    """The root of each text as the first level, without a level above. roots: [B] int64."""
     return [Frontier(root, torch.zeros_like(root)) for root in roots.split(1)]

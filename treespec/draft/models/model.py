@@ -1,4 +1,6 @@
-"""A smaller language model as the drafter (Leviathan et al. 2023, 2211.17192; Chen et al. 2023, 2302.01318)."""
+"""A smaller language model as the drafter (Leviathan et al. 2023, 2211.17192; Chen et al. 2023,
+2302.01318).
+"""
 
 from collections.abc import Sequence
 from typing import final
@@ -14,15 +16,16 @@ from treespec.errors import InputError
 from treespec.model.masks import together
 from treespec.target import Target
 
-MANY = 32  # tokens: more than a cycle brings
+PREFILL_AT = 32  # more new tokens than any accepted path: this is a prompt, run it at once
 
 
 @final
 class ModelProposer(Proposer):
     """Drafts with a model that has the target's tokens; one text at first.
 
-    `begin` runs the model over the observed tokens that are not in its cache yet, and the root. The root stays there,
-    being the next token to be observed; drafted levels are written behind it and forgotten.
+    `begin` runs the model over the observed tokens that its cache lacks, and over the root. The
+    root stays in the cache, as it is the next token to be observed. Drafted levels are written
+    behind it and forgotten.
     """
 
     per_text = ("known", "cache")
@@ -30,7 +33,7 @@ class ModelProposer(Proposer):
     def __init__(self, model: Target, target: Target) -> None:
         self.model, self.target, self.vocab_size = model, target, target.vocab_size
         self.cache = model.new_cache()
-        self.known = [torch.empty(0, dtype=torch.int64, device=model.output_device)]  # of each text all tokens [n]
+        self.known = [torch.empty(0, dtype=torch.int64, device=model.output_device)]  # [n] all tokens of each text
         self.branch: Branch | None = None
 
     @property
@@ -48,7 +51,7 @@ class ModelProposer(Proposer):
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         fresh = [new[:-1].to(self.model.output_device) for new in tokens]
         self.known = [torch.cat(both) for both in zip(self.known, fresh, strict=True)]
-        if max(map(len, fresh)) > MANY:
+        if max(map(len, fresh)) > PREFILL_AT:
             self._run(self.known)
 
     def rewind(self, lengths: Sequence[int]) -> None:
@@ -59,7 +62,7 @@ class ModelProposer(Proposer):
         return ModelProposer(self.model, self.target)
 
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
-        self.rewind(self.lengths)  # a root that was not observed is another's
+        self.rewind(self.lengths)  # drops an earlier root that was not observed afterwards
         roots = roots.to(self.model.output_device)
         hidden = self._run([torch.cat(text) for text in zip(self.known, roots.split(1), strict=True)])
         logits = self._fitted(self.model.output_logits(hidden))
@@ -68,13 +71,15 @@ class ModelProposer(Proposer):
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         assert self.branch
-        last = self.model.vocab_size - 1  # padding of the target's embedding that the model lacks
+        last = self.model.vocab_size - 1  # the target's embedding may be padded further
         inside = [f and Frontier(f.tokens.clamp_max(last), f.parent_rows) for f in frontiers]
         return [self._fitted(rows) for rows in self.branch.extend(inside)]
 
     @torch.no_grad()
     def _run(self, texts: Sequence[Tensor]) -> Tensor:
-        """Bring texts into the cache; [B, H] hidden states at the last token of those that were not there whole."""
+        """Bring texts into the cache, each at least one token longer than there; [B, H] hidden
+        states at their ends.
+        """
         waiting = [tokens[done:] for tokens, done in zip(texts, self.cache.lengths, strict=True)]
         counts = [len(tokens) for tokens in waiting]
         tokens = together(waiting).clamp_max(self.model.vocab_size - 1)
@@ -82,12 +87,17 @@ class ModelProposer(Proposer):
         return torch.stack([row[count - 1] for row, count in zip(hidden, counts, strict=True)])
 
     def _fitted(self, logits: Tensor) -> Tensor:
-        """[F, V] logits over the target's vocabulary: padding of the model's own is cut, of the target's is -inf."""
+        """[F, V] logits over the target's vocabulary: cut if the model's is longer, -inf where it
+        is shorter.
+        """
         return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
 
 
 def draft_model(path: str, target: Target) -> ModelProposer:
-    """`--drafter model:PATH`, in the target's dtype beside its output. Raises InputError for one that does not fit."""
+    """`--drafter model:PATH`, in the target's dtype on its output device.
+
+    Raises InputError if it does not fit.
+    """
     place = target.output_device
     try:
         model = Target.load(
@@ -106,9 +116,9 @@ def draft_model(path: str, target: Target) -> ModelProposer:
 
 
 def tokens_differ(model: Target, target: Target) -> str | None:
-    """Where two models do not name the same tokens by the same numbers; None where they do.
+    """A difference between two models' numbering of tokens, or None if they agree.
 
-    A number that only one of them names is padding of the other's embedding: it may be there or not.
+    A number that only one of them names is padding of the other's embedding, and no difference.
     """
     if model.tokenizer is None or target.tokenizer is None:
         same = model.vocab_size == target.vocab_size and model.tokenizer is target.tokenizer

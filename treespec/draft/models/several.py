@@ -1,8 +1,10 @@
-"""Several draft models at once (SpecInfer, Miao et al. 2024, 2305.09781, section 3): their draws merge into one tree.
+"""Several draft models at once (SpecInfer, Miao et al. 2024, 2305.09781, section 3): their draws
+merge into one tree.
 
-The draws at a node take turns: the first is of the first model, the second of the second, and so on round. A model
-goes on from all of them, so that the tree is one. Where tokens are sampled each draw keeps the law that it came from,
-which `rrs` answers; where the likeliest are taken the children are the union of each model's own likeliest:
+The draws at a node take turns: the first comes from the first model, the second from the second,
+and so on round. Every model continues below all of them, so there is one tree. Sampled draws keep
+the law they came from, and `rrs` takes a law per draw. Without sampling, the children are the union
+of each model's likeliest tokens:
 
     model 1   a .5  b .3  c .2
     model 2   b .6  a .3  d .1     four draws by turns: a (1), b (2), then c (1), d (2)
@@ -68,18 +70,19 @@ class SeveralModels(Proposer):
 
 
 def stacked(logits: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Of each model the [F, V] logits of each text -> of each text [F, M, V]."""
+    """Each model's [F, V] logits of each text -> [F, M, V] for each text."""
     return [torch.stack(rows, dim=1) for rows in zip(*logits, strict=True)]
 
 
 def in_turns(logits: Tensor, k: int) -> Tensor:
-    """[F, V] scores by whose order k draws are the models' likeliest tokens by turns. logits: [F, M, V].
+    """[F, V] scores whose descending order is the models' likeliest tokens in turns, for k draws.
+    logits: [F, M, V].
 
-    A token that a model before has brought gives its turn away to that model's next.
+    If an earlier turn has taken a model's token, its next likeliest takes the turn.
     """
     models, size = logits.shape[1:]
     scores = torch.zeros_like(logits[:, 0])
-    finite = logits.clamp_min(torch.finfo(logits.dtype).min)  # padding comes last, but before what is taken
+    finite = logits.clamp_min(torch.finfo(logits.dtype).min)  # padding: behind all tokens, before those taken
     for draw in range(min(k, size)):
         left = finite[:, draw % models].masked_fill(scores > 0, -torch.inf)
         scores.scatter_(1, left.argmax(-1, keepdim=True), float(k - draw))

@@ -1,7 +1,9 @@
-"""The target drafts for itself with sublayers left out (Draft & Verify, Zhang et al. 2024, 2309.08168).
+"""The target drafts for itself with sublayers left out (Draft & Verify, Zhang et al. 2024,
+2309.08168).
 
-Nothing is trained and no weight is held twice. At the layers whose attention stays, drafts see the keys and values
-that the whole target has written of the text. A sublayer that is left out adds nothing to the residual stream:
+Nothing is trained and no weight is held twice. Where a layer's attention stays, drafts see the keys
+and values that the whole target has written for the text. A skipped sublayer adds nothing to the
+residual stream:
 
     x -> x + attention(norm(x)) -> x + mlp(norm(x))        with the attention skipped:  x -> x -> x + mlp(norm(x))
 """
@@ -36,7 +38,7 @@ class NoMLP(nn.Module):
 
 @contextmanager
 def skipping(target: Target, skipped: SkipSet) -> Iterator[None]:
-    """Inside, the target's forwards leave these sublayers out."""
+    """Inside, the target's forwards skip these sublayers."""
     layers = target.stack
     parts = [(layers[k], "self_attn", NoAttention()) for k in skipped.attention]
     swaps: list[tuple[nn.Module, str, nn.Module]] = [*parts, *((layers[k], "mlp", NoMLP()) for k in skipped.mlp)]
@@ -47,19 +49,22 @@ def skipping(target: Target, skipped: SkipSet) -> Iterator[None]:
     finally:
         try:
             put(before)
-        finally:  # an interrupt within the first leaves no sublayer out
+        finally:  # repeated: an interrupt within the first leaves nothing swapped
             put(before)
 
 
 def put(parts: Sequence[tuple[nn.Module, str, nn.Module]]) -> None:
-    """Sublayers, by layer and name, into their places."""
+    """Set sublayers: (layer, attribute, sublayer) each."""
     for layer, name, part in parts:
         setattr(layer, name, part)
 
 
 @torch.no_grad()
 def refuse_what_cannot_skip(target: Target) -> None:
-    """Raise InputError for layers that are not a residual stream with self_attn and mlp: with all skipped, x stays."""
+    """Raise InputError unless layers only add self_attn and mlp to the residual stream.
+
+    Tested by a forward with all of them skipped: the stream must stay as it is.
+    """
     name, layers = type(target.model).__name__, target.stack
     if not all(hasattr(layer, part) for layer in layers for part in ("self_attn", "mlp")):
         raise InputError(f"{name} cannot draft with layers skipped: its layers have no self_attn and mlp")
@@ -69,7 +74,7 @@ def refuse_what_cannot_skip(target: Target) -> None:
         with skipping(target, everything), captured(layers, ends) as inputs:
             target.decoder(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=target.device), use_cache=False)
         stays = torch.equal(inputs[0], inputs[ends[1]].to(inputs[0].device))
-    except (TypeError, ValueError):  # a sublayer that returns something else
+    except (TypeError, ValueError):  # the layer expects other outputs of a sublayer
         stays = False
     if not stays:
         raise InputError(f"{name} cannot draft with layers skipped: its layers do more than add attention and MLP")
@@ -77,7 +82,10 @@ def refuse_what_cannot_skip(target: Target) -> None:
 
 @final
 class SkipProposer(Proposer):
-    """Drafts with a target, that `refuse_what_cannot_skip` takes, but for some sublayers; one text at first."""
+    """Drafts with the target without some sublayers; one text at first.
+
+    target: accepted by `refuse_what_cannot_skip`.
+    """
 
     per_text = ("observed",)
 

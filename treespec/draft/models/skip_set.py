@@ -1,10 +1,11 @@
-"""Which sublayers of a target its drafts leave out, kept as JSON: {"layers": 32, "attention": [5, 8], "mlp": [8]}."""
+"""The sublayers of a target that its drafts skip, kept as JSON: {"layers": 32, "attention": [5, 8],
+"mlp": [8]}.
+"""
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from treespec.errors import InputError
 from treespec.files import read_json, write_text
@@ -15,21 +16,29 @@ EDITED = "make it again with treespec skip, or, if you have edited it, delete it
 
 @dataclass(frozen=True)
 class SkipSet:
-    """layers: of the target. attention, mlp: numbers of the layers whose attention, and whose MLP, is skipped."""
+    """layers: the target's number of layers. attention, mlp: layers whose attention or MLP is
+    skipped.
+    """
 
     layers: int
     attention: tuple[int, ...] = ()
     mlp: tuple[int, ...] = ()
 
 
-def save_skip_set(skipped: SkipSet, file: str | Path, about: dict[str, Any]) -> None:
-    """Whole or not at all. about: what it was made for and with, for people to read. Raises InputError."""
+def save_skip_set(skipped: SkipSet, file: str | Path, about: dict[str, object]) -> None:
+    """Write a skip set, whole or not at all. about: fields for people: its target and settings.
+
+    Raises InputError.
+    """
     lists = {"layers": skipped.layers, "attention": skipped.attention, "mlp": skipped.mlp}
     write_text(file, json.dumps(checksum.sealed({**about, **lists})) + "\n")
 
 
 def load_skip_set(file: str | Path, layers: int | None) -> SkipSet:
-    """layers: those of the target; None is not known. Raises InputError for a bad file or another depth."""
+    """layers: those of the target; None is not known.
+
+    Raises InputError for a bad file or another depth.
+    """
     found = read_json(file, EDITED)
     try:
         skipped = SkipSet(int(found["layers"]), numbers(found["attention"]), numbers(found["mlp"]))
@@ -47,8 +56,8 @@ def load_skip_set(file: str | Path, layers: int | None) -> SkipSet:
     return skipped
 
 
-def numbers(values: Iterable[Any]) -> tuple[int, ...]:
-    """Ascending. Raises TypeError for what is no whole number."""
+def numbers(values: Iterable[int]) -> tuple[int, ...]:
+    """Sorted, without repeats. Raises TypeError for anything but whole numbers."""
     if not all(type(value) is int for value in values):
         raise TypeError("a layer is no whole number")
     return tuple(sorted(set(values)))

@@ -1,6 +1,8 @@
-"""Which positions of a text a budget of keys and values keeps: SnapKV's (Li et al. 2024, 2404.14469).
+"""The positions of a text that a budget of keys and values keeps, by SnapKV (Li et al. 2024,
+2404.14469).
 
-The last tokens of a prompt look back once more, and each key-value head keeps the positions that they saw most:
+A forward over a prompt's last tokens shows what they attend to, and each KV head keeps the
+positions with the most attention:
 
     position          0   1   2   3   4   5 | 6   7      the window is 6 and 7
     seen by 6 and 7  .5  .1  .0  .3  .0  .1              two are kept: 0 and 3
@@ -25,11 +27,11 @@ from treespec.target import Target
 from treespec.trees.mask import committed
 
 WATCHED = "treespec_watched"
-POOL = 5  # neighbours whose scores are averaged, as MagicDec does
+POOL = 5  # neighbouring positions whose scores are averaged, as in MagicDec
 
 
 def refuse_what_shows_no_attention(target: Target) -> None:
-    """Raise InputError for a model whose layers do not all see the whole text, or whose attention is not sdpa."""
+    """Raise InputError unless all layers see the whole text and the attention is sdpa."""
     name = type(target.model).__name__
     if target.windows.keys() != {"full_attention"}:
         raise InputError(f"snapkv is for layers that see the whole text, some of {name} do not: take sparse:N")
@@ -39,11 +41,14 @@ def refuse_what_shows_no_attention(target: Target) -> None:
 
 @torch.no_grad()
 def most_seen(target: Target, cache: TreeCache, recent: Sequence[Tensor | None], keep: int) -> list[Tensor | None]:
-    """Of each text [layers, keep, key-value heads] int64 positions before its window; None where that is None.
+    """For each text [layers, keep, KV heads] int64 positions before its window; None for texts
+    whose window is None.
 
-    recent: of each text its last committed tokens [W]. A forward over them, which leaves the cache as it was found.
-    For a moment it holds a layer's attention, [B, heads, W, T] in float32.
+    recent: each text's window, its last committed tokens [W]. One forward over the windows, which
+    leaves the cache as it was found. For a moment it holds a layer's attention, [B, heads, W, T] in
+    float32.
     """
+    # 1. The windows, padded, and what each of their tokens sees.
     windows = [tokens if tokens is not None else torch.zeros(1, dtype=torch.int64) for tokens in recent]
     tokens = together([window.to(target.output_device) for window in windows])  # [B, W]
     sizes = [len(window) for window in windows]
@@ -56,7 +61,9 @@ def most_seen(target: Target, cache: TreeCache, recent: Sequence[Tensor | None],
     seen = torch.cat([earlier[:, None].expand(b, w, -1), causal], dim=2)
     own = torch.tensor(before, device=device)[:, None] + torch.arange(w, device=device)
     places = torch.cat([column.expand(b, -1), own], dim=1)
-    looks = committed(sizes, device)[:, 0]  # [B, W] those that are not filled up
+
+    # 2. In each layer the positions with the most attention.
+    looks = committed(sizes, device)[:, 0]  # [B, W] tokens that are not padding
     best: list[Tensor] = []
 
     def choose(weights: Tensor) -> None:
@@ -69,12 +76,12 @@ def most_seen(target: Target, cache: TreeCache, recent: Sequence[Tensor | None],
 
     with watched(target.model, choose):
         target.forward_nodes(cache, tokens, places, seen)
-    found = torch.stack(best, dim=1)  # [B, layers, keep, heads]
-    return [None if tokens is None else found[row] for row, tokens in enumerate(recent)]
+    positions = torch.stack(best, dim=1)  # [B, layers, keep, heads]
+    return [None if window is None else positions[row] for row, window in enumerate(recent)]
 
 
 class Seeing(threading.local):
-    """What is shown the attention weights of the forward that this thread runs."""
+    """The function that gets the attention weights of this thread's forward."""
 
     see: Callable[[Tensor], None]
 
@@ -95,7 +102,7 @@ AttentionMaskInterface.register(WATCHED, sdpa_mask)
 
 @contextmanager
 def watched(model: PreTrainedModel, see: Callable[[Tensor], None]) -> Iterator[None]:
-    """Inside, the attention weights of each layer are shown as it runs."""
+    """Inside, `see` gets the attention weights of each layer as it runs."""
     _now.see = see
     try:
         model.set_attn_implementation(WATCHED)
@@ -104,5 +111,5 @@ def watched(model: PreTrainedModel, see: Callable[[Tensor], None]) -> Iterator[N
         del _now.see
         try:
             model.set_attn_implementation(NAME)
-        finally:  # an interrupt within the first leaves nothing half done
+        finally:  # repeated: an interrupt within the first leaves nothing half done
             model.set_attn_implementation(NAME)

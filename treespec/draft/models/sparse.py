@@ -1,8 +1,10 @@
-"""The target drafts over a budget of its own keys and values (MagicDec, Sadhukhan et al. 2025, 2408.11049).
+"""The target drafts over a budget of its own keys and values (MagicDec, Sadhukhan et al. 2025,
+2408.11049).
 
-Where texts are long a forward's time goes to the keys and values, not the weights. Drafts see a small copy of them: the
-first few tokens and the latest (StreamingLLM, Xiao et al. 2024, 2309.17453), or in place of the first few those that
-the last tokens of the prompt saw most (`snapkv`). All keep the positions that they have in the text.
+For long texts a forward's time goes into keys and values rather than weights. Drafts see a small
+copy of them: the first few tokens and the latest (StreamingLLM, Xiao et al. 2024, 2309.17453), or
+in place of the first few the positions that the prompt's last tokens attended to most (`snapkv`).
+All keep their positions in the text.
 
 A text of 11 tokens, a budget of 8 with 4 sinks; the next token takes the place of token 7:
 
@@ -27,12 +29,14 @@ from treespec.options import MANY
 from treespec.target import Target
 
 SINKS, WINDOW = 4, 32
-NOTHING, CHOSEN = -1, -2  # in a column: no token, or another token for each layer and head
+NOTHING, CHOSEN = -1, -2  # a column without a token; one whose token differs by layer and head
 
 
 @dataclass(frozen=True)
 class Text:
-    """recent: [W] its last tokens. chosen: [layers, S, heads] positions below start that stay, None is the sinks."""
+    """recent: [W] last tokens. chosen: [layers, S, heads] positions below start that stay; None:
+    the sinks stay.
+    """
 
     length: int
     recent: Tensor
@@ -41,9 +45,9 @@ class Text:
 
 
 def columns(length: int, budget: int, first: int, start: int, chosen: bool = False) -> Tensor:
-    """[budget] the position in each column: sinks, or what is chosen, in the first ones, and behind them a ring.
+    """[budget] the position in each column: sinks or chosen positions first, then a ring.
 
-    The ring holds the last positions from start on, each at its own column for good.
+    The ring holds the last positions from `start` on. A position never changes its column.
     """
     column, ring = torch.arange(budget), budget - first
     last = length - 1 - (length - 1 - start - (column - first)) % ring
@@ -53,12 +57,14 @@ def columns(length: int, budget: int, first: int, start: int, chosen: bool = Fal
 
 @final
 class SparseProposer(Proposer):
-    """Drafts with the target over at most `budget` positions of each text, and those drafted; one text at first.
+    """Drafts with the target over at most `budget` positions of each text, and drafted nodes; one
+    text at first.
 
-    window: how many of a prompt's last tokens choose what stays of it, at least half the budget, once the text is
-    longer than the budget; None is StreamingLLM's sinks. Memory besides the target's: keys and values of
-    texts x (budget + drafted nodes), 2 x layers x key-value heads x head width numbers each. Every cycle copies what
-    was committed, and all anew where texts enter or leave.
+    window: the number of a prompt's last tokens that choose which positions stay once the text is
+    longer than the budget; None keeps StreamingLLM's sinks. Memory besides the target's: keys and
+    values of texts x (budget + drafted nodes), 2 x layers x KV heads x head width numbers each.
+    Every cycle copies the newly committed positions, and all of them after texts have entered or
+    left.
     """
 
     per_text = ("texts",)
@@ -124,14 +130,14 @@ class SparseProposer(Proposer):
         return self.branch.extend(frontiers)
 
     def _unchosen(self, row: int) -> Text:
-        """The text with its sinks again."""
+        """The text without chosen positions, back to its sinks."""
         text = self.texts[row]
         if text.chosen is not None and self.cache:
             self.held[row] = NOTHING
         return replace(text, start=SINKS, chosen=None)
 
     def _choose(self, cache: TreeCache) -> None:
-        """What stays of texts that have outgrown the budget."""
+        """Choose the positions that stay for texts that have outgrown the budget."""
         if not self.window:
             return
         due = [
@@ -147,7 +153,9 @@ class SparseProposer(Proposer):
 
     @torch.no_grad()
     def _copied(self, cache: TreeCache, wanted: Tensor) -> TreeCache:
-        """The small cache with these positions [B, C] in its columns; only what it lacks is copied."""
+        """The small cache with these positions [B, C] in its columns; copies only what it lacks."""
+        # 1. The columns that lack their position: (text, column, position) moves, and texts with
+        # chosen ones.
         b, c = wanted.shape
         if self.cache is None:
             self.cache, self.held = self.target.new_cache(), torch.full((b, 0), NOTHING)
@@ -157,6 +165,8 @@ class SparseProposer(Proposer):
         row, column = (lacks & (wanted != CHOSEN)).nonzero(as_tuple=True)
         moves = torch.stack([row, column, wanted[row, column]])
         whole = (lacks & (wanted == CHOSEN)).any(1).nonzero().squeeze(1).tolist()
+
+        # 2. Copy them, layer by layer.
         small.reserve(c)
         small.rewind([c] * b)
         for i, (layer, source) in enumerate(zip(small.tree_layers, cache.tree_layers, strict=True)):
@@ -167,11 +177,11 @@ class SparseProposer(Proposer):
             text, to, position = moves.to(source.device)
             for states, known in zip(layer.storage, source.storage, strict=True):
                 states[text, :, to] = known[text, :, position]
-                for one in whole:
-                    chosen = self.texts[one].chosen
+                for text_row in whole:
+                    chosen = self.texts[text_row].chosen
                     assert chosen is not None
                     index = chosen[i].T[..., None].to(known.device).expand(-1, -1, known.shape[-1])
-                    states[one, :, : len(chosen[i])] = known[one].gather(1, index)
+                    states[text_row, :, : len(chosen[i])] = known[text_row].gather(1, index)
         self.held = wanted
         return small
 
@@ -185,7 +195,10 @@ def sparse_target(value: str, target: Target) -> SparseProposer:
 
 
 def budget_of(value: str) -> tuple[int, bool]:
-    """(tokens, whether SnapKV chooses them) of `512` or `512,snapkv`. Raises InputError."""
+    """(number of tokens, whether SnapKV chooses them) from `512` or `512,snapkv`.
+
+    Raises InputError.
+    """
     number, _, kind = value.partition(",")
     if not number.isdecimal() or kind not in ("", "snapkv"):
         raise InputError(f"--drafter sparse:{value} is not understood: write sparse:512 or sparse:512,snapkv")

@@ -1,4 +1,6 @@
-"""The EAGLE heads as proposers: true features of accepted tokens go in, drafted ones are forgotten."""
+"""The EAGLE heads as proposers: the target's features of accepted tokens go in, drafted ones are
+forgotten.
+"""
 
 from collections.abc import Sequence
 from typing import final
@@ -17,12 +19,14 @@ from treespec.model.masks import rows_of, together, unpadded
 from treespec.target import Target
 from treespec.trees.mask import committed
 
-MANY = 32  # new pairs: more than a cycle brings, so this is a prompt
-MOST = 96  # pairs that wait while nothing is drafted
+PREFILL_AT = 32  # more new pairs than any accepted path: this is a prompt, run it at once
+MOST_WAITING = 96  # pairs, while a text rests without drafts
 
 
 def new_head(target: Target, bias: bool = True) -> EagleHead:
-    """An untrained head for a target, in float32, with the target's embedding. bias: of fc."""
+    """An untrained head for a target, in float32, with the target's embedding. bias: whether fc has
+    one.
+    """
     config = config_for(target.config, target.feature_width, target.vocab_size, target.embed_scale)
     head = EagleHead(config | {"bias": bias})
     head.embed_tokens.weight = embedding_of(target)
@@ -30,7 +34,7 @@ def new_head(target: Target, bias: bool = True) -> EagleHead:
 
 
 def embedding_of(target: Target) -> nn.Parameter:
-    """[V, E] the target's own. Raises InputError where it is offloaded."""
+    """[V, E] the target's embedding. Raises InputError if it is offloaded."""
     weight = target.model.get_input_embeddings().weight
     if weight.is_meta:
         raise InputError("the target's embedding is offloaded; give it room on a device, where the head takes it from")
@@ -39,13 +43,14 @@ def embedding_of(target: Target) -> nn.Parameter:
 
 @final
 class Pairs:
-    """Features of one text and the token that follows each, which wait for the head; joined when it takes them.
+    """Pairs (feature, following token) of one text that wait for the head.
 
-    A text that rests adds one pair a cycle: joining them each time would copy all that wait.
+    They are joined when the head takes them: a resting text adds one pair a cycle, and joining at
+    each would copy all of them each time.
     """
 
     def __init__(self, features: Tensor, tokens: Tensor) -> None:
-        """features: [n, F]. tokens: [n] int64, the one after each."""
+        """features: [n, F]. tokens: [n] int64, the token after each feature."""
         self.features, self.tokens = [features], [tokens]
         self.count = len(tokens)
 
@@ -55,7 +60,7 @@ class Pairs:
     def add(self, features: Tensor, tokens: Tensor) -> None:
         """features: [n, F]. tokens: [n] int64."""
         if not self.count:
-            self.features, self.tokens = [], []  # empty ones may be of another dtype
+            self.features, self.tokens = [], []  # an empty pair of tensors may have another dtype
         self.features.append(features)
         self.tokens.append(tokens)
         self.count += len(tokens)
@@ -77,15 +82,16 @@ class Pairs:
 class EagleProposer(Proposer):
     """Drafts with a head and the target's output path; one text at first.
 
-    Observed pairs (feature, following token) wait until `begin` runs the head over them; of many, as of a prompt,
-    only the last waits. Every level of the trees is written behind them in the head's own cache, a row for each
-    text, and forgotten by the next `begin`:
+    Observed pairs (feature, following token) wait until `begin` runs the head over them. Of a
+    prompt only the last pair waits. Levels of the trees are written behind the pairs in the head's
+    own cache, one row a text, and forgotten by the next `begin`:
 
         | observed pairs | level 1 | level 2 | ...
 
-    Texts that wait for fewer pairs, or have fewer frontier nodes, are filled up with ones that nothing sees.
+    Texts with fewer pairs or frontier nodes are padded with ones that no node sees.
     """
 
+    head: EagleHead | Eagle3Head
     per_text = ("waiting", "cache")
 
     def __init__(
@@ -94,14 +100,14 @@ class EagleProposer(Proposer):
         target: Target,
         chunk: int | None = None,
     ) -> None:
-        """chunk: pairs that go through the head at a time, None as the target takes them."""
+        """chunk: pairs per forward of the head. Default: the target's chunk size."""
         self.head, self.target, self.chunk = head, target, chunk
         self.vocab_size = target.vocab_size
         compiled = target.compiled
         self.compiled = compiled.likewise(head, over_layer, target.output_device) if compiled else None
         self.cache = TreeCache(layers=1)
-        self.waiting = [self._nothing()]  # of each text
-        self.positions = torch.empty(0)  # [B, 1] of the last level's features
+        self.waiting = [self._nothing()]  # pairs of each text
+        self.positions = torch.empty(0)  # [B, 1] positions of the last level's features
         self.frontier = torch.empty(0)  # [B, F, H] features extrapolated at the frontiers
         self.seen = torch.empty(0)  # [B, F, T] bool: which columns of the cache each frontier node sees
 
@@ -113,7 +119,7 @@ class EagleProposer(Proposer):
         for pairs, new, known in zip(self.waiting, features, tokens, strict=True):
             pairs.add(new, known[1:].to(new.device))
         fresh, waiting = max(map(len, tokens)) - 1, max(map(len, self.waiting))
-        if fresh > MANY or waiting > MOST:
+        if fresh > PREFILL_AT or waiting > MOST_WAITING:
             ends = [pairs.split(len(pairs) - 1) for pairs in self.waiting]
             self.begin()
             self.waiting = ends
@@ -174,13 +180,16 @@ class EagleProposer(Proposer):
         return list(logits.split(sizes))
 
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """tokens: [B, T]; features: [B, T, H]; positions: [B, T or 1]; mask: [B, T, P + T]. Returns [B, T, H]."""
+        """tokens: [B, T]; features: [B, T, H]; positions: [B, T or 1]; mask: [B, T, P + T].
+
+        Returns [B, T, H].
+        """
         layer, n = self.cache.tree_layers[0], tokens.shape[1]
         if self.compiled and (room := self.compiled.room(n, [layer])):
             seen, positions = padded_mask(mask, room)[:, None], padded(positions.expand(-1, n), room.nodes)
             tokens, features = padded(tokens, room.nodes), padded(features, room.nodes)
             hidden = self.compiled([layer], room, tokens, features, positions, seen)[:, :n]
-            hidden = hidden.clone()  # the next step would write over a graph's output
+            hidden = hidden.clone()  # the next step may write over a graph's output
         else:
             hidden = self.head.step(tokens, features, positions, mask[:, None], layer)
         layer.length += n

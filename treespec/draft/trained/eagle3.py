@@ -11,8 +11,8 @@ from treespec.target import Target
 def new_head(target: Target) -> Eagle3Head:
     """An untrained head in float32, with the target's embedding, that drafts all tokens.
 
-    Its output layer starts as the target's, where they are of one width. Raises InputError where the embedding or
-    the output embedding is offloaded, or the latter is no plain linear layer.
+    Its output layer starts as a copy of the target's if their widths agree. Raises InputError if
+    the embedding or the output embedding is offloaded, or the latter is no plain linear layer.
     """
     embedding = embedding_of(target)
     taps = default_taps(target.layers)

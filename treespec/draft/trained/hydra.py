@@ -1,7 +1,7 @@
-"""Hydra's heads as a proposer: every node's logits are of the state and of the tokens of its path."""
+"""Hydra's heads as a proposer: a node's logits depend on the state and on the tokens of its path."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from treespec.target import Target
 
 
 def new_hydra(target: Target, heads: int = 4, kind: str = "hydra") -> HydraHead:
-    """Untrained heads for a target, in float32, with its output embedding. Published: one block, four for Hydra++."""
+    """Untrained heads for a target, in float32, with its output embedding.
+
+    Published: one block, four for Hydra++.
+    """
     llama = config_for(target.config, target.feature_width, target.vocab_size)
     config = {name: value for name, value in llama.items() if name not in ("architectures", "bias")}
     config |= {"hydra_num_heads": heads, "hydra_num_layers": 1 if kind == "hydra" else 4}
@@ -30,7 +33,7 @@ def new_hydra(target: Target, heads: int = 4, kind: str = "hydra") -> HydraHead:
 
 
 def new_hydra_plus(target: Target, heads: int = 4) -> HydraHead:
-    """`new_hydra` of Hydra++."""
+    """`new_hydra` for Hydra++."""
     return new_hydra(target, heads, "hydra++")
 
 
@@ -38,13 +41,14 @@ def new_hydra_plus(target: Target, heads: int = 4) -> HydraHead:
 class HydraProposer(Proposer):
     """Drafts with heads and the target's embeddings; one text at first."""
 
+    head: HydraHead
     per_text = ("observed",)
 
     def __init__(self, head: HydraHead, target: Target) -> None:
         self.head, self.target, self.vocab_size = head, target, target.vocab_size
         plus = head.kind == "hydra++"
-        self.observed: Any = PrefixStates(head, target.output_device) if plus else LastStates()
-        self.inputs = torch.empty(0)  # [B, F, (level + 2) H] the state and the embeddings down to each frontier node
+        self.observed: PrefixStates | LastStates = PrefixStates(head, target.output_device) if plus else LastStates()
+        self.inputs = torch.empty(0)  # [B, F, (level + 2) H] state and embeddings along the path to each frontier node
         self.level = 0
 
     @property
@@ -89,7 +93,7 @@ class HydraProposer(Proposer):
 
 @torch.no_grad()
 def hydra_rollout(head: HydraHead, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-    """`Kind.rollout`: step d is head d - 1, of the text's own tokens."""
+    """`Kind.rollout`: step d is head d - 1, given the text's own tokens."""
     rows = len(tokens) - steps - 1
     if rows <= 0:
         return

@@ -16,7 +16,7 @@ from treespec.target import Target
 
 
 def new_medusa(target: Target, heads: int = 5) -> MedusaHead:
-    """Untrained heads for a target, in float32, which draft as the target's output embedding would."""
+    """Untrained heads for a target, in float32; they start with a copy of its output embedding."""
     sizes = {"hidden_size": target.feature_width, "vocab_size": target.vocab_size}
     head = MedusaHead({"model_type": "medusa", "medusa_num_heads": heads, "medusa_num_layers": 1} | sizes)
     for layer in head.output_layers:
@@ -25,7 +25,10 @@ def new_medusa(target: Target, heads: int = 5) -> MedusaHead:
 
 
 def output_weight(target: Target) -> Tensor:
-    """[V, H] a copy of the target's output embedding, in float32. Raises InputError where it is offloaded."""
+    """[V, H] a copy of the target's output embedding, in float32.
+
+    Raises InputError if it is offloaded.
+    """
     weight = target.model.get_output_embeddings().weight
     if weight.is_meta:
         raise InputError("the target's output embedding is offloaded; give it room on a device to train heads")
@@ -36,6 +39,7 @@ def output_weight(target: Target) -> Tensor:
 class MedusaProposer(Proposer):
     """Drafts from the last hidden state of each text; one text at first."""
 
+    head: MedusaHead
     per_text = ("observed",)
 
     def __init__(self, head: MedusaHead, target: Target) -> None:
@@ -64,7 +68,7 @@ class MedusaProposer(Proposer):
         return [row.expand(size, -1) for row, size in zip(self._logits(), sizes, strict=True)]
 
     def _logits(self) -> list[Tensor]:
-        """Of each text [1, N], by the level's head."""
+        """[1, N] logits for each text, by the head of this level."""
         return list(self.head.step(self.level, self.states).split(1))
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
@@ -79,7 +83,7 @@ class MedusaProposer(Proposer):
 
 @torch.no_grad()
 def medusa_rollout(head: MedusaHead, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-    """`Kind.rollout`: step d is head d - 1 of the same states."""
+    """`Kind.rollout`: step d is head d - 1, applied to the same states."""
     states = features[: max(0, len(tokens) - steps - 1)].to(head.dtype)
     for i in range(steps if len(states) else 0):
         logits = head.step(i, states)

@@ -1,4 +1,4 @@
-"""What Medusa's and Hydra's heads know of B texts: a state for the last position of each."""
+"""The input of Medusa's and Hydra's heads: a hidden state for the last position of each of B texts."""
 
 from collections.abc import Sequence
 from typing import final
@@ -12,12 +12,12 @@ from treespec.heads.hydra import HydraHead
 from treespec.model.chunks import causal_chunks
 from treespec.model.masks import together
 
-MANY = 32  # states: more than a cycle brings
+PREFILL_AT = 32  # more states than any accepted path: this is a prompt, run it at once
 
 
 @final
 class LastStates(PerText):
-    """The target's hidden state itself. lengths: positions of each text that were observed; one text at first."""
+    """The target's own hidden states. lengths: observed positions of each text; one text at first."""
 
     per_text = ("lengths", "last")
 
@@ -26,18 +26,18 @@ class LastStates(PerText):
         self.last: list[Tensor | None] = [None]
 
     def observe(self, features: Sequence[Tensor]) -> None:
-        """Each text grew by so many hidden states, [n, H]."""
+        """Each text grew by n positions. features: [n, H] hidden states."""
         for row, new in enumerate(features):
             if len(new):
                 self.lengths[row] += len(new)
-                self.last[row] = new[-1].clone()  # a view would hold a whole prompt's
+                self.last[row] = new[-1].clone()  # a view would keep the whole prompt's states
 
     def known(self) -> list[Tensor | None]:
-        """Of each text the state [H] of its last position; None where it is not known."""
+        """For each text the state [H] of its last position, or None if that is not known."""
         return self.last
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """A text that is cut has no last state before more of it is observed."""
+        """Truncate each text. A shortened text has no known state until more of it is observed."""
         pairs = zip(self.last, self.lengths, lengths, strict=True)
         self.last = [last if had == length else None for last, had, length in pairs]
         self.lengths = list(lengths)
@@ -45,10 +45,10 @@ class LastStates(PerText):
 
 @final
 class PrefixStates(PerText):
-    """What Hydra++'s prefix layer makes of the hidden states up to a position, by its own cache.
+    """Outputs of Hydra++'s prefix layer, which attends over the hidden states up to a position.
 
-    Observed states wait until `known` runs the layer over them; many, as of a prompt, do not wait. Texts that wait
-    for fewer are filled up with ones that nothing sees.
+    Observed states wait until `known` runs the layer over them; those of a prompt do not wait.
+    Texts with fewer waiting states are padded with ones that no position sees.
     """
 
     per_text = ("waiting", "done", "cache")
@@ -57,7 +57,7 @@ class PrefixStates(PerText):
         self.head, self.chunk = head, chunk
         self.nothing = torch.empty(0, head.hidden_size, dtype=head.dtype, device=device)
         self.cache = TreeCache(layers=1)
-        self.waiting = [self.nothing]  # of each text [n, H]
+        self.waiting = [self.nothing]  # [n, H] states of each text
         self.done = LastStates()
 
     @property
@@ -65,15 +65,15 @@ class PrefixStates(PerText):
         return [done + len(states) for done, states in zip(self.done.lengths, self.waiting, strict=True)]
 
     def observe(self, features: Sequence[Tensor]) -> None:
-        """Each text grew by so many hidden states, [n, H]."""
+        """Each text grew by n positions. features: [n, H] hidden states."""
         pairs = zip(self.waiting, features, strict=True)
         self.waiting = [torch.cat([before, new]) if len(before) else new for before, new in pairs]
-        if max(map(len, self.waiting)) > MANY:
+        if max(map(len, self.waiting)) > PREFILL_AT:
             self.known()
 
     @torch.no_grad()
     def known(self) -> list[Tensor | None]:
-        """Of each text the state [H] of its last position; None where it is not known."""
+        """For each text the state [H] of its last position, or None if that is not known."""
         layer, counts = self.cache.tree_layers[0], [len(states) for states in self.waiting]
         for chunk in causal_chunks(self.cache, counts, lambda columns: self.chunk, self.nothing.device):
             features = together([states[chunk.columns] for states in self.waiting])  # [B, n, H]
@@ -84,7 +84,7 @@ class PrefixStates(PerText):
         return self.done.known()
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """As of `LastStates`."""
+        """As for `LastStates`."""
         pairs = list(zip(self.waiting, self.done.lengths, lengths, strict=True))
         self.waiting = [states[: max(0, length - done)] for states, done, length in pairs]
         self.done.rewind([min(done, length) for _, done, length in pairs])
@@ -92,6 +92,6 @@ class PrefixStates(PerText):
 
 
 def stacked(states: Sequence[Tensor | None]) -> Tensor:
-    """[B, H] the states of texts of which one at least is known, 0 for the others."""
-    some = next(state for state in states if state is not None)
-    return torch.stack([torch.zeros_like(some) if state is None else state for state in states])
+    """[B, H] the states, 0 where one is None. At least one is not."""
+    zeros = torch.zeros_like(next(state for state in states if state is not None))
+    return torch.stack([zeros if state is None else state for state in states])

@@ -12,16 +12,21 @@ tree is one of Sequoia's, the one with most tokens a second by the rates of acce
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from treespec.trees.ranges import CHILDREN, DEPTH, NODES, outside
+from treespec.trees.shape import Policy
 from treespec.trees.static import TreeError
 
 
 @dataclass(frozen=True)
-class AutoTree:
+class AutoTree(Policy):
     """nodes, depth: at most, root too. topk: nodes expanded a level, children of each, at temperature 0."""
+
+    name: ClassVar[str] = "auto"
+    timed: ClassVar[bool] = True
 
     nodes: int = 64
     depth: int = 12

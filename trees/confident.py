@@ -9,17 +9,21 @@ each verification γ follows how many of the drafted tokens were accepted:
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from treespec.trees.ranges import DEPTH, Range, outside
+from treespec.trees.shape import Policy
 from treespec.trees.static import TreeError
 
 
 @dataclass(frozen=True)
-class ConfidentChain:
+class ConfidentChain(Policy):
     """depth: tokens at most. threshold: γ at first. goal: of α. step: ε. rate_memory, memory: β₁, β₂.
 
     As in the released code for greedy drafts, which begins with .5 for sampled ones.
     """
+
+    name: ClassVar[str] = "confident"
 
     depth: int = 8
     threshold: float = 0.8

@@ -5,17 +5,22 @@ probability would bias the output (the pairing rule of `treespec.draft.tree_draf
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from treespec.trees.ranges import CHILDREN, DEPTH, NODES, outside
+from treespec.trees.shape import Policy
 from treespec.trees.static import TreeError
 
 
 @dataclass(frozen=True)
-class DynamicTree:
+class DynamicTree(Policy):
     """depth: levels of drafted tokens. topk: nodes expanded a level, children of each. nodes: N, root too."""
+
+    name: ClassVar[str] = "dynamic"
+    reranks: ClassVar[bool] = True
 
     depth: int = 6
     topk: int = 10

@@ -12,21 +12,25 @@ verifiers that visit leaves first may have such a tree too.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from treespec.trees.ranges import DEPTH, NODES, Range, outside
+from treespec.trees.shape import Policy
 from treespec.trees.static import TreeError
 
 LEAST_PRICE = 1e-4  # of a node, in tokens: below it a tree takes more nodes than any pays for
 
 
 @dataclass(frozen=True)
-class SampledTree:
+class SampledTree(Policy):
     """nodes: N on average, root too. depth: levels of drafted tokens. price: of a node, in expected tokens.
 
     price None is the one that gives so many nodes by the head's calibration.
     """
+
+    name: ClassVar[str] = "sampled"
 
     nodes: int = 26
     depth: int = 6

@@ -4,12 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.ranges import DEPTH, NODES
+from treespec.trees.shape import Policy
 
 # EAGLE-1's default tree (Li et al. 2024, figure 7 and released configuration): levels of 4, 8, 8, 3, 2 nodes.
 EAGLE_CHILDREN = {
@@ -47,12 +49,14 @@ class Level:
 
 
 @dataclass(frozen=True)
-class StaticTree:
+class StaticTree(Policy):
     """A tree given by its paths: (0, 2) is the third draw below the first draw at the root.
 
     A gap in the ordinals, (0,) and (2,) without (1,), is a draw that is verified but has no node.
     Raises TreeError for an empty tree or a path without its parent.
     """
+
+    name: ClassVar[str] = "static"
 
     paths: tuple[tuple[int, ...], ...]
 
@@ -70,6 +74,9 @@ class StaticTree:
                 f"root counts) and be {DEPTH.bounds} deep"
             )
         object.__setattr__(self, "paths", tuple(paths))
+
+    def __str__(self) -> str:
+        return f"static tree of {self.size - 1} nodes, {self.max_depth} deep"
 
     @property
     def max_depth(self) -> int:

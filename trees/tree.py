@@ -1,5 +1,6 @@
 """A token tree: what the drafter hands to the target and to the verifier."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +13,36 @@ class Draws:
     """The draws made at B nodes, in draw order.
 
     tokens: [B, K] int64. A repeated token is a draw of its own; -1 is an absent draw.
-    scores: [B, K] what a scheme attaches to each draw, if it does.
+    sure: [B, K] bool, tokens that were taken for sure and not drawn; None: no scheme asked for them.
+    uniforms: [B, K, 2] float64 in [0, 1), independent of the tokens, by which `optimal` scores its draws.
+    places: [B, K] int64, the order in which `valued` drew the tokens before it moved repeats to the end.
     """
 
     tokens: Tensor
-    scores: Tensor | None = None
+    sure: Tensor | None = None
+    uniforms: Tensor | None = None
+    places: Tensor | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Draws":
+        """The same change to every field that is there."""
+
+        def changed(field: Tensor | None) -> Tensor | None:
+            return None if field is None else change(field)
+
+        return Draws(change(self.tokens), changed(self.sure), changed(self.uniforms), changed(self.places))
+
+    def rows(self, nodes: Tensor | slice) -> "Draws":
+        """The draws of some of the nodes."""
+        return self.each(lambda field: field[nodes])
+
+    def columns(self, order: Tensor) -> "Draws":
+        """At each node the draws in these columns, [B, M] int64."""
+
+        def taken(field: Tensor) -> Tensor:
+            index = order if field.dim() == 2 else order[..., None].expand(-1, -1, field.shape[2])
+            return field.gather(1, index)
+
+        return self.each(taken)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from torch import Tensor, nn
 
-from treespec.cache import TreeCache
 from treespec.draft.per_text import PerText
+
+if TYPE_CHECKING:
+    from treespec.cache import TreeCache  # transformers comes with it
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Proposer(PerText, Protocol):
         """Positions of each text that it has observed."""
 
     @abstractmethod
-    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
+    def begin(self, roots: Tensor, cache: "TreeCache") -> list[Tensor | None]:
         """For each text [1, N] draft logits for the children of the root, or None if it knows nothing of the text yet.
 
         roots: [B] int64. cache: the target's keys and values of the committed texts, for drafts by the target itself;

@@ -31,12 +31,13 @@ class Auto:
 
     name: ClassVar[str] = "auto"
     scheme: ClassVar[Scheme] = RRSWithoutReplacement()
+    paced: ClassVar[bool] = True
 
     def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return Walk(TopK())(tree, p, generator)
         draws = tree.drafts.draws
-        if draws.tokens.shape[1] == 1 and draws.scores is None:
+        if draws.tokens.shape[1] == 1 and draws.sure is None:
             return Block()(tree, p, generator)
         return Traversal()(tree, p, generator)

@@ -19,7 +19,8 @@ from treespec.verify.laws import (
     single_draft,
     without,
 )
-from treespec.verify.partial import partial_draft
+from treespec.verify.partial import LayerScheme, partial_draft
+from treespec.verify.scheme import Drawing
 
 
 def tops(q: Tensor, number: Tensor, width: int) -> Tensor:
@@ -41,7 +42,7 @@ def rate(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True)
-class Greedy:
+class Greedy(LayerScheme):
     """The k - 1 likeliest tokens, then one from q' = q without them. One draw: `single`.
 
     The last draw is verified against q', the residual norm (p - q')+ includes the likeliest tokens. Where q
@@ -50,9 +51,7 @@ class Greedy:
     """
 
     name: ClassVar[str] = "greedy"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
+    drawing: ClassVar[Drawing] = "greedy"
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         width, number = counts(q, k)

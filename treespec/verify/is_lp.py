@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from treespec.errors import InputError
 from treespec.trees.ranges import Range, outside
+from treespec.trees.static import StaticTree, balanced
 from treespec.trees.tree import Draws
 from treespec.verify.laws import (
     check_temperatures,
@@ -21,6 +22,7 @@ from treespec.verify.laws import (
     single_draft,
     without,
 )
+from treespec.verify.scheme import Drawing, Scheme
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def lump(p: Tensor, q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @final
 @dataclass(frozen=True)
-class IsLp:
+class IsLp(Scheme):
     """Independent draws; a linear program selects one, which is verified as a single draft of its exact law.
 
     q: [B, V] or [B, K, V]. More than two draws: pair by pair, the selected one against the next.
@@ -172,9 +174,9 @@ class IsLp:
     """
 
     name: ClassVar[str] = "is-lp"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
+    drawing: ClassVar[Drawing] = "with replacement"
+    law_per_draw: ClassVar[bool] = True
+    default_tree: ClassVar[StaticTree] = balanced(2, 3)
 
     s: int = 5
     alphabet: int | None = None

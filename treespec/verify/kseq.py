@@ -8,6 +8,7 @@ from torch import Tensor
 
 from treespec.trees.tree import Draws
 from treespec.verify.laws import answer, check, counts, independent, ratio, scale, subtract
+from treespec.verify.scheme import Drawing, Scheme
 
 
 def shared(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,16 +33,14 @@ def smallest_rho(p: Tensor, q: Tensor, number: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True)
-class KSeq:
+class KSeq(Scheme):
     """Independent draws, each accepted with min(1, p/(ρq)) in order; else norm (p - min(q, p/ρ) · accepted/β).
 
     Accepts at least 1 - 1/e of the optimum for such draws. One draw: ρ = 1, `single`.
     """
 
     name: ClassVar[str] = "kseq"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
+    drawing: ClassVar[Drawing] = "with replacement"
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         check(self, q, counts(q, k)[0])

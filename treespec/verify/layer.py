@@ -5,13 +5,13 @@ scheme that accepts by a known law to trees.
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from treespec.sampling import TargetLaws, sample
-from treespec.trees.tree import Drafts, Draws, TokenTree
+from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.laws import normalise
 from treespec.verify.partial import LayerScheme
 from treespec.verify.walk import Verdict, follow
@@ -29,6 +29,7 @@ class Layer:
     """
 
     scheme: LayerScheme
+    paced: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -79,8 +80,7 @@ class Layer:
             at = drafts.nodes[rows]
             total = weight[at].sum()
             share = weight[at, None] / total.clamp(min=torch.finfo(weight.dtype).tiny)  # [F, 1]
-            scores = drafts.draws.scores
-            draws = Draws(drafts.draws.tokens[rows], None if scores is None else scores[rows])
+            draws = drafts.draws.rows(rows)
             accepted, left = self.scheme.partial(p[at] * total.to(p.dtype), drafts.q[rows], draws)
             weight.index_add_(0, place[rows].flatten(), (accepted * share).flatten())
             left_mass[rows] = (left.sum(-1, keepdim=True) * share).squeeze(1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.trees.tree import Draws
 from treespec.verify.laws import answer, check, counts, independent
+from treespec.verify.scheme import Drawing, Scheme
 
 LARGEST = 5000  # sets of drawn tokens, the rows of a program
 
@@ -101,16 +102,14 @@ def _rows(law: Tensor) -> list[Law]:
 
 @final
 @dataclass(frozen=True)
-class OtmLp:
+class OtmLp(Scheme):
     """Independent draws; a linear program accepts the most that any plan can. Solved row by row on the host.
 
     Raises InputError where the draws of a node make more than 5000 sets of tokens.
     """
 
     name: ClassVar[str] = "otm-lp"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
+    drawing: ClassVar[Drawing] = "with replacement"
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         check(self, q, counts(q, k)[0])

@@ -1,6 +1,6 @@
 """What layer verification needs of a scheme: its plan for a part of p, by the mass on the draws and what they leave."""
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -10,9 +10,12 @@ from treespec.verify.laws import ratio, scale, subtract, without
 from treespec.verify.scheme import Scheme
 
 
-@runtime_checkable
 class LayerScheme(Scheme, Protocol):
     """A scheme whose acceptance of a token, averaged over the draws, is a function of p and q in closed form."""
+
+    @property
+    def layered(self) -> bool:
+        return True
 
     def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """[B, K] accepted mass on each draw, [B, V] what is left of p. p: [B, V] masses, at most 1 in all.
@@ -21,6 +24,10 @@ class LayerScheme(Scheme, Protocol):
         most 1 for any draws; and what is left depends on p and q alone.
         """
         ...
+
+
+def takes_layers(scheme: Scheme) -> TypeGuard[LayerScheme]:
+    return scheme.layered
 
 
 def partial_draft(p: Tensor, law: Tensor, tokens: Tensor, chosen: Tensor, sure: Tensor) -> tuple[Tensor, Tensor]:

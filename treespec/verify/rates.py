@@ -6,6 +6,7 @@ q/p hold a best H (Hu et al. 2025, Towards Optimal Multi-Draft Speculative Decod
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,8 @@ from torch.nn.functional import pad
 from treespec.trees.tree import Draws
 from treespec.verify import greedy
 from treespec.verify.laws import overlap, scale, without
-from treespec.verify.rrs_wo import RRSWithoutReplacement
-from treespec.verify.scheme import Scheme
+from treespec.verify.optimal import Optimal
+from treespec.verify.scheme import Drawing, Scheme
 
 CHUNK = 10_000_000  # elements of a [rows, V] tensor at a time
 LOST = 1e-12  # probability beyond either end of the quadrature
@@ -112,6 +113,21 @@ def inside_by_clocks(q: Tensor, k: int, enough: Tensor) -> Tensor:
     return inside
 
 
+def tops_and_tail(p: Tensor, q: Tensor, k: int) -> Tensor:
+    """[B] α* of the draws of `optimal`: sure tokens, then independent draws until k distinct tokens are expected."""
+    tops, number, rest = Optimal().allot(q, torch.full_like(q[:, :1], k, dtype=torch.int64), k)
+    tail = without(p, tops)
+    return (p - tail).sum(-1) + optimal_iid(tail, rest, number.squeeze(1))
+
+
+OPTIMA: dict[Drawing, Callable[[Tensor, Tensor, int], Tensor]] = {  # [B] α* of k draws, by how they are drawn
+    "with replacement": optimal_iid,
+    "without replacement": optimal_without_replacement,
+    "greedy": lambda p, q, k: optimal_tops(p, q, k, k - 1),
+    "tops and tail": tops_and_tail,
+}
+
+
 @dataclass(frozen=True)
 class Rate:
     """Acceptance rates [B] and their standard errors [B], 0 where exact."""
@@ -129,7 +145,7 @@ def measured(scheme: Scheme, p: Tensor, q: Tensor, k: int, generator: torch.Gene
     exact = scheme.acceptance_rate(p, q, k)
     if exact is not None:
         return Rate(exact, torch.zeros_like(exact))
-    reduced = isinstance(scheme, RRSWithoutReplacement)
+    reduced = scheme.accepted_in_turn and scheme.drawing == "without replacement"
     estimate = stages if reduced else on_draws
     rows = torch.arange(len(p), device=p.device).repeat_interleave(samples)
     parts = [

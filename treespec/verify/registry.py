@@ -14,7 +14,7 @@ from treespec.verify.kseq import KSeq
 from treespec.verify.layer import Layer
 from treespec.verify.optimal import Optimal
 from treespec.verify.otm_lp import OtmLp
-from treespec.verify.partial import LayerScheme
+from treespec.verify.partial import takes_layers
 from treespec.verify.rrs import RRS
 from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
@@ -83,7 +83,7 @@ def scheme_by_name(spec: str, allow_lossy: bool = False, beside: Iterable[str] =
 
 
 BEYOND_THE_NODE: dict[str, Verifier] = {verifier.name: verifier for verifier in (Auto(), Block(), Traversal())}
-LAYERS = tuple(f"layer:{name}" for name, scheme in SCHEMES.items() if isinstance(scheme, LayerScheme))
+LAYERS = tuple(f"layer:{name}" for name, scheme in SCHEMES.items() if scheme.layered)
 NAMES = (*SCHEMES, *BEYOND_THE_NODE, *LAYERS)
 
 
@@ -100,6 +100,6 @@ def verifier_by_name(spec: str, allow_lossy: bool = False) -> Verifier:
     if kind != "layer":
         return Walk(scheme_by_name(spec, allow_lossy, NAMES[len(SCHEMES) :]))
     scheme = scheme_by_name(name or "greedy", allow_lossy)
-    if not isinstance(scheme, LayerScheme):
+    if not takes_layers(scheme):
         raise InputError(f"layer verification over {scheme.name} is not known: take {' or '.join(LAYERS)}")
     return Layer(scheme)

@@ -9,7 +9,7 @@ from torch import Tensor
 from treespec.sampling import TargetLaws, sample
 from treespec.trees.tree import TokenTree
 from treespec.verify.laws import check, normalise
-from treespec.verify.rrs_wo import RRSWithoutReplacement, without_tops
+from treespec.verify.rrs_wo import RRSWithoutReplacement, without_sure
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Verdict, follow
 
@@ -27,6 +27,7 @@ class Traversal:
 
     name: ClassVar[str] = "traversal"
     scheme: ClassVar[Scheme] = RRSWithoutReplacement()
+    paced: ClassVar[bool] = False
 
     def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
@@ -34,7 +35,7 @@ class Traversal:
             return follow(tree, sample(p[:], generator))
         laws, tokens, nodes = tree.drafts.q, tree.drafts.draws.tokens, tree.drafts.nodes
         check(self.scheme, laws, tokens.shape[1])
-        laws, drawn = without_tops(laws, tree.drafts.draws)
+        laws, drawn = without_sure(laws, tree.drafts.draws)
         at, sure = tokens.clamp(min=0), drawn < 0  # of a token for sure the law is one-hot
         inner = p[nodes]
         odds = (inner.gather(1, at).double() / laws.gather(1, at).masked_fill(sure, 1)).tolist()

@@ -9,11 +9,12 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.trees.tree import Draws
 from treespec.verify.laws import check, counts, keep_first, likeliest
+from treespec.verify.scheme import Scheme
 
 
 @final
 @dataclass(frozen=True)
-class Typical:
+class Typical(Scheme):
     """The k likeliest tokens of q. A draw x passes if p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats.
 
     The passing draw that p likes best is output; where none passes, p is sampled. Lossy: the text is likelier
@@ -23,7 +24,6 @@ class Typical:
     name: ClassVar[str] = "typical"
     deterministic: ClassVar[bool] = True
     lossless: ClassVar[bool] = False
-    max_draws: ClassVar[int | None] = None
 
     epsilon: float = 0.09
     delta: float = 0.3

@@ -16,6 +16,7 @@ from treespec.errors import InputError
 from treespec.trees.tree import Draws
 from treespec.verify.laws import answer, check, counts, independent, likeliest, scale, subtract
 from treespec.verify.optimal import LIKELY, Optimal
+from treespec.verify.scheme import Scheme
 
 LEVELS = 48  # from nothing to the largest value; one is the unit of prices and the scale of the noise
 ABOVE = 4  # levels beyond, where the noise ends
@@ -28,18 +29,15 @@ PRECISION = 1 << 10  # of prices, a level; coarser than what sums in another ord
 
 @final
 @dataclass(frozen=True)
-class Valued:
+class Valued(Scheme):
     """Independent draws; selects one by its score and accepts it as far as p goes. treespec's own.
 
     values: of each draw in order, 1 + what its subtree is expected to bring; none above the one before, the last
     repeats. Lossless for any values. extra: draw until as many distinct tokens as asked for are expected, as a repeat
-    takes no node; the first k draws are distinct or absent then, and Draws.scores are their places as they were drawn.
+    takes no node; the first k draws are distinct or absent then, and `Draws.places` tells their order.
     """
 
     name: ClassVar[str] = "valued"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
 
     values: tuple[float, ...] = (2.0, 1.5, 1.0)
     extra: int = 0
@@ -66,7 +64,7 @@ class Valued:
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         check(self, q, 1)
-        tokens = draws.tokens if draws.scores is None else draws.tokens.gather(1, draws.scores.argsort(dim=-1))
+        tokens = draws.tokens if draws.places is None else draws.tokens.gather(1, draws.places.argsort(dim=-1))
         present = tokens >= 0
         q = q * scale(q, present.any(-1, keepdim=True))
         value = self.levels(q, tokens.shape[1])
@@ -105,10 +103,10 @@ class Valued:
 
 
 def arranged(tokens: Tensor) -> Draws:
-    """[B, K] tokens as drawn: first the distinct, then the absent and repeats; scores are their places before."""
+    """[B, K] tokens as drawn: first the distinct, then the absent and repeats; `places` are theirs before."""
     repeats = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
     order = (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)
-    return Draws(tokens.gather(1, order), order.double())
+    return Draws(tokens.gather(1, order), places=order)
 
 
 def select(p: Tensor, q: Tensor, value: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:

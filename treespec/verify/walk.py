@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import ClassVar, Protocol, final
 
 import torch
 from torch import Tensor
@@ -21,12 +21,17 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Keeps a path of a tree. name: as `--verifier` takes it. scheme: whose draws the tree holds."""
+    """Keeps a path of a tree. name: as `--verifier` takes it. scheme: whose draws the tree holds.
+
+    paced: whether it verifies whatever tree a cycle has, so that each cycle's tree may be chosen by what it costs.
+    """
 
     @property
     def name(self) -> str: ...
     @property
     def scheme(self) -> Scheme: ...
+    @property
+    def paced(self) -> bool: ...
 
     def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
@@ -45,6 +50,7 @@ class Walk:
     """
 
     scheme: Scheme
+    paced: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -93,7 +99,7 @@ def drawn_at(row: int, draws: Draws) -> Draws:
     """Of one node, without the columns that only other nodes fill."""
     tokens = draws.tokens[row : row + 1]
     width = 1 + max((i for i, token in enumerate(tokens[0].tolist()) if token >= 0), default=0)
-    return Draws(tokens[:, :width], None if draws.scores is None else draws.scores[row : row + 1, :width])
+    return draws.each(lambda field: field[row : row + 1, :width])
 
 
 def children_of(tree: TokenTree) -> Tensor:

@@ -70,17 +70,3 @@ class SeveralModels(Proposer):
 def stacked(logits: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Of each model the [F, V] logits of each text -> of each text [F, M, V]."""
     return [torch.stack(rows, dim=1) for rows in zip(*logits, strict=True)]
-
-
-def in_turns(logits: Tensor, k: int) -> Tensor:
-    """[F, V] scores by whose order k draws are the models' likeliest tokens by turns. logits: [F, M, V].
-
-    A token that a model before has brought gives its turn away to that model's next.
-    """
-    models, size = logits.shape[1:]
-    scores = torch.zeros_like(logits[:, 0])
-    finite = logits.clamp_min(torch.finfo(logits.dtype).min)  # padding comes last, but before what is taken
-    for draw in range(min(k, size)):
-        left = finite[:, draw % models].masked_fill(scores > 0, -torch.inf)
-        scores.scatter_(1, left.argmax(-1, keepdim=True), float(k - draw))
-    return scores

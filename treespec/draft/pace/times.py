@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,9 @@ import torch
 from treespec.draft.proposer import Proposer
 from treespec.errors import InputError
 from treespec.files import read_json
-from treespec.target import Target
+
+if TYPE_CHECKING:
+    from treespec.target import Target  # transformers comes with it
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -97,7 +99,7 @@ def seconds(values: Sequence[float], count: int) -> tuple[float, ...]:
     return found
 
 
-def key(target: Target, proposer: Proposer | None) -> str:
+def key(target: "Target", proposer: Proposer | None) -> str:
     """What the times depend on, in short."""
     device = target.output_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {os.cpu_count()}"

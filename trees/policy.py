@@ -19,7 +19,8 @@ from treespec.trees.static import TreeError, balanced, chain, eagle, medusa
 class Form:
     """One name of `--tree`. example: for the help.
 
-    read: the text behind the name and a colon -> the policy; None for a text that is not understood.
+    read: the text behind the name and a colon -> the policy; None for a text that is not
+    understood.
     """
 
     example: str

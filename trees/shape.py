@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Protocol
 class Policy(Protocol):
     """How many draws each node gets, and when a tree stops. A policy inherits the defaults below.
 
-    A policy is a frozen dataclass: its fields are the options of its name. name: as `--tree` takes it.
+    A policy is a frozen dataclass: its fields are the options of its name. name: as `--tree` takes
+    it.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]

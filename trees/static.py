@@ -1,4 +1,6 @@
-"""Trees whose shape is fixed before anything is drawn: chains, balanced trees, EAGLE-1's tree, path lists."""
+"""Trees whose shape is fixed before anything is drawn: chains, balanced trees, EAGLE-1's tree, path
+lists.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,9 +37,11 @@ class TreeError(ValueError):
 class Level:
     """The frontier of one depth: F inner nodes and their C children.
 
-    nodes: [F] node numbers. parent_rows: [F] row of each one's parent in the frontier above. draws: [F] how
-    many at each, on the host. first: number of the first child; they are numbered first .. first + C - 1.
-    rows, columns: [C], the draw that each child takes from a [F, K] table.
+    nodes: [F] node numbers.
+    parent_rows: [F] row of each node's parent in the frontier above.
+    draws: [F] number of draws at each node, on the host.
+    first: number of the first child; the children are numbered first .. first + C - 1.
+    rows, columns: [C] the place of each child's draw in a [F, K] table.
     """
 
     nodes: Tensor
@@ -107,7 +111,10 @@ class StaticTree(Policy):
 
 @dataclass(frozen=True)
 class Layout:
-    """A static tree as tensors. parents, depth: [N] int64. ancestors: [N, N] bool. levels: frontiers, root first."""
+    """A static tree as tensors. parents, depth: [N] int64. ancestors: [N, N] bool.
+
+    levels: frontiers, root first.
+    """
 
     parents: Tensor
     depth: Tensor
@@ -117,7 +124,9 @@ class Layout:
 
 @lru_cache
 def layout(tree: StaticTree, device: torch.device) -> Layout:
-    """Numbers the nodes level by level, a node's children in draw order; made once a tree and device."""
+    """Numbers the nodes level by level, a node's children in draw order; made once a tree and
+    device.
+    """
     number = {path: i for i, path in enumerate(tree.paths)}
     children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for path in tree.paths[1:]:

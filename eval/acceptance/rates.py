@@ -1,4 +1,6 @@
-"""Every scheme's acceptance rate at collected positions, stated and measured, and the α* of its draws."""
+"""Every scheme's acceptance rate at collected positions, stated and measured, and the α* of its
+draws.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,10 +20,12 @@ ELEMENTS = 1 << 24  # of a [rows, V] tensor at a time
 
 @dataclass(frozen=True)
 class Column:
-    """One value a position, of a scheme or of α*; method is the verifier's name, or how draws are made for their α*.
+    """One value a position, of a scheme or of α*; method is the verifier's name, or how draws are
+    made for their α*.
 
-    values: [n] rates. errors: [n] their standard errors, None where a formula states them. hits: [n] shares of
-    sampled outputs that were draws, None for α*. drawn: how draws are made, where α* of that is known.
+    values: [n] rates. errors: [n] their standard errors, None where a formula states them. hits:
+    [n] shares of sampled outputs that were draws, None for α*. drawn: how draws are made, where α*
+    of that is known.
     """
 
     method: str
@@ -38,7 +42,8 @@ class Column:
 def rate(
     logits: Logits, case: Case, schemes: dict[str, Scheme], samples: int, generator: torch.Generator
 ) -> tuple[list[Column], dict[str, str]]:
-    """Every scheme and the α* of how their draws are made, at all positions, on the generator's device.
+    """Every scheme and the α* of how their draws are made, at all positions, on the generator's
+    device.
 
     Also why schemes that do not take such draws or laws are left out, by name.
     """
@@ -64,7 +69,9 @@ def rate(
 
 
 def trials(scheme: Scheme, p: Tensor, q: Tensor, k: int, samples: int, generator: torch.Generator) -> Tensor:
-    """[B] the share of samples whose output is one of the draws: draw, plan and sample as in decoding."""
+    """[B] the share of samples whose output is one of the draws: draw, plan and sample as in
+    decoding.
+    """
     every = torch.arange(len(p), device=p.device).repeat_interleave(samples)
     hits = []
     for rows in every.split(max(1, ELEMENTS // p.shape[1])):

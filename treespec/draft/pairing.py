@@ -1,4 +1,9 @@
-"""Which verifier, tree and drafter go together. It needs no weights: names and small files tell what it must know."""
+"""Which verifier, tree and drafter go together, by names and small files, before any weights are
+read.
+
+A policy's own rules stand with its grower (`treespec.draft.grow`). This module must not load
+transformers.
+"""
 
 import json
 from pathlib import Path
@@ -14,9 +19,11 @@ from treespec.verify.walk import Verifier
 
 
 def check_named(drafter: str, verifier: Verifier, tree: Policy | None) -> None:
-    """Raises InputError for a verifier and tree that do not go with a drafter, `kind:value` as `--drafter` takes it.
+    """Raises InputError for a verifier and tree that do not go with a drafter, `kind:value` as
+    `--drafter` takes it.
 
-    tree: None is the verifier's own. A head that is not on this disk, or is damaged, passes: loading it says so.
+    tree: None is the verifier's own. A head that is not on this disk, or is damaged, passes:
+    loading it says so.
     """
     kind, _, value = drafter.partition(":")
     if kind in GIVEN:
@@ -31,7 +38,7 @@ def check_named(drafter: str, verifier: Verifier, tree: Policy | None) -> None:
 
 
 def model_of(kind: str, value: str, several: bool = False) -> DraftModel:
-    """What files and names tell of `--drafter kind:value`."""
+    """The draft model of `--drafter kind:value`, as far as its files and names tell."""
     if kind not in HEADS:
         return DraftModel(several=several)
     folder = Path(value).expanduser()
@@ -75,14 +82,17 @@ def written(folder: Path) -> tuple[dict[str, object], set[str] | None]:
 
 
 def check_pair(policy: Policy, scheme: Scheme, several: bool = False) -> None:
-    """Raises InputError for a policy and scheme that may not go together, whatever the draft model's depth."""
+    """Raises InputError for a policy and scheme that may not go together, whatever the draft
+    model's depth.
+    """
     check_fit(policy, scheme, DraftModel(several=several, calibrated=True))
 
 
 def check_given(name: str, verifier: Verifier, tree: object) -> None:
-    """The pairing rule of trees of given tokens. Raises InputError for a scheme that needs draft laws, and for a tree.
+    """The pairing rule of drafters that hand over given tokens, which have no draft law.
 
-    At temperature 0 all schemes agree; which one is refused does not hang on it.
+    Raises InputError for a scheme that needs draft laws, and for a tree. The rule is the same at
+    temperature 0, where all schemes agree.
     """
     if not (verifier.scheme.deterministic or verifier.paced):
         raise InputError(

@@ -27,9 +27,13 @@ from treespec.verify.scheme import Scheme
 class TreeDrafter(Drafter):
     """Drafts a tree a cycle for each text that its proposer holds.
 
-    At temperature 0 the children are the likeliest tokens under every scheme: the target's law is one-hot there, so
-    all lossless plans agree (output the target's token), and what is left to choose is the set of children. Raises
-    InputError for a policy and scheme that may not go together, and for a tree deeper than the proposer drafts.
+    At temperature 0 the children are the likeliest tokens under every scheme. The target's law is
+    one-hot there, so all lossless plans output the target's token, and only the set of children is
+    left to choose.
+    Raises InputError for a policy and scheme that may not go together, and for a tree deeper than
+    the proposer drafts.
+
+    growers: one a text; each shapes the trees of its text and keeps what it learns there.
     """
 
     per_text = ("proposer", "growers")

@@ -1,7 +1,7 @@
 """The verifier of the default: whatever tree a cycle has, the best verification of that tree.
 
-A tree is chosen anew each cycle from the text's past alone (`treespec.draft.grow.auto`), and each verifier is lossless
-for its tree, so the text keeps the target's law:
+A tree is chosen anew each cycle from the text's past alone (`treespec.draft.grow.auto`), and each
+verifier is lossless for its tree, so the text keeps the target's law:
 
     no tree, or the likeliest tokens     sample p, see whether it is a child
     a chain of draws                     block verification

@@ -35,7 +35,9 @@ def last_draw(tokens: Tensor) -> Tensor:
 
 
 def rate(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
-    """[B] p(best) + the overlap of p with q' = q without the best [B, K - 1], normalised: optimal for this law."""
+    """[B] p(best) + the overlap of p with q' = q without the best [B, K - 1], normalised: optimal
+    for this law.
+    """
     rest = without(q, best)
     return (p - without(p, best)).sum(-1) + overlap(p, rest * scale(rest, torch.ones_like(p[:, :1])))
 
@@ -45,9 +47,9 @@ def rate(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
 class Greedy(LayerScheme):
     """The k - 1 likeliest tokens, then one from q' = q without them. One draw: `single`.
 
-    The last draw is verified against q', the residual norm (p - q')+ includes the likeliest tokens. Where q
-    supports fewer than k tokens all of them are drawn, and taking the last one for the sampled one is
-    exact: q' is then one-hot, and the plan p.
+    The last draw is verified against q', the residual norm (p - q')+ includes the likeliest tokens.
+    Where q supports fewer than k tokens all of them are drawn, and taking the last one for the
+    sampled one is exact: q' is then one-hot, and the plan p.
     """
 
     name: ClassVar[str] = "greedy"

@@ -1,10 +1,12 @@
 """A verifier that reaches the optimal acceptance rate of its draws, for any number of them.
 
-The likeliest tokens deterministically, then independent draws from the rest of q. Each of those carries a score; the
-largest selects one, which is verified as a single draft of the exact law of the selected (`coupling`).
+The likeliest tokens deterministically, then independent draws from the rest of q. Each of those
+carries a score; the largest selects one, which is verified as a single draft of the exact law of
+the selected (`coupling`).
 
-Global Resolution (Thomas and Pal 2025, 2511.15898) solves the transport of K draws from one law by a convex
-minimisation in at most V variables, to any accuracy. The coupling here is in closed form and reaches α* as it stands.
+Global Resolution (Thomas and Pal 2025, 2511.15898) solves the transport of K draws from one law by
+a convex minimisation in at most V variables, to any accuracy. The coupling here is in closed form
+and reaches α* as it stands.
 """
 
 from dataclasses import dataclass
@@ -34,22 +36,23 @@ from treespec.verify.scheme import Drawing, SureScheme
 
 # Cells of p/q in a bucketed build: 64 an octave from 2^-8 to 2^6, each at most 1.6 % wide.
 SHIFT, LOWEST, CELLS = 17, (127 - 8) << 6, 14 << 6
-EXTRA = 4  # times as many independent draws as are asked for, at most
-LIKELY = 64  # tokens that the expected number of distinct draws is reckoned from; the others are small
+EXTRA = 4  # limit on independent draws, in multiples of the draws asked for
+LIKELY = 64  # the expected number of distinct draws is computed from the likeliest tokens; the others are small
 
 
 @final
 @dataclass(frozen=True)
 class Optimal(SureScheme, LayerScheme):
-    """α* of the law of the draws, exactly where `exact`, else short of it by 0.1 points at most on a model's laws.
+    """α* of the law of the draws, exactly where `exact`, else short of it by 0.1 points at most on
+    a model's laws.
 
-    threshold: the likeliest token is drawn for sure while it has more than this share of what is left of q and another
-    draw is to come; at 1 all draws are independent. extra: draw until as many distinct tokens as asked for are
-    expected, as a repeat takes no node. exact: sort all tokens by p/q; else they are put into cells of nearly equal
-    p/q, which is as lossless. first: verify the first of the draws by itself, then the others against what it leaves;
-    that accepts less in all and more on the first, below which a tree may be deeper.
-    Of all K draws the first k are distinct or absent; the others, repeats and more than were expected, are verified
-    like them.
+    threshold: the likeliest token is drawn for sure while it has more than this share of what is
+    left of q and another draw is to come; at 1 all draws are independent. extra: draw until as many
+    distinct tokens as asked for are expected, as a repeat takes no node. exact: sort all tokens by
+    p/q; else they are put into cells of nearly equal p/q, which is as lossless. first: verify the
+    first of the draws by itself, then the others against what it leaves; that accepts less in all
+    and more on the first, below which a tree may be deeper. Of all K draws the first k are distinct
+    or absent; the others, repeats and more than were expected, are verified like them.
     """
 
     name: ClassVar[str] = "optimal"
@@ -81,7 +84,10 @@ class Optimal(SureScheme, LayerScheme):
         return Draws(tokens, sure, uniforms).columns(order)
 
     def draw_with_sure(self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator) -> Draws:
-        """`drawn` distinct draws are expected. Those have a node each; behind them stand the sure tokens."""
+        """`drawn` distinct draws are expected.
+
+        Those have a node each; behind them stand the sure tokens.
+        """
         # 1. The sure tokens, and draws from the rest of q.
         tops = keep_first(likeliest(q, int(sure.max())), sure[:, None].to(q.device))
         independent_only = Optimal(threshold=1, extra=self.extra)
@@ -118,10 +124,11 @@ class Optimal(SureScheme, LayerScheme):
         return EXTRA * k if self.extra else k
 
     def allot(self, q: Tensor, number: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What is settled before drawing. number: [B, 1] distinct tokens to be expected, at most `width`.
+        """The sure tokens and the number of draws, fixed from q alone before any draw is made.
 
-        Returns the tokens drawn for sure, [B, width] with -1 beyond, [B, 1] independent draws, and the rest of q that
-        those come from, [B, V], not normalised.
+        number: [B, 1] distinct tokens to expect, at most `width`.
+        Returns the sure tokens [B, width] with -1 beyond, the number of independent draws [B, 1],
+        and the rest of q that those come from, [B, V], not normalised.
         """
         best = likeliest(q, width + LIKELY)
         share = q.gather(1, best.clamp(min=0)).double() * (best >= 0)
@@ -165,7 +172,9 @@ class Optimal(SureScheme, LayerScheme):
         return rest.mul_(scale(rest, drawn.any(-1, keepdim=True))), drawn
 
     def _selected(self, p: Tensor, q: Tensor, draws: Draws, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The law [B, V] of the selected one of the draws from q [B, V], all tokens, and [B, K] 1 for that one."""
+        """The law [B, V] of the selected one of the draws from q [B, V], all tokens, and [B, K] 1
+        for that one.
+        """
         assert draws.uniforms is not None
         number = drawn.sum(-1, keepdim=True)
         cell, coupling = self.couple(p, q, number)

@@ -52,10 +52,12 @@ VALUES: dict[Any, tuple[Callable[[str], Any], str]] = {
 
 
 def scheme_by_name(spec: str, allow_lossy: bool = False, beside: Iterable[str] = ()) -> Scheme:
-    """The scheme that a `--verifier` value names: `rrs-wo`, or with options, `is-lp:s=8,alphabet=50`.
+    """The scheme that a `--verifier` value names: `rrs-wo`, or with options,
+    `is-lp:s=8,alphabet=50`.
 
     beside: what else to offer where the name is unknown.
-    Raises InputError for an unknown name, option or value, and for a lossy scheme that is not allowed.
+    Raises InputError for an unknown name, option or value, and for a lossy scheme that is not
+    allowed.
     """
     name, _, rest = spec.partition(":")
     if name not in SCHEMES:
@@ -88,9 +90,11 @@ NAMES = (*SCHEMES, *BEYOND_THE_NODE, *LAYERS)
 
 
 def verifier_by_name(spec: str, allow_lossy: bool = False) -> Verifier:
-    """`rrs-wo` or another scheme is the walk over it; `block`, `traversal` and `layer:greedy` look at more than a node.
+    """`rrs-wo` or another scheme is the walk over it; `block`, `traversal` and `layer:greedy` look
+    at more than a node.
 
-    Raises InputError for an unknown name, option or value, and for a lossy scheme that is not allowed.
+    Raises InputError for an unknown name, option or value, and for a lossy scheme that is not
+    allowed.
     """
     kind, _, name = spec.partition(":")
     if kind in BEYOND_THE_NODE:

@@ -14,9 +14,12 @@ from treespec.verify.scheme import Drawing, Scheme
 @final
 @dataclass(frozen=True)
 class RRS(Scheme):
-    """Independent draws, each verified against what the earlier ones left of p. q: [B, V] or [B, K, V].
+    """Independent draws, each verified against what the earlier ones left of p.
 
-    draft_temperatures: of each draw in order, as multiples of the sampling temperature; the last repeats.
+    q: [B, V] or [B, K, V].
+
+    draft_temperatures: of each draw in order, as multiples of the sampling temperature; the last
+    repeats.
     """
 
     name: ClassVar[str] = "rrs"

@@ -40,10 +40,11 @@ def laws_of(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
 class RRSWithoutReplacement(SureScheme):
     """Draws one after another, each from q without the earlier ones and verified against that law.
 
-    Independent draws without their repeats are such draws; only where those run short q is searched again.
+    Independent draws without their repeats are such draws; only where those run short q is searched
+    again.
 
-    Sure tokens stand behind the draws, which are then from q without them. Their laws are one-hot, so recursive
-    rejection accepts each with its own share of what the draws leave of p.
+    Sure tokens stand behind the draws, which are then from q without them. Their laws are one-hot,
+    so recursive rejection accepts each with its own share of what the draws leave of p.
     """
 
     name: ClassVar[str] = "rrs-wo"

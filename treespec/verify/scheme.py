@@ -1,4 +1,6 @@
-"""The seam between drafting and verification: a law for the draws and a transport plan that answers them."""
+"""The seam between drafting and verification: a law for the draws and a transport plan that answers
+them.
+"""
 
 from typing import Literal, Protocol, TypeGuard
 
@@ -12,12 +14,16 @@ Drawing = Literal["with replacement", "without replacement", "greedy", "tops and
 
 
 class Scheme(Protocol):
-    """One multi-draft verification scheme, pure functions over tensors. A scheme inherits the defaults below.
+    """One multi-draft verification scheme, pure functions over tensors.
 
-    The rule: for every p, q and k, the sum over draws of Pr(draws | q) * plan(p, q, draws) is p.
-    A plan is a function of its own row only: the plan of one node may not depend on another node's draws.
+    A scheme inherits the defaults below.
 
-    The properties say what a scheme can do. Code elsewhere asks them, never for the class or the name.
+    The rule: for every p, q and k, the sum over draws of Pr(draws | q) * plan(p, q, draws) is p. A
+    plan is a function of its own row only: the plan of one node may not depend on another node's
+    draws.
+
+    The properties say what a scheme can do. Code elsewhere asks them, never for the class or the
+    name.
     """
 
     @property
@@ -32,7 +38,9 @@ class Scheme(Protocol):
 
     @property
     def deterministic(self) -> bool:
-        """Whether the draws are a function of q, so that trees may be pruned and reranked after drafting."""
+        """Whether the draws are a function of q, so that trees may be pruned and reranked after
+        drafting.
+        """
         return False
 
     @property
@@ -57,12 +65,16 @@ class Scheme(Protocol):
 
     @property
     def accepted_in_turn(self) -> bool:
-        """Whether a head's calibrated rates hold: draws without repeats, accepted one after another."""
+        """Whether a head's calibrated rates hold: draws without repeats, accepted one after
+        another.
+        """
         return False
 
     @property
     def drawing(self) -> Drawing | None:
-        """How the draws are made, which decides their α* (`treespec.verify.rates.OPTIMA`); None: α* is not known."""
+        """How the draws are made, which decides their α* (`treespec.verify.rates.OPTIMA`); None: α*
+        is not known.
+        """
         return None
 
     @property
@@ -72,11 +84,17 @@ class Scheme(Protocol):
 
     @property
     def draft_temperatures(self) -> tuple[float, ...]:
-        """Of each draw in order, as multiples of the sampling temperature; the last repeats. (): all are 1."""
+        """Of each draw in order, as multiples of the sampling temperature; the last repeats.
+
+        (): all are 1.
+        """
         return ()
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        """k draws at each of B nodes. q: [B, V] or [B, K, V] probabilities; k: an int, or [B] int64."""
+        """k draws at each of B nodes.
+
+        q: [B, V] or [B, K, V] probabilities; k: an int, or [B] int64.
+        """
         ...
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
@@ -89,7 +107,9 @@ class Scheme(Protocol):
 
 
 class SureScheme(Scheme, Protocol):
-    """A scheme that also answers sure tokens: a node's likeliest ones, taken for sure beside the draws."""
+    """A scheme that also answers sure tokens: a node's likeliest ones, taken for sure beside the
+    draws.
+    """
 
     @property
     def sure_tokens(self) -> bool:

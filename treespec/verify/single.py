@@ -16,7 +16,10 @@ from treespec.verify.scheme import Drawing
 @final
 @dataclass(frozen=True)
 class Single(LayerScheme):
-    """One draw x ~ q; accept with min(1, p/q), else sample norm (p - q)+. Raises InputError for two draws."""
+    """One draw x ~ q; accept with min(1, p/q), else sample norm (p - q)+.
+
+    Raises InputError for two draws.
+    """
 
     name: ClassVar[str] = "single"
     max_draws: ClassVar[int | None] = 1

@@ -27,10 +27,11 @@ from treespec.verify.scheme import Drawing, Scheme
 @final
 @dataclass(frozen=True)
 class SpecHub(Scheme):
-    """a = argmax q; a draw i ~ q gives the pair (i, a), and (a, j) with j ~ q without a where i is a.
+    """a = argmax q; a draw i ~ q gives the pair (i, a), and (a, j) with j ~ q without a where i is
+    a.
 
-    At most two draws, else InputError. A node with one draw is `single`; so is one whose q is one-hot, as
-    there is no second token then.
+    At most two draws, else InputError. A node with one draw is `single`; so is one whose q is
+    one-hot, as there is no second token then.
     """
 
     name: ClassVar[str] = "spechub"

@@ -1,4 +1,6 @@
-"""Traversal verification of trees drawn without replacement (2505.12398): leaves first, and upwards where refused."""
+"""Traversal verification of trees drawn without replacement (2505.12398): leaves first, and upwards
+where refused.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -17,12 +19,13 @@ from treespec.verify.walk import Verdict, follow
 @final
 @dataclass(frozen=True)
 class Traversal:
-    """Judges each node after all that is below it: on a chain it is block verification, at depth 1 `rrs-wo`.
+    """Judges each node after all that is below it: on a chain it is block verification, at depth 1
+    `rrs-wo`.
 
-    A child has weight w_c = min(1, w p/q), the root 1. A node below which all is refused is kept with its weight.
-    Where it is refused its parent goes on with p <- norm (w p - q)+, w <- S / (S + 1 - w), S the mass of (w p - q)+,
-    and q without it. A draw without a node is a leaf that nothing follows.
-    The host waits at the start, at each refused draw and at the end.
+    A child has weight w_c = min(1, w p/q), the root 1. A node below which all is refused is kept
+    with its weight. Where it is refused its parent goes on with p <- norm (w p - q)+, w <- S / (S +
+    1 - w), S the mass of (w p - q)+, and q without it. A draw without a node is a leaf that nothing
+    follows. The host waits at the start, at each refused draw and at the end.
     """
 
     name: ClassVar[str] = "traversal"
@@ -48,7 +51,10 @@ class Traversal:
         coins = iter(uniform.tolist())
 
         def keep(node: int | None, weight: float) -> Verdict | None:
-            """What is kept of the draw that has this node, or none, and of those below it; None: nothing."""
+            """The verdict below a draw; None where the draw and all below it are refused.
+
+            node: the draw's; None for a draw without a node. weight: the draw's.
+            """
             if node is None:
                 return Verdict([], []) if next(coins) < weight else None
             row, scale = row_of.get(node), weight

@@ -15,10 +15,12 @@ from treespec.verify.scheme import Scheme
 @final
 @dataclass(frozen=True)
 class Typical(Scheme):
-    """The k likeliest tokens of q. A draw x passes if p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats.
+    """The k likeliest tokens of q.
 
-    The passing draw that p likes best is output; where none passes, p is sampled. Lossy: the text is likelier
-    than the target's own. q may be any scores [B, V], and plans do not look at it.
+    A draw x passes if p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats.
+
+    The passing draw that p likes best is output; where none passes, p is sampled. Lossy: the text
+    is likelier than the target's own. q may be any scores [B, V], and plans do not look at it.
     """
 
     name: ClassVar[str] = "typical"

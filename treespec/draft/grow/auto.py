@@ -37,9 +37,11 @@ def grow_auto(
     pace: Pace,
     calibration: Calibration | None,
 ) -> Growth:
-    """The likeliest tokens: a level more, of the nodes that pay, while that is likely to pay; then the best size.
+    """The likeliest tokens: a level more, of the nodes that pay, while that is likely to pay; then
+    the best size.
 
-    root: [1] int64. logits: [1, V] draft logits of its children. Tells the pace what the tree promises.
+    root: [1] int64. logits: [1, V] draft logits of its children. Tells the pace what the tree
+    promises.
     """
     nodes, promises, scores = Nodes(root), [], []
     frontier, above = np.zeros(1, dtype=np.int64), np.ones(1)  # node numbers, Pr(each is the target's choice)
@@ -85,9 +87,9 @@ def grow_auto(
 def expansion(reach: np.ndarray, chance: float, price: float, step: float, row: float, levels: int) -> int:
     """How many of the best nodes of a level to expand; 0 ends the tree.
 
-    Below a node of reach r a chain is expected, of reach r·chance, r·chance², …; each of its nodes costs `price`. A
-    level costs `step`, and `row` for each node but one. The number of nodes and levels that brings most decides. All
-    in tokens. reach: [M] descending.
+    Below a node of reach r a chain is expected, of reach r·chance, r·chance², …; each of its nodes
+    costs `price`. A level costs `step`, and `row` for each node but one. The number of nodes and
+    levels that brings most decides. All in tokens. reach: [M] descending.
 
         reach .8 .2   chance .7   price .1   step .2    one level of the first node    .56 - .1 - .2         = .26
                                                         two levels of it              .26 + .39 - .1 - .2   = .35
@@ -109,7 +111,10 @@ def best_of(scores: np.ndarray, count: int) -> np.ndarray:
 def likely(
     logits: Tensor, topk: int, depth: int, params: SamplingParams, calibration: Calibration | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[F, K] the likeliest children and Pr(each is the target's choice). logits: [F, V]; depth: of the parents."""
+    """[F, K] the likeliest children and Pr(each is the target's choice).
+
+    logits: [F, V]; depth: of the parents.
+    """
     law = logits.float().softmax(-1) if params.greedy else probs(logits, params)
     found, places = largest(law, min(topk, logits.shape[-1]))
     chance, tokens = found.double().cpu().numpy(), places.cpu().numpy()
@@ -138,7 +143,8 @@ class Shape:
 
 
 def shape_for(pace: Pace, tree: AutoTree, draws: int | None) -> Shape:
-    """The chain or Sequoia's tree with most tokens a second, by the rates as far as they can be trusted.
+    """The chain or Sequoia's tree with most tokens a second, by the rates as far as they can be
+    trusted.
 
     draws: at a node, at most; None: any number; 0: the likeliest tokens are taken.
     """
@@ -203,7 +209,9 @@ class AutoGrower(Grower[AutoTree]):
         return pace.rests(max(shape.speed, pace.speed))
 
     def grow(self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Growth:
-        """The likeliest tokens level by level where that is faster, else a tree settled before anything is drafted."""
+        """The likeliest tokens level by level where that is faster, else a tree settled before
+        anything is drafted.
+        """
         pace = self.pace
         assert pace
         shape = self._shape(pace, params)

@@ -1,4 +1,6 @@
-"""A chain that ends where the draft is unsure (`treespec.trees.confident`); the host waits once a level."""
+"""A chain that ends where the draft is unsure (`treespec.trees.confident`); the host waits once a
+level.
+"""
 
 from collections.abc import Sequence
 from typing import final
@@ -50,7 +52,10 @@ def grow_confident(
     params: SamplingParams,
     generator: torch.Generator,
 ) -> Growth:
-    """root: [1] int64. logits: [1, V] draft logits of its child. Confidence is at temperature 1, as published."""
+    """root: [1] int64. logits: [1, V] draft logits of its child.
+
+    Confidence is at temperature 1, as published.
+    """
     tokens, laws, draws = [root], [], []
     for level in range(1, depth + 1):
         q = logits if scheme.deterministic else draft_laws(logits, scheme, params, 1)

@@ -64,7 +64,8 @@ def expand(scores: Tensor, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     """The likeliest children of each frontier node.
 
     scores: [F] log-probability of the path to each node. logits: [F, V] draft logits.
-    Returns tokens [F, K] int64 and the log-probabilities [F, K] of the paths to them, K = min(topk, V).
+    Returns tokens [F, K] int64 and the log-probabilities [F, K] of the paths to them, K = min(topk,
+    V).
     """
     law = logits.float().log_softmax(-1)
     best, tokens = largest(law, min(topk, law.shape[-1]))

@@ -20,9 +20,11 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class DraftModel:
-    """What the pairing rules ask of a draft model; names and small files tell it before weights are read.
+    """What the pairing rules ask of a draft model; names and small files tell it before weights are
+    read.
 
-    several: models that take turns. trained: it is a head. deepest: levels that it drafts; None: any number.
+    several: models that take turns. trained: it is a head. deepest: levels that it drafts; None:
+    any number.
     calibrated: whether a head's calibration.json is there.
     """
 
@@ -34,7 +36,10 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class Means:
-    """What trees are grown with. times: measured costs, asked for at the first cycle that needs them."""
+    """What trees are grown with.
+
+    times: measured costs, asked for at the first cycle that needs them.
+    """
 
     scheme: Scheme
     calibration: Calibration | None = None
@@ -46,7 +51,9 @@ class Means:
 
 
 class Grower(Generic[P]):
-    """Grows the trees of one text by a policy of type P, and keeps what that policy learns from the text."""
+    """Grows the trees of one text by a policy of type P, and keeps what that policy learns from the
+    text.
+    """
 
     def __init__(self, policy: P, means: Means) -> None:
         self.policy, self.means = policy, means
@@ -69,13 +76,18 @@ class Grower(Generic[P]):
 
 
 def check_one_law(model: DraftModel) -> None:
-    """Raises InputError for draft models that take turns, where a policy looks at one draft law a node."""
+    """Raises InputError for draft models that take turns, where a policy looks at one draft law a
+    node.
+    """
     if model.several:
         raise InputError("draft models that take turns need a tree of fixed shape: take --tree eagle or 2x4")
 
 
 def check_depth(levels: int, model: DraftModel, form: str) -> None:
-    """Raises InputError for a tree of more levels than the model drafts. form: of the --tree that is offered."""
+    """Raises InputError for a tree of more levels than the model drafts.
+
+    form: of the --tree that is offered.
+    """
     if model.deepest is not None and levels > model.deepest:
         raise InputError(
             f"the tree is {levels} deep, the head drafts {model.deepest} tokens: take --tree {form}{model.deepest}"

@@ -1,4 +1,6 @@
-"""The sampled tree, level by level: a node that is less likely to be reached than it costs has no children."""
+"""The sampled tree, level by level: a node that is less likely to be reached than it costs has no
+children.
+"""
 
 from dataclasses import dataclass
 from typing import final

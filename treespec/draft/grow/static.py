@@ -44,7 +44,10 @@ def grow_static(
     params: SamplingParams,
     generator: torch.Generator,
 ) -> Growth:
-    """root: [1] int64. logits: [1, V] draft logits of its children, or [1, M, V] of M models (`draft_laws`)."""
+    """root: [1] int64.
+
+    logits: [1, V] draft logits of its children, or [1, M, V] of M models (`draft_laws`).
+    """
     tokens = [root]
     laws, draws, nodes = [], [], []
     fixed = layout(tree, logits.device)
@@ -68,7 +71,8 @@ def grow_static(
 
 
 def draft_laws(logits: Tensor, scheme: Scheme, params: SamplingParams, k: int) -> Tensor:
-    """The laws of k draws at F nodes: [F, V], or [F, K, V] where each draw has a model or a temperature of its own.
+    """The laws of k draws at F nodes: [F, V], or [F, K, V] where each draw has a model or a
+    temperature of its own.
 
     logits: [F, V], or [F, M, V] of M models, of which the draws take turns.
     """
@@ -83,13 +87,15 @@ def draft_laws(logits: Tensor, scheme: Scheme, params: SamplingParams, k: int) -
 
 
 def in_turns(logits: Tensor, k: int) -> Tensor:
-    """[F, V] scores by whose order k draws are the models' likeliest tokens by turns. logits: [F, M, V].
+    """[F, V] scores by whose order k draws are the models' likeliest tokens by turns.
+
+    logits: [F, M, V].
 
     A token that a model before has brought gives its turn away to that model's next.
     """
     models, size = logits.shape[1:]
     scores = torch.zeros_like(logits[:, 0])
-    finite = logits.clamp_min(torch.finfo(logits.dtype).min)  # padding comes last, but before what is taken
+    finite = logits.clamp_min(torch.finfo(logits.dtype).min)  # padding ranks last, but before taken tokens
     for draw in range(min(k, size)):
         left = finite[:, draw % models].masked_fill(scores > 0, -torch.inf)
         scores.scatter_(1, left.argmax(-1, keepdim=True), float(k - draw))

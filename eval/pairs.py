@@ -7,7 +7,8 @@ from treespec.draft.default_tree import verifier_for
 from treespec.draft.pairing import check_given, check_named, check_pair
 from treespec.errors import InputError
 from treespec.options import GIVEN
-from treespec.trees.policy import Policy, policy
+from treespec.trees.policy import policy
+from treespec.trees.shape import Policy
 from treespec.verify.registry import verifier_by_name
 from treespec.verify.walk import Verifier
 

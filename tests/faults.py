@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from mutants import mutant
 
-from treespec.draft import tree_drafter
 from treespec.draft.grow import confident
 from treespec.spec import Spec
-from treespec.trees.tree import Drafts, Draws, TokenTree
+from treespec.trees.tree import Drafts, TokenTree, root_only
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,7 @@ class Changed:
     deterministic: bool = False
     lossless: bool = True
     max_draws: int | None = None
+    draft_temperatures = ()
 
     @property
     def name(self):
@@ -79,7 +79,7 @@ def phantoms_dropped(spec: Spec) -> None:
         child = (tree.parents == nodes[:, None, None]) & (tree.tokens == draws.tokens[..., None])  # [I, K, N]
         repeat = (draws.tokens[:, :, None] == draws.tokens[:, None]).tril(-1).any(-1)
         kept = draws.tokens.masked_fill(~child.any(-1) | repeat, -1)
-        return replace(tree, drafts=Drafts(nodes, tree.drafts.q, Draws(kept, draws.scores)))
+        return replace(tree, drafts=Drafts(nodes, tree.drafts.q, replace(draws, tokens=kept)))
 
     redraft(spec, after=dropped)
 
@@ -122,8 +122,8 @@ def doubted_token_dropped(monkeypatch: Any) -> None:
         (stop, "        if level == depth:\n            break\n"),
         (end, "    if not draws:\n        return root_only(root)\n" + end),
     )
-    broken.root_only = tree_drafter.root_only
-    monkeypatch.setattr(tree_drafter, "grow_confident", broken.grow_confident)
+    broken.root_only = root_only
+    monkeypatch.setattr(confident, "grow_confident", broken.grow_confident)
 
 
 def normal(law: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from treespec.eval.certify.bets import ODDS, POWERS, lost, on_odds, on_powers
 from treespec.eval.certify.numbers import successive
 from treespec.eval.certify.tests import exchangeable, independent, least_correlation, least_gap, uniform
 from treespec.eval.certify.witness import drawn, placed, repeats_among
-from treespec.trees.tree import Drafts, Draws
+from treespec.trees.tree import Drafts
 from treespec.verify.registry import SCHEMES
 
 ROUNDS, ERROR = 200, 0.05
@@ -127,7 +127,7 @@ def test_the_draws_of_every_scheme_follow_the_law_that_is_said_of_them(name):
     generator = torch.Generator().manual_seed(3)
     q = (1.5 * torch.randn(1500, 6, generator=generator)).softmax(-1)
     draws = SCHEMES[name].draw(q, min(3, SCHEMES[name].max_draws or 3), generator)
-    drafts = Drafts(torch.arange(len(q)), q, Draws(draws.tokens, draws.scores))
+    drafts = Drafts(torch.arange(len(q)), q, draws)
     laws, tokens, is_first = drawn(name, drafts)
     assert is_first.sum() == len(q)
     assert uniform(placed(laws, laws, tokens[:, None], generator).flatten()) > 1e-4

@@ -19,7 +19,7 @@ from test_tree_verifiers import chi_square, complete
 from torch import Tensor
 from verdicts import Shape, Tables, trees
 
-from treespec.draft.grow.static import draft_laws
+from treespec.draft.grow.static import draft_laws, stack
 from treespec.draft.models.model import ModelProposer
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
@@ -66,9 +66,7 @@ def logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def mean_plans(scheme: Scheme, p: Tensor, q: Tensor, draws: list[tuple[Draws, Tensor]]) -> Tensor:
     """[B, V] over all the draws of each row and their chances; checks that every plan is a law."""
     rows = torch.arange(len(p)).repeat_interleave(torch.tensor([len(chances) for _, chances in draws]))
-    tokens = torch.cat([one.tokens for one, _ in draws])
-    scores = [one.scores for one, _ in draws if one.scores is not None]
-    plan = scheme.plan(p[rows], q[rows], Draws(tokens, torch.cat(scores) if scores else None))
+    plan = scheme.plan(p[rows], q[rows], stack([one for one, _ in draws]))
     assert plan.dtype == p.dtype
     assert (plan >= 0).all()
     assert (plan.sum(-1) - 1).abs().max() < 10 * EXACT[p.dtype]

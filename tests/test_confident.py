@@ -76,7 +76,7 @@ def test_the_threshold_follows_what_was_accepted():
 def test_each_text_has_a_threshold_of_its_own_from_its_first_cycle_on():
     spec = Spec(target("llama"), ModelProposer(target("llama"), target("llama")), "confident:depth=3,threshold=.2")
     spec.generate(prompt(), max_new_tokens=20)
-    assert spec.decoder.drafter.paces[0].threshold != 0.2
+    assert spec.decoder.drafter.growers[0].threshold != 0.2
     alone = [spec.generate(prompt(seed=seed), max_new_tokens=20) for seed in (3, 4)]
     together = spec.generate([prompt(seed=seed) for seed in (3, 4)], max_new_tokens=20)
     assert [out.stats.accepted for out in together] == [out.stats.accepted for out in alone]

@@ -12,8 +12,9 @@ from test_decode import plain_generate, prompt
 from test_sequence_law import TestSequenceLaw as Law
 
 from treespec import load
+from treespec.draft.grow.static import in_turns
 from treespec.draft.models.model import ModelProposer, tokens_differ
-from treespec.draft.models.several import SeveralModels, in_turns
+from treespec.draft.models.several import SeveralModels
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec

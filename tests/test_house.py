@@ -57,7 +57,7 @@ ROOMS = {  # the rooms that each room may import
     "draft.models": "ground seams target model trees heads",
     "draft.trained": "ground seams target model trees heads",
     "draft.model_free": "ground seams target text trees draft.pace",
-    "draft.grow": "ground seams trees verify draft.models draft.pace",
+    "draft.grow": "ground seams trees verify draft.pace",
     "draft": "ground seams target trees heads verify draft.grow draft.model_free draft.models draft.pace draft.trained",
     "draft.fit": "ground seams target decode text trees heads verify draft draft.grow draft.pace draft.trained",
     "spec": "ground seams target decode model text trees heads verify draft draft.fit draft.pace",

@@ -25,11 +25,11 @@ from treespec.verify.walk import Walk
 EXACT, WRONG = 1e-12, 1e-6
 
 
-def output(scheme: Scheme, p: Tensor, q: Tensor, found: list[Outcome], scores: Tensor | None = None) -> Tensor:
-    """[V] the law of the output over the draws. p: [V]; q: [V] or [K, V], as the plan is told; scores: [K]."""
+def output(scheme: Scheme, p: Tensor, q: Tensor, found: list[Outcome], sure: Tensor | None = None) -> Tensor:
+    """[V] the law of the output over the draws. p: [V]; q: [V] or [K, V], as the plan is told; sure: [K] bool."""
     draws, weights = zip(*found, strict=True)
     rows = len(draws)
-    own = None if scores is None else scores.expand(rows, -1)
+    own = None if sure is None else sure.expand(rows, -1)
     plan = scheme.plan(p.expand(rows, -1), q.expand(rows, *q.shape), Draws(torch.tensor(draws), own))
     return torch.tensor(weights, dtype=p.dtype) @ plan
 
@@ -155,13 +155,13 @@ def test_masses_that_do_not_sum_to_1_must_be_normalised(name: str) -> None:
 
 def test_tokens_there_for_sure_must_leave_the_law_of_the_draws() -> None:
     p, q = map(law, CASES["plain"])
-    old = "return without(q, draws.tokens.masked_fill(~sure, -1)),"
+    old = "return without(q, tops),"
     broken = scheme_in(mutant(rrs_wo, (old, "return q,")), "rrs-wo")
-    rest = [0, *q.tolist()[1:]]  # the likeliest token comes last, with score -1
+    rest = [0, *q.tolist()[1:]]  # the likeliest token comes last, for sure
     found = [((*draws, 0), mass) for draws, mass in sequential(rest, 2) if mass > 0]
-    scores = law([0, 0, -1])
-    assert deviation(output(SCHEMES["rrs-wo"], p, q, found, scores), p) < EXACT
-    assert deviation(output(broken, p, q, found, scores), p) > WRONG
+    sure = torch.tensor([False, False, True])
+    assert deviation(output(SCHEMES["rrs-wo"], p, q, found, sure), p) < EXACT
+    assert deviation(output(broken, p, q, found, sure), p) > WRONG
 
 
 @pytest.mark.parametrize("name", ["rrs", "kseq", "valued"])

@@ -177,9 +177,9 @@ def test_the_mean_plan_is_p_and_its_rate_the_stated_one(scheme: Optimal) -> None
 def test_the_mean_plan_is_p_where_a_tree_asks_for_draws_and_tops(number: int, sure: int, scheme: Optimal) -> None:
     p, q = common_laws()
     rows_p, rows_q = (rows.repeat_interleave(500, 0) for rows in (p, q))
-    asked = torch.tensor([[number, sure]] * len(rows_p))
-    asked[0] = torch.tensor([4, 3])  # another node is wider
-    draws = scheme.draw(rows_q, asked, torch.Generator().manual_seed(11))
+    drawn, tops = torch.full((len(rows_p),), number), torch.full((len(rows_p),), sure)
+    drawn[0], tops[0] = 4, 3  # another node is wider
+    draws = scheme.draw_with_sure(rows_q, drawn, tops, torch.Generator().manual_seed(11))
     plan = scheme.plan(rows_p, rows_q, draws).view(len(p), 500, -1)
     errors = (plan.mean(1) - p) / (plan.std(1) / math.sqrt(500) + 1e-11)
     assert errors[1:].abs().max() < limit(errors[1:].numel())

@@ -9,7 +9,7 @@ from models import CONFIGS, random_eagle3, random_head, target
 from safetensors.torch import load_file, save_file
 
 from treespec.cli import main
-from treespec.draft.pairing import draws_of, levels
+from treespec.draft.pairing import levels, model_of
 from treespec.draft.trained.hydra import new_hydra
 from treespec.draft.trained.medusa import new_medusa
 from treespec.heads.checkpoint import load_head, save_head
@@ -128,7 +128,7 @@ def test_what_only_reading_tells_is_left_to_the_loading(home, tmp_path):
     torch.save(load_file(home / "medusa" / "model.safetensors"), tmp_path / "medusa_lm_head.pt")
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
     assert levels(tmp_path) is None
-    assert draws_of("head", "someone/on-the-hub").calibrated
+    assert model_of("head", "someone/on-the-hub").calibrated
 
 
 def test_a_wrong_pair_is_refused_before_transformers_is_imported(home):

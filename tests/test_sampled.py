@@ -125,9 +125,9 @@ def test_the_number_of_draws_does_not_depend_on_what_is_drawn() -> None:
         tree = grow(table, "sampled:price=.05,depth=2", MIXED, seed)
         children = (tree.parents == 0).nonzero().flatten().tolist()
         assert tree.drafts
-        assert tree.drafts.draws.scores is not None
-        tokens, scores = tree.drafts.draws.tokens[0], tree.drafts.draws.scores[0]
-        at_root.add((int(((tokens >= 0) & (scores == 0)).sum()), int(((tokens >= 0) & (scores < 0)).sum())))
+        assert tree.drafts.draws.sure is not None
+        tokens, sure = tree.drafts.draws.tokens[0], tree.drafts.draws.sure[0]
+        at_root.add((int(((tokens >= 0) & ~sure).sum()), int(((tokens >= 0) & sure).sum())))
         assert len(children) == (tokens >= 0).sum()
         drawn.add(tuple(tree.tokens[children].tolist()))
         for place, child in enumerate(children):
@@ -160,15 +160,15 @@ def with_tops(q: Tensor, draws: int, tops: int) -> tuple[Draws, Tensor]:
     masses = q.tolist()
     sure = [x for x in sorted(range(len(masses)), key=lambda x: -masses[x])[:tops] if masses[x] > 0]
     rest = [0.0 if x in sure else mass for x, mass in enumerate(masses)]
-    tokens, scores, chances = [], [], []
+    tokens, is_sure, chances = [], [], []
     for sampled, chance in sequential(rest, draws):
         if chance > 0:
             there = [x for x in sampled if x >= 0]
             absent = draws + tops - len(there) - len(sure)
             tokens.append([*there, *sure, *[-1] * absent])
-            scores.append([0.0] * len(there) + [-1.0] * (len(sure) + absent))
+            is_sure.append([False] * len(there) + [True] * (len(sure) + absent))
             chances.append(chance)
-    return Draws(torch.tensor(tokens, dtype=torch.int64), law(scores)), law(chances)
+    return Draws(torch.tensor(tokens, dtype=torch.int64), torch.tensor(is_sure)), law(chances)
 
 
 def pairs() -> list[tuple[Tensor, Tensor]]:
@@ -199,13 +199,13 @@ def test_tokens_for_sure_are_the_likeliest_and_come_after_the_draws() -> None:
     generator = torch.Generator().manual_seed(4)
     k = torch.tensor(COUNTS)
     for _, q in pairs():
-        drawn = RRSWithoutReplacement().draw(q.expand(len(k), -1), k, generator)
-        for (number, tops), tokens, scores in zip(COUNTS, drawn.tokens, drawn.scores, strict=True):
+        drawn = RRSWithoutReplacement().draw_with_sure(q.expand(len(k), -1), *k.unbind(-1), generator)
+        for (number, tops), tokens, is_sure in zip(COUNTS, drawn.tokens, drawn.sure, strict=True):
             support = int((q > 0).sum())
             sure = min(tops, support)
             sampled = min(number, support - sure)
             assert (tokens >= 0).tolist() == [True] * (sampled + sure) + [False] * (len(tokens) - sampled - sure)
-            assert scores[: sampled + sure].tolist() == [0] * sampled + [-1] * sure
+            assert is_sure[: sampled + sure].tolist() == [False] * sampled + [True] * sure
             there = tokens[: sampled + sure].tolist()
             assert len({*there}) == len(there)
             assert q[there[sampled:]].tolist() == q.topk(sure).values.tolist()
@@ -214,7 +214,8 @@ def test_tokens_for_sure_are_the_likeliest_and_come_after_the_draws() -> None:
 def test_draws_beside_tokens_for_sure_follow_the_rest_of_q() -> None:
     q, runs = law([0.35, 0.3, 0.2, 0.1, 0.05]), 20_000
     generator = torch.Generator().manual_seed(5)
-    tokens = RRSWithoutReplacement().draw(q.expand(runs, -1), torch.tensor([[2, 1]]).expand(runs, -1), generator).tokens
+    number, sure = torch.full((runs,), 2), torch.ones(runs, dtype=torch.int64)
+    tokens = RRSWithoutReplacement().draw_with_sure(q.expand(runs, -1), number, sure, generator).tokens
     drawn, chances = with_tops(q, 2, 1)
     seen = Counter(map(tuple, tokens.tolist()))
     counts = [seen[tuple(row)] for row in drawn.tokens.tolist()]
@@ -234,7 +235,7 @@ def test_a_sampled_tree_without_a_calibration_is_refused_with_a_remedy(table: tu
         grow(table, "sampled", None)
 
 
-TAKES_SURE_TOKENS = ("rrs-wo", "optimal", "traversal", "auto")
+TAKES_SURE_TOKENS = ("rrs-wo", "optimal", "traversal", "auto", "layer:optimal")
 
 
 @pytest.mark.parametrize("name", NAMES)

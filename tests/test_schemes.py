@@ -1,6 +1,7 @@
 """Every scheme is lossless: over all draws, Pr(draws) * plan sums to p. And `draw` follows the law it says."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,8 +70,7 @@ def test_a_plan_depends_on_its_own_row_alone(name: str) -> None:
     together = scheme.plan(p, q, draws)
     for row in range(len(p)):
         own = slice(row, row + 1)
-        scores = None if draws.scores is None else draws.scores[own]
-        alone = scheme.plan(p[own], q[own], Draws(draws.tokens[own], scores))
+        alone = scheme.plan(p[own], q[own], draws.rows(own))
         torch.testing.assert_close(together[own], alone, rtol=0, atol=1e-15)
 
 
@@ -78,7 +78,9 @@ def test_a_plan_depends_on_its_own_row_alone(name: str) -> None:
 def test_without_draws_the_plan_is_p(name: str) -> None:
     p, q = (law(values)[None] for values in CASES["plain"])
     k = numbers_of_draws(name)[-1]
-    absent = Draws(torch.full((1, k), -1), torch.zeros(1, k, 2) if name in OPTIMAL else None)
+    absent = Draws(torch.full((1, k), -1))
+    if name in OPTIMAL:
+        absent = replace(absent, sure=torch.zeros(1, k, dtype=torch.bool), uniforms=torch.zeros(1, k, 2))
     torch.testing.assert_close(scheme_by_name(name).plan(p, q, absent), p, rtol=0, atol=1e-15)
 
 

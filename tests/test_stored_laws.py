@@ -4,6 +4,8 @@ Each tree is drawn again: `draw` with a generator of the same seed, from the sto
 `probs` of the draft logits at its node, which are a function of the node's token here.
 """
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 import torch
@@ -26,8 +28,7 @@ from treespec.target import Target
 from treespec.trees.policy import policy
 from treespec.trees.sampled import allot
 from treespec.trees.static import StaticTree, layout
-from treespec.trees.tree import Drafts, TokenTree
-from treespec.verify.optimal import Optimal
+from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.registry import scheme_by_name
 from treespec.verify.scheme import Scheme
 
@@ -64,15 +65,13 @@ def check_laws(tree: TokenTree, scheme: Scheme, width: int, table: Tensor = TABL
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-def check_draws(drafts: Drafts, rows: slice, scheme: Scheme, k: int | Tensor, generator: torch.Generator) -> None:
+def check_draws(drafts: Drafts, rows: slice, again: Draws) -> None:
     """Drawn again from the stored q, rows of one level are the same; beyond them only absent draws."""
-    again = scheme.draw(drafts.q[rows], k, generator)
     width = again.tokens.shape[1]
-    assert torch.equal(drafts.draws.tokens[rows, :width], again.tokens)
     assert (drafts.draws.tokens[rows, width:] == -1).all()
-    if again.scores is not None:
-        assert drafts.draws.scores is not None
-        assert torch.equal(drafts.draws.scores[rows, :width], again.scores)
+    stored = drafts.draws.each(lambda field: field[rows, :width])
+    for one, other in zip(astuple(stored), astuple(again), strict=True):
+        assert other is None or torch.equal(one, other)
 
 
 def check_static(tree: TokenTree, shape: StaticTree, scheme: Scheme, generator: torch.Generator) -> None:
@@ -82,7 +81,7 @@ def check_static(tree: TokenTree, shape: StaticTree, scheme: Scheme, generator: 
     for level in layout(shape, torch.device("cpu")).levels:
         rows = slice(first, first + len(level.draws))
         below = tree.drafts.draws.tokens[rows][level.rows, level.columns]
-        check_draws(tree.drafts, rows, scheme, level.draws, generator)
+        check_draws(tree.drafts, rows, scheme.draw(tree.drafts.q[rows], level.draws, generator))
         assert torch.equal(tree.drafts.nodes[rows], level.nodes)
         assert torch.equal(tree.tokens[level.first : level.first + len(below)], below)
         first = rows.stop
@@ -129,14 +128,14 @@ def check_sampled(tree: TokenTree, by: Sampled, generator: torch.Generator) -> N
     """How many draws each node got is settled by the stored q and by the reach of its path, as told from the root."""
     drafts = tree.drafts
     assert drafts
-    even = isinstance(by.scheme, Optimal) and not by.scheme.first
     reach, first, node = {0: 1.0}, 0, 1
     for depth in range(int(tree.depth[drafts.nodes].max()) + 1):
         rows = slice(first, first + int((tree.depth[drafts.nodes] == depth).sum()))
         chances = by.calibration.chances(outline(drafts.q[rows]), depth)
         above = np.array([reach[at] for at in drafts.nodes[rows].tolist()])
-        k, child_reach = allot(above, *chances, by.price, even)
-        check_draws(drafts, rows, by.scheme, torch.from_numpy(k), generator)
+        k, child_reach = allot(above, *chances, by.price, by.scheme.equal_draws)
+        number, sure = torch.from_numpy(k).unbind(-1)
+        check_draws(drafts, rows, by.scheme.draw_with_sure(drafts.q[rows], number, sure, generator))
         for row, at in enumerate(drafts.nodes[rows].tolist()):
             for token, chance in zip(drafts.draws.tokens[first + row].tolist(), child_reach[row], strict=False):
                 if token >= 0 and chance > 0:

@@ -1,25 +1,32 @@
-"""A chain that ends where the draft is unsure, as Draft & Verify's does (Zhang et al. 2024, 2309.08168, section 3.3).
+"""A chain that ends where the draft is unsure, as Draft & Verify's does (Zhang et al. 2024,
+2309.08168, section 3.3).
 
-Drafting goes on while the draft law gave the last token at least the threshold γ. That token stays in the chain, so
-how many draws a node gets, one or none, is settled by what was drawn above it, before anything is drawn at it. After
-each verification γ follows how many of the drafted tokens were accepted:
+Drafting goes on while the draft law gave the last token at least the threshold γ. That token stays
+in the chain, so how many draws a node gets, one or none, is settled by what was drawn above it,
+before anything is drawn at it. After each verification γ follows how many of the drafted tokens
+were accepted:
 
-    α ← β₁ α + (1 - β₁) accepted / drafted
-    γ ← β₂ γ + (1 - β₂) (γ + ε where α is below the goal, else γ - ε; as it is where the chain was as long as it may be)
+    α ← β₁ α + (1 - β₁) accepted / drafted γ ← β₂ γ + (1 - β₂) (γ + ε where α is below the goal,
+    else γ - ε; as it is where the chain was as long as it may be)
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from treespec.trees.ranges import DEPTH, Range, outside
+from treespec.trees.shape import Policy
 from treespec.trees.static import TreeError
 
 
 @dataclass(frozen=True)
-class ConfidentChain:
-    """depth: tokens at most. threshold: γ at first. goal: of α. step: ε. rate_memory, memory: β₁, β₂.
+class ConfidentChain(Policy):
+    """depth: limit on the drafted tokens. threshold: the first γ. goal: the α that γ steers to.
 
-    As in the released code for greedy drafts, which begins with .5 for sampled ones.
+    step: ε. rate_memory: β₁. memory: β₂. The defaults are those of the released code for greedy
+    drafts; for sampled drafts it begins with γ = .5.
     """
+
+    name: ClassVar[str] = "confident"
 
     depth: int = 8
     threshold: float = 0.8

@@ -20,7 +20,8 @@ from torch import Tensor
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     """[N, N] bool: row i marks node i and the nodes above it. parents: [N] int64, parents[0] = -1.
 
-    max_depth: no node lies deeper. Links are squared log2(max_depth) times, so there is no loop over nodes.
+    max_depth: no node lies deeper. Links are squared log2(max_depth) times, so there is no loop
+    over nodes.
     """
     n = len(parents)
     above = torch.eye(n, device=parents.device)
@@ -33,8 +34,9 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
 def attention_mask(ancestors: Tensor, depth: Tensor, lengths: Sequence[int]) -> Tensor:
     """[B, N, end + N] bool: what each node sees of its own text's cache and of its own tree.
 
-    ancestors: [B, N, N] bool. depth: [B, N] int64; a node stands at position length + depth. lengths: committed
-    positions of each of B texts; all trees are written at column `end`, behind the longest.
+    ancestors: [B, N, N] bool. depth: [B, N] int64; a node stands at position length + depth.
+    lengths: committed positions of each of B texts; all trees are written at column `end`, behind
+    the longest.
     """
     return torch.cat([committed(lengths, depth.device).expand(-1, depth.shape[1], -1), ancestors], dim=2)
 
@@ -42,14 +44,17 @@ def attention_mask(ancestors: Tensor, depth: Tensor, lengths: Sequence[int]) -> 
 def window_mask(places: Tensor, nodes: int, window: int) -> Tensor:
     """[B, N, T] bool: what a sliding layer lets the last N of T columns see, to be and-ed.
 
-    places: [B, T] as by `positions`. window: how many positions, a node's own included. A node's own branch has
-    consecutive depths, so a window over positions cuts its oldest ancestors, not its siblings' columns.
+    places: [B, T] as by `positions`. window: how many positions, a node's own included. A node's
+    own branch has consecutive depths, so a window over positions cuts its oldest ancestors, not its
+    siblings' columns.
     """
     return places[:, None] > places[:, -nodes:, None] - window
 
 
 def chunk_mask(places: Tensor, nodes: int, chunk: int) -> Tensor:
-    """[B, N, T] bool: same chunk of `chunk` positions (Llama 4's local attention), as for `window_mask`."""
+    """[B, N, T] bool: same chunk of `chunk` positions (Llama 4's local attention), as for
+    `window_mask`.
+    """
     chunks = places // chunk
     return chunks[:, None] == chunks[:, -nodes:, None]
 
@@ -60,6 +65,8 @@ def committed(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[B, end + N] where the tokens of a cache's columns and of the trees behind them stand in their texts."""
+    """[B, end + N] where the tokens of a cache's columns and of the trees behind them stand in
+    their texts.
+    """
     columns = torch.arange(max(lengths), device=depth.device).expand(len(depth), -1)
     return torch.cat([columns, torch.tensor(lengths, device=depth.device)[:, None] + depth], dim=1)

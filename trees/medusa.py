@@ -1,7 +1,9 @@
-"""A static tree from measured accuracies (Cai et al. 2024, 2401.10774, section 2.3.3): the likeliest nodes.
+"""A static tree from measured accuracies (Cai et al. 2024, 2401.10774, section 2.3.3): the
+likeliest nodes.
 
-accuracies[d, r]: the share of positions at which the token d + 1 places ahead is the draft's r-th likeliest, both from
-0. A node is reached with about the product along its path, and what a tree is worth is the sum over its nodes:
+accuracies[d, r]: the share of positions at which the token d + 1 places ahead is the draft's r-th
+likeliest, both from 0. A node is reached with about the product along its path, and what a tree is
+worth is the sum over its nodes:
 
     accuracies    .6 .2             root ─┬─ 0 .6 ─┬─ 0 .3         five nodes are worth 1 + .6 + .2 + .3 + .12
                   .5 .2                   │        └─ 1 .12
@@ -16,16 +18,17 @@ from treespec.trees.static import StaticTree, TreeError
 
 
 def measured(accuracies: Tensor, nodes: int) -> StaticTree:
-    """The tree of at most so many nodes, root too, that takes the best next one each time.
+    """The tree that adds the best candidate node until it has `nodes` nodes, root included.
 
-    accuracies: [D, R]. Next ones are first children and next siblings. Raises TreeError where no node is worth it.
+    Candidates are first children and next siblings of the nodes that are there.
+    accuracies: [D, R]. Raises TreeError where every accuracy is 0 or `nodes` is below 2.
     """
     table = accuracies.tolist()
     paths: list[tuple[int, ...]] = []
     waiting: list[tuple[float, int, tuple[int, ...], float]] = []  # -worth, depth, path, worth of the parent
 
     def offer(parent: tuple[int, ...], rank: int, above: float) -> None:
-        """The first child of that rank or later that is ever right."""
+        """Add the parent's first child of this rank or later whose accuracy is above 0."""
         rates = table[len(parent)] if len(parent) < len(table) else []
         found = next((r for r in range(rank, len(rates)) if above * rates[r] > 0), None)
         if found is not None:
@@ -43,7 +46,10 @@ def measured(accuracies: Tensor, nodes: int) -> StaticTree:
 
 
 def expected_length(tree: StaticTree, accuracies: Tensor) -> float:
-    """Tokens a cycle, 1 + the accepted ones, where every depth is right or wrong by itself. accuracies: [D, R]."""
+    """Tokens a cycle, 1 + the accepted ones, where every depth is right or wrong by itself.
+
+    accuracies: [D, R].
+    """
     table = accuracies.tolist()
     reach: dict[tuple[int, ...], float] = {(): 1.0}
     for path in tree.paths[1:]:

@@ -1,4 +1,6 @@
-"""Files of trees: JSON with a list of paths, as people write them, or an object of paths and their checksum."""
+"""Files of trees: JSON with a list of paths, as people write them, or an object of paths and their
+checksum.
+"""
 
 import hashlib
 import json

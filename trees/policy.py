@@ -1,8 +1,9 @@
-"""Tree policies by name."""
+"""Tree policies by name, as `--tree` takes them."""
 
 import difflib
 import re
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 from treespec.trees.auto import AutoTree
@@ -10,54 +11,82 @@ from treespec.trees.confident import ConfidentChain
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.path_file import from_file
 from treespec.trees.sampled import SampledTree
-from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, medusa
-
-Policy = StaticTree | DynamicTree | SampledTree | AutoTree | ConfidentChain
-
-FORMS = (
-    "auto, eagle, medusa, chain:5, balanced:2x4, dynamic, dynamic:depth=6,topk=10,nodes=60, sampled, "
-    "sampled:nodes=26,depth=6, confident, confident:depth=8,threshold=0.8, or a JSON file of paths"
-)
+from treespec.trees.shape import Policy
+from treespec.trees.static import TreeError, balanced, chain, eagle, medusa
 
 
-NAMES = ("auto", "eagle", "medusa", "chain", "balanced", "dynamic", "sampled", "confident")
+@dataclass(frozen=True)
+class Form:
+    """One name of `--tree`. example: for the help.
+
+    read: the text behind the name and a colon -> the policy; None for a text that is not
+    understood.
+    """
+
+    example: str
+    read: Callable[[str], Policy | None]
+
+
+def with_options(kind: type[Policy]) -> Form:
+    """`dynamic`, or with options, `dynamic:depth=6,topk=10`; the example shows the defaults."""
+    defaults = [f"{option.name}={option.default}" for option in fields(kind) if option.default is not None]
+    return Form(f"{kind.name}[:{','.join(defaults)}]", lambda text: kind(**options_of(kind, text)))
+
+
+def fixed(name: str, tree: Callable[[], Policy]) -> Form:
+    """A tree without options."""
+    return Form(name, lambda text: None if text else tree())
+
+
+def chain_of(text: str) -> Policy | None:
+    return chain(int(text)) if text.isdecimal() else None
+
+
+def balanced_of(text: str) -> Policy | None:
+    sizes = re.fullmatch(r"(\d+)x(\d+)", text)
+    return balanced(int(sizes[1]), int(sizes[2])) if sizes else None
+
+
+POLICIES: dict[str, Form] = {
+    "auto": with_options(AutoTree),
+    "eagle": fixed("eagle", eagle),
+    "medusa": fixed("medusa", medusa),
+    "chain": Form("chain:5", chain_of),
+    "balanced": Form("balanced:2x4", balanced_of),
+    "dynamic": with_options(DynamicTree),
+    "sampled": with_options(SampledTree),
+    "confident": with_options(ConfidentChain),
+}
+NAMES = tuple(POLICIES)
+FORMS = f"{', '.join(form.example for form in POLICIES.values())}, or a JSON file of paths"
 
 
 def policy(spec: str) -> Policy:
     """The policy that a `--tree` value names; `FORMS` lists them. Raises TreeError."""
-    name, _, rest = spec.partition(":")
-    if spec == "eagle":
-        return eagle()
-    if spec == "medusa":
-        return medusa()
-    if name == "chain" and rest.isdecimal():
-        return chain(int(rest))
-    if match := re.fullmatch(r"(?:balanced:)?(\d+)x(\d+)", spec):
-        return balanced(int(match[1]), int(match[2]))
-    if name == "dynamic":
-        return DynamicTree(**_options(spec, rest, DynamicTree))
-    if name == "sampled":
-        return SampledTree(**_options(spec, rest, SampledTree))
-    if name == "confident":
-        return ConfidentChain(**_options(spec, rest, ConfidentChain))
-    if name == "auto":
-        return AutoTree(**_options(spec, rest, AutoTree))
+    name, _, text = spec.partition(":")
+    form = POLICIES.get(name)
+    found = form.read(text) if form else balanced_of(spec)
+    if found:
+        return found
     if spec.endswith(".json"):
         return from_file(spec)
-    close = difflib.get_close_matches(name, NAMES, n=1)
+    close = difflib.get_close_matches(name, POLICIES, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise TreeError(f"unknown tree {spec!r}{hint}: choose {FORMS}")
 
 
-def _options(spec: str, rest: str, kind: type) -> dict[str, Any]:
-    known = {field.name: field for field in fields(kind)}
+def options_of(kind: type[Policy], text: str) -> dict[str, Any]:
+    """`depth=6,topk=10` as arguments. Raises TreeError."""
+    known = {option.name: option for option in fields(kind)}
     values: dict[str, Any] = {}
-    for part in rest.split(",") if rest else ():
-        name, _, text = part.partition("=")
+    for part in text.split(",") if text else ():
+        name, _, number = part.partition("=")
         read = int if name in known and known[name].type is int else float
         try:
-            values[known[name].name] = read(text)
+            values[known[name].name] = read(number)
         except (KeyError, ValueError):
             choice = ", ".join(f"{option.name}={option.default}" for option in known.values())
-            raise TreeError(f"tree {spec!r}: {part!r} is not understood; its options are {choice}") from None
+            raise TreeError(
+                f"tree '{kind.name}:{text}': {part!r} is not understood; its options are {choice}"
+            ) from None
     return values

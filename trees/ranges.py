@@ -50,7 +50,7 @@ def written(number: float) -> str:
 
 
 def outside(options: Any, **ranges: Range) -> str | None:
-    """What is wrong with the first field of `options` that lies outside its range; None if all fit."""
+    """An error text for the first field of `options` that lies outside its range; None if all fit."""
     for name, allowed in ranges.items():
         value = getattr(options, name)
         if value is not None and value not in allowed:

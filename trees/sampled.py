@@ -1,9 +1,11 @@
-"""A dynamic tree for sampled children: how many draws each node gets is settled before any of them is made.
+"""A dynamic tree for sampled children: how many draws each node gets is settled before any of them
+is made.
 
-A node costs `price`, and what it brings is what the draft laws promise: at a node reached with probability r, j of the
-likeliest tokens and m sampled draws are worth r A(j, m) - price (j + m), and the best pair is taken. The count may
-depend on q, on the path and on earlier levels, never on what is drawn; and as no limit is shared between branches,
-verifiers that visit leaves first may have such a tree too.
+A node costs `price`, and what it brings is what the draft laws promise: at a node reached with
+probability r, j of the likeliest tokens and m sampled draws are worth r A(j, m) - price (j + m),
+and the best pair is taken. The count may depend on q, on the path and on earlier levels, never on
+what is drawn; and as no limit is shared between branches, verifiers that visit leaves first may
+have such a tree too.
 
     at every node A is .6 by the top and .2 by a draw, price .15
 
@@ -12,21 +14,27 @@ verifiers that visit leaves first may have such a tree too.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from treespec.trees.ranges import DEPTH, NODES, Range, outside
+from treespec.trees.shape import Policy
 from treespec.trees.static import TreeError
 
 LEAST_PRICE = 1e-4  # of a node, in tokens: below it a tree takes more nodes than any pays for
 
 
 @dataclass(frozen=True)
-class SampledTree:
-    """nodes: N on average, root too. depth: levels of drafted tokens. price: of a node, in expected tokens.
+class SampledTree(Policy):
+    """nodes: mean N, root included. depth: limit on levels of drafted tokens.
 
-    price None is the one that gives so many nodes by the head's calibration.
+    price: of a node, in expected tokens.
+
+    price None: the price at which trees have `nodes` nodes on average, by the head's calibration.
     """
+
+    name: ClassVar[str] = "sampled"
 
     nodes: int = 26
     depth: int = 6
@@ -44,13 +52,18 @@ class SampledTree:
 def allot(
     reach: np.ndarray, tops: np.ndarray, draws: np.ndarray, price: float, even: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What each of F nodes gets, and how likely its children are reached; on the host, as it settles a tree's shape.
+    """The draws and sure tokens of each of F nodes, and Pr(each child is reached).
 
-    reach: [F] Pr(the node is reached). tops: [F, J] Pr(the i-th likeliest token is output). draws: [F, J + 1, M]
-    Pr(the i-th draw is accepted) where j tokens are taken for sure. price: of a node, in tokens. even: any draw is
-    accepted as readily as another, as by `optimal`.
-    Returns k [F, 2] int64, sampled draws and tokens for sure, and [F, J + M] the reach of the children, the sampled
-    ones first, 0 beyond k.
+    It runs on the host.
+
+    reach: [F] Pr(the node is reached).
+    tops: [F, J] Pr(the i-th likeliest token is output).
+    draws: [F, J + 1, M] Pr(the i-th draw is accepted) beside 0 to J sure tokens.
+    price: of a node, in tokens.
+    even: whether any draw is accepted as readily as another, as by `optimal`.
+
+    Returns k [F, 2] int64, the numbers of draws and of sure tokens, and [F, J + M] the reach of the
+    children: of the draws, then of the sure tokens, then 0.
     """
     (f, j), m = tops.shape, draws.shape[2]
     worth = np.zeros((f, j + 1, m + 1))

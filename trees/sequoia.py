@@ -1,7 +1,8 @@
-"""Sequoia's tree (Chen et al. 2024, 2402.12374): the best of all trees of a size and depth, by a dynamic programme.
+"""Sequoia's tree (Chen et al. 2024, 2402.12374): the best of all trees of a size and depth, by a
+dynamic programme.
 
-rates[r] is the rate at which the r-th child of any node is accepted, from 0. A tree of n nodes, root too, and of depth
-at most d is expected to give G(n, d) tokens a cycle (section 3.1):
+rates[r] is the rate at which the r-th child of any node is accepted, from 0. A tree of n nodes,
+root too, and of depth at most d is expected to give G(n, d) tokens a cycle (section 3.1):
 
     G(n, d) = 1 + C(n - 1, 0, d)      C(m, r, d): the best m nodes in the r-th subtree of a root and those after it
     C(0, r, d) = 0; else C(m, r, d) = max over 1 <= j <= m of rates[r] G(j, d - 1) + C(m - j, r + 1, d)
@@ -20,13 +21,18 @@ from treespec.trees.static import StaticTree, TreeError
 
 @dataclass(frozen=True)
 class Best:
-    """tokens: [D + 1, N + 1] G(n, d); n = 0 is -inf. first: [D + 1, R, N] nodes of the r-th subtree in C(m, r, d)."""
+    """tokens: [D + 1, N + 1] G(n, d); n = 0 is -inf.
+
+    first: [D + 1, R, N] nodes of the r-th subtree in C(m, r, d).
+    """
 
     tokens: Tensor
     first: Tensor
 
     def tree(self, nodes: int, depth: int) -> StaticTree:
-        """A tree of so many nodes, root too, and at most so deep, that is expected to give G(nodes, depth)."""
+        """The tree of `nodes` nodes, root included, and at most `depth` levels that attains
+        G(nodes, depth).
+        """
         if nodes < 2 or not self.tokens[depth, nodes].isfinite():
             raise TreeError(f"no tree of {nodes} nodes is {depth} deep with {self.first.shape[1]} children a node")
         return StaticTree(tuple(self._below((), nodes, depth)))
@@ -65,9 +71,10 @@ def best_trees(rates: Tensor, nodes: int, depth: int) -> Best:
 
 
 def sequoia(rates: Tensor, nodes: int, depth: int) -> StaticTree:
-    """The best tree of `nodes` nodes, root too, and depth at most `depth`; of fewer where so many have no room.
+    """The best tree of `nodes` nodes, root included, and depth at most `depth`.
 
-    rates: [R]. Raises TreeError for less than two nodes or one level.
+    It has fewer nodes where R children a node leave no room for `nodes`. rates: [R]. Raises
+    TreeError for less than two nodes or one level.
     """
     if nodes < 2 or depth < 1:
         raise TreeError(f"a tree of {nodes} nodes and depth {depth}: take at least 2 nodes and depth 1")
@@ -76,10 +83,12 @@ def sequoia(rates: Tensor, nodes: int, depth: int) -> StaticTree:
 
 
 def best_shape(best: Best, forward: Tensor, begin: float, step: float, trust: float = 1.0) -> tuple[int, int, float]:
-    """The nodes and depth with most tokens a second, G(n, d) / (T(n) + time to draft) (section 3.3), and how many.
+    """The nodes and depth with most tokens a second, G(n, d) / (T(n) + time to draft) (section
+    3.3), and how many.
 
-    forward: [N] seconds T of the target's forward over 1, 2, … nodes. begin, step: seconds of the first level of
-    drafts and of each further one. trust: accepted tokens for one that G expects to be.
+    forward: [N] seconds T of the target's forward over 1, 2, … nodes. begin, step: seconds of the
+    first level of drafts and of each further one. trust: accepted tokens for one that G expects to
+    be.
     """
     depth, nodes = best.tokens.shape[0] - 1, min(best.tokens.shape[1] - 1, len(forward))
     drafting = begin + step * torch.arange(depth, dtype=torch.float64)

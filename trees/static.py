@@ -1,15 +1,19 @@
-"""Trees whose shape is fixed before anything is drawn: chains, balanced trees, EAGLE-1's tree, path lists."""
+"""Trees whose shape is fixed before anything is drawn: chains, balanced trees, EAGLE-1's tree, path
+lists.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.ranges import DEPTH, NODES
+from treespec.trees.shape import Policy
 
 # EAGLE-1's default tree (Li et al. 2024, figure 7 and released configuration): levels of 4, 8, 8, 3, 2 nodes.
 EAGLE_CHILDREN = {
@@ -33,9 +37,11 @@ class TreeError(ValueError):
 class Level:
     """The frontier of one depth: F inner nodes and their C children.
 
-    nodes: [F] node numbers. parent_rows: [F] row of each one's parent in the frontier above. draws: [F] how
-    many at each, on the host. first: number of the first child; they are numbered first .. first + C - 1.
-    rows, columns: [C], the draw that each child takes from a [F, K] table.
+    nodes: [F] node numbers.
+    parent_rows: [F] row of each node's parent in the frontier above.
+    draws: [F] number of draws at each node, on the host.
+    first: number of the first child; the children are numbered first .. first + C - 1.
+    rows, columns: [C] the place of each child's draw in a [F, K] table.
     """
 
     nodes: Tensor
@@ -47,12 +53,14 @@ class Level:
 
 
 @dataclass(frozen=True)
-class StaticTree:
+class StaticTree(Policy):
     """A tree given by its paths: (0, 2) is the third draw below the first draw at the root.
 
     A gap in the ordinals, (0,) and (2,) without (1,), is a draw that is verified but has no node.
     Raises TreeError for an empty tree or a path without its parent.
     """
+
+    name: ClassVar[str] = "static"
 
     paths: tuple[tuple[int, ...], ...]
 
@@ -70,6 +78,9 @@ class StaticTree:
                 f"root counts) and be {DEPTH.bounds} deep"
             )
         object.__setattr__(self, "paths", tuple(paths))
+
+    def __str__(self) -> str:
+        return f"static tree of {self.size - 1} nodes, {self.max_depth} deep"
 
     @property
     def max_depth(self) -> int:
@@ -100,7 +111,10 @@ class StaticTree:
 
 @dataclass(frozen=True)
 class Layout:
-    """A static tree as tensors. parents, depth: [N] int64. ancestors: [N, N] bool. levels: frontiers, root first."""
+    """A static tree as tensors. parents, depth: [N] int64. ancestors: [N, N] bool.
+
+    levels: frontiers, root first.
+    """
 
     parents: Tensor
     depth: Tensor
@@ -110,7 +124,9 @@ class Layout:
 
 @lru_cache
 def layout(tree: StaticTree, device: torch.device) -> Layout:
-    """Numbers the nodes level by level, a node's children in draw order; made once a tree and device."""
+    """Numbers the nodes level by level, a node's children in draw order; made once a tree and
+    device.
+    """
     number = {path: i for i, path in enumerate(tree.paths)}
     children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for path in tree.paths[1:]:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from treespec.draft.source import Source
 from treespec.target import Target
-from treespec.trees.policy import Policy
-from treespec.trees.static import StaticTree
+from treespec.trees.shape import Policy
 from treespec.verify.walk import Verifier
 
 
@@ -24,8 +23,4 @@ def drafting_names(source: Source | None, tree: Policy | None, verifier: Verifie
 
 def tree_name(tree: Policy) -> str:
     """The kind of tree and its numbers. A static tree has its drafted nodes and levels."""
-    if isinstance(tree, StaticTree):
-        return f"static tree of {tree.size - 1} nodes, {tree.max_depth} deep"
-    numbers = ", ".join(f"{name}={value}" for name, value in vars(tree).items() if value is not None)
-    kind = type(tree).__name__.removesuffix("Tree").removesuffix("Chain").lower()
-    return f"{kind} tree ({numbers})"
+    return str(tree)

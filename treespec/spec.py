@@ -28,7 +28,8 @@ from treespec.target import Target
 from treespec.text import templates
 from treespec.text.ending import Ending
 from treespec.text.prompts import Arrays, Prompt, Prompts, Single, encode, prompts_of
-from treespec.trees.policy import Policy, policy
+from treespec.trees.policy import policy
+from treespec.trees.shape import Policy
 from treespec.verify.registry import verifier_by_name
 from treespec.verify.walk import Verifier
 

@@ -42,8 +42,8 @@ def node(vocabulary: int, rows: int, k: int, rounds: int) -> str:
     p = (logits + torch.randn(rows, vocabulary, generator=generator)).softmax(-1)
     draws = scheme.draw(q, k, generator)
     # 2. What the plan hands to the coupling: the draws from the rest of q, without the sure tokens.
-    place, coin = draws.scores.unbind(-1)
-    drawn = (draws.tokens >= 0) & (place >= 0)
+    place, coin = draws.uniforms.unbind(-1)
+    drawn = (draws.tokens >= 0) & ~draws.sure
     number = drawn.sum(-1, keepdim=True)
     rest = without(q, draws.tokens.masked_fill(drawn, -1))
     rest *= scale(rest, number > 0)

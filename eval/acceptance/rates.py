@@ -1,6 +1,8 @@
-"""Every scheme's acceptance rate at collected positions, stated and measured, and the α* of its draws."""
+"""Every scheme's acceptance rate at collected positions, stated and measured, and the α* of its
+draws.
+"""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,32 +12,20 @@ from treespec.errors import InputError
 from treespec.eval.acceptance.collect import Logits
 from treespec.eval.acceptance.config import Case
 from treespec.sampling import SamplingParams, probs, sample
-from treespec.verify.laws import without
-from treespec.verify.optimal import Optimal
-from treespec.verify.rates import measured, optimal_iid, optimal_tops, optimal_without_replacement
+from treespec.verify.rates import OPTIMA, measured
 from treespec.verify.scheme import Scheme
 
 ELEMENTS = 1 << 24  # of a [rows, V] tensor at a time
 
-OPTIMA: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {  # α* of k draws, by how they are drawn
-    "with replacement": optimal_iid,
-    "without replacement": optimal_without_replacement,
-    "greedy": lambda p, q, k: optimal_tops(p, q, k, k - 1),
-    "tops and tail": lambda p, q, k: tops_and_tail(p, q, k),
-}
-DRAWN = {
-    "with replacement": ("single", "rrs", "kseq", "otm-lp", "is-lp"),
-    "without replacement": ("rrs-wo",),
-    "greedy": ("greedy", "spechub"),
-}
-
 
 @dataclass(frozen=True)
 class Column:
-    """One value a position, of a scheme or of α*; method is the verifier's name, or how draws are made for their α*.
+    """One value a position, of a scheme or of α*; method is the verifier's name, or how draws are
+    made for their α*.
 
-    values: [n] rates. errors: [n] their standard errors, None where a formula states them. hits: [n] shares of
-    sampled outputs that were draws, None for α*. drawn: how draws are made, where α* of that is known.
+    values: [n] rates. errors: [n] their standard errors, None where a formula states them. hits:
+    [n] shares of sampled outputs that were draws, None for α*. drawn: how draws are made, where α*
+    of that is known.
     """
 
     method: str
@@ -52,7 +42,8 @@ class Column:
 def rate(
     logits: Logits, case: Case, schemes: dict[str, Scheme], samples: int, generator: torch.Generator
 ) -> tuple[list[Column], dict[str, str]]:
-    """Every scheme and the α* of how their draws are made, at all positions, on the generator's device.
+    """Every scheme and the α* of how their draws are made, at all positions, on the generator's
+    device.
 
     Also why schemes that do not take such draws or laws are left out, by name.
     """
@@ -78,7 +69,9 @@ def rate(
 
 
 def trials(scheme: Scheme, p: Tensor, q: Tensor, k: int, samples: int, generator: torch.Generator) -> Tensor:
-    """[B] the share of samples whose output is one of the draws: draw, plan and sample as in decoding."""
+    """[B] the share of samples whose output is one of the draws: draw, plan and sample as in
+    decoding.
+    """
     every = torch.arange(len(p), device=p.device).repeat_interleave(samples)
     hits = []
     for rows in every.split(max(1, ELEMENTS // p.shape[1])):
@@ -88,29 +81,13 @@ def trials(scheme: Scheme, p: Tensor, q: Tensor, k: int, samples: int, generator
     return torch.cat(hits).view(len(p), samples).double().mean(1)
 
 
-def drawn(scheme: Scheme) -> str | None:
-    """How the scheme draws, where α* of that is known and is not the scheme's own rate."""
-    if isinstance(scheme, Optimal):
-        independent = scheme.threshold == 1 and not scheme.extra
-        usual = (scheme.threshold, scheme.extra) == (Optimal.threshold, Optimal.extra)
-        return "with replacement" if independent else "tops and tail" if usual else None
-    return next((kind for kind, names in DRAWN.items() if scheme.name in names), None)
-
-
-def tops_and_tail(p: Tensor, q: Tensor, k: int) -> Tensor:
-    """[B] α* of what `optimal` draws: some tokens for sure, then independent draws, as many as give k distinct ones."""
-    tops, number, rest = Optimal().allot(q, torch.full_like(q[:, :1], k, dtype=torch.int64), k)
-    tail = without(p, tops)
-    return (p - tail).sum(-1) + optimal_iid(tail, rest, number.squeeze(1))
-
-
 def _rated(name: str, scheme: Scheme, p: Tensor, q: Tensor, k: int, samples: int, generator: torch.Generator) -> Column:
     values, errors = scheme.acceptance_rate(p, q, k), None
     if values is None:
         estimate = measured(scheme, p, q, k, generator, samples)
         values, errors = estimate.value, estimate.error.cpu()
     hits = trials(scheme, p, q, k, samples, generator)
-    return Column(name, drawn(scheme), values.cpu(), errors, hits.cpu())
+    return Column(name, scheme.drawing, values.cpu(), errors, hits.cpu())
 
 
 def _joined(pieces: Sequence[Column]) -> Column:

@@ -15,13 +15,14 @@ from treespec.eval.acceptance.collect import Logits, collected
 from treespec.eval.acceptance.config import AcceptanceConfig, Case, cases, sweeps
 from treespec.eval.acceptance.given_laws import read_laws
 from treespec.eval.acceptance.plot import plot
-from treespec.eval.acceptance.rates import OPTIMA, Column, drawn, rate
+from treespec.eval.acceptance.rates import Column, rate
 from treespec.eval.acceptance.table import report_of
 from treespec.eval.common import Step, listed
 from treespec.eval.report import markdown
 from treespec.files import locked, write_json, write_text
 from treespec.model.allocator import keep_freed_memory
 from treespec.sampling import SamplingParams
+from treespec.verify.rates import OPTIMA
 from treespec.verify.registry import SCHEMES, scheme_by_name
 from treespec.verify.scheme import Scheme
 
@@ -143,7 +144,7 @@ def _schemes(verifiers: str) -> dict[str, Scheme]:
     for name, scheme in schemes.items():
         if not scheme.lossless:
             raise InputError(f"verifier {name} is not lossless: its rate cannot stand beside theirs; leave it out")
-        if getattr(scheme, "draft_temperatures", ()):
+        if scheme.draft_temperatures:
             raise InputError(f"verifier {name}: give temperatures of its draws by --draft-temperature, such as 1.2/2")
     order = [*OPTIMA, None]
-    return dict(sorted(schemes.items(), key=lambda item: order.index(drawn(item[1]))))
+    return dict(sorted(schemes.items(), key=lambda item: order.index(item[1].drawing)))

@@ -12,7 +12,7 @@ from treespec.eval.common import listed, number
 from treespec.eval.pairs import paired
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec
-from treespec.trees.policy import Policy
+from treespec.trees.shape import Policy
 from treespec.verify.registry import verifier_by_name
 from treespec.verify.walk import Verifier
 

@@ -19,7 +19,7 @@ from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Verdict, Verifier
 
-# How the draws at a node come about, by the scheme's name. Where a node has tokens for sure, their score is -1.
+# How the draws at a node come about, by the scheme's name. Beside them a node may have sure tokens.
 DRAWS = {
     **dict.fromkeys(("single", "rrs", "kseq", "is-lp", "otm-lp", "optimal", "valued"), "independent"),
     "rrs-wo": "without replacement",
@@ -64,6 +64,10 @@ class Witness:
     @property
     def scheme(self) -> Scheme:
         return self.verifier.scheme
+
+    @property
+    def paced(self) -> bool:
+        return self.verifier.paced
 
     def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
         verdict = self.verifier(tree, p, generator)
@@ -158,9 +162,9 @@ def repeats_among(drafts: Drafts, generator: torch.Generator) -> tuple[Tensor, T
 
 def for_sure(draws: Draws) -> Tensor:
     """[I, K] bool: there for sure, not by chance."""
-    if draws.scores is None:
+    if draws.sure is None:
         return torch.zeros_like(draws.tokens, dtype=torch.bool)
-    return (draws.tokens >= 0) & ((draws.scores[..., 0] if draws.scores.dim() > 2 else draws.scores) < 0)
+    return (draws.tokens >= 0) & draws.sure
 
 
 def without(law: Tensor, tokens: Tensor, gone: Tensor) -> Tensor:

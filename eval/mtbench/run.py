@@ -24,7 +24,7 @@ from treespec.sampling import SamplingParams
 from treespec.spec import Output, Spec, calibration_of, load_sources
 from treespec.stats import Stats, figures
 from treespec.text import templates
-from treespec.trees.policy import Policy
+from treespec.trees.shape import Policy
 from treespec.trees.static import TreeError
 from treespec.verify.registry import verifier_by_name
 from treespec.verify.walk import Verifier

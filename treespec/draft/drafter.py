@@ -12,7 +12,7 @@ from treespec.cache import TreeCache
 from treespec.draft.per_text import PerText
 from treespec.sampling import SamplingParams
 from treespec.target import TreeOutput
-from treespec.trees.policy import Policy
+from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 
 if TYPE_CHECKING:

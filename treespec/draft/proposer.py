@@ -3,13 +3,15 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, cast
+from typing import TYPE_CHECKING, Protocol, Self, cast
 
 from torch import Tensor, nn
 
-from treespec.cache import TreeCache
 from treespec.draft.per_text import PerText
 from treespec.heads.head import Head
+
+if TYPE_CHECKING:
+    from treespec.cache import TreeCache  # transformers comes with it
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Proposer(PerText, Protocol):
         """Positions of each text that it has observed."""
 
     @abstractmethod
-    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
+    def begin(self, roots: Tensor, cache: "TreeCache") -> list[Tensor | None]:
         """For each text [1, N] draft logits for the children of the root, or None if it knows
         nothing of the text yet.
 

@@ -20,8 +20,7 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.heads.head import Head
 from treespec.target import Target
-from treespec.trees.policy import Policy
-from treespec.verify.auto import Auto
+from treespec.trees.shape import Policy
 from treespec.verify.walk import Verifier
 
 
@@ -92,7 +91,7 @@ class Model:
         self, tree: Policy | None, verifier: Verifier, calibration: Calibration | None, times: Callable[[], Times]
     ) -> Drafter:
         scheme, deepest = verifier.scheme, self.proposer.max_depth
-        policy = tree or default_tree(scheme, deepest, calibration, self.law_per_draw, isinstance(verifier, Auto))
+        policy = tree or default_tree(scheme, deepest, calibration, self.law_per_draw, verifier.paced)
         return TreeDrafter(self.proposer.new(), policy, scheme, calibration, times)
 
 
@@ -116,7 +115,7 @@ class WholeTrees:
     ) -> Drafter:
         if self.original.given:
             check_given(self.name, verifier, tree)
-        return self.original.paced(times) if isinstance(verifier, Auto) else self.original.new()
+        return self.original.paced(times) if verifier.paced else self.original.new()
 
 
 Drafting: TypeAlias = Source | Head | Proposer | Drafter

@@ -1,7 +1,7 @@
 """The verifier of the default: whatever tree a cycle has, the best verification of that tree.
 
-A tree is chosen anew each cycle from the text's past alone (`treespec.draft.grow.auto`), and each verifier is lossless
-for its tree, so the text keeps the target's law:
+A tree is chosen anew each cycle from the text's past alone (`treespec.draft.grow.auto`), and each
+verifier is lossless for its tree, so the text keeps the target's law:
 
     no tree, or the likeliest tokens     sample p, see whether it is a child
     a chain of draws                     block verification
@@ -31,12 +31,13 @@ class Auto:
 
     name: ClassVar[str] = "auto"
     scheme: ClassVar[Scheme] = RRSWithoutReplacement()
+    paced: ClassVar[bool] = True
 
     def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return Walk(TopK())(tree, p, generator)
         draws = tree.drafts.draws
-        if draws.tokens.shape[1] == 1 and draws.scores is None:
+        if draws.tokens.shape[1] == 1 and draws.sure is None:
             return Block()(tree, p, generator)
         return Traversal()(tree, p, generator)

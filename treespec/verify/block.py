@@ -1,4 +1,6 @@
-"""Block verification of a chain (Sun et al. 2024, Block Verification Accelerates Speculative Decoding, algorithm 2)."""
+"""Block verification of a chain (Sun et al. 2024, Block Verification Accelerates Speculative
+Decoding, algorithm 2).
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -18,15 +20,17 @@ from treespec.verify.walk import Verdict, follow
 @final
 @dataclass(frozen=True)
 class Block:
-    """Keeps the longest prefix of a chain whose coin succeeds: never less, on average, than the walk with `single`.
+    """Keeps the longest prefix of a chain whose coin succeeds: never less, on average, than the
+    walk with `single`.
 
     Node i has weight w_i = min(1, w_(i-1) p/q), leaves (w_i p - q)+, of mass r_i, and is kept with
-    r_i / (r_i + 1 - w_i); where nothing is drawn q is 0. A draw without a node is kept with its weight.
-    The host waits once. Raises InputError where a node has two draws.
+    r_i / (r_i + 1 - w_i); where nothing is drawn q is 0. A draw without a node is kept with its
+    weight. The host waits once. Raises InputError where a node has two draws.
     """
 
     name: ClassVar[str] = "block"
     scheme: ClassVar[Scheme] = Single()
+    paced: ClassVar[bool] = False
 
     def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
@@ -51,7 +55,10 @@ class Block:
 
 
 def weights(p: Tensor, q: Tensor, draw: Tensor) -> Tensor:
-    """[N + 1] float64 weights of the nodes of a chain, and of what is drawn below the last. draw: [N], -1 is none."""
+    """[N + 1] float64 weights of the nodes of a chain, and of what is drawn below the last.
+
+    draw: [N], -1 is none.
+    """
     at = draw.clamp(min=0)[:, None]
     odds = (p.gather(1, at).double() / q.gather(1, at).double()).squeeze(1).masked_fill(draw < 0, 0)
     total = odds.log().cumsum(0)

@@ -1,15 +1,18 @@
 """Scores for independent draws of which the largest selects a token with the best law for p.
 
-Tokens lie on [0, 1] in ascending order of f = p/q, each on an interval as long as its q. K positions drawn
-uniformly have a maximum of density g(u) = K u^(K-1), so a score that is its own position selects by g. It may be
-exchanged for another position t, and where it is in such a way that E[g(score)] = f, the selected token's law is p:
+Tokens lie on [0, 1] in ascending order of f = p/q, each on an interval as long as its q. K
+positions drawn uniformly have a maximum of density g(u) = K u^(K-1), so a score that is its own
+position selects by g. It may be exchanged for another position t, and where it is in such a way
+that E[g(score)] = f, the selected token's law is p:
 
-    f > g ("over") on the left part [a, c) of a token's interval, f < g ("under") on the right part [c, b)
+    f > g ("over") on the left part [a, c) of a token's interval
+    f < g ("under") on the right part [c, b)
 
-over and under mass are matched in order, from the boundary of H* outwards, H* being the first tokens with the least
-p(H) - q(H)^K (the optimal rate is 1 plus that). On H* all over mass finds a match and what under mass does not adds to
-p; beyond it all under mass finds one and the over mass that does not is lost. This is the inverse-transform martingale
-coupling of Jourdain and Margheriti (2020); scores stay uniform, so that the selected token's law x is known exactly.
+over and under mass are matched in order, from the boundary of H* outwards, H* being the first
+tokens with the least p(H) - q(H)^K (the optimal rate is 1 plus that). On H* all over mass finds a
+match and what under mass does not adds to p; beyond it all under mass finds one and the over mass
+that does not is lost. This is the inverse-transform martingale coupling of Jourdain and Margheriti
+(2020); scores stay uniform, so that the selected token's law x is known exactly.
 """
 
 from dataclasses import dataclass
@@ -26,8 +29,8 @@ NEWTON_STEPS = 5  # mass to 1e-14 for up to 64 draws
 class Coupling:
     """Of M cells in ascending order of f, for B nodes, in float64.
 
-    draws: [B, 1] K >= 1. edges: [B, M + 1] ends of the cells. f: [B, M] p/q. switch: [B, M] c. over, under:
-    [B, M + 1] cumulated masses, 0 at the boundary of H*. density: [B, M] x/q.
+    draws: [B, 1] K >= 1. edges: [B, M + 1] ends of the cells. f: [B, M] p/q. switch: [B, M] c.
+    over, under: [B, M + 1] cumulated masses, 0 at the boundary of H*. density: [B, M] x/q.
     """
 
     draws: Tensor
@@ -40,7 +43,10 @@ class Coupling:
 
 
 def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
-    """p, q: [B, M] masses of the cells, q sums to 1, p to at most 1. draws: [B, 1] independent draws, at least 1."""
+    """p, q: [B, M] masses of the cells, q sums to 1, p to at most 1.
+
+    draws: [B, 1] independent draws, at least 1.
+    """
     draws = draws.to(q.dtype)
     safe = q.clamp(min=TINY)
     f = p / safe
@@ -66,7 +72,10 @@ def _cumulated(masses: Tensor) -> Tensor:
 
 
 def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
-    """[B, K] the scores of draws that fell in the cells [B, K]. place, coin: [B, K] uniform in [0, 1)."""
+    """[B, K] the scores of draws that fell in the cells [B, K].
+
+    place, coin: [B, K] uniform in [0, 1).
+    """
     k = of.draws
     a, b, c, f = (x.gather(1, cells) for x in (of.edges[:, :-1], of.edges[:, 1:], of.switch, of.f))
     s = a + place * (b - a)
@@ -82,10 +91,11 @@ def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
 
 
 def _partner(of: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:
-    """[B, K] where the cumulated mass of the other kind is `mass` [B, K]: under mass where this is_over [B, K].
+    """[B, K] where the cumulated mass of the other kind is `mass` [B, K]: under mass where this
+    is_over [B, K].
 
-    With phi(t) = t^K - f t, least at c, that is a root of phi(t) - phi(c) = r on one side of c: by Newton's
-    method from the root of the parabola at c.
+    With phi(t) = t^K - f t, least at c, that is a root of phi(t) - phi(c) = r on one side of c: by
+    Newton's method from the root of the parabola at c.
     """
     k, most = of.draws, of.f.shape[1]
     over, under = (torch.searchsorted(x, mass, right=True).clamp_(1, most).sub_(1) for x in (of.over, of.under))

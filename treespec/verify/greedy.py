@@ -19,7 +19,8 @@ from treespec.verify.laws import (
     single_draft,
     without,
 )
-from treespec.verify.partial import partial_draft
+from treespec.verify.partial import LayerScheme, partial_draft
+from treespec.verify.scheme import Drawing
 
 
 def tops(q: Tensor, number: Tensor, width: int) -> Tensor:
@@ -34,25 +35,25 @@ def last_draw(tokens: Tensor) -> Tensor:
 
 
 def rate(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
-    """[B] p(best) + the overlap of p with q' = q without the best [B, K - 1], normalised: optimal for this law."""
+    """[B] p(best) + the overlap of p with q' = q without the best [B, K - 1], normalised: optimal
+    for this law.
+    """
     rest = without(q, best)
     return (p - without(p, best)).sum(-1) + overlap(p, rest * scale(rest, torch.ones_like(p[:, :1])))
 
 
 @final
 @dataclass(frozen=True)
-class Greedy:
+class Greedy(LayerScheme):
     """The k - 1 likeliest tokens, then one from q' = q without them. One draw: `single`.
 
-    The last draw is verified against q', the residual norm (p - q')+ includes the likeliest tokens. Where q
-    supports fewer than k tokens all of them are drawn, and taking the last one for the sampled one is
-    exact: q' is then one-hot, and the plan p.
+    The last draw is verified against q', the residual norm (p - q')+ includes the likeliest tokens.
+    Where q supports fewer than k tokens all of them are drawn, and taking the last one for the
+    sampled one is exact: q' is then one-hot, and the plan p.
     """
 
     name: ClassVar[str] = "greedy"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
+    drawing: ClassVar[Drawing] = "greedy"
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         width, number = counts(q, k)

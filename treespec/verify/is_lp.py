@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from treespec.errors import InputError
 from treespec.trees.ranges import Range, outside
+from treespec.trees.static import StaticTree, balanced
 from treespec.trees.tree import Draws
 from treespec.verify.laws import (
     check_temperatures,
@@ -21,15 +22,17 @@ from treespec.verify.laws import (
     single_draft,
     without,
 )
+from treespec.verify.scheme import Drawing, Scheme
 
 
 @dataclass(frozen=True)
 class Duel:
     """How one of two draws is selected.
 
-    law: [B, V] that of the selected token. order: [B, V] int64, the tokens by rank. wins: [B, s, s] Pr(the
-    token of rank i is selected from it and the token of rank j), 1 on the diagonal; beyond s the lower
-    rank wins. pairs: [B, s, s] Pr(the draws are those two tokens, in any order), 0 on the diagonal.
+    law: [B, V] that of the selected token. order: [B, V] int64, the tokens by rank. wins: [B, s, s]
+    Pr(the token of rank i is selected from it and the token of rank j), 1 on the diagonal; beyond s
+    the lower rank wins. pairs: [B, s, s] Pr(the draws are those two tokens, in any order), 0 on the
+    diagonal.
     """
 
     law: Tensor
@@ -64,12 +67,17 @@ def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
 
 
 def ascending(scores: Tensor) -> Tensor:
-    """[B, V] int64, the order of the scores. NumPy sorts a row on the CPU in a fifth of torch's time."""
+    """[B, V] int64, the order of the scores.
+
+    NumPy sorts a row on the CPU in a fifth of torch's time.
+    """
     return torch.from_numpy(scores.numpy().argsort(-1)) if scores.is_cpu else scores.argsort(-1)
 
 
 def solve(room: Tensor, pairs: Tensor) -> Tensor:
-    """[B, s, s] the shares of the pairs that fill the room best. room: [B, s]; pairs: [B, s, s]. On the host.
+    """[B, s, s] the shares of the pairs that fill the room best. room: [B, s]; pairs: [B, s, s].
+
+    On the host.
 
     The program: maximise the sum of t_i <= room_i, t_i at most what token i gets of its pairs.
     """
@@ -83,10 +91,11 @@ def solve(room: Tensor, pairs: Tensor) -> Tensor:
 
 
 def flow(held: list[list[float]], room: list[float]) -> list[list[float]]:
-    """What each token i holds of its pair with each j, after the shortest ways (Edmonds and Karp) to more room.
+    """What each token i holds of its pair with each j, after the shortest ways (Edmonds and Karp)
+    to more room.
 
-    held[i][j] can be passed from i to j. Ways lead from tokens that hold more than their room to ones that
-    hold less; where there are none left, no other holding fills more room.
+    held[i][j] can be passed from i to j. Ways lead from tokens that hold more than their room to
+    ones that hold less; where there are none left, no other holding fills more room.
     """
     over = [sum(held[i]) - room[i] for i in range(len(room))]
     while True:
@@ -112,7 +121,10 @@ def flow(held: list[list[float]], room: list[float]) -> list[list[float]]:
 
 
 def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor]:
-    """Pair by pair. Returns [B, K], Pr(each draw is selected), and the selected token's law [B, V]."""
+    """Pair by pair.
+
+    Returns [B, K], Pr(each draw is selected), and the selected token's law [B, V].
+    """
     at = tokens.clamp(min=0)
     chosen = torch.zeros(tokens.shape, dtype=p.dtype, device=p.device)
     chosen[:, 0] = 1
@@ -151,7 +163,9 @@ def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
 
 
 def lump(p: Tensor, q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens inside [B, A] and, as token A, all others: p with 0 there, q, and [B, V] the new numbers."""
+    """The tokens inside [B, A] and, as token A, all others: p with 0 there, q, and [B, V] the new
+    numbers.
+    """
     index = inside if q.dim() == 2 else inside[:, None].expand(-1, q.shape[1], -1)
     others = q.scatter(-1, index, 0).sum(-1, keepdim=True)
     number = torch.full(p.shape, inside.shape[1], device=p.device)
@@ -161,20 +175,22 @@ def lump(p: Tensor, q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @final
 @dataclass(frozen=True)
-class IsLp:
-    """Independent draws; a linear program selects one, which is verified as a single draft of its exact law.
+class IsLp(Scheme):
+    """Independent draws; a linear program selects one, which is verified as a single draft of its
+    exact law.
 
     q: [B, V] or [B, K, V]. More than two draws: pair by pair, the selected one against the next.
     s: tokens whose pairs the program decides; the others follow a fixed order.
-    alphabet: how many of the likeliest target tokens two draws can answer; the others are one token to the
-    program and come from p alone. None is all. Programs are solved on the host.
-    draft_temperatures: of each draw in order, as multiples of the sampling temperature; the last repeats.
+    alphabet: how many of the likeliest target tokens two draws can answer; the others are one token
+    to the program and come from p alone. None is all. Programs are solved on the host.
+    draft_temperatures: of each draw in order, as multiples of the sampling temperature; the last
+    repeats.
     """
 
     name: ClassVar[str] = "is-lp"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
+    drawing: ClassVar[Drawing] = "with replacement"
+    law_per_draw: ClassVar[bool] = True
+    default_tree: ClassVar[StaticTree] = balanced(2, 3)
 
     s: int = 5
     alphabet: int | None = None
@@ -203,7 +219,9 @@ class IsLp:
         return torch.where(several, plan, single_draft(p, laws_of(q, 1)[0], tokens[:, :1]))
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
-        """Exact for one and two draws; None beyond, as draws that lost may come out of the residual."""
+        """Exact for one and two draws; None beyond, as draws that lost may come out of the
+        residual.
+        """
         if k > 2:
             return None
         if k == 1:

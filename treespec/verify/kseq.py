@@ -8,6 +8,7 @@ from torch import Tensor
 
 from treespec.trees.tree import Draws
 from treespec.verify.laws import answer, check, counts, independent, ratio, scale, subtract
+from treespec.verify.scheme import Drawing, Scheme
 
 
 def shared(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,9 +18,11 @@ def shared(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def smallest_rho(p: Tensor, q: Tensor, number: Tensor) -> Tensor:
-    """[B, 1] float64, the ρ in [1, K] that solves 1 - (1 - β)^K = ρβ for K = number [B, 1], rounded up.
+    """[B, 1] float64, the ρ in [1, K] that solves 1 - (1 - β)^K = ρβ for K = number [B, 1], rounded
+    up.
 
-    The left side falls with ρ, the right side grows. Any ρ above the solution is lossless and accepts less.
+    The left side falls with ρ, the right side grows. Any ρ above the solution is lossless and
+    accepts less.
     """
     low, high = torch.ones_like(number, dtype=torch.float64), number.clamp(min=1).double()
     for _ in range(int(torch.finfo(p.dtype).bits * 0.85)):  # the mantissa's bits, and a few for K
@@ -32,16 +35,15 @@ def smallest_rho(p: Tensor, q: Tensor, number: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True)
-class KSeq:
-    """Independent draws, each accepted with min(1, p/(ρq)) in order; else norm (p - min(q, p/ρ) · accepted/β).
+class KSeq(Scheme):
+    """Independent draws, each accepted with min(1, p/(ρq)) in order; else norm (p - min(q, p/ρ) ·
+    accepted/β).
 
     Accepts at least 1 - 1/e of the optimum for such draws. One draw: ρ = 1, `single`.
     """
 
     name: ClassVar[str] = "kseq"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
+    drawing: ClassVar[Drawing] = "with replacement"
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         check(self, q, counts(q, k)[0])

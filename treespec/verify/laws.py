@@ -36,7 +36,10 @@ def check_temperatures(scheme: Scheme, multipliers: Sequence[float]) -> None:
 
 
 def counts(q: Tensor, k: int | Tensor) -> tuple[int, Tensor]:
-    """K, the draws at the widest node, and [B, 1] draws at each. A k on the host costs no synchronisation."""
+    """K, the draws at the widest node, and [B, 1] draws at each.
+
+    A k on the host costs no synchronisation.
+    """
     if isinstance(k, int):
         return k, torch.full((len(q), 1), k, device=q.device)
     return int(k.max()), k.to(q.device)[:, None]
@@ -48,7 +51,10 @@ def keep_first(tokens: Tensor, number: Tensor) -> Tensor:
 
 
 def independent(q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-    """Independent draws, repeats allowed. q: [B, V], or [B, K, V] where each draw has its own law."""
+    """Independent draws, repeats allowed.
+
+    q: [B, V], or [B, K, V] where each draw has its own law.
+    """
     width, number = counts(q, k)
     if q.dim() == 3:
         tokens = sample(first_laws(q, width), generator)
@@ -114,7 +120,8 @@ def subtract(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
 
 
 def normalise(rest: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
-    """[B, V] rest, scaled to a total of [B, 1]; p where nothing is left, which only rounding ever asks for.
+    """[B, V] rest, scaled to a total of [B, 1]; p where nothing is left, which only rounding ever
+    asks for.
 
     A subnormal mass counts as nothing: its reciprocal is infinite. Overwrites rest.
     """
@@ -124,7 +131,9 @@ def normalise(rest: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
 
 
 def answer(p: Tensor, rest: Tensor, tokens: Tensor, accepted: Tensor) -> Tensor:
-    """[B, V] the plan: accepted [B, K] on the draws [B, K], what lacks to 1 in proportion to rest [B, V]."""
+    """[B, V] the plan: accepted [B, K] on the draws [B, K], what lacks to 1 in proportion to rest
+    [B, V].
+    """
     refused = (1 - accepted.sum(-1, keepdim=True)).clamp(min=0)
     return normalise(rest, p, refused).scatter_add_(1, tokens.clamp(min=0), accepted)
 
@@ -151,7 +160,9 @@ def recursive_rejection(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> Te
 
 
 def rejections(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, K] Pr(each draw is accepted) by recursive rejection, and [B, V] what all leave of p, not normalised."""
+    """[B, K] Pr(each draw is accepted) by recursive rejection, and [B, V] what all leave of p, not
+    normalised.
+    """
     left, mass = p, torch.ones_like(p[:, :1])  # not normalised
     reach = mass  # Pr(all so far are refused)
     accepted = []

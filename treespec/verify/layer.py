@@ -1,17 +1,17 @@
 """Layer verification: to a tree what block verification is to a chain.
 
-Cha, Cho and Yun 2026, Layer Verification Accelerates Speculative Tree Decoding (AdaptFM at ICML 2026): it lifts a
-scheme that accepts by a known law to trees.
+Cha, Cho and Yun 2026, Layer Verification Accelerates Speculative Tree Decoding (AdaptFM at ICML
+2026): it lifts a scheme that accepts by a known law to trees.
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from treespec.sampling import TargetLaws, sample
-from treespec.trees.tree import Drafts, Draws, TokenTree
+from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.laws import normalise
 from treespec.verify.partial import LayerScheme
 from treespec.verify.walk import Verdict, follow
@@ -20,15 +20,18 @@ from treespec.verify.walk import Verdict, follow
 @final
 @dataclass(frozen=True)
 class Layer:
-    """Keeps the deepest layer whose coin succeeds, and one of its nodes: on average at least as deep as the walk's.
+    """Keeps the deepest layer whose coin succeeds, and one of its nodes: on average at least as
+    deep as the walk's.
 
-    A layer's inner nodes v have weights w_v, W in all, and share one unit of mass by c_v = w_v / W. The scheme's plan
-    for W p_v, times c_v, is the weight of the children and leaves R_v; a leaf leaves w p. A layer of weight w and
-    R of mass r is kept with r / (r + 1 - w), its node and the next token drawn from R. A draw without a node is a
-    leaf that nothing follows. The host waits at the start and at the end.
+    A layer's inner nodes v have weights w_v, W in all, and share one unit of mass by c_v = w_v / W.
+    The scheme's plan for W p_v, times c_v, is the weight of the children and leaves R_v; a leaf
+    leaves w p. A layer of weight w and R of mass r is kept with r / (r + 1 - w), its node and the
+    next token drawn from R. A draw without a node is a leaf that nothing follows. The host waits at
+    the start and at the end.
     """
 
     scheme: LayerScheme
+    paced: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -53,7 +56,7 @@ class Layer:
         coins = torch.rand(n + 1, generator=generator, dtype=keep.dtype, device=keep.device)
         layer = ((coins < keep) * torch.arange(n + 1, device=keep.device)).amax()
         end = sample(leaving * (depth == layer), generator)[None]
-        end = end.masked_fill(end >= len(leaving), 0)  # of what is not numbers the root tells
+        end = end.masked_fill(end >= len(leaving), 0)  # NaN logits: fall back to the root, where decode reports them
         row = end.clamp(max=n - 1)
         after = sample(normalise(rest[row], p[row]), generator)
         draw = (end - n).clamp(min=0)  # where it has no node
@@ -67,7 +70,7 @@ class Layer:
     def descend(self, tree: TokenTree, drafts: Drafts, place: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weights and masses of R of all places [N + I K], and [N, V] R, each row to its own scale.
 
-        place: [I, K] where the weight of each draw goes.
+        place: [I, K] the index of each draw's weight.
         """
         weight = torch.zeros(len(p) + place.numel(), dtype=torch.float64, device=p.device)
         weight[0] = 1
@@ -79,8 +82,7 @@ class Layer:
             at = drafts.nodes[rows]
             total = weight[at].sum()
             share = weight[at, None] / total.clamp(min=torch.finfo(weight.dtype).tiny)  # [F, 1]
-            scores = drafts.draws.scores
-            draws = Draws(drafts.draws.tokens[rows], None if scores is None else scores[rows])
+            draws = drafts.draws.rows(rows)
             accepted, left = self.scheme.partial(p[at] * total.to(p.dtype), drafts.q[rows], draws)
             weight.index_add_(0, place[rows].flatten(), (accepted * share).flatten())
             left_mass[rows] = (left.sum(-1, keepdim=True) * share).squeeze(1)

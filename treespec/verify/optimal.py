@@ -1,10 +1,12 @@
 """A verifier that reaches the optimal acceptance rate of its draws, for any number of them.
 
-The likeliest tokens deterministically, then independent draws from the rest of q. Each of those carries a score; the
-largest selects one, which is verified as a single draft of the exact law of the selected (`coupling`).
+The likeliest tokens deterministically, then independent draws from the rest of q. Each of those
+carries a score; the largest selects one, which is verified as a single draft of the exact law of
+the selected (`coupling`).
 
-Global Resolution (Thomas and Pal 2025, 2511.15898) solves the transport of K draws from one law by a convex
-minimisation in at most V variables, to any accuracy. The coupling here is in closed form and reaches α* as it stands.
+Global Resolution (Thomas and Pal 2025, 2511.15898) solves the transport of K draws from one law by
+a convex minimisation in at most V variables, to any accuracy. The coupling here is in closed form
+and reaches α* as it stands.
 """
 
 from dataclasses import dataclass
@@ -29,32 +31,32 @@ from treespec.verify.laws import (
     single_draft,
     without,
 )
-from treespec.verify.partial import partial_draft
+from treespec.verify.partial import LayerScheme, partial_draft
+from treespec.verify.scheme import Drawing, SureScheme
 
 # Cells of p/q in a bucketed build: 64 an octave from 2^-8 to 2^6, each at most 1.6 % wide.
 SHIFT, LOWEST, CELLS = 17, (127 - 8) << 6, 14 << 6
-EXTRA = 4  # times as many independent draws as are asked for, at most
-LIKELY = 64  # tokens that the expected number of distinct draws is reckoned from; the others are small
+EXTRA = 4  # limit on independent draws, in multiples of the draws asked for
+LIKELY = 64  # the expected number of distinct draws is computed from the likeliest tokens; the others are small
 
 
 @final
 @dataclass(frozen=True)
-class Optimal:
-    """α* of the law of the draws, exactly where `exact`, else short of it by 0.1 points at most on a model's laws.
+class Optimal(SureScheme, LayerScheme):
+    """α* of the law of the draws, exactly where `exact`, else short of it by 0.1 points at most on
+    a model's laws.
 
-    threshold: the likeliest token is drawn for sure while it has more than this share of what is left of q and another
-    draw is to come; at 1 all draws are independent. extra: draw until as many distinct tokens as asked for are
-    expected, as a repeat takes no node. exact: sort all tokens by p/q; else they are put into cells of nearly equal
-    p/q, which is as lossless. first: verify the first of the draws by itself, then the others against what it leaves;
-    that accepts less in all and more on the first, below which a tree may be deeper.
-    Draws.scores: [B, K, 2] uniforms, -1 for the tokens drawn for sure. Of all K draws the first k are distinct or
-    absent; the others, repeats and more than were expected, are verified like them.
+    threshold: the likeliest token is drawn for sure while it has more than this share of what is
+    left of q and another draw is to come; at 1 all draws are independent. extra: draw until as many
+    distinct tokens as asked for are expected, as a repeat takes no node. exact: sort all tokens by
+    p/q; else they are put into cells of nearly equal p/q, which is as lossless. first: verify the
+    first of the draws by itself, then the others against what it leaves; that accepts less in all
+    and more on the first, below which a tree may be deeper. Of all K draws the first k are distinct
+    or absent; the others, repeats and more than were expected, are verified like them.
     """
 
     name: ClassVar[str] = "optimal"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
+    accepted_in_turn: ClassVar[bool] = True
 
     threshold: float = 0.35
     extra: int = 1
@@ -70,44 +72,63 @@ class Optimal:
             )
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        if isinstance(k, Tensor) and k.dim() == 2:
-            return self._arranged(q, k, generator)
         width, number = counts(q, k)
         check(self, q, width)
         tops, repeated, rest = self.allot(q, number, width)
         drawn = independent(rest, self.most(width), generator).tokens
         tokens = torch.cat([tops, keep_first(drawn, repeated)], dim=1)
-        uniform = torch.rand((*tokens.shape, 2), generator=generator, dtype=torch.float64, device=q.device)
-        uniform[:, : tops.shape[1]] = -1
+        uniforms = torch.rand((*tokens.shape, 2), generator=generator, dtype=torch.float64, device=q.device)
+        sure = (torch.arange(tokens.shape[1], device=q.device) < tops.shape[1]).expand_as(tokens)
         repeats = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
         order = (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)  # distinct, absent, repeats
-        return Draws(tokens.gather(1, order), uniform.gather(1, order[..., None].expand_as(uniform)))
+        return Draws(tokens, sure, uniforms).columns(order)
 
-    def _arranged(self, q: Tensor, k: Tensor, generator: torch.Generator) -> Draws:
-        """As a tree asks for them, k: [B, 2]: so many distinct draws are expected, and behind them the tops."""
-        number, sure = k.split(1, dim=1)
-        tops = keep_first(likeliest(q, int(sure.max())), sure.to(q.device))
+    def draw_with_sure(self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator) -> Draws:
+        """`drawn` distinct draws are expected.
+
+        Those have a node each; behind them stand the sure tokens.
+        """
+        # 1. The sure tokens, and draws from the rest of q.
+        tops = keep_first(likeliest(q, int(sure.max())), sure[:, None].to(q.device))
         independent_only = Optimal(threshold=1, extra=self.extra)
-        drawn = independent_only.draw(without(q, tops), number.squeeze(1), generator)
-        assert drawn.scores is not None
-        width, number = int(number.max()), number.to(q.device)
-        tokens = torch.cat([drawn.tokens[:, :width], tops, drawn.tokens[:, width:]], dim=1)
-        own = drawn.scores.new_full((*tops.shape, 2), -1)
-        uniform = torch.cat([drawn.scores[:, :width], own, drawn.scores[:, width:]], dim=1)
+        others = independent_only.draw(without(q, tops), drawn, generator)
+        assert others.uniforms is not None
+
+        # 2. The sure tokens between the draws that may have a node and those that have none.
+        width = int(drawn.max())
+        end = width + tops.shape[1]
+        tokens = torch.cat([others.tokens[:, :width], tops, others.tokens[:, width:]], dim=1)
+        unused = others.uniforms.new_zeros((*tops.shape, 2))
+        uniforms = torch.cat([others.uniforms[:, :width], unused, others.uniforms[:, width:]], dim=1)
         place = torch.arange(tokens.shape[1], device=q.device)
-        beyond = (place >= number) & ((place < width) | (place >= width + tops.shape[1]))  # more than have a node
+        is_sure = ((place >= width) & (place < end)).expand_as(tokens)
+
+        # 3. Draws with a node, then absent ones, then draws without a node.
+        beyond = (place >= drawn[:, None].to(q.device)) & ~is_sure
         order = (2 * beyond).masked_fill((tokens < 0) & ~beyond, 1).argsort(dim=-1, stable=True)
-        return Draws(tokens.gather(1, order), uniform.gather(1, order[..., None].expand_as(uniform)))
+        return Draws(tokens, is_sure, uniforms).columns(order)
+
+    @property
+    def equal_draws(self) -> bool:
+        return not self.first
+
+    @property
+    def drawing(self) -> Drawing | None:
+        if self.threshold == 1 and not self.extra:
+            return "with replacement"
+        usual = (self.threshold, self.extra) == (Optimal.threshold, Optimal.extra)
+        return "tops and tail" if usual else None
 
     def most(self, k: int) -> int:
         """Independent draws at a node of k draws, at most; settled on the host."""
         return EXTRA * k if self.extra else k
 
     def allot(self, q: Tensor, number: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What is settled before drawing. number: [B, 1] distinct tokens to be expected, at most `width`.
+        """The sure tokens and the number of draws, fixed from q alone before any draw is made.
 
-        Returns the tokens drawn for sure, [B, width] with -1 beyond, [B, 1] independent draws, and the rest of q that
-        those come from, [B, V], not normalised.
+        number: [B, 1] distinct tokens to expect, at most `width`.
+        Returns the sure tokens [B, width] with -1 beyond, the number of independent draws [B, 1],
+        and the rest of q that those come from, [B, V], not normalised.
         """
         best = likeliest(q, width + LIKELY)
         share = q.gather(1, best.clamp(min=0)).double() * (best >= 0)
@@ -145,17 +166,19 @@ class Optimal:
     def _sampled(self, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """[B, V] the law of the independent draws, and which of the draws they are, [B, K] bool."""
         check(self, q, draws.tokens.shape[1])
-        assert draws.scores is not None
-        drawn = (draws.tokens >= 0) & (draws.scores[..., 0] >= 0)
+        assert draws.sure is not None
+        drawn = (draws.tokens >= 0) & ~draws.sure
         rest = without(q, draws.tokens.masked_fill(drawn, -1))
         return rest.mul_(scale(rest, drawn.any(-1, keepdim=True))), drawn
 
     def _selected(self, p: Tensor, q: Tensor, draws: Draws, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The law [B, V] of the selected one of the draws from q [B, V], all tokens, and [B, K] 1 for that one."""
-        assert draws.scores is not None
+        """The law [B, V] of the selected one of the draws from q [B, V], all tokens, and [B, K] 1
+        for that one.
+        """
+        assert draws.uniforms is not None
         number = drawn.sum(-1, keepdim=True)
         cell, coupling = self.couple(p, q, number)
-        score = scores(coupling, cell.gather(1, draws.tokens.clamp(min=0)), *draws.scores.unbind(-1))
+        score = scores(coupling, cell.gather(1, draws.tokens.clamp(min=0)), *draws.uniforms.unbind(-1))
         best = score.masked_fill(~drawn, -1).argmax(-1, keepdim=True)
         chosen = torch.zeros_like(score, dtype=p.dtype).scatter_(1, best, 1.0) * drawn
         return selected_law(q, number, cell, coupling), draws.tokens, chosen

@@ -1,4 +1,6 @@
-"""Optimal transport by its whole linear program (Sun et al. 2023, SpecTr): the reference at small vocabularies."""
+"""Optimal transport by its whole linear program (Sun et al. 2023, SpecTr): the reference at small
+vocabularies.
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.trees.tree import Draws
 from treespec.verify.laws import answer, check, counts, independent
+from treespec.verify.scheme import Drawing, Scheme
 
 LARGEST = 5000  # sets of drawn tokens, the rows of a program
 
@@ -34,7 +37,10 @@ class Transport:
 
 
 def sets_drawn(q: Law, k: int) -> dict[frozenset[int], float]:
-    """Pr(the tokens drawn are those) for k independent draws from q. Raises InputError for too many sets."""
+    """Pr(the tokens drawn are those) for k independent draws from q.
+
+    Raises InputError for too many sets.
+    """
     likely = {x: mass for x, mass in enumerate(q) if mass > 0}
     number = sum(comb(len(likely), j) for j in range(1, k + 1))
     if number > LARGEST:
@@ -54,7 +60,8 @@ def sets_drawn(q: Law, k: int) -> dict[frozenset[int], float]:
 
 @lru_cache(maxsize=64)
 def solve(p: Law, q: Law, k: int) -> Transport:
-    """The most mass from k independent draws of q to their own tokens, at most p(x) to each token x.
+    """The most mass from k independent draws of q to their own tokens, at most p(x) to each token
+    x.
 
     The solver keeps to its bounds within a tolerance only: what exceeds them is scaled away.
     """
@@ -101,16 +108,16 @@ def _rows(law: Tensor) -> list[Law]:
 
 @final
 @dataclass(frozen=True)
-class OtmLp:
-    """Independent draws; a linear program accepts the most that any plan can. Solved row by row on the host.
+class OtmLp(Scheme):
+    """Independent draws; a linear program accepts the most that any plan can.
+
+    Solved row by row on the host.
 
     Raises InputError where the draws of a node make more than 5000 sets of tokens.
     """
 
     name: ClassVar[str] = "otm-lp"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
+    drawing: ClassVar[Drawing] = "with replacement"
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         check(self, q, counts(q, k)[0])

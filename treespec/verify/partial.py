@@ -1,6 +1,8 @@
-"""What layer verification needs of a scheme: its plan for a part of p, by the mass on the draws and what they leave."""
+"""The seam of layer verification: a scheme's plan for a part of p, as mass on the draws and mass
+left over.
+"""
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -10,26 +12,37 @@ from treespec.verify.laws import ratio, scale, subtract, without
 from treespec.verify.scheme import Scheme
 
 
-@runtime_checkable
 class LayerScheme(Scheme, Protocol):
-    """A scheme whose acceptance of a token, averaged over the draws, is a function of p and q in closed form."""
+    """A scheme whose acceptance of a token, averaged over the draws, is a function of p and q in
+    closed form.
+    """
+
+    @property
+    def layered(self) -> bool:
+        return True
 
     def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """[B, K] accepted mass on each draw, [B, V] what is left of p. p: [B, V] masses, at most 1 in all.
+        """[B, K] accepted mass on each draw, [B, V] what is left of p.
 
-        The rule: the sum over draws of Pr(draws | q) * accepted mass, and what is left, is p; the accepted mass is at
-        most 1 for any draws; and what is left depends on p and q alone.
+        p: [B, V] masses, at most 1 in all.
+
+        The rule: the sum over draws of Pr(draws | q) * accepted mass, plus the mass left, is p. The
+        accepted mass is at most 1 for any draws. The mass left depends on p and q alone.
         """
         ...
+
+
+def takes_layers(scheme: Scheme) -> TypeGuard[LayerScheme]:
+    return scheme.layered
 
 
 def partial_draft(p: Tensor, law: Tensor, tokens: Tensor, chosen: Tensor, sure: Tensor) -> tuple[Tensor, Tensor]:
     """`partial` for one draw of a known law beside tokens that are drawn for sure.
 
-    The draw takes min(1, p / law). Where it is refused, the sure tokens take their p from the mass that it has not
-    taken, 1 - the sum of min(p, law) on average, which is more than their p.
-    p: [B, V]. law: [B, V], that of the draw, 0 on the sure tokens. tokens: [B, K]. chosen, sure: [B, K] bool, which
-    of them is that draw and which are sure.
+    The draw takes min(1, p / law). Where it is refused, the sure tokens take their p from the mass
+    that it has not taken, 1 - the sum of min(p, law) on average, which is more than their p.
+    p: [B, V]. law: [B, V], that of the draw, 0 on the sure tokens. tokens: [B, K]. chosen, sure:
+    [B, K] bool, which of them is that draw and which are sure.
     """
     at = tokens.clamp(min=0)
     mass = p.gather(1, at)

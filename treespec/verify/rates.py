@@ -1,11 +1,13 @@
 """Acceptance rates: the optimum α* of a law of draws, and the measured rate of any scheme.
 
-Draws send their mass to their own tokens, and token x takes p(x): by the smallest cut, the most that any plan accepts
-is α* = min over sets H of p(H) + 1 - Q(H), Q(H) = Pr(all draws lie in H). For the laws here the prefixes of descending
-q/p hold a best H (Hu et al. 2025, Towards Optimal Multi-Draft Speculative Decoding). p may sum to less than 1.
+Draws send their mass to their own tokens, and token x takes p(x): by the smallest cut, the most
+that any plan accepts is α* = min over sets H of p(H) + 1 - Q(H), Q(H) = Pr(all draws lie in H). For
+the laws here the prefixes of descending q/p hold a best H (Hu et al. 2025, Towards Optimal
+Multi-Draft Speculative Decoding). p may sum to less than 1.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +18,18 @@ from torch.nn.functional import pad
 from treespec.trees.tree import Draws
 from treespec.verify import greedy
 from treespec.verify.laws import overlap, scale, without
-from treespec.verify.rrs_wo import RRSWithoutReplacement
-from treespec.verify.scheme import Scheme
+from treespec.verify.optimal import Optimal
+from treespec.verify.scheme import Drawing, Scheme
 
 CHUNK = 10_000_000  # elements of a [rows, V] tensor at a time
 LOST = 1e-12  # probability beyond either end of the quadrature
 
 
 def prefixes(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Float64 p and q [B, W], by descending q/p; q normalised. W: tokens that the widest row of q supports."""
+    """Float64 p and q [B, W], by descending q/p; q normalised.
+
+    W: tokens that the widest row of q supports.
+    """
     p, q = p.double(), q.double()
     order = (q / p.clamp(min=torch.finfo(p.dtype).tiny)).argsort(-1, descending=True)
     order = order[:, : int((q > 0).sum(-1).max())]  # the others never lower the cut
@@ -33,12 +38,17 @@ def prefixes(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def smallest_cut(p: Tensor, inside: Tensor) -> Tensor:
-    """[B] min over prefixes of p(H) + 1 - Q(H). p: [B, W]; inside: [B, W] Q of each prefix, 0 for the empty one."""
+    """[B] min over prefixes of p(H) + 1 - Q(H).
+
+    p: [B, W]; inside: [B, W] Q of each prefix, 0 for the empty one.
+    """
     return pad(p.cumsum(-1) - inside, (1, 0)).amin(-1) + 1
 
 
 def optimal_iid(p: Tensor, q: Tensor, k: int | Tensor) -> Tensor:
-    """[B] α* of k independent draws from q: Q(H) = q(H)^k. p: [B, V], may sum to less than 1; q: [B, V]; k: [B].
+    """[B] α* of k independent draws from q: Q(H) = q(H)^k.
+
+    p: [B, V], may sum to less than 1; q: [B, V]; k: [B].
 
     Rates of float64 work in p's dtype; 0 where there are no draws or q is empty.
     """
@@ -49,7 +59,8 @@ def optimal_iid(p: Tensor, q: Tensor, k: int | Tensor) -> Tensor:
 
 
 def optimal_tops(p: Tensor, q: Tensor, k: int, tops: int) -> Tensor:
-    """[B] α* of the `tops` likeliest tokens of q and k - tops independent draws from the rest of q, renormalised.
+    """[B] α* of the `tops` likeliest tokens of q and k - tops independent draws from the rest of q,
+    renormalised.
 
     p, q: [B, V]. p(tops) plus what the independent draws accept of the rest of p.
     """
@@ -59,7 +70,9 @@ def optimal_tops(p: Tensor, q: Tensor, k: int, tops: int) -> Tensor:
 
 
 def optimal_without_replacement(p: Tensor, q: Tensor, k: int) -> Tensor:
-    """[B] α* of k draws one after another, each from q without the earlier ones, renormalised. p, q: [B, V].
+    """[B] α* of k draws one after another, each from q without the earlier ones, renormalised.
+
+    p, q: [B, V].
 
     To 1e-9. This is not conditional Poisson sampling, whose generating function overstates α*.
     """
@@ -71,7 +84,9 @@ def optimal_without_replacement(p: Tensor, q: Tensor, k: int) -> Tensor:
 
 
 def two_inside(q: Tensor) -> Tensor:
-    """[B, W] Q of each prefix of q for two draws: the sum over a in H of q_a (q(H) - q_a) / (1 - q_a)."""
+    """[B, W] Q of each prefix of q for two draws: the sum over a in H of q_a (q(H) - q_a) / (1 -
+    q_a).
+    """
     top = q.argmax(-1, keepdim=True)
     rest = without(q, top)
     held = rest.cumsum(-1)
@@ -84,11 +99,12 @@ def two_inside(q: Tensor) -> Tensor:
 def inside_by_clocks(q: Tensor, k: int, enough: Tensor) -> Tensor:
     """[B, W] Q of each prefix of q for k draws, where q supports enough of them [B].
 
-    Token z rings at an exponential time of rate q_z; the draws are the first k to ring. With y_z = e^(q_z t) - 1,
-    Q(H) is the integral over t of e^-t W_k, W_j(H) = sum over a in H of q_a e_(j-1)(y of H without a), e_j the
-    elementary symmetric polynomials. Trapezoid rule in log t: the integrand is analytic and dies off at both ends.
-    The k-th ring is later than a Gamma(k) time, as all rates sum to 1, and earlier than a Gamma(k) time over what
-    is left without the k - 1 likeliest.
+    Token z rings at an exponential time of rate q_z; the draws are the first k to ring. With y_z =
+    e^(q_z t) - 1, Q(H) is the integral over t of e^-t W_k, W_j(H) = sum over a in H of q_a
+    e_(j-1)(y of H without a), e_j the elementary symmetric polynomials. Trapezoid rule in log t:
+    the integrand is analytic and dies off at both ends. The k-th ring is later than a Gamma(k)
+    time, as all rates sum to 1, and earlier than a Gamma(k) time over what is left without the k -
+    1 likeliest.
     """
     left = without(q, q.topk(min(k - 1, q.shape[-1])).indices).sum(-1, keepdim=True)
     start = math.log(gammaincinv(k, LOST))
@@ -112,6 +128,23 @@ def inside_by_clocks(q: Tensor, k: int, enough: Tensor) -> Tensor:
     return inside
 
 
+def tops_and_tail(p: Tensor, q: Tensor, k: int) -> Tensor:
+    """[B] α* of the draws of `optimal`: sure tokens, then independent draws until k distinct tokens
+    are expected.
+    """
+    tops, number, rest = Optimal().allot(q, torch.full_like(q[:, :1], k, dtype=torch.int64), k)
+    tail = without(p, tops)
+    return (p - tail).sum(-1) + optimal_iid(tail, rest, number.squeeze(1))
+
+
+OPTIMA: dict[Drawing, Callable[[Tensor, Tensor, int], Tensor]] = {  # [B] α* of k draws, by how they are drawn
+    "with replacement": optimal_iid,
+    "without replacement": optimal_without_replacement,
+    "greedy": lambda p, q, k: optimal_tops(p, q, k, k - 1),
+    "tops and tail": tops_and_tail,
+}
+
+
 @dataclass(frozen=True)
 class Rate:
     """Acceptance rates [B] and their standard errors [B], 0 where exact."""
@@ -121,15 +154,17 @@ class Rate:
 
 
 def measured(scheme: Scheme, p: Tensor, q: Tensor, k: int, generator: torch.Generator, samples: int = 64) -> Rate:
-    """Pr(output is one of k draws): exact where the scheme states it, else a mean over samples of draws.
+    """Pr(output is one of k draws): exact where the scheme states it, else a mean over samples of
+    draws.
 
-    p: [B, V]; q: [B, V] or [B, K, V]. A sample counts what the plan gives to its draws; no output is sampled. For
-    rrs-wo a control variate removes most of the variance left: see `without_luck`. samples: at least 2.
+    p: [B, V]; q: [B, V] or [B, K, V]. samples: of the draws at each row, at least 2. A sample is
+    the plan's mass on its draws; no output is sampled. For draws without replacement that are
+    accepted in turn, a control variate removes most of the remaining variance: see `without_luck`.
     """
     exact = scheme.acceptance_rate(p, q, k)
     if exact is not None:
         return Rate(exact, torch.zeros_like(exact))
-    reduced = isinstance(scheme, RRSWithoutReplacement)
+    reduced = scheme.accepted_in_turn and scheme.drawing == "without replacement"
     estimate = stages if reduced else on_draws
     rows = torch.arange(len(p), device=p.device).repeat_interleave(samples)
     parts = [
@@ -148,7 +183,9 @@ def on_draws(scheme: Scheme, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
 
 
 def stages(scheme: Scheme, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-    """[2, K, B] of rrs-wo: Pr(each draw is accepted), and the mean of that over the draw, given those before it."""
+    """[2, K, B] of rrs-wo: Pr(each draw is accepted), and the mean of that over the draw, given
+    those before it.
+    """
     accepted, expected = [], []
     rest = p  # mass not on draws: no draw's residual holds an earlier draw
     for number in range(draws.tokens.shape[1]):
@@ -164,9 +201,9 @@ def stages(scheme: Scheme, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
 def without_luck(accepted: Tensor, expected: Tensor) -> Tensor:
     """[B, samples] accepted mass less the luck of each draw; [K, B, samples] each.
 
-    Luck, accepted - expected, has mean 0 given the draws before. Mass that is accepted by luck is lost to the later
-    draws, which would have accepted all but a share of it, so the rate feels that share. Shares come from the other
-    samples, which leaves the estimate unbiased.
+    A control variate: luck, accepted - expected, has mean 0 given the draws before. Its coefficient
+    is the share of that mass which no later draw would have accepted. The share is estimated from
+    the other samples, so the estimate stays unbiased.
     """
     before = 1 - accepted.cumsum(0) + accepted  # Pr(refused by the draws before)
     refused, reached = (mass.sum(-1, keepdim=True) - mass for mass in (before - expected, before))

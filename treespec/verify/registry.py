@@ -14,7 +14,7 @@ from treespec.verify.kseq import KSeq
 from treespec.verify.layer import Layer
 from treespec.verify.optimal import Optimal
 from treespec.verify.otm_lp import OtmLp
-from treespec.verify.partial import LayerScheme
+from treespec.verify.partial import takes_layers
 from treespec.verify.rrs import RRS
 from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.scheme import Scheme
@@ -52,10 +52,12 @@ VALUES: dict[Any, tuple[Callable[[str], Any], str]] = {
 
 
 def scheme_by_name(spec: str, allow_lossy: bool = False, beside: Iterable[str] = ()) -> Scheme:
-    """The scheme that a `--verifier` value names: `rrs-wo`, or with options, `is-lp:s=8,alphabet=50`.
+    """The scheme that a `--verifier` value names: `rrs-wo`, or with options,
+    `is-lp:s=8,alphabet=50`.
 
     beside: what else to offer where the name is unknown.
-    Raises InputError for an unknown name, option or value, and for a lossy scheme that is not allowed.
+    Raises InputError for an unknown name, option or value, and for a lossy scheme that is not
+    allowed.
     """
     name, _, rest = spec.partition(":")
     if name not in SCHEMES:
@@ -83,14 +85,16 @@ def scheme_by_name(spec: str, allow_lossy: bool = False, beside: Iterable[str] =
 
 
 BEYOND_THE_NODE: dict[str, Verifier] = {verifier.name: verifier for verifier in (Auto(), Block(), Traversal())}
-LAYERS = tuple(f"layer:{name}" for name, scheme in SCHEMES.items() if isinstance(scheme, LayerScheme))
+LAYERS = tuple(f"layer:{name}" for name, scheme in SCHEMES.items() if scheme.layered)
 NAMES = (*SCHEMES, *BEYOND_THE_NODE, *LAYERS)
 
 
 def verifier_by_name(spec: str, allow_lossy: bool = False) -> Verifier:
-    """`rrs-wo` or another scheme is the walk over it; `block`, `traversal` and `layer:greedy` look at more than a node.
+    """`rrs-wo` or another scheme is the walk over it; `block`, `traversal` and `layer:greedy` look
+    at more than a node.
 
-    Raises InputError for an unknown name, option or value, and for a lossy scheme that is not allowed.
+    Raises InputError for an unknown name, option or value, and for a lossy scheme that is not
+    allowed.
     """
     kind, _, name = spec.partition(":")
     if kind in BEYOND_THE_NODE:
@@ -100,6 +104,6 @@ def verifier_by_name(spec: str, allow_lossy: bool = False) -> Verifier:
     if kind != "layer":
         return Walk(scheme_by_name(spec, allow_lossy, NAMES[len(SCHEMES) :]))
     scheme = scheme_by_name(name or "greedy", allow_lossy)
-    if not isinstance(scheme, LayerScheme):
+    if not takes_layers(scheme):
         raise InputError(f"layer verification over {scheme.name} is not known: take {' or '.join(LAYERS)}")
     return Layer(scheme)

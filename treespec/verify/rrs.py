@@ -8,20 +8,23 @@ from torch import Tensor
 
 from treespec.trees.tree import Draws
 from treespec.verify.laws import check_temperatures, independent, laws_of, normalise, overlap, recursive_rejection
+from treespec.verify.scheme import Drawing, Scheme
 
 
 @final
 @dataclass(frozen=True)
-class RRS:
-    """Independent draws, each verified against what the earlier ones left of p. q: [B, V] or [B, K, V].
+class RRS(Scheme):
+    """Independent draws, each verified against what the earlier ones left of p.
 
-    draft_temperatures: of each draw in order, as multiples of the sampling temperature; the last repeats.
+    q: [B, V] or [B, K, V].
+
+    draft_temperatures: of each draw in order, as multiples of the sampling temperature; the last
+    repeats.
     """
 
     name: ClassVar[str] = "rrs"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
+    drawing: ClassVar[Drawing] = "with replacement"
+    law_per_draw: ClassVar[bool] = True
 
     draft_temperatures: tuple[float, ...] = ()
 

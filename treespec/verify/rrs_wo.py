@@ -23,6 +23,7 @@ from treespec.verify.laws import (
     sample_if_any,
     without,
 )
+from treespec.verify.scheme import Drawing, SureScheme
 
 SPARE = 4  # independent draws for one that is wanted
 
@@ -36,24 +37,21 @@ def laws_of(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
 
 @final
 @dataclass(frozen=True)
-class RRSWithoutReplacement:
+class RRSWithoutReplacement(SureScheme):
     """Draws one after another, each from q without the earlier ones and verified against that law.
 
-    Independent draws without their repeats are such draws; only where those run short q is searched again.
+    Independent draws without their repeats are such draws; only where those run short q is searched
+    again.
 
-    A tree may also ask for the likeliest tokens for sure, k: [B, 2]. They come after the sampled draws, which are
-    then from q without them, and hold score -1. Recursive rejection by their one-hot laws is to sample what the
-    draws leave of p.
+    Sure tokens stand behind the draws, which are then from q without them. Their laws are one-hot,
+    so recursive rejection accepts each with its own share of what the draws leave of p.
     """
 
     name: ClassVar[str] = "rrs-wo"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
+    drawing: ClassVar[Drawing] = "without replacement"
+    accepted_in_turn: ClassVar[bool] = True
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        if isinstance(k, Tensor) and k.dim() == 2:
-            return self._with_tops(q, k[:, 0], k[:, 1], generator)
         width, number = counts(q, k)
         check(self, q, width)
         if width == 1:
@@ -66,23 +64,21 @@ class RRSWithoutReplacement:
                 tokens[:, turn : turn + 1] = torch.where(tokens < 0, more, tokens)[:, turn : turn + 1]
         return Draws(keep_first(tokens, number))
 
-    def _with_tops(self, q: Tensor, number: Tensor, tops: Tensor, generator: torch.Generator) -> Draws:
-        """number: [B] sampled draws. tops: [B] tokens for sure. The draws of a node stand at the left."""
-        if not tops.any():
-            drawn = self.draw(q, number, generator).tokens
-            return Draws(drawn, torch.zeros_like(drawn, dtype=q.dtype))
-        sure = keep_first(likeliest(q, int(tops.max())), tops[:, None].to(q.device))
-        sure = sure.masked_fill(q.gather(1, sure.clamp(min=0)) == 0, -1)
-        drawn = sure[:, :0] if not number.any() else self.draw(without(q, sure), number, generator).tokens
-        tokens = torch.cat([drawn, sure], dim=1)
-        scores = torch.zeros(tokens.shape, dtype=q.dtype, device=q.device)
-        scores[:, drawn.shape[1] :] = -1
-        left = (tokens < 0).int().argsort(dim=-1, stable=True)
-        return Draws(tokens.gather(1, left), scores.gather(1, left))
+    def draw_with_sure(self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator) -> Draws:
+        """Absent draws stand behind all that are present."""
+        if not sure.any():
+            tokens = self.draw(q, drawn, generator).tokens
+            return Draws(tokens, sure=torch.zeros_like(tokens, dtype=torch.bool))
+        tops = keep_first(likeliest(q, int(sure.max())), sure[:, None].to(q.device))
+        tops = tops.masked_fill(q.gather(1, tops.clamp(min=0)) == 0, -1)
+        others = tops[:, :0] if not drawn.any() else self.draw(without(q, tops), drawn, generator).tokens
+        tokens = torch.cat([others, tops], dim=1)
+        is_sure = (torch.arange(tokens.shape[1], device=q.device) >= others.shape[1]).expand_as(tokens)
+        return Draws(tokens, is_sure).columns((tokens < 0).int().argsort(dim=-1, stable=True))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         check(self, q, draws.tokens.shape[1])
-        q, tokens = without_tops(q, draws)
+        q, tokens = without_sure(q, draws)
         return recursive_rejection(p, laws_of(q, tokens), tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
@@ -91,9 +87,9 @@ class RRSWithoutReplacement:
         return overlap(p, q) if k == 1 else None
 
 
-def without_tops(q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """q [B, V] without the tokens that are there for sure, and the sampled draws [B, K]."""
-    if draws.scores is None:
+def without_sure(q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """q [B, V] without the sure tokens, and the draws [B, K] without them."""
+    if draws.sure is None:
         return q, draws.tokens
-    sure = draws.scores < 0
-    return without(q, draws.tokens.masked_fill(~sure, -1)), draws.tokens.masked_fill(sure, -1)
+    tops = draws.tokens.masked_fill(~draws.sure, -1)
+    return without(q, tops), draws.tokens.masked_fill(draws.sure, -1)

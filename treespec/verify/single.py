@@ -6,20 +6,26 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from treespec.trees.static import StaticTree, chain
 from treespec.trees.tree import Draws
 from treespec.verify.laws import check, counts, independent, overlap, single_draft
-from treespec.verify.partial import partial_draft
+from treespec.verify.partial import LayerScheme, partial_draft
+from treespec.verify.scheme import Drawing
 
 
 @final
 @dataclass(frozen=True)
-class Single:
-    """One draw x ~ q; accept with min(1, p/q), else sample norm (p - q)+. Raises InputError for two draws."""
+class Single(LayerScheme):
+    """One draw x ~ q; accept with min(1, p/q), else sample norm (p - q)+.
+
+    Raises InputError for two draws.
+    """
 
     name: ClassVar[str] = "single"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
     max_draws: ClassVar[int | None] = 1
+    drawing: ClassVar[Drawing] = "with replacement"
+    accepted_in_turn: ClassVar[bool] = True
+    default_tree: ClassVar[StaticTree] = chain(5)
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         check(self, q, counts(q, k)[0])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from treespec.trees.static import StaticTree, eagle
 from treespec.trees.tree import Draws
 from treespec.verify.greedy import rate
 from treespec.verify.laws import (
@@ -20,21 +21,23 @@ from treespec.verify.laws import (
     scale,
     without,
 )
+from treespec.verify.scheme import Drawing, Scheme
 
 
 @final
 @dataclass(frozen=True)
-class SpecHub:
-    """a = argmax q; a draw i ~ q gives the pair (i, a), and (a, j) with j ~ q without a where i is a.
+class SpecHub(Scheme):
+    """a = argmax q; a draw i ~ q gives the pair (i, a), and (a, j) with j ~ q without a where i is
+    a.
 
-    At most two draws, else InputError. A node with one draw is `single`; so is one whose q is one-hot, as
-    there is no second token then.
+    At most two draws, else InputError. A node with one draw is `single`; so is one whose q is
+    one-hot, as there is no second token then.
     """
 
     name: ClassVar[str] = "spechub"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
     max_draws: ClassVar[int | None] = 2
+    drawing: ClassVar[Drawing] = "greedy"
+    default_tree: ClassVar[StaticTree] = eagle().narrowed(2)
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         width, number = counts(q, k)

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from treespec.trees.tree import Draws
 from treespec.verify.laws import check, counts, keep_first, likeliest
+from treespec.verify.scheme import Scheme
 
 
 @final
 @dataclass(frozen=True)
-class TopK:
+class TopK(Scheme):
     """The k likeliest tokens; sample p and see whether it is a child. Optimal for this law.
 
     q may be any scores [B, V], such as logits: only their order counts.
@@ -20,8 +21,6 @@ class TopK:
 
     name: ClassVar[str] = "topk"
     deterministic: ClassVar[bool] = True
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         width, number = counts(q, k)

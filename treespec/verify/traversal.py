@@ -1,4 +1,6 @@
-"""Traversal verification of trees drawn without replacement (2505.12398): leaves first, and upwards where refused."""
+"""Traversal verification of trees drawn without replacement (2505.12398): leaves first, and upwards
+where refused.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -9,7 +11,7 @@ from torch import Tensor
 from treespec.sampling import TargetLaws, sample
 from treespec.trees.tree import TokenTree
 from treespec.verify.laws import check, normalise
-from treespec.verify.rrs_wo import RRSWithoutReplacement, without_tops
+from treespec.verify.rrs_wo import RRSWithoutReplacement, without_sure
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Verdict, follow
 
@@ -17,16 +19,18 @@ from treespec.verify.walk import Verdict, follow
 @final
 @dataclass(frozen=True)
 class Traversal:
-    """Judges each node after all that is below it: on a chain it is block verification, at depth 1 `rrs-wo`.
+    """Judges each node after all that is below it: on a chain it is block verification, at depth 1
+    `rrs-wo`.
 
-    A child has weight w_c = min(1, w p/q), the root 1. A node below which all is refused is kept with its weight.
-    Where it is refused its parent goes on with p <- norm (w p - q)+, w <- S / (S + 1 - w), S the mass of (w p - q)+,
-    and q without it. A draw without a node is a leaf that nothing follows.
-    The host waits at the start, at each refused draw and at the end.
+    A child has weight w_c = min(1, w p/q), the root 1. A node below which all is refused is kept
+    with its weight. Where it is refused its parent goes on with p <- norm (w p - q)+, w <- S / (S +
+    1 - w), S the mass of (w p - q)+, and q without it. A draw without a node is a leaf that nothing
+    follows. The host waits at the start, at each refused draw and at the end.
     """
 
     name: ClassVar[str] = "traversal"
     scheme: ClassVar[Scheme] = RRSWithoutReplacement()
+    paced: ClassVar[bool] = False
 
     def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
@@ -34,7 +38,7 @@ class Traversal:
             return follow(tree, sample(p[:], generator))
         laws, tokens, nodes = tree.drafts.q, tree.drafts.draws.tokens, tree.drafts.nodes
         check(self.scheme, laws, tokens.shape[1])
-        laws, drawn = without_tops(laws, tree.drafts.draws)
+        laws, drawn = without_sure(laws, tree.drafts.draws)
         at, sure = tokens.clamp(min=0), drawn < 0  # of a token for sure the law is one-hot
         inner = p[nodes]
         odds = (inner.gather(1, at).double() / laws.gather(1, at).masked_fill(sure, 1)).tolist()
@@ -47,7 +51,10 @@ class Traversal:
         coins = iter(uniform.tolist())
 
         def keep(node: int | None, weight: float) -> Verdict | None:
-            """What is kept of the draw that has this node, or none, and of those below it; None: nothing."""
+            """The verdict below a draw; None where the draw and all below it are refused.
+
+            node: the draw's; None for a draw without a node. weight: the draw's.
+            """
             if node is None:
                 return Verdict([], []) if next(coins) < weight else None
             row, scale = row_of.get(node), weight

@@ -9,21 +9,23 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.trees.tree import Draws
 from treespec.verify.laws import check, counts, keep_first, likeliest
+from treespec.verify.scheme import Scheme
 
 
 @final
 @dataclass(frozen=True)
-class Typical:
-    """The k likeliest tokens of q. A draw x passes if p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats.
+class Typical(Scheme):
+    """The k likeliest tokens of q.
 
-    The passing draw that p likes best is output; where none passes, p is sampled. Lossy: the text is likelier
-    than the target's own. q may be any scores [B, V], and plans do not look at it.
+    A draw x passes if p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats.
+
+    The passing draw that p likes best is output; where none passes, p is sampled. Lossy: the text
+    is likelier than the target's own. q may be any scores [B, V], and plans do not look at it.
     """
 
     name: ClassVar[str] = "typical"
     deterministic: ClassVar[bool] = True
     lossless: ClassVar[bool] = False
-    max_draws: ClassVar[int | None] = None
 
     epsilon: float = 0.09
     delta: float = 0.3

@@ -1,8 +1,10 @@
-"""A verifier for draws of unequal value: of child k's subtree more is expected than of child k + 1's.
+"""A verifier for draws of unequal value: of child k's subtree more is expected than of child k +
+1's.
 
-To maximise the sum over k of value_k Pr(draw k is accepted) is a transport, whose dual puts a price on each token:
-select the draw with the largest value_k - price(x_k), if that is positive. Prices are found approximately, so each draw
-is scored with noise, on a grid. The law of what is selected is then known exactly, whatever the prices.
+To maximise the sum over k of value_k Pr(draw k is accepted) is a transport, whose dual puts a price
+on each token: select the draw with the largest value_k - price(x_k), if that is positive. Prices
+are found approximately, so each draw is scored with noise, on a grid. The law of what is selected
+is then known exactly, whatever the prices.
 """
 
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from treespec.errors import InputError
 from treespec.trees.tree import Draws
 from treespec.verify.laws import answer, check, counts, independent, likeliest, scale, subtract
 from treespec.verify.optimal import LIKELY, Optimal
+from treespec.verify.scheme import Scheme
 
 LEVELS = 48  # from nothing to the largest value; one is the unit of prices and the scale of the noise
 ABOVE = 4  # levels beyond, where the noise ends
@@ -28,18 +31,16 @@ PRECISION = 1 << 10  # of prices, a level; coarser than what sums in another ord
 
 @final
 @dataclass(frozen=True)
-class Valued:
+class Valued(Scheme):
     """Independent draws; selects one by its score and accepts it as far as p goes. treespec's own.
 
-    values: of each draw in order, 1 + what its subtree is expected to bring; none above the one before, the last
-    repeats. Lossless for any values. extra: draw until as many distinct tokens as asked for are expected, as a repeat
-    takes no node; the first k draws are distinct or absent then, and Draws.scores are their places as they were drawn.
+    values: of each draw in order, 1 + what its subtree is expected to bring; none above the one
+    before, the last repeats. Lossless for any values. extra: draw until as many distinct tokens as
+    asked for are expected, as a repeat takes no node; the first k draws are distinct or absent
+    then, and `Draws.places` tells their order.
     """
 
     name: ClassVar[str] = "valued"
-    deterministic: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
-    max_draws: ClassVar[int | None] = None
 
     values: tuple[float, ...] = (2.0, 1.5, 1.0)
     extra: int = 0
@@ -66,7 +67,7 @@ class Valued:
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         check(self, q, 1)
-        tokens = draws.tokens if draws.scores is None else draws.tokens.gather(1, draws.scores.argsort(dim=-1))
+        tokens = draws.tokens if draws.places is None else draws.tokens.gather(1, draws.places.argsort(dim=-1))
         present = tokens >= 0
         q = q * scale(q, present.any(-1, keepdim=True))
         value = self.levels(q, tokens.shape[1])
@@ -85,7 +86,9 @@ class Valued:
         check(self, q, 1)
 
     def accepted(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        """[B, K] Pr(draw k is selected and accepted) of k draws; the output may also be a draw by chance."""
+        """[B, K] Pr(draw k is selected and accepted) of k draws; the output may also be a draw by
+        chance.
+        """
         q = q * scale(q, torch.ones_like(q[:, :1]))
         present = torch.ones(len(q), k, dtype=torch.bool, device=q.device)
         cell, _, density = select(p, q, self.levels(q, k), present)
@@ -93,7 +96,9 @@ class Valued:
         return (x * shares(p[:, None], x)).sum(-1)
 
     def levels(self, q: Tensor, k: int) -> Tensor:
-        """[B, K] int64 the values of k draws as levels; with `extra` at their expected ranks among distinct tokens."""
+        """[B, K] int64 the values of k draws as levels; with `extra` at their expected ranks among
+        distinct tokens.
+        """
         values = torch.tensor((*self.values, *self.values[-1:] * k), dtype=torch.float64, device=q.device)
         rank = torch.arange(k, dtype=torch.float64, device=q.device).expand(len(q), -1)
         if self.extra:
@@ -105,14 +110,19 @@ class Valued:
 
 
 def arranged(tokens: Tensor) -> Draws:
-    """[B, K] tokens as drawn: first the distinct, then the absent and repeats; scores are their places before."""
+    """[B, K] tokens as drawn: first the distinct, then the absent and repeats; `places` are theirs
+    before.
+    """
     repeats = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
     order = (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)
-    return Draws(tokens.gather(1, order), order.double())
+    return Draws(tokens.gather(1, order), places=order)
 
 
 def select(p: Tensor, q: Tensor, value: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, V] the cell of each token, [B, C] prices, [B, K, C] Pr(draw k is selected | its cell). q: sums to 1."""
+    """[B, V] the cell of each token, [B, C] prices, [B, K, C] Pr(draw k is selected | its cell).
+
+    q: sums to 1.
+    """
     cell = cells(p, q)
     mass = torch.zeros(2, len(q), min(CELLS, q.shape[1]), dtype=torch.float64, device=q.device)
     for part, law in zip(mass, (p, q), strict=True):
@@ -124,10 +134,11 @@ def select(p: Tensor, q: Tensor, value: Tensor, present: Tensor) -> tuple[Tensor
 
 
 def prices(p: Tensor, q: Tensor, value: Tensor, present: Tensor) -> Tensor:
-    """[B, C] float64 levels: raised where more than p is selected, and lowered where less, down to 0.
+    """[B, C] float64 levels: raised where more than p is selected, and lowered where less, down to
+    0.
 
-    p, q: [B, C] masses. The steps of Sinkhorn's algorithm while the noise cools down, with momentum where they do not
-    turn.
+    p, q: [B, C] masses. The steps of Sinkhorn's algorithm while the noise cools down, with momentum
+    where they do not turn.
     """
     price, last = torch.zeros_like(p), torch.zeros_like(p)
     tiny = torch.finfo(p.dtype).eps
@@ -143,7 +154,9 @@ def prices(p: Tensor, q: Tensor, value: Tensor, present: Tensor) -> Tensor:
 
 
 def cells(p: Tensor, q: Tensor) -> Tensor:
-    """[B, V] int64: tokens of nearly equal p/q together, about as much of q in each cell. q: sums to 1.
+    """[B, V] int64: tokens of nearly equal p/q together, about as much of q in each cell.
+
+    q: sums to 1.
 
     A cell a token where that is enough.
     """
@@ -156,7 +169,10 @@ def cells(p: Tensor, q: Tensor) -> Tensor:
 
 
 def scores(price: Tensor, heat: float = 1.0) -> Tensor:
-    """[..., T] Pr(score <= value + t), t = -LEVELS .. ABOVE: a logistic law about value - price, on the grid."""
+    """[..., T] Pr(score <= value + t), t = -LEVELS ..
+
+    ABOVE: a logistic law about value - price, on the grid.
+    """
     t = torch.arange(-LEVELS, ABOVE + 1, dtype=price.dtype, device=price.device)
     cdf = ((-price / heat).exp()[..., None] * (-(t + 0.5) / heat).exp()).add_(1).reciprocal_()
     cdf[..., -1] = 1
@@ -174,7 +190,8 @@ def expected(cdf: Tensor, q: Tensor, present: Tensor) -> Tensor:
 
 
 def best(cdf: Tensor, value: Tensor, present: Tensor) -> Tensor:
-    """[B, K, T] Pr(draw k is selected | its score is value_k + t): above 0 and those before, not below those after.
+    """[B, K, T] Pr(draw k is selected | its score is value_k + t): above 0 and those before, not
+    below those after.
 
     cdf: [B, K, T] of the scores less their values. value: [B, K] levels. present: [B, K] bool.
     """
@@ -191,6 +208,8 @@ def best(cdf: Tensor, value: Tensor, present: Tensor) -> Tensor:
 
 
 def shares(p: Tensor, x: Tensor) -> Tensor:
-    """[B, K, ...] what share of x [B, K, ...] is accepted: p [B, 1, ...] goes to the draws in order."""
+    """[B, K, ...] what share of x [B, K, ...] is accepted: p [B, 1, ...] goes to the draws in
+    order.
+    """
     left = (p - x.cumsum(1) + x).clamp(min=0)
     return (left / x.clamp(min=torch.finfo(x.dtype).tiny)).clamp(max=1)

@@ -1,8 +1,10 @@
-"""The seam of verifiers, and the walk: sample the plan at every node, follow the tokens that are children."""
+"""The seam of verifiers, and the walk: sample the plan at every node, follow the tokens that are
+children.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import ClassVar, Protocol, final
 
 import torch
 from torch import Tensor
@@ -14,19 +16,28 @@ from treespec.verify.scheme import Scheme
 
 @dataclass(frozen=True)
 class Verdict:
-    """path: accepted nodes from the root down, without the root. tokens: theirs, and the one after them."""
+    """path: accepted nodes from the root down, without the root.
+
+    tokens: theirs, and the one after them.
+    """
 
     path: list[int]
     tokens: list[int]
 
 
 class Verifier(Protocol):
-    """Keeps a path of a tree. name: as `--verifier` takes it. scheme: whose draws the tree holds."""
+    """Keeps a path of a tree. name: as `--verifier` takes it. scheme: whose draws the tree holds.
+
+    paced: whether it verifies whatever tree a cycle has, so that each cycle's tree may be chosen by
+    what it costs.
+    """
 
     @property
     def name(self) -> str: ...
     @property
     def scheme(self) -> Scheme: ...
+    @property
+    def paced(self) -> bool: ...
 
     def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
@@ -36,15 +47,18 @@ class Verifier(Protocol):
 @final
 @dataclass(frozen=True)
 class Walk:
-    """Samples the plan at the root, goes to the child with that token, and so on; at a leaf it samples p.
+    """Samples the plan at the root, goes to the child with that token, and so on; at a leaf it
+    samples p.
 
-    Lossless for every lossless scheme: each output token has the target's law given the text before it.
-    Where a scheme's draws are a function of the text, a node's draws are its children.
-    On a CPU it goes from node to node and makes laws and plans of the path alone. Elsewhere the plan is sampled at all
-    nodes at once and only the path's samples are used, so that the host waits once.
+    Lossless for every lossless scheme: each output token has the target's law given the text before
+    it. Where a scheme's draws are a function of the text, a node's draws are its children. On a CPU
+    the walk computes laws and plans only for the nodes of its path, one after another. On another
+    device it samples the plan at all nodes at once and uses the path's samples, so that the host
+    waits once.
     """
 
     scheme: Scheme
+    paced: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -80,7 +94,10 @@ class Walk:
         return self.scheme.plan(p[:], p[:], Draws(children_of(tree)))
 
     def plan_at(self, tree: TokenTree, p: Tensor | TargetLaws, node: int, row: int | None) -> Tensor:
-        """[1, V] that at one node. row: its place in the tree's drafts, if it has any."""
+        """[1, V] the law of the output at one node.
+
+        row: the node's row in the tree's drafts; None: it has none.
+        """
         law = p[node : node + 1]
         if tree.drafts and row is not None:
             return self.scheme.plan(law, tree.drafts.q[row : row + 1], drawn_at(row, tree.drafts.draws))
@@ -90,10 +107,10 @@ class Walk:
 
 
 def drawn_at(row: int, draws: Draws) -> Draws:
-    """Of one node, without the columns that only other nodes fill."""
+    """The draws of one node, without the columns that only other nodes fill."""
     tokens = draws.tokens[row : row + 1]
     width = 1 + max((i for i, token in enumerate(tokens[0].tolist()) if token >= 0), default=0)
-    return Draws(tokens[:, :width], None if draws.scores is None else draws.scores[row : row + 1, :width])
+    return draws.each(lambda field: field[row : row + 1, :width])
 
 
 def children_of(tree: TokenTree) -> Tensor:
@@ -103,7 +120,9 @@ def children_of(tree: TokenTree) -> Tensor:
 
 
 def follow(tree: TokenTree, choice: Tensor) -> Verdict:
-    """The path along the tokens chosen at the nodes, [N] int64; at temperature 0 they are the target's own."""
+    """The path along the tokens chosen at the nodes, [N] int64; at temperature 0 they are the
+    target's own.
+    """
     return follow_all([tree], [choice])[0]
 
 

@@ -1,25 +1,32 @@
 """A tree chosen each cycle by what nodes and levels bring and cost (`treespec.trees.auto`)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.calibration import Calibration
+from treespec.draft.calibration import Calibration, nearest
+from treespec.draft.grow.grower import DraftModel, Grower, Means, check_depth, check_one_law
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.nodes import Nodes
+from treespec.draft.grow.static import grow_static
 from treespec.draft.pace.pace import CERTAIN, Pace, Promise, bounded
 from treespec.draft.pace.times import Times
 from treespec.sampling import SamplingParams, largest, probs
 from treespec.trees.auto import AutoTree, best_size
 from treespec.trees.sequoia import best_trees
 from treespec.trees.static import StaticTree
+from treespec.verify.scheme import Scheme
+from treespec.verify.topk import TopK
 
 SLOPE = 4  # nodes over which the price of one more is averaged: measured times have steps
 GRAIN = 0.1  # in the logarithm of trust
+COLDEST = 0.01  # the temperature whose rates are those of temperature 0
 
 
 def grow_auto(
@@ -30,9 +37,11 @@ def grow_auto(
     pace: Pace,
     calibration: Calibration | None,
 ) -> Growth:
-    """The likeliest tokens: a level more, of the nodes that pay, while that is likely to pay; then the best size.
+    """The likeliest tokens: a level more, of the nodes that pay, while that is likely to pay; then
+    the best size.
 
-    root: [1] int64. logits: [1, V] draft logits of its children. Tells the pace what the tree promises.
+    root: [1] int64. logits: [1, V] draft logits of its children. Tells the pace what the tree
+    promises.
     """
     nodes, promises, scores = Nodes(root), [], []
     frontier, above = np.zeros(1, dtype=np.int64), np.ones(1)  # node numbers, Pr(each is the target's choice)
@@ -78,9 +87,9 @@ def grow_auto(
 def expansion(reach: np.ndarray, chance: float, price: float, step: float, row: float, levels: int) -> int:
     """How many of the best nodes of a level to expand; 0 ends the tree.
 
-    Below a node of reach r a chain is expected, of reach r·chance, r·chance², …; each of its nodes costs `price`. A
-    level costs `step`, and `row` for each node but one. The number of nodes and levels that brings most decides. All
-    in tokens. reach: [M] descending.
+    Below a node of reach r a chain is expected, of reach r·chance, r·chance², …; each of its nodes
+    costs `price`. A level costs `step`, and `row` for each node but one. The number of nodes and
+    levels that brings most decides. All in tokens. reach: [M] descending.
 
         reach .8 .2   chance .7   price .1   step .2    one level of the first node    .56 - .1 - .2         = .26
                                                         two levels of it              .26 + .39 - .1 - .2   = .35
@@ -102,7 +111,10 @@ def best_of(scores: np.ndarray, count: int) -> np.ndarray:
 def likely(
     logits: Tensor, topk: int, depth: int, params: SamplingParams, calibration: Calibration | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[F, K] the likeliest children and Pr(each is the target's choice). logits: [F, V]; depth: of the parents."""
+    """[F, K] the likeliest children and Pr(each is the target's choice).
+
+    logits: [F, V]; depth: of the parents.
+    """
     law = logits.float().softmax(-1) if params.greedy else probs(logits, params)
     found, places = largest(law, min(topk, logits.shape[-1]))
     chance, tokens = found.double().cpu().numpy(), places.cpu().numpy()
@@ -131,7 +143,8 @@ class Shape:
 
 
 def shape_for(pace: Pace, tree: AutoTree, draws: int | None) -> Shape:
-    """The chain or Sequoia's tree with most tokens a second, by the rates as far as they can be trusted.
+    """The chain or Sequoia's tree with most tokens a second, by the rates as far as they can be
+    trusted.
 
     draws: at a node, at most; None: any number; 0: the likeliest tokens are taken.
     """
@@ -169,3 +182,57 @@ def _fastest(
     speed = best.tokens[1:, 2:].numpy() / seconds
     place = np.unravel_index(int(speed.argmax()), speed.shape)
     return best.tree(int(place[1]) + 2, int(place[0]) + 1), float(speed[place])
+
+
+@final
+class AutoGrower(Grower[AutoTree]):
+    """pace: what drafting brought to this text and costs; None before the first cycle."""
+
+    def __init__(self, policy: AutoTree, means: Means) -> None:
+        super().__init__(policy, means)
+        self.pace: Pace | None = None
+
+    @staticmethod
+    def fits(policy: AutoTree, scheme: Scheme, model: DraftModel) -> None:
+        check_one_law(model)
+        check_depth(policy.max_depth, model, "auto:depth=")
+
+    def rests(self, params: SamplingParams) -> bool:
+        """Where no tree is expected to be faster than one token at a time."""
+        pace = self.pace = self.pace or self._new_pace(params.temperature)
+        if pace.idle:  # nothing was learned since it was last asked
+            return pace.rests(pace.hope)
+        shape = self._shape(pace, params)
+        if not shape.likeliest:
+            return pace.rests(shape.speed)
+        pace.start(shape.speed)
+        return pace.rests(max(shape.speed, pace.speed))
+
+    def grow(self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Growth:
+        """The likeliest tokens level by level where that is faster, else a tree settled before
+        anything is drafted.
+        """
+        pace = self.pace
+        assert pace
+        shape = self._shape(pace, params)
+        if shape.likeliest and pace.speed > shape.speed:
+            return grow_auto(root, logits, self.policy, params, pace, self.means.calibration)
+        pace.promise = shape.promise(pace)
+        scheme = TopK() if shape.likeliest else self.means.scheme
+        return grow_static(root, logits, shape.tree, scheme, params, generator)
+
+    def feedback(self, path: Sequence[int]) -> None:
+        if self.pace:
+            self.pace.settle(path)
+
+    def _new_pace(self, temperature: float) -> Pace:
+        assert self.means.times
+        known = self.means.calibration.rates if self.means.calibration else {}
+        rates = nearest(known, max(temperature, COLDEST)) if known else None
+        return Pace(self.means.times(), rates)
+
+    def _shape(self, pace: Pace, params: SamplingParams) -> Shape:
+        """The best of the trees whose shape is settled before anything is drafted."""
+        scheme = self.means.scheme
+        likeliest = params.greedy or scheme.deterministic
+        return shape_for(pace, self.policy, 0 if likeliest else scheme.max_draws)

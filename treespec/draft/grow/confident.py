@@ -1,4 +1,6 @@
-"""A chain that ends where the draft is unsure (`treespec.trees.confident`); the host waits once a level."""
+"""A chain that ends where the draft is unsure (`treespec.trees.confident`); the host waits once a
+level.
+"""
 
 from collections.abc import Sequence
 from typing import final
@@ -6,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from treespec.draft.grow.grower import DraftModel, Grower, Means, check_depth, check_one_law
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.static import draft_laws, stack
 from treespec.draft.proposer import Frontier
@@ -16,17 +19,27 @@ from treespec.verify.scheme import Scheme
 
 
 @final
-class Confidence:
-    """What drafts of one text must be sure of, by how many were accepted so far."""
+class ConfidentGrower(Grower[ConfidentChain]):
+    """threshold, rate: γ and α of one text. levels: of the chain that is being verified."""
 
-    def __init__(self, chain: ConfidentChain) -> None:
-        self.chain, self.threshold, self.rate = chain, chain.threshold, 0.0
-        self.levels = 0  # of the chain that is being verified
+    def __init__(self, policy: ConfidentChain, means: Means) -> None:
+        super().__init__(policy, means)
+        self.threshold, self.rate, self.levels = policy.threshold, 0.0, 0
 
-    def settle(self, path: Sequence[int]) -> None:
-        """A cycle has ended. path: the accepted nodes, without the root."""
+    @staticmethod
+    def fits(policy: ConfidentChain, scheme: Scheme, model: DraftModel) -> None:
+        check_one_law(model)
+        check_depth(policy.max_depth, model, "confident:depth=")
+
+    def grow(self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Growth:
+        scheme, depth = self.means.scheme_at(params), self.policy.depth
+        grown = yield from grow_confident(root, logits, depth, self.threshold, scheme, params, generator)
+        self.levels = len(grown.tokens) - 1
+        return grown
+
+    def feedback(self, path: Sequence[int]) -> None:
         if self.levels:
-            self.threshold, self.rate = self.chain.update(self.threshold, self.rate, len(path), self.levels)
+            self.threshold, self.rate = self.policy.update(self.threshold, self.rate, len(path), self.levels)
         self.levels = 0
 
 
@@ -39,7 +52,10 @@ def grow_confident(
     params: SamplingParams,
     generator: torch.Generator,
 ) -> Growth:
-    """root: [1] int64. logits: [1, V] draft logits of its child. Confidence is at temperature 1, as published."""
+    """root: [1] int64. logits: [1, V] draft logits of its child.
+
+    Confidence is at temperature 1, as published.
+    """
     tokens, laws, draws = [root], [], []
     for level in range(1, depth + 1):
         q = logits if scheme.deterministic else draft_laws(logits, scheme, params, 1)

@@ -1,14 +1,38 @@
 """EAGLE-2's tree, a level at a time. Candidates are numbered level by level, the root being 0."""
 
+from typing import final
+
 import torch
 from torch import Tensor
 
+from treespec.draft.grow.grower import DraftModel, Grower, check_depth, check_one_law, check_width
 from treespec.draft.grow.growth import Growth
 from treespec.draft.proposer import Frontier
-from treespec.sampling import largest
+from treespec.errors import InputError
+from treespec.sampling import SamplingParams, largest
 from treespec.trees.dynamic import DynamicTree, best_first, connect
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import TokenTree
+from treespec.verify.scheme import Scheme
+
+
+@final
+class DynamicGrower(Grower[DynamicTree]):
+    @staticmethod
+    def fits(policy: DynamicTree, scheme: Scheme, model: DraftModel) -> None:
+        """Keeping nodes by what was drafted is harmless only where the draws are a function of q."""
+        check_one_law(model)
+        if not scheme.deterministic:
+            raise InputError(
+                f"the dynamic tree cannot go with verifier {scheme.name}: it keeps children by the probability of "
+                "what was drawn, which biases sampled draws; take --tree eagle (or another static tree), "
+                "or --verifier topk"
+            )
+        check_width(policy.topk, scheme)
+        check_depth(policy.max_depth, model, "dynamic:depth=")
+
+    def grow(self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Growth:
+        return grow_dynamic(root, logits, self.policy)
 
 
 def grow_dynamic(root: Tensor, logits: Tensor, tree: DynamicTree) -> Growth:
@@ -40,7 +64,8 @@ def expand(scores: Tensor, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     """The likeliest children of each frontier node.
 
     scores: [F] log-probability of the path to each node. logits: [F, V] draft logits.
-    Returns tokens [F, K] int64 and the log-probabilities [F, K] of the paths to them, K = min(topk, V).
+    Returns tokens [F, K] int64 and the log-probabilities [F, K] of the paths to them, K = min(topk,
+    V).
     """
     law = logits.float().log_softmax(-1)
     best, tokens = largest(law, min(topk, law.shape[-1]))

@@ -6,11 +6,17 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from treespec.draft.proposer import Frontier
-from treespec.trees.tree import TokenTree
+from treespec.trees.tree import TokenTree, root_only
 
 Grown = TypeVar("Grown")
 Growing = Generator[Frontier, Tensor, Grown]  # gives a frontier, is sent the [F, N] draft logits of its children
 Growth = Growing[TokenTree]
+
+
+def ungrown(root: Tensor) -> Growth:
+    """The root alone, for a text without drafts. root: [1] int64."""
+    yield from ()
+    return root_only(root)
 
 
 class Extends(Protocol):

@@ -1,4 +1,6 @@
-"""The nodes of a tree that grows level by level, on the host: what is settled there keeps no device waiting."""
+"""The nodes of a tree that grows level by level, kept on the host so that no device waits for its
+shape.
+"""
 
 from typing import final
 
@@ -28,11 +30,15 @@ class Nodes:
         self.count += len(tokens)
 
     def frontier(self, places: np.ndarray, rows: np.ndarray) -> Frontier:
-        """Nodes [F] of the last level, by their place in it, and the rows of their parents in the frontier above."""
+        """Nodes [F] of the last level, by their place in it, and the rows of their parents in the
+        frontier above.
+        """
         return Frontier(self._given(self.tokens[-1][places]), self._given(rows))
 
     def tree(self, kept: np.ndarray | None = None, drafts: Drafts | None = None) -> TokenTree:
-        """kept: [N] numbers of the nodes to keep, parents before children, the root's 0 first; None is all."""
+        """kept: [N] numbers of the nodes to keep, parents before children, the root's 0 first; None
+        is all.
+        """
         tokens, parents, depths = (np.concatenate(x) for x in (self.tokens, self.parents, self.depths))
         if kept is not None:
             number = np.zeros(self.count, dtype=np.int64)

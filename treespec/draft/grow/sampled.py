@@ -1,27 +1,61 @@
-"""The sampled tree, level by level: a node that is less likely to be reached than it costs has no children."""
+"""The sampled tree, level by level: a node that is less likely to be reached than it costs has no
+children.
+"""
 
 from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treespec.draft.calibration import Calibration, outline
+from treespec.draft.grow.dynamic import grow_dynamic
+from treespec.draft.grow.grower import DraftModel, Grower, check_depth, check_one_law
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.nodes import Nodes
 from treespec.draft.grow.static import stack
+from treespec.errors import InputError
 from treespec.sampling import SamplingParams, probs
-from treespec.trees.sampled import allot
+from treespec.trees.dynamic import DynamicTree
+from treespec.trees.sampled import SampledTree, allot
 from treespec.trees.tree import Drafts
-from treespec.verify.optimal import Optimal
-from treespec.verify.scheme import Scheme
+from treespec.verify.scheme import Scheme, SureScheme, takes_sure_tokens
+
+
+@final
+class SampledGrower(Grower[SampledTree]):
+    """At temperature 0 no draw is sampled: the tree is the dynamic one of the same nodes and depth."""
+
+    @staticmethod
+    def fits(policy: SampledTree, scheme: Scheme, model: DraftModel) -> None:
+        """A node gets sure tokens and draws, whose number follows from the head's calibration."""
+        check_one_law(model)
+        if not scheme.sure_tokens:
+            raise InputError(
+                f"the sampled tree cannot go with verifier {scheme.name}: it takes tops and draws from the rest of the "
+                "draft law, which rrs-wo, traversal and optimal answer; take one of them, or --tree eagle"
+            )
+        check_depth(policy.max_depth, model, "sampled:depth=")
+        if not model.calibrated:
+            remedy = "make it with treespec calibrate, or take" if model.trained else "without a head take"
+            raise InputError(f"the sampled tree needs a head's calibration.json: {remedy} --tree eagle")
+
+    def grow(self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Growth:
+        tree, scheme, calibration = self.policy, self.means.scheme, self.means.calibration
+        if params.greedy:
+            return grow_dynamic(root, logits, DynamicTree(tree.depth, nodes=tree.nodes))
+        assert calibration
+        assert takes_sure_tokens(scheme)
+        price = tree.price or calibration.price(tree.nodes, params.temperature)
+        return grow_sampled(root, logits, Sampled(scheme, calibration, tree.depth, price), params, generator)
 
 
 @dataclass(frozen=True)
 class Sampled:
     """What a sampled tree is grown by. price: of a node, in expected tokens."""
 
-    scheme: Scheme
+    scheme: SureScheme
     calibration: Calibration
     depth: int
     price: float
@@ -37,16 +71,16 @@ def grow_sampled(
     """root: [1] int64. logits: [1, V] draft logits of its children."""
     nodes, laws, draws, inner = Nodes(root), [], [], []
     frontier, reach = np.zeros(1, dtype=np.int64), np.ones(1)  # node numbers, Pr(reached)
-    even = isinstance(by.scheme, Optimal) and not by.scheme.first
     for level in range(1, by.depth + 1):
         q = probs(logits, params)
-        k, child_reach = allot(reach, *by.calibration.chances(outline(q), level - 1), by.price, even)
+        k, child_reach = allot(reach, *by.calibration.chances(outline(q), level - 1), by.price, by.scheme.equal_draws)
         (some,) = np.nonzero(k.any(-1))
         if not len(some):
             break
         if len(some) < len(q):
             q, k, child_reach, frontier = q[some], k[some], child_reach[some], frontier[some]
-        drawn = by.scheme.draw(q, torch.from_numpy(k), generator)
+        number, sure = torch.from_numpy(k).unbind(-1)
+        drawn = by.scheme.draw_with_sure(q, number, sure, generator)
         slots = drawn.tokens[:, : child_reach.shape[1]].cpu().numpy()
         row, column = np.nonzero((slots >= 0) & (child_reach[:, : slots.shape[1]] > 0))
         laws.append(q)

@@ -72,18 +72,3 @@ class SeveralModels(Proposer):
 def stacked(logits: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Each model's [F, V] logits of each text -> [F, M, V] for each text."""
     return [torch.stack(rows, dim=1) for rows in zip(*logits, strict=True)]
-
-
-def in_turns(logits: Tensor, k: int) -> Tensor:
-    """[F, V] scores whose descending order is the models' likeliest tokens in turns, for k draws.
-    logits: [F, M, V].
-
-    If an earlier turn has taken a model's token, its next likeliest takes the turn.
-    """
-    models, size = logits.shape[1:]
-    scores = torch.zeros_like(logits[:, 0])
-    finite = logits.clamp_min(torch.finfo(logits.dtype).min)  # padding: behind all tokens, before those taken
-    for draw in range(min(k, size)):
-        left = finite[:, draw % models].masked_fill(scores > 0, -torch.inf)
-        scores.scatter_(1, left.argmax(-1, keepdim=True), float(k - draw))
-    return scores

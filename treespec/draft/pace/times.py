@@ -1,4 +1,6 @@
-"""What a forward over a tree and a level of drafts cost: measured once for a device and a model, kept in a file."""
+"""What a forward over a tree and a level of drafts cost: measured once for a device and a model,
+kept in a file.
+"""
 
 import hashlib
 import json
@@ -7,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -15,20 +17,25 @@ import torch
 from treespec.draft.proposer import Proposer
 from treespec.errors import InputError
 from treespec.files import read_json
-from treespec.target import Target
+
+if TYPE_CHECKING:
+    from treespec.target import Target  # transformers comes with it
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds. target: of the forward over as many nodes as `nodes` says.
+    """Measured costs of a cycle's parts, in seconds.
 
-    Of the first level of drafts and of every further one with one node: begin and step of trees that are chosen level
-    by level, fixed of trees whose shape is settled before, both of the likeliest tokens; drawn of trees where several
-    tokens a node are drawn, single of chains of draws. row: what every further node of a level adds. rest: what a
-    cycle takes beside the target's forward and the drafts, to verify and to commit: without drafts, of the likeliest
-    tokens, of single draws, of several a node.
+    target: the target's forward over a tree of `nodes` nodes, for each entry of `nodes`.
+    begin, step: the first level of drafts, and each further one with one node, of trees chosen
+    level by level.
+    fixed, single, drawn: both of these for trees whose shape is settled before drafting: of the
+    likeliest tokens, of chains of draws, and of trees with several draws a node.
+    row: each further node of a level.
+    rest: verifying and committing, in a cycle without drafts, of the likeliest tokens, of chains of
+    draws, and of several draws a node.
     """
 
     nodes: tuple[int, ...]
@@ -42,9 +49,10 @@ class Times:
     rest: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def levels(self, draws: int | None) -> tuple[float, float]:
-        """Seconds of the first level and of each further one.
+        """Seconds of the first level of drafts, and of each further level.
 
-        draws: at a node; 0 where the likeliest are taken; None where they are, and the tree is chosen level by level.
+        draws: at a node; 0: the likeliest tokens are taken; None: they are, and the tree is chosen
+        level by level.
         """
         if draws is None:
             return self.begin, self.step
@@ -60,7 +68,9 @@ class Times:
         return self.rest[1 + min(draws or 0, 2)]
 
     def forward(self, most: int) -> np.ndarray:
-        """[most] seconds of the target's forward over 1, 2, … nodes: no less for more, straight lines between."""
+        """[most] seconds of the target's forward over 1, 2, … nodes: no less for more, straight
+        lines between.
+        """
         known, at, n = np.maximum.accumulate(self.target), np.array(self.nodes), np.arange(1, most + 1)
         right = np.searchsorted(at, n).clip(1, len(at) - 1)
         slope = (known[right] - known[right - 1]) / (at[right] - at[right - 1])
@@ -68,7 +78,7 @@ class Times:
 
 
 def kept_times(file: Path) -> Times | None:
-    """What an earlier run measured; None for a file that is missing, damaged or not understood."""
+    """The times of an earlier run; None for a file that is missing, damaged or not understood."""
     try:
         fields = read_json(file, "it is measured again")
         nodes = tuple(fields["nodes"])
@@ -97,8 +107,10 @@ def seconds(values: Sequence[float], count: int) -> tuple[float, ...]:
     return found
 
 
-def key(target: Target, proposer: Proposer | None) -> str:
-    """What the times depend on, in short."""
+def key(target: "Target", proposer: Proposer | None) -> str:
+    """A digest of everything that the times depend on: device, threads, versions, target and draft
+    model.
+    """
     device = target.output_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {os.cpu_count()}"
     model = target.config.to_json_string()

@@ -1,0 +1,35 @@
+"""Which grower grows the trees of which policy."""
+
+from typing import Any
+
+from treespec.draft.grow.auto import AutoGrower
+from treespec.draft.grow.confident import ConfidentGrower
+from treespec.draft.grow.dynamic import DynamicGrower
+from treespec.draft.grow.grower import DraftModel, Grower, Means
+from treespec.draft.grow.sampled import SampledGrower
+from treespec.draft.grow.static import StaticGrower
+from treespec.trees.auto import AutoTree
+from treespec.trees.confident import ConfidentChain
+from treespec.trees.dynamic import DynamicTree
+from treespec.trees.sampled import SampledTree
+from treespec.trees.shape import Policy
+from treespec.trees.static import StaticTree
+from treespec.verify.scheme import Scheme
+
+GROWERS: dict[type, type[Grower[Any]]] = {
+    StaticTree: StaticGrower,
+    DynamicTree: DynamicGrower,
+    SampledTree: SampledGrower,
+    AutoTree: AutoGrower,
+    ConfidentChain: ConfidentGrower,
+}
+
+
+def check_fit(policy: Policy, scheme: Scheme, model: DraftModel) -> None:
+    """Raises InputError for a policy, scheme and draft model that may not go together."""
+    GROWERS[type(policy)].fits(policy, scheme, model)
+
+
+def new_grower(policy: Policy, means: Means) -> Grower[Any]:
+    """The grower of one text."""
+    return GROWERS[type(policy)](policy, means)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol, Self, cast
 from torch import Tensor, nn
 
 from treespec.draft.per_text import PerText
-from treespec.heads.head import Head
 
 if TYPE_CHECKING:
-    from treespec.cache import TreeCache  # transformers comes with it
+    from treespec.cache import TreeCache  # transformers comes with it, and with heads
+    from treespec.heads.head import Head
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Proposer(PerText, Protocol):
     models, whose draws take turns; its logits are [F, M, N] in place of [F, N].
     """
 
-    head: Head | None = None
+    head: "Head | None" = None
     law_per_draw: bool = False
     vocab_size: int  # V of the target
 

@@ -149,12 +149,13 @@ SAVED = {  # by version 0.1.0, all defaults
      'verifier': 'auto'},
 }
 # fmt: on
+REMOVED = {"compile"}
 NEWER = {BenchConfig: {"template"}}  # options that the earlier version lacked
 
 
 @pytest.mark.parametrize("kind", SAVED, ids=lambda kind: kind.__name__)
 def test_a_saved_configuration_and_its_defaults_are_unchanged(kind):
-    saved = SAVED[kind]
+    saved = {name: value for name, value in SAVED[kind].items() if name not in REMOVED}
     again = asdict(kind(**saved))
     assert {name: again[name] for name in saved} == saved
     assert again.keys() - saved.keys() == NEWER.get(kind, set())

@@ -181,6 +181,12 @@ def test_only_the_command_line_imports_the_command_line():
         assert not [m for m in imported(file) if m.startswith("treespec.cli")], file
 
 
+def test_only_the_command_line_changes_the_allocator():
+    """A program that imports treespec keeps its own."""
+    setters = {place_of(name) for name in MODULES if "treespec.model.allocator" in imported_when_run(MODULES[name])}
+    assert setters == {"cli"}
+
+
 def test_the_command_line_loads_nothing_heavy():
     code = (
         "import sys, treespec.cli; print([m for m in ('torch', 'transformers', 'numpy', 'scipy') if m in sys.modules])"

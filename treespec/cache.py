@@ -1,13 +1,14 @@
-"""Keys and values of B texts: a forward writes N nodes in every row, of which each text keeps its accepted ones.
+"""The cache of B texts: a forward writes N nodes in every row, and each text keeps its accepted ones.
 
-A layer's storage is [B, heads, capacity, head_dim]: what one head attends to lies together. A forward writes all rows
-at the same columns, behind the longest text; `commit` moves what a text keeps to its own end, and forgets the rest:
+A layer's storage is [B, heads, capacity, head_dim], so that the columns of one KV head lie together. A forward writes
+all rows at the same columns, behind the longest text. `commit` moves a text's accepted nodes to its own end and
+forgets the rest:
 
     committed      a forward over 4 nodes       commit([[0, 2], [0, 1, 3]])
     | a b c d      | a b c d 0 1 2 3            | a b c d 0 2
     | p q          | p q . . 0 1 2 3            | p q 0 1 3
 
-Masks hide the gaps; they hold numbers all the same, as no weight hides what is not a number.
+Gaps are masked but must stay finite: 0 · NaN is NaN.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,12 +33,12 @@ class TreeLayer(CacheLayerMixin):
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Room for the rows of [B, heads, N, D]."""
+        """Allocate storage for the rows of [B, heads, N, D]."""
         b, heads, _, _ = key_states.shape
         self._hold(*(x.new_zeros(b, heads, self.capacity, x.shape[3]) for x in (key_states, value_states)))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [B, heads, N, D] behind what there is; returns all, [B, heads, length + N, D]."""
+        """Write [B, heads, N, D] at `length`; returns all columns, [B, heads, length + N, D]."""
         end = self.length + key_states.shape[-2]
         self.reserve(end)
         if not self.is_initialized:
@@ -55,7 +56,7 @@ class TreeLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def reserve(self, columns: int) -> None:
-        """Double the capacity until so many columns fit; what there is is copied once."""
+        """Double the capacity until `columns` fit; the storage is copied once."""
         capacity = self.capacity
         while capacity < columns:
             capacity *= 2
@@ -63,16 +64,16 @@ class TreeLayer(CacheLayerMixin):
             self.fill([(self, len(self.storage[0]) if self.is_initialized else 0)], capacity)
 
     def fill(self, parts: Sequence[tuple["TreeLayer", int]], capacity: int) -> None:
-        """Hold the rows of layers, so many of each; one without storage has nothing in its rows.
+        """Join layers into this one. parts: (layer, its batch rows); rows of a layer without storage are zeros.
 
         An interrupt leaves this layer as it was: storage and capacity change at the end, together.
         """
-        known = [layer.storage for layer, _ in parts if layer.is_initialized]
-        if not known:
+        storages = [layer.storage for layer, _ in parts if layer.is_initialized]
+        if not storages:
             self.capacity = capacity
             return
         rows = sum(rows for _, rows in parts)
-        storage = [x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in known[0]]
+        storage = [x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in storages[0]]
         first = 0
         for layer, rows in parts:
             if layer.is_initialized:
@@ -89,7 +90,7 @@ class TreeLayer(CacheLayerMixin):
                 states[row, :, : other.length] = new[0, :, : other.length]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; an interrupt leaves the layer as it was."""
+        """Keep these batch rows, in this order; an interrupt leaves the layer as it was."""
         if self.is_initialized:
             index = torch.tensor(rows, device=self.device)
             self._hold(*(states.index_select(0, index) for states in self.storage))
@@ -114,8 +115,9 @@ class TreeLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """The `Cache` that a transformers model is given: one `TreeLayer` a layer. lengths: committed positions by text.
 
-    While rows come and go there are no lengths: a cache without texts is one whose change was interrupted, and
-    `Decoder` makes a new one. Other changes leave what is committed where it is, and `rewind` makes the cache whole.
+    `select` and `join` empty the lengths while they move batch rows. So a cache without lengths is one whose change was
+    interrupted, and `Decoder` makes a new one. All other changes leave committed columns alone, and `rewind` makes the
+    cache whole again.
     """
 
     def __init__(self, layers: int, capacity: int = 512) -> None:
@@ -129,19 +131,22 @@ class TreeCache(Cache):
         return max(self.lengths, default=0)
 
     def reserve(self, columns: int) -> None:
-        """Room for so many columns, at once where they are known."""
+        """Allocate `columns` in every layer at once, where the length is known beforehand."""
         for layer in self.tree_layers:
             layer.reserve(columns)
 
     @torch.no_grad()
     def commit(self, nodes: Sequence[Sequence[int]]) -> None:
-        """Each text keeps nodes of the last forward, ascending numbers. What stands right is not moved."""
+        """Keep each text's accepted nodes of the last forward, in ascending order; others are forgotten."""
+        # 1. List the columns to move: (batch row, from, to). Nodes already in place are not copied.
         end, moves = self.end, []
         for row, (length, kept) in enumerate(zip(self.lengths, nodes, strict=True)):
             moves += [(row, end + node, length + i) for i, node in enumerate(kept) if end + node != length + i]
+
+        # 2. Copy them in every layer. Layers of equal shape and device share one index.
         if moves:
             row, source, place = torch.tensor(moves).T
-            flat: dict[Any, Tensor] = {}
+            flat: dict[tuple[torch.device, int, int], Tensor] = {}
             for layer in self.tree_layers:
                 if not layer.is_initialized:
                     continue
@@ -152,17 +157,19 @@ class TreeCache(Cache):
                         flat[kind] = (head * capacity + torch.stack([source, place])[:, None]).flatten(1).to(device)
                     columns = states.flatten(0, 2)
                     columns.index_copy_(0, flat[kind][1], columns.index_select(0, flat[kind][0]))
+
+        # 3. Set the new lengths.
         self.rewind([length + len(kept) for length, kept in zip(self.lengths, nodes, strict=True)])
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Only so many positions of each text stay committed. Growing this way is for `commit` alone."""
+        """Truncate each text to `lengths`. Only `commit` may pass longer ones."""
         self.lengths = list(lengths)
         for layer in self.tree_layers:
             layer.length = self.end
 
     @contextmanager
     def writing_at(self, column: int) -> Iterator[None]:
-        """Inside, forwards write at this column: behind nodes of earlier forwards that are not committed."""
+        """Inside, forwards write at `column`, behind uncommitted nodes of earlier forwards."""
         before = [layer.length for layer in self.tree_layers]
         try:
             for layer in self.tree_layers:

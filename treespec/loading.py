@@ -26,7 +26,6 @@ def load_sources(
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
     trust_remote_code: bool = False,
-    compile: bool = False,
 ) -> tuple[Target, dict[str, Source]]:
     """A target, and by drafter name each source of drafts for it; options as for `load`.
 
@@ -48,8 +47,6 @@ def load_sources(
     drafting = {name: source_of(name, model) for name in drafters}
     if model.model is not target:  # a model that the caller holds keeps its weights as they are
         pack(model.model)
-    if compile:
-        model.compile()
     sources = {name: source for name, own in drafting.items() if (source := source_for(own, model))}
     for module in (module for source in sources.values() for module in source.models):
         pack(module)

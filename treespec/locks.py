@@ -1,7 +1,7 @@
 """One thread at a time computes with a model.
 
-A forward over a tree changes the model while it runs: drafts by the target itself swap layers, taps hang hooks on them,
-and compiled layers write where they wrote before. So the lock belongs to the model, whatever wraps it: two `Spec`s over
+A forward over a tree changes the model while it runs: drafts by the target itself swap layers, and taps hang hooks on
+them. So the lock belongs to the model, whatever wraps it: two `Spec`s over
 one model take turns, a cycle each.
 """
 

@@ -78,13 +78,6 @@ class PlacementOptions(CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingOptions(PlacementOptions):
-    PANEL = "Target"
-
-    compile: bool = option("compile the forwards of target and head: faster, after up to a minute of compiling", False)
-
-
-@dataclass(frozen=True, kw_only=True)
 class DrafterOptions(CommandOptions):
     """What drafts, and how its tokens are verified."""
 

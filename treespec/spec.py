@@ -102,7 +102,7 @@ class Spec:
         return Spec(self.target, None, template=self.template)
 
     def warm_up(self) -> None:
-        """Decode a few tokens, so that first-time compilation and measuring are over."""
+        """Decode a few tokens, so that first-time measuring is over."""
         self.generate([0] * 8, max_new_tokens=8)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -254,22 +254,21 @@ def load(
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
     trust_remote_code: bool = False,
-    compile: bool = False,
 ) -> Spec:
     """Load a target and a source of drafts, placed by accelerate, for decoding only.
 
-    target: directory, hub id, or a loaded transformers model. A loaded model stays usable but
-    changes for good: evaluation mode, no gradients, attention that takes trees, compiled layers
-    with `compile`. Its weights stay as they are; a model loaded here has them packed where that is
-    faster (bfloat16 on a CPU). tokenizer: default the directory's own; a model object without one
-    takes and gives token ids only. head: directory or hub id of a trained head of any kind.
-    drafter: `kind:value` in place of a head, with a kind of `treespec.draft.sources.SOURCES`, such
-    as lookup. Default: one token at a time. tree: a form of `treespec.trees.policy.FORMS`. Default:
-    the verifier's. verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a
-    lossy one. template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as
-    transformers take them. trust_remote_code: run Python files from the target's or a draft model's
-    directory. compile: compile the forwards of target and head, see `Target.compile`. Raises
-    InputError, or HeadError and TreeError, for models, names and files that cannot be used.
+    target: directory, hub id, or a loaded transformers model. A loaded model stays usable but changes
+    for good: evaluation mode, no gradients, attention that takes trees.
+    Its weights stay as they are; a model loaded here has them packed where that is faster (bfloat16 on
+    a CPU).
+    tokenizer: default the directory's own; a model object without one takes and gives token ids only.
+    head: directory or hub id of a trained head of any kind. drafter: `kind:value` in place of a head,
+    with a kind of `treespec.draft.sources.SOURCES`, such as lookup. Default: one token at a time.
+    tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
+    verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
+    template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers take
+    them. trust_remote_code: run Python files from the target's or a draft model's directory.
+    Raises InputError, or HeadError and TreeError, for models, names and files that cannot be used.
     """
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
@@ -282,7 +281,6 @@ def load(
         dtype=dtype,
         max_memory=max_memory,
         trust_remote_code=trust_remote_code,
-        compile=compile,
     )
     source = sources[named] if named else None
     calibration = calibration_of(source, named) if source and named else None

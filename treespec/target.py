@@ -7,9 +7,8 @@ cannot hold a tree is refused by name, and the first forward after loading is ch
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -17,11 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treespec.cache import TreeCache
-from treespec.errors import InputError, first_line
-from treespec.model.allocator import keep_freed_memory
 from treespec.model.attention import repeats, stack_query_heads
 from treespec.model.chunks import causal_chunks
-from treespec.model.compiled import Compiled, Room, padded, padded_mask
 from treespec.model.inspect import (
     context_length,
     decoder_of,
@@ -33,9 +29,8 @@ from treespec.model.inspect import (
 )
 from treespec.model.masks import additive_masks, together, unpadded
 from treespec.model.output import rows_of_output, scaled
-from treespec.model.plain import check_against_plain_model, understand
-from treespec.model.regions import CompiledLayers
-from treespec.model.taps import captured, over_layers, tapped
+from treespec.model.plain import understand
+from treespec.model.taps import captured, tapped
 from treespec.model.weights import load_model
 from treespec.text.tokenizers import load_tokenizer
 from treespec.trees.mask import attention_mask, positions
@@ -73,7 +68,7 @@ class Target:
             self.output_device = understand(self)
 
     def _read(self, model: PreTrainedModel) -> None:
-        """What a model and its config say."""
+        """Read layers, sizes, windows and end tokens from the model and its config."""
         refuse_what_cannot_branch(model)
         stack_query_heads(model)
         self.decoder = decoder_of(model)
@@ -90,26 +85,7 @@ class Target:
         self.windows = layer_windows(self.config)
         self.stack = layers_of(self.decoder, self.layers)
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries
-        self.compiled: Compiled | CompiledLayers | None = None
         self.repeats_masks = True  # once for all layers; no model that computes with masks takes them so
-
-    def compile(self, backend: str | Callable[..., Any] = "inductor", buckets: bool | None = None) -> None:
-        """From now on compile the forwards over nodes: on a CPU by the layer and at once, else by the bucket.
-
-        backend: torch.compile's. buckets: None is for all devices but a CPU. Raises InputError for a model that
-        accelerate moves between devices, and for layers that torch.compile makes no graph of, or a wrong one.
-        """
-        if any(hasattr(module, "_hf_hook") for module in self.model.modules()):
-            raise InputError("--compile takes a model that lies on one device: leave it out, or take a larger device")
-        if self.device.type != "cpu" if buckets is None else buckets:
-            self.compiled = Compiled(partial(over_layers, self.decoder), self.device, backend)
-            return
-        self.compiled = CompiledLayers(self.decoder, self.stack, backend)
-        try:
-            check_against_plain_model(self)
-        except (InputError, torch._dynamo.exc.TorchDynamoException) as error:
-            name = type(self.model).__name__
-            raise InputError(f"--compile fails for {name}, leave it out: {first_line(error)}") from error
 
     @classmethod
     def load(
@@ -127,7 +103,6 @@ class Target:
 
         trust_remote_code: run the Python files that the directory or repository brings.
         """
-        keep_freed_memory()
         path = os.path.expanduser(path)
         options = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
         options = {name: value for name, value in options.items() if value is not None}
@@ -141,12 +116,12 @@ class Target:
 
     @property
     def embed_scale(self) -> float:
-        """What the model multiplies its embeddings by (Gemma, Granite)."""
+        """The factor on the model's embeddings (Gemma, Granite)."""
         own = getattr(self.model.get_input_embeddings(), "embed_scale", 1.0)
         return float(own) * getattr(self.config, "embedding_multiplier", 1.0)
 
     def embeddings(self, tokens: Tensor) -> Tensor:
-        """[...] tokens -> [..., H] what the first layer is given of them, on the device of the features."""
+        """[...] tokens -> [..., H] the first layer's input, on the device of the features."""
         rows = self.model.get_input_embeddings()(tokens.to(self.device)).to(self.output_device)
         return rows * getattr(self.config, "embedding_multiplier", 1.0)
 
@@ -177,9 +152,9 @@ class Target:
     ) -> Tensor:
         """Commit a stretch of each text, in chunks. tokens: [B, P] int64. Returns features [B, P, H].
 
-        chunk: tokens, None for as many as keep their mask small beside the weights: 512, 256, … or 16, so that few
-        shapes occur, of each of which the libraries keep something. counts: so many of each text's tokens, None for
-        all; the others fill up, and so do their features.
+        chunk: tokens per forward. Default: a power of two (16 to 512) whose mask stays small compared with the
+        weights; few shapes, because oneDNN caches memory for each.
+        counts: tokens to commit of each text, default all; the rest of its row is padding, also in the features.
         """
         b, length = tokens.shape
         cache.reserve(cache.end + length)
@@ -188,12 +163,12 @@ class Target:
             features = self._hidden(cache, tokens[:, one.columns], one.depth, one.causal, taps)[1]
             if whole is None:
                 whole = features.new_empty(b, length, features.shape[-1])
-            whole[:, one.columns] = features  # a copy: the next forward may write over a compiled graph's output
+            whole[:, one.columns] = features
         assert whole is not None
         return whole
 
     def rows_beside(self, columns: int) -> int:
-        """16, 32, … or 512: as many new positions as keep their mask over a cache of so many columns small."""
+        """New positions per forward, 16 to 512 by powers of two, whose mask over a cache of `columns` stays small."""
         room = max(16, min(512, self.mask_room // (columns + 512)))
         return 1 << (room.bit_length() - 1)
 
@@ -201,7 +176,7 @@ class Target:
     def features(self, tokens: Tensor, taps: tuple[int, ...] = (), last: bool = False) -> Tensor:
         """[B, T] tokens, padded on the right with anything -> [B, T, H] features, without a cache; for training.
 
-        last: with the last hidden state behind what is tapped.
+        last: append the last hidden state to the tapped ones.
         """
         with captured(self.stack, taps) as inputs:
             hidden = self.decoder(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
@@ -211,7 +186,7 @@ class Target:
         return torch.cat([*tapped, hidden] if last else tapped, dim=-1)
 
     def parted(self, features: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """[..., F] of `features(…, last=True)` as what a head is given and the last hidden state."""
+        """Split `features(…, last=True)`, [..., F], into the head's features and the last hidden state."""
         return (features[..., : -self.feature_width] if taps else features), features[..., -self.feature_width :]
 
     @torch.no_grad()
@@ -225,8 +200,8 @@ class Target:
     ) -> list[TreeOutput]:
         """The one forward of a cycle: a tree for each text of the cache, written behind it for `cache.commit` to keep.
 
-        A tree's extra rows are written behind its nodes. The smaller trees are filled up with nodes of token 0 below
-        nothing, which no other node sees.
+        A tree's extra rows are written behind its nodes. Smaller trees are padded with nodes of token 0 that no other
+        node sees.
         """
         given, depths, seen = zip(*(tree.forwarded() for tree in trees), strict=True)
         tokens, depth = together(given).clamp_min(0), together(depths)  # [B, N + M]
@@ -249,30 +224,22 @@ class Target:
         self, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """One forward of the decoder over [B, N] nodes: hidden states after the final norm, and features."""
-        n, layers = tokens.shape[1], cache.tree_layers
-        room = self.compiled.room(n, layers) if self.compiled else None
-        if room:
-            tokens, depth = padded(tokens, room.nodes), padded(depth, room.nodes)
-            ancestors = padded_mask(ancestors, Room(room.nodes, room.nodes))
-        places, seen = positions(depth, cache.lengths), attention_mask(ancestors, depth, cache.lengths)
-        if room and self.compiled:
-            given = self._given(tokens, places, seen, room.columns)
-            hidden, features = self.compiled(layers, room, *given, taps)
-            return hidden[:, :n], features[:, :n]
+        places = positions(depth, cache.lengths)
+        seen = attention_mask(ancestors, depth, cache.lengths)
         return self._forward(cache, tokens, places, seen, taps)
 
     @torch.no_grad()
     def forward_nodes(self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor) -> Tensor:
         """[B, N, H] hidden states, after the final norm, of nodes below those that earlier calls have written.
 
-        tokens: [B, N] int64. seen: [B, N, T] bool, what each sees of the T - N columns before them and of the N that
-        they are written at. places: [B, T] where the tokens of all these columns stand in their texts. Two texts
-        with a root, one of them with two children and the other with one (the second is filled up):
+        tokens: [B, N] int64. seen: [B, N, T] bool, which columns each node attends to: T - N earlier ones and the N
+        that this call writes. places: [B, T] positions of the tokens of all T columns. Two texts with a root; the
+        first has two children, the second has one and a padding node:
 
             columns   | a b c | r | x y |   places 0 1 2 3 4 4   x sees a b c r x, y sees a b c r y
                       | p q . | r | x . |          0 1 . 2 3 3   x sees p q r x
 
-        Nothing is committed: the cache is left as it was found but for what stands behind its end.
+        Nothing is committed: only columns behind the cache's end change.
         """
         with cache.writing_at(seen.shape[2] - tokens.shape[1]):
             return self._forward(cache, tokens, places, seen, ())[0]
@@ -282,12 +249,10 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         return tapped(self.decoder, self.stack, cache, *self._given(tokens, places, seen), taps)
 
-    def _given(
-        self, tokens: Tensor, places: Tensor, seen: Tensor, columns: int | None = None
-    ) -> tuple[Tensor, Tensor, Any]:
+    def _given(self, tokens: Tensor, places: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Tokens, positions [B, N] and masks, as the decoder takes them."""
         # Learned positions end at the context length; a node beyond it is never kept.
         own = places[:, -tokens.shape[1] :].clamp_max(self.context_length - 1)
         repeated = repeats(self.config, tokens.shape[1]) if self.repeats_masks else 1
-        masks = additive_masks(self.windows, places, seen, self.dtype, self.device, columns, repeated)
+        masks = additive_masks(self.windows, places, seen, self.dtype, self.device, repeated)
         return tokens.to(self.device), own.to(self.device), masks

@@ -20,7 +20,6 @@ from treespec.eval.acceptance.table import report_of
 from treespec.eval.common import Step, listed
 from treespec.eval.report import markdown
 from treespec.files import locked, write_json, write_text
-from treespec.model.allocator import keep_freed_memory
 from treespec.sampling import SamplingParams
 from treespec.verify.rates import OPTIMA
 from treespec.verify.registry import SCHEMES, scheme_by_name
@@ -60,7 +59,6 @@ def rated(
     else:
         logits, environment = collected(config, report)
 
-    keep_freed_memory()
     generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(config.seed)
     total, done = sum(len(found) for found, _, _ in planned), 0
     left_out: dict[str, str] = {}

@@ -9,8 +9,8 @@ from treespec.shared_options import (
     FASTEST,
     VERIFIER,
     AnswerOptions,
-    DecodingOptions,
     DrafterOptions,
+    PlacementOptions,
     QuestionOptions,
     TargetOptions,
 )
@@ -20,7 +20,7 @@ NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tree sizes of the timed forwards
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig(TargetOptions, DecodingOptions, DrafterOptions, QuestionOptions, AnswerOptions):
+class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptions, AnswerOptions):
     """Raises InputError for a number out of its range and unless one drafter option is given."""
 
     out: str = option("folder for bench.json, bench.md and plots")

@@ -64,7 +64,6 @@ def measured_in(
         device_map=config.device_map,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
-        compile=config.compile,
     )
     target = spec.target
     theirs = target

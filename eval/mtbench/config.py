@@ -13,7 +13,7 @@ from treespec.shared_options import (
     FASTEST,
     TREE,
     VERIFIER,
-    DecodingOptions,
+    PlacementOptions,
     QuestionOptions,
     SamplingOptions,
     TargetOptions,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(TargetOptions, DecodingOptions, TreeOptions, SamplingOptions, QuestionOptions):
+class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, QuestionOptions):
     """Raises InputError for a number out of its range and unless one drafter option is given."""
 
     out: str = option("folder for answers and summary; the same command resumes there")

@@ -17,6 +17,7 @@ from treespec.identity import identity_of
 
 SUMMARY_ONLY = ("out", "resamples", "allow_lossy")  # options that change no answer
 PLACES = ("target", "head")  # known by content: the same model may be named by another path
+REMOVED = ("compile",)  # options of earlier versions, which changed no law
 MODELS = ("head", "model", *KINDS)  # drafters that are models
 
 
@@ -35,7 +36,8 @@ def read_record(file: Path, record: dict[str, Any]) -> dict[str, Any] | None:
         return None
     before = read_json(file, "choose another --out")
     try:
-        theirs, ours = asdict(EvalConfig(**before["config"])), record["config"]  # newer options have their defaults
+        options = {name: value for name, value in before["config"].items() if name not in REMOVED}
+        theirs, ours = asdict(EvalConfig(**options)), record["config"]  # newer options have their defaults
         same_questions = before["questions"] == record["questions"]
         before["environment"].items()
         listed_models(before)

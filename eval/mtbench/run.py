@@ -87,7 +87,6 @@ def _evaluated(
             device_map=config.device_map,
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
-            compile=config.compile,
         )
         spec = Spec(target, None, template=config.template)
         calibrations = {name: calibration_of(source, name) for name, source in sources.items()}

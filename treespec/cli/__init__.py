@@ -25,6 +25,7 @@ from treespec.cli.regenerate import regenerate
 from treespec.cli.skip import skip
 from treespec.cli.train import train
 from treespec.cli.tree import tree
+from treespec.model.allocator import keep_freed_memory
 
 app = typer.Typer(
     name="treespec",
@@ -70,4 +71,5 @@ def main() -> None:
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):  # libraries' progress bars
             os.environ.setdefault(name, "1")
+    keep_freed_memory()  # the process is ours; a program that imports treespec keeps its own allocator
     sys.exit(run(app, sys.argv[1:]))

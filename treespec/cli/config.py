@@ -1,6 +1,5 @@
 """What chat and generate are told: what decodes, and how it samples."""
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,7 @@ from treespec.cli.terminal import end_notice
 from treespec.errors import InputError
 from treespec.options import SEEDS, option
 from treespec.shared_options import (
-    DecodingOptions,
+    PlacementOptions,
     SamplingOptions,
     TargetOptions,
     TreeOptions,
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(TargetOptions, DecodingOptions, TreeOptions):
+class ModelConfig(TargetOptions, PlacementOptions, TreeOptions):
     """What decodes. Without a head or another drafter it is the target, one token at a time."""
 
 
@@ -82,15 +81,9 @@ def refuse_unused(config: ModelConfig) -> None:
 
 def load_spec(config: ModelConfig) -> "Spec":
     """Check, then load what answers."""
-    # 1. Check, and say what is slow.
     begin(config)
     from treespec.spec import load
 
-    if config.compile:
-        end_notice()
-        print("compiling, which may take a minute …", file=sys.stderr)
-
-    # 2. Load, and let a compiled model decode once.
     spec = load(
         config.target,
         config.head,
@@ -102,9 +95,6 @@ def load_spec(config: ModelConfig) -> "Spec":
         device_map=config.device_map,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
-        compile=config.compile,
     )
-    if config.compile:
-        spec.warm_up()
     end_notice()
     return spec

@@ -15,8 +15,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from treespec.model.compiled import BUCKETS
-
 NAME = "sdpa_tree"
 
 
@@ -25,9 +23,8 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """query: [B, heads, N, D]; key, value: [B, key-value heads, T, D]. Returns [B, N, heads, D].
 
-    attention_mask: [B or 1, 1, N, T], additive, or its rows repeated for each head of a group (`repeats`). Without one,
-    or with anything else, it is transformers' function; so it is for so many nodes that to repeat the mask would copy
-    more than keys and values.
+    attention_mask: [B or 1, 1, N, T], additive, or its rows repeated for each head of a group (`repeats`).
+    transformers' own function runs where the mask is missing or of another shape, and beyond `most_nodes`.
     """
     n, groups = query.shape[2], query.shape[1] // key.shape[1]
     own = None if attention_mask is None else attention_mask[:, :, :n]
@@ -43,12 +40,15 @@ def tree_attention(
 
 
 def most_nodes(heads: int, width: int) -> int:
-    """Nodes whose query heads are stacked, of a cache of so many key-value heads of a width; all that are compiled."""
-    return max(BUCKETS[-1], 2 * heads * width)
+    """Nodes up to which stacking query heads pays: beyond, repeating the mask copies more than the keys and values.
+
+    heads: KV heads. width: of a head.
+    """
+    return max(128, 2 * heads * width)
 
 
 def repeats(config: PreTrainedConfig, nodes: int) -> int:
-    """How often each row of a mask over so many nodes is best repeated for a model's layers; 1 where they differ."""
+    """How often to repeat each row of a mask over `nodes` for a model's layers; 1 where layers differ."""
     try:
         heads, queries = getattr(config, "num_key_value_heads", None), config.num_attention_heads
         width = getattr(config, "head_dim", None)

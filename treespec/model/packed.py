@@ -4,7 +4,6 @@ torch brings a bfloat16 weight into oneDNN's blocked order at every call, which 
 multiply. Here that is done once, when a model is loaded to decode.
 """
 
-from functools import cache
 from typing import final
 
 import torch
@@ -25,34 +24,10 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], no gradient."""
-        if torch.compiler.is_compiling():
-            return torch.ops.treespec.packed_linear(x, self.packed, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
-
-@torch.library.custom_op("treespec::packed_linear", mutates_args=())
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """What `PackedLinear` does, for graphs: those of torch's own know packed weights as constants alone."""
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-
-
-@packed_linear.register_fake
-def _(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], packed.shape[0])
-
-
-@cache
-def make_packed_compilable() -> None:
-    """From now on generated code calls oneDNN where a graph has a `packed_linear`."""
-    from torch._inductor.lowering import fallback_handler, register_lowering  # takes a second to import
-
-    call = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
-    register_lowering(torch.ops.treespec.packed_linear.default, type_promotion_kind=None)(
-        lambda x, packed, bias: call(x, packed, bias, "none", [], "")
-    )
 
 
 def pack(model: nn.Module) -> None:

@@ -1,33 +1,12 @@
 """A decoder's forward, with what goes into the layers that a head taps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
-
-
-def over_layers(
-    decoder: nn.Module,
-    layers: Sequence[CacheLayerMixin],
-    tokens: Tensor,
-    positions: Tensor,
-    masks: Any,
-    taps: tuple[int, ...],
-) -> tuple[Tensor, Tensor]:
-    """The decoder over [B, N] nodes and any layers of a cache: hidden states after the final norm, and features."""
-    out = decoder(
-        input_ids=tokens,
-        position_ids=positions,
-        attention_mask=masks,
-        past_key_values=Cache(layers=list(layers)),
-        use_cache=True,
-        output_hidden_states=bool(taps),
-    )
-    hidden = out.last_hidden_state
-    return hidden, torch.cat([out.hidden_states[k] for k in taps], dim=-1) if taps else hidden
+from transformers.cache_utils import Cache
 
 
 @contextmanager

@@ -115,5 +115,5 @@ def key(target: "Target", proposer: Proposer | None) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {os.cpu_count()}"
     model = target.config.to_json_string()
     parts = [name, torch.get_num_threads(), str(target.dtype), torch.__version__]
-    parts += [target.layers, model, proposer.identity if proposer else None, target.compiled is not None]
+    parts += [target.layers, model, proposer.identity if proposer else None]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]

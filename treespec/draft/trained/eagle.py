@@ -14,7 +14,6 @@ from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead, config_for
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.model.chunks import causal_chunks
-from treespec.model.compiled import FixedLayer, padded, padded_mask
 from treespec.model.masks import rows_of, together, unpadded
 from treespec.target import Target
 from treespec.trees.mask import committed
@@ -103,8 +102,6 @@ class EagleProposer(Proposer):
         """chunk: pairs per forward of the head. Default: the target's chunk size."""
         self.head, self.target, self.chunk = head, target, chunk
         self.vocab_size = target.vocab_size
-        compiled = target.compiled
-        self.compiled = compiled.likewise(head, over_layer, target.output_device) if compiled else None
         self.cache = TreeCache(layers=1)
         self.waiting = [self._nothing()]  # pairs of each text
         self.positions = torch.empty(0)  # [B, 1] positions of the last level's features
@@ -180,33 +177,13 @@ class EagleProposer(Proposer):
         return list(logits.split(sizes))
 
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """tokens: [B, T]; features: [B, T, H]; positions: [B, T or 1]; mask: [B, T, P + T].
-
-        Returns [B, T, H].
-        """
-        layer, n = self.cache.tree_layers[0], tokens.shape[1]
-        if self.compiled and (room := self.compiled.room(n, [layer])):
-            seen, positions = padded_mask(mask, room)[:, None], padded(positions.expand(-1, n), room.nodes)
-            tokens, features = padded(tokens, room.nodes), padded(features, room.nodes)
-            hidden = self.compiled([layer], room, tokens, features, positions, seen)[:, :n]
-            hidden = hidden.clone()  # the next step may write over a graph's output
-        else:
-            hidden = self.head.step(tokens, features, positions, mask[:, None], layer)
-        layer.length += n
+        """tokens: [B, T]; features: [B, T, H]; positions: [B, T or 1]; mask: [B, T, P + T]. Returns [B, T, H]."""
+        layer = self.cache.tree_layers[0]
+        hidden = self.head.step(tokens, features, positions, mask[:, None], layer)
+        layer.length += tokens.shape[1]
         return hidden
 
     def _nothing(self) -> "Pairs":
         device = self.target.output_device
         features = torch.empty(0, self.head.feature_size, dtype=self.head.dtype, device=device)
         return Pairs(features, torch.empty(0, dtype=torch.int64, device=device))
-
-
-def over_layer(
-    head: EagleHead | Eagle3Head,
-    layers: Sequence[FixedLayer],
-    tokens: Tensor,
-    features: Tensor,
-    positions: Tensor,
-    mask: Tensor,
-) -> Tensor:
-    return head.step(tokens, features, positions, mask, layers[0])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class RegenerateConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions):
     """Raises InputError for options that contradict each other and for numbers out of their range."""
 
-    target: str = option("target model: a directory or a hub id; with --endpoint the model's name there")
+    target: str = option("the model that answers: a directory or a hub id; with --endpoint its name there")
     out: str = option("directory for conversations.jsonl, which treespec train --data reads")
     data: str | None = option(
         "conversations whose questions are asked: JSONL in ShareGPT's form or as messages, or the name of a data set "

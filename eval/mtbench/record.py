@@ -27,6 +27,11 @@ def record_of(config: EvalConfig, questions: Sequence[Question], left_out: list[
     return {"config": asdict(config), "questions": asked, "left_out": left_out}
 
 
+def saved_config(record: dict[str, Any]) -> EvalConfig:
+    """A record's options: removed ones are left out, newer ones have their defaults."""
+    return EvalConfig(**{name: value for name, value in record["config"].items() if name not in REMOVED})
+
+
 def read_record(file: Path, record: dict[str, Any]) -> dict[str, Any] | None:
     """What OUT/config.json holds, if there is one. Raises InputError if it is of another evaluation.
 
@@ -36,8 +41,7 @@ def read_record(file: Path, record: dict[str, Any]) -> dict[str, Any] | None:
         return None
     before = read_json(file, "choose another --out")
     try:
-        options = {name: value for name, value in before["config"].items() if name not in REMOVED}
-        theirs, ours = asdict(EvalConfig(**options)), record["config"]  # newer options have their defaults
+        theirs, ours = asdict(saved_config(before)), record["config"]
         same_questions = before["questions"] == record["questions"]
         before["environment"].items()
         listed_models(before)

@@ -16,7 +16,8 @@ from treespec.errors import InputError
 from treespec.eval.bootstrap import Array, interval, resample
 from treespec.eval.common import STAGES
 from treespec.eval.mtbench.answers import Answer, read
-from treespec.eval.mtbench.config import Configuration, EvalConfig, configurations
+from treespec.eval.mtbench.config import Configuration, configurations
+from treespec.eval.mtbench.record import saved_config
 from treespec.files import read_json
 from treespec.verify.registry import verifier_by_name
 
@@ -32,7 +33,7 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
     temperature. Only questions that every configuration has answered count. Raises InputError if there is none.
     """
     record = read_json(out / "config.json", "choose another --out")
-    config = EvalConfig(**record["config"])
+    config = saved_config(record)
     asked = [c for c in configurations(config) if c.model_id not in record.get("unfit", ())]
     answered = {c: _answers(out / "answers" / f"{c.model_id}.jsonl") for c in asked}
     first, *others = answered.values()

@@ -215,7 +215,7 @@ def laws_file(folder: Path, p: Tensor | list[Any], q: Tensor | list[Any]) -> str
     ("changes", "message"),
     [
         ({"laws": None}, "--target and --head"),
-        ({"preset": "khan"}, "there are hu, khisti-draws"),
+        ({"preset": "khan"}, "must be hu, khisti-draws"),
         ({"samples": 1}, "--samples is 1, must be a whole number from 2"),
         ({"draws": "two"}, "--draws: 'two' is not a whole number"),
         ({"draws": "2", "draft_temperature": "1/1/1"}, "no list for --draws 2"),

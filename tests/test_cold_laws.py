@@ -117,13 +117,17 @@ def test_draws_beside_tokens_for_sure_give_it_too(number: int, sure: int) -> Non
 @pytest.mark.parametrize("asked", [3, [2, 1]], ids=["draws", "draws and tops"])
 @pytest.mark.parametrize("scheme", [Optimal(), Optimal(exact=1, first=1)])
 def test_the_mean_plan_of_optimal_is_the_targets_law(scheme: Optimal, asked: int | list[int]) -> None:
-    """Its draws carry scores, so they are sampled: no error of the mean is beyond chance."""
+    """Its draws carry uniforms, so they are sampled: no error of the mean is beyond chance."""
     runs = 60
     for temperature in (0.02, 0.05):
         p, q = (probs(rows, SamplingParams(temperature)) for rows in logits(torch.float32))
         rows = q.repeat_interleave(runs, 0)
-        k = asked if isinstance(asked, int) else torch.tensor([asked]).expand(len(rows), -1)
-        draws = scheme.draw(rows, k, torch.Generator().manual_seed(1))
+        generator = torch.Generator().manual_seed(1)
+        if isinstance(asked, int):
+            draws = scheme.draw(rows, asked, generator)
+        else:
+            drawn, sure = (torch.full((len(rows),), count) for count in asked)
+            draws = scheme.draw_with_sure(rows, drawn, sure, generator)
         plan = scheme.plan(p.repeat_interleave(runs, 0), rows, draws).double().view(*p.shape[:1], runs, -1)
         errors = (plan.mean(1) - unit(p)) / (plan.std(1) / runs**0.5 + EXACT[torch.float32])
         assert errors.abs().max() < norm.isf(ERROR / errors.numel() / 2)

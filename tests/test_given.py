@@ -252,6 +252,7 @@ class Credulous:
 
     scheme: TopK
     name: str = "credulous"
+    paced: bool = False
 
     def __call__(self, tree, p, generator):
         path = [0]

@@ -151,7 +151,7 @@ class Decoder:
                     text.root = verdict.tokens[-1]
                 if drafter:
                     drafter.settle([verdict.path for verdict in verdicts], outs)
-                    features = [out.features[kept] for out, kept in zip(outs, nodes, strict=True)]
+                    features = [_rows(out.features, kept) for out, kept in zip(outs, nodes, strict=True)]
                     tokens = []
                     for root, verdict in zip(roots.tolist(), verdicts, strict=True):
                         tokens.append(torch.tensor([root, *verdict.tokens], device=device))
@@ -262,6 +262,15 @@ class Decoder:
             if self.drafter:
                 self.drafter.select(rows)
             self.texts = [self.texts[row] for row in rows]
+
+
+def _rows(features: Tensor, nodes: list[int]) -> Tensor:
+    """The features of accepted nodes. The first nodes need no copy, as without drafts and in chains.
+
+    features: [N, F]. Returns [M, F].
+    """
+    first = nodes == list(range(len(nodes)))
+    return features[: len(nodes)] if first else features[nodes]
 
 
 def _take(text: Text, tree: TokenTree, verdict: Verdict) -> Iterator[Piece]:

@@ -77,7 +77,7 @@ def logits_of(
     positions: int = 0,
     report: Callable[[Step], None] = lambda step: None,
 ) -> Logits:
-    """At draft step `step`, on the host in the model's dtype; so many positions, evenly spread; 0 is all.
+    """At draft step `step`, on the host in the model's dtype; `positions` of them, evenly spread; 0 takes all.
 
     Raises InputError where no text is long enough.
     """

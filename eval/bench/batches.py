@@ -18,7 +18,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """name: of what answers, so many texts at a time."""
+    """name: what answers, and how many texts it takes at a time."""
 
     name: str
     temperature: float

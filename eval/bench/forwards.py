@@ -22,7 +22,7 @@ WARM_UP = 2  # rounds
 
 @dataclass(frozen=True)
 class Case:
-    """what: "target" over a tree of so many nodes, "begin" of a cycle over so many tokens, "extend" by a level."""
+    """what: "target" over a tree of `nodes`, "begin" of a cycle over as many tokens, "extend" by a level."""
 
     what: str
     nodes: int

@@ -23,7 +23,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @torch.no_grad()
 def pad(target: Target, layers: int) -> float:
-    """Append so many copies of a target's last layer, with nothing but zeros written into the residual stream.
+    """Append `layers` copies of a target's last layer, with nothing but zeros written into the residual stream.
 
     The projections that write there are found by running the layer: the last linear one of each of its parts
     (attention, MLP). Returns the largest difference of a logit from before, 0.0 where they are the same to the bit.
@@ -53,7 +53,7 @@ def pad(target: Target, layers: int) -> float:
         difference = float((padded - plain).abs().max())
         if not difference <= 16 * torch.finfo(model.dtype).eps * float(plain.abs().max()):
             raise ValueError(f"its logits change by {difference:.3g}, so its layers write by other ways than these")
-    except Exception as error:  # a model that expects so many layers raises what it likes
+    except Exception as error:  # a model that checks its number of layers raises what it likes
         del stack[before:]
         _say(config, before, kinds)
         raise InputError(

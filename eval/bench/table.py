@@ -141,8 +141,9 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
     if config["batches"]:
         lines.append(
-            "Batches: so many texts in every forward, the place of one that has ended taken by the next; tokens of all "
-            "texts by the clock, prefill included; by one token: over one-token decoding of as many texts."
+            "Batches: every forward takes that many texts, and the next text takes the place of one "
+            "that has ended. Tokens of all texts by the clock, prefill included. By one token: over "
+            "one-token decoding of the same number of texts."
         )
     for measured in result["paddings"]:
         if measured["added"]:

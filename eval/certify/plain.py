@@ -113,7 +113,7 @@ def seeds(seed: int, side: int) -> Iterator[int]:
 
 
 def spread(prompts: Sequence[list[int]], copies: int, batch: int) -> list[list[tuple[int, list[int]]]]:
-    """Numbered prompts, so many copies of each, in stretches of 8 texts or more.
+    """Numbered prompts, several copies of each, in stretches of 8 texts or more.
 
     Alone the copies of a prompt follow one another and reuse it; in a batch the prompts alternate.
     """

@@ -99,7 +99,7 @@ def row_of(source: str, system: str | None, questions: Iterable[str]) -> Row:
 
 
 def cut(row: Row, questions: int) -> Row:
-    """The first so many questions of a row, whose answers they do not change."""
+    """Keep the first questions of a row; leaving out later ones changes no answer."""
     return row if questions == len(row.questions) else replace(row, questions=row.questions[:questions])
 
 

@@ -111,7 +111,7 @@ def layer_windows(config: Any) -> dict[str, int | None]:
 
 
 def layers_of(decoder: nn.Module, layers: int) -> nn.ModuleList:
-    """The stack of so many layers. Raises InputError where there is none."""
+    """The stack with that number of layers. Raises InputError where there is none."""
     stacks = (m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
     if (stack := next(stacks, None)) is None:
         raise InputError(f"{type(decoder).__name__} cannot be a target: its {layers} layers are not one stack")

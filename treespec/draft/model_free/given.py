@@ -84,18 +84,27 @@ class GivenDrafter(Drafter):
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        trees = [self._draft(row, root, generators[row]) for row, root in enumerate(roots.tolist())]
-        return [moved(tree, roots.device) for tree in trees]
+        # 1. Texts that go without drafts this cycle.
+        self.resting = [self._rests(row) for row in range(len(roots))]
+        trees = [root_only(root) for root in roots.split(1)]
+        if all(self.resting):
+            return trees
 
-    def _draft(self, row: int, root: int, generator: torch.Generator) -> TokenTree:
-        drafter, text = self.drafters[row], np.append(self.texts[row], root)
+        # 2. The trees of the others, or the part of each that pays.
+        for row, root in enumerate(roots.tolist()):
+            if self.resting[row]:
+                continue
+            tree = self.drafters[row].draft(np.append(self.texts[row], root), generators[row])
+            if pace := self.paces[row]:
+                tree = part(tree, pace)
+            trees[row] = moved(tree, roots.device)
+        return trees
+
+    def _rests(self, row: int) -> bool:
         if not self.times:
-            return drafter.draft(text, generator)
+            return False
         pace = self.paces[row] = self.paces[row] or Pace(self.times())
-        self.resting[row] = rests(pace, drafter.widest)
-        if self.resting[row]:
-            return root_only(torch.tensor([root]))
-        return part(drafter.draft(text, generator), pace)
+        return rests(pace, self.drafters[row].widest)
 
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
         for row, (path, out) in enumerate(zip(paths, outs, strict=True)):

@@ -13,15 +13,17 @@ from models import GROUPED, TableConfig, TableModel, random_head, random_model, 
 
 from treespec.draft.calibration import Calibration
 from treespec.draft.fit.measure import times_for
-from treespec.draft.grow.auto import GRAIN, expansion, shape_for
+from treespec.draft.grow.auto import GRAIN, expansion, grow_auto, shape_for
 from treespec.draft.pace.pace import Pace, Promise, bounded
 from treespec.draft.pace.times import NODES, Times, kept_times, key
 from treespec.draft.pairing import check_pair
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.files import write_json
+from treespec.sampling import SamplingParams
 from treespec.spec import Spec
 from treespec.target import Target
 from treespec.trees.auto import AutoTree, best_size
+from treespec.trees.mask import ancestor_mask
 from treespec.trees.medusa import expected_length
 from treespec.trees.policy import policy
 from treespec.trees.sequoia import sequoia
@@ -225,3 +227,26 @@ def test_an_auto_tree_is_named_with_its_options():
     for wrong in itertools.product(("nodes=1", "depth=0", "topk=0", "price=2")):
         with pytest.raises(TreeError):
             policy(f"auto:{wrong[0]}")
+
+
+def test_nodes_that_stand_best_first_see_what_is_above_them() -> None:
+    """Deep likely paths come first, and shallow nodes may be numbered after them."""
+    generator, shallow_last = torch.Generator().manual_seed(0), 0
+    for _ in range(40):
+        pace = Pace(times(1e-5, 1e-5))
+        pace.start(500.0)
+        growth = grow_auto(torch.tensor([1]), sharp(1, generator), AutoTree(nodes=20), SamplingParams(), pace, None)
+        asked = next(growth)
+        try:
+            while True:
+                asked = growth.send(sharp(len(asked.tokens), generator))
+        except StopIteration as end:
+            tree = end.value
+        assert torch.equal(tree.ancestors, ancestor_mask(tree.parents, int(tree.depth.max())))
+        shallow_last += bool(tree.depth[-1] < tree.depth.max())
+    assert shallow_last > 20
+
+
+def sharp(nodes: int, generator: torch.Generator) -> torch.Tensor:
+    """[nodes, 30] logits with a likely first child."""
+    return 3 * torch.randn(nodes, 30, generator=generator)

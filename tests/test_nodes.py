@@ -18,8 +18,15 @@ def grown(generator: np.random.Generator, levels: int = 4) -> Nodes:
     return nodes
 
 
+def depth_first(parents: np.ndarray, kept: set[int], node: int = 0) -> list[int]:
+    """The kept nodes from `node` down, a branch after the other."""
+    below = [child for child in np.flatnonzero(parents == node).tolist() if child in kept]
+    return [node, *(one for child in below for one in depth_first(parents, kept, child))]
+
+
+@pytest.mark.parametrize("deep_first", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_tree_of_kept_nodes_is_the_whole_one_without_the_others(seed: int) -> None:
+def test_a_tree_of_kept_nodes_is_the_whole_one_without_the_others(seed: int, deep_first: bool) -> None:
     generator = np.random.default_rng(seed)
     nodes = grown(generator)
     whole = nodes.tree()
@@ -28,6 +35,8 @@ def test_a_tree_of_kept_nodes_is_the_whole_one_without_the_others(seed: int) -> 
     lost = generator.random(nodes.count) < 0.3
     lost[0] = False
     kept = np.flatnonzero(~(whole.ancestors.numpy() & lost).any(1))  # with all that is above it
+    if deep_first:  # a parent still stands before its children, but the last node may be a shallow one
+        kept = np.array(depth_first(whole.parents.numpy(), set(kept.tolist())))
     part = nodes.tree(kept)
     assert part.tokens.tolist() == (1000 + kept).tolist()
     assert torch.equal(part.depth, whole.depth[kept])

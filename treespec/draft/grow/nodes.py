@@ -46,7 +46,7 @@ class Nodes:
             tokens, parents, depths = tokens[kept[1:] - 1], number[parents[kept]], depths[kept]
             parents[0] = -1
         above = np.eye(len(parents), dtype=bool)
-        for depth in range(1, int(depths[-1]) + 1):
+        for depth in range(1, int(depths.max()) + 1):
             (level,) = np.nonzero(depths == depth)
             above[level] |= above[parents[level]]
         everything = torch.cat([self.root, self._given(tokens)])

@@ -10,7 +10,9 @@ Array = NDArray[np.float64]
 
 def resample(questions: int, resamples: int, seed: int) -> Array:
     """[1 + R, Q] how often each question counts: once in the first row, then as drawn with replacement."""
-    drawn = np.random.default_rng(seed).multinomial(questions, [1 / questions] * questions, size=resamples)
+    drawn = np.random.default_rng(seed).multinomial(
+        questions, [1 / questions] * questions, size=resamples
+    )
     return np.concatenate([np.ones((1, questions)), drawn])
 
 

@@ -55,7 +55,9 @@ def pairs(
     return list(dict.fromkeys(found)), list(dict.fromkeys(reasons))
 
 
-def paired(verifier: Verifier, tree: str | None, drafter: str | None) -> tuple[Policy | None, Verifier]:
+def paired(
+    verifier: Verifier, tree: str | None, drafter: str | None
+) -> tuple[Policy | None, Verifier]:
     """The tree and verifier as objects. Raises InputError where they do not fit.
 
     tree: None is the default for the verifier or drafter.

@@ -58,7 +58,11 @@ def _question(line: object) -> Question:
     question_id, turns = line.get("question_id"), line.get("turns")
     if not isinstance(question_id, int | str):
         raise ValueError("no `question_id`, a number or a text")
-    if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns)):
+    if not (
+        isinstance(turns, list)
+        and turns
+        and all(isinstance(turn, str) and turn.strip() for turn in turns)
+    ):
         raise ValueError("no `turns`, a list of texts that are not empty")
     "".join(turns).encode()  # half of a surrogate pair is an error here, not later in the tokenizer
     return Question(question_id, str(line.get("category", "general")), tuple(turns))

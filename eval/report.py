@@ -132,7 +132,9 @@ def _columns(
         if not any(texts):
             continue
         if number < len(table.labels):
-            labels.append(Column(of_label(printable(name)), [of_label(text) for text in texts], left=True))
+            labels.append(
+                Column(of_label(printable(name)), [of_label(text) for text in texts], left=True)
+            )
             continue
         cells = [of_figure(text) for text in texts]
         widest = max(cell_len(line) for cell in cells for line in cell)
@@ -193,14 +195,19 @@ def _unbracketed(text: str) -> list[str]:
 
 def _narrowed(labels: list[Column], figures: list[Column], width: int) -> list[Column]:
     """The labels wrapped, and so narrow that the widest figure stands beside them."""
-    wrapped = [replace(label, cells=[_wrapped(cell[0], LABEL) for cell in label.cells]) for label in labels]
+    wrapped = [
+        replace(label, cells=[_wrapped(cell[0], LABEL) for cell in label.cells]) for label in labels
+    ]
     widths = [label.width for label in wrapped]
     room = width - max((figure.width for figure in figures), default=0) - len(GAP) * len(labels)
     while sum(widths) > max(room, len(labels)):
         widths[widths.index(max(widths))] -= 1
     narrow = []
     for label, room in zip(labels, widths, strict=True):
-        cells = [[_cut(line, room) for line in _wrapped(cell[0], min(room, LABEL))] for cell in label.cells]
+        cells = [
+            [_cut(line, room) for line in _wrapped(cell[0], min(room, LABEL))]
+            for cell in label.cells
+        ]
         narrow.append(Column([_cut(label.head[0], room)], cells, left=True))
     return narrow
 
@@ -209,7 +216,9 @@ def _wrapped(label: str, width: int) -> list[str]:
     """Lines of a label, broken at spaces and after the marks in a tree's name, within a long part after hyphens too."""
     lines = [""]
     for part in re.findall(r"[^\s,:@/]+[\s,:@/]*|[\s,:@/]+", label):
-        for piece in [part] if cell_len(part.rstrip()) <= width else re.findall(r"[^-]+-*|-+", part):
+        for piece in (
+            [part] if cell_len(part.rstrip()) <= width else re.findall(r"[^-]+-*|-+", part)
+        ):
             if lines[-1] and cell_len((lines[-1] + piece).rstrip()) > width:
                 lines.append("")
             lines[-1] += piece

@@ -31,7 +31,10 @@ class Text:
 
 
 def texts_of(
-    config: "AcceptanceConfig", spec: Spec, questions: Sequence[Question], report: Callable[[Step], None]
+    config: "AcceptanceConfig",
+    spec: Spec,
+    questions: Sequence[Question],
+    report: Callable[[Step], None],
 ) -> list[Text]:
     """The texts of the file, or the target's own answers."""
     return _given(config, spec) if config.text else list(_own(config, spec, questions, report))
@@ -47,13 +50,20 @@ def _given(config: "AcceptanceConfig", spec: Spec) -> list[Text]:
         found = read_conversations(path)[0][: config.limit]
         examples, _ = encode_conversations(tokenizer, found, config.template, length)
         return [Text(example.input_ids, example.loss_mask, i) for i, example in enumerate(examples)]
-    tokens = torch.tensor(tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"], dtype=torch.int64)
+    tokens = torch.tensor(
+        tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"], dtype=torch.int64
+    )
     pieces = tokens.split(length) if len(tokens) else ()
-    return [Text(piece, torch.ones_like(piece, dtype=torch.bool), i) for i, piece in enumerate(pieces)]
+    return [
+        Text(piece, torch.ones_like(piece, dtype=torch.bool), i) for i, piece in enumerate(pieces)
+    ]
 
 
 def _own(
-    config: "AcceptanceConfig", spec: Spec, questions: Sequence[Question], report: Callable[[Step], None]
+    config: "AcceptanceConfig",
+    spec: Spec,
+    questions: Sequence[Question],
+    report: Callable[[Step], None],
 ) -> Iterator[Text]:
     """The target's answers to all turns, one token at a time, so that no head or verifier affects them."""
     for number, question in enumerate(questions):

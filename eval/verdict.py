@@ -53,12 +53,16 @@ def sentences(pairs: Sequence[Pair]) -> list[str]:
             lines.append(f"{at} {_praise(best)}{_equals(lossless, best)}")
             faster = [pair for pair in here if pair.tokens_per_second > best.tokens_per_second]
             if faster:
-                lines.append(f"{at} these are faster, but change the law of the text: {_listed(faster)}.")
+                lines.append(
+                    f"{at} these are faster, but change the law of the text: {_listed(faster)}."
+                )
         if slower := [pair for pair in here if pair.speedup and _side(pair.speedup) < 0]:
             lines.append(f"{at} these are slower than plain decoding: {_listed(slower)}.")
         unsure = [pair for pair in here if pair.speedup and _side(pair.speedup) == 0]
         if unsure and unsure != [best]:
-            lines.append(f"{at} these are neither faster nor slower for certain: {_listed(unsure)}.")
+            lines.append(
+                f"{at} these are neither faster nor slower for certain: {_listed(unsure)}."
+            )
     return lines
 
 
@@ -78,14 +82,24 @@ def _praise(best: Pair) -> str:
     if _side(best.speedup) < 0:
         return f"plain decoding is the fastest. The best pair is {best.name}: {times}."
     if _side(best.speedup) == 0:
-        return f"no pair is faster than plain decoding for certain. The best is {best.name}: {times}."
+        return (
+            f"no pair is faster than plain decoding for certain. The best is {best.name}: {times}."
+        )
     return f"the fastest is {best.name}: {times}."
 
 
 def _equals(pairs: Sequence[Pair], best: Pair) -> str:
     """Whose distance to the fastest may be chance."""
-    near = [pair for pair in pairs if pair is not best and pair.of_fastest and _side(pair.of_fastest) == 0]
-    return f" As fast within the 95% interval: {', '.join(pair.name for pair in near)}." if near else ""
+    near = [
+        pair
+        for pair in pairs
+        if pair is not best and pair.of_fastest and _side(pair.of_fastest) == 0
+    ]
+    return (
+        f" As fast within the 95% interval: {', '.join(pair.name for pair in near)}."
+        if near
+        else ""
+    )
 
 
 def _side(ratio: Figure) -> int:

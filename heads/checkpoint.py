@@ -23,7 +23,9 @@ from treespec.heads.registry import HEADS, kind_of
 from treespec.heads.tensors import HeadError, read_tensors
 
 
-def load_head(path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Head:
+def load_head(
+    path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Head:
     """The head in a directory or hub repository. dtype: default: the file's own.
 
     The formats of other projects are read too (`treespec.heads.formats`).
@@ -44,7 +46,9 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: torch.
         with torch.device("meta"):
             described = kind.build(config)
     except Exception as error:
-        raise HeadError(f"{folder / 'config.json'} does not describe {kind.known_as}: {_line(error)}") from error
+        raise HeadError(
+            f"{folder / 'config.json'} does not describe {kind.known_as}: {_line(error)}"
+        ) from error
     shapes = {name: value.shape for name, value in described.state_dict().items()}
     if missing := shapes.keys() - tensors.keys() - described.optional:
         raise HeadError(f"{folder}: the head lacks {_names(missing)}; is it {kind.known_as}?")
@@ -52,9 +56,13 @@ def load_head(path: str | Path, dtype: torch.dtype | None = None, device: torch.
         raise HeadError(f"{folder}: unknown tensors {_names(unknown)}; is it {kind.known_as}?")
     for name, value in tensors.items():
         if value.shape != shapes[name]:
-            raise HeadError(f"{folder}: {name} is {list(value.shape)}, config.json says {list(shapes[name])}")
+            raise HeadError(
+                f"{folder}: {name} is {list(value.shape)}, config.json says {list(shapes[name])}"
+            )
     if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
-        raise HeadError(f"{folder}: {_names(broken)} hold values that are not finite; fetch or train the head again")
+        raise HeadError(
+            f"{folder}: {_names(broken)} hold values that are not finite; fetch or train the head again"
+        )
 
     # 3. the head itself: some of its buffers follow from the config, and are on no meta device
     head = kind.build(config)
@@ -86,7 +94,9 @@ def save_head(head: Head, path: str | Path) -> None:
             write(temporary)
             os.replace(temporary, path / name)
         except (OSError, SafetensorError) as error:
-            raise HeadError(f"cannot write {path / name}: {getattr(error, 'strerror', None) or error}") from error
+            raise HeadError(
+                f"cannot write {path / name}: {getattr(error, 'strerror', None) or error}"
+            ) from error
         finally:
             with suppress(OSError):  # the folder is a file: nothing was written
                 temporary.unlink(missing_ok=True)
@@ -121,7 +131,9 @@ def _config(folder: Path) -> Config:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise HeadError(f"{folder} is not a head directory: it has no readable config.json") from error
+        raise HeadError(
+            f"{folder} is not a head directory: it has no readable config.json"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise HeadError(f"{file} is not JSON: {error}; fetch or train the head again") from error
     if not isinstance(config, dict):

@@ -51,7 +51,9 @@ class DepthHeads(nn.Module):
     def __init__(self, config: Config, name: str) -> None:
         super().__init__()
         heads, blocks = f"{name}_num_heads", f"{name}_num_layers"
-        if missing := [field for field in (heads, "hidden_size", "vocab_size") if field not in config]:
+        if missing := [
+            field for field in (heads, "hidden_size", "vocab_size") if field not in config
+        ]:
             raise ValueError(f"{missing[0]} is missing")
         self.config = config
         self.max_depth, self.blocks = int(config[heads]), int(config.get(blocks, 1))

@@ -114,7 +114,9 @@ class EagleHead(nn.Module):
         self.load_state_dict(tensors, assign=True)
 
 
-def config_for(target: PretrainedConfig, width: int, vocab_size: int, embed_scale: float = 1.0) -> Config:
+def config_for(
+    target: PretrainedConfig, width: int, vocab_size: int, embed_scale: float = 1.0
+) -> Config:
     """The head's config.json for a target: the same widths, head counts and rotary settings.
 
     width: of the hidden states that enter the target's output embedding, which for some models

@@ -37,7 +37,9 @@ class Eagle3Layer(nn.Module):
     norm_before_residual: the normed feature is the residual, as in some of speculators' heads.
     """
 
-    def __init__(self, config: LlamaConfig, qkv_bias: bool, norm_before_residual: bool = False) -> None:
+    def __init__(
+        self, config: LlamaConfig, qkv_bias: bool, norm_before_residual: bool = False
+    ) -> None:
         super().__init__()
         width, self.norm_before_residual = config.hidden_size, norm_before_residual
         self.self_attn = Attention(config, qkv_bias, 2 * width)
@@ -46,7 +48,9 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
 
-    def forward(self, embeddings: Tensor, features: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, features: Tensor, attend: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """[B, T, H] embeddings and features -> [B, T, H]. attend: [B, T, 2H] -> [B, T, H]."""
         normed = self.hidden_norm(features)
         x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
@@ -81,7 +85,9 @@ class Eagle3Head(nn.Module):
             raise ValueError(f"draft_vocab_size is {drafted}, of a vocabulary of {self.vocab_size}")
         self.taps = tuple(int(k) for k in config.get("eagle_aux_hidden_state_layer_ids") or ())
         self.embed_scale = float(config.get("embed_scale", 1.0))
-        self.embed_tokens: nn.Embedding | None = nn.Embedding(self.vocab_size, width).requires_grad_(False)
+        self.embed_tokens: nn.Embedding | None = nn.Embedding(
+            self.vocab_size, width
+        ).requires_grad_(False)
         tapped = (len(self.taps) or TAPS) * (config.get("target_hidden_size") or width)
         self.fc = nn.Linear(tapped, width, bias=False)
         residual = config.get("norm_before_residual", False)
@@ -113,7 +119,11 @@ class Eagle3Head(nn.Module):
     @property
     def vocabulary(self) -> Tensor | None:
         """[Vd] int64, the target's tokens that it drafts; None is all."""
-        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return (
+            None
+            if self.d2t is None
+            else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        )
 
     def forward(self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int) -> list[Tensor]:
         """Draft from every position at once, on its own features (training-time test, section 3.2).
@@ -130,12 +140,20 @@ class Eagle3Head(nn.Module):
             step 1    d  e          and is wanted where counts[t + s]
             step 2    e
         """
-        hidden, attention, logits = self.fuse(features), UnrolledAttention(self.midlayer.self_attn), []
+        hidden, attention, logits = (
+            self.fuse(features),
+            UnrolledAttention(self.midlayer.self_attn),
+            [],
+        )
         for step in range(min(steps, counts.shape[1])):
             rows = counts.shape[1] - step
-            angles = self.rotary(torch.arange(step, step + rows, device=hidden.device), hidden.dtype)
+            angles = self.rotary(
+                torch.arange(step, step + rows, device=hidden.device), hidden.dtype
+            )
             embeddings = self._embedded(tokens[:, step + 1 : step + 1 + rows], hidden.dtype)
-            hidden = self.midlayer(embeddings, hidden[:, :rows], lambda x, angles=angles: attention(x, angles))
+            hidden = self.midlayer(
+                embeddings, hidden[:, :rows], lambda x, angles=angles: attention(x, angles)
+            )
             logits.append(self.lm_head(self.norm(hidden[counts[:, step:]])))
         return logits
 
@@ -201,19 +219,25 @@ class Eagle3Head(nn.Module):
                 raise ValueError(f"{name} is of {tensor.dtype}, must be {dtype}")
         tokens = self.d2t + torch.arange(len(self.d2t))
         if len(outside := tokens[(tokens < 0) | (tokens >= self.vocab_size)]):
-            raise ValueError(f"d2t leads to token {int(outside[0])}, outside the vocabulary of {self.vocab_size}")
+            raise ValueError(
+                f"d2t leads to token {int(outside[0])}, outside the vocabulary of {self.vocab_size}"
+            )
         times = tokens.bincount(minlength=self.vocab_size)
         if len(twice := (times > 1).nonzero()):
             raise ValueError(f"d2t leads to token {int(twice[0])} twice")
         if len(other := ((times > 0) != self.t2d).nonzero()):
-            raise ValueError(f"t2d does not mark the tokens that d2t leads to: they differ at token {int(other[0])}")
+            raise ValueError(
+                f"t2d does not mark the tokens that d2t leads to: they differ at token {int(other[0])}"
+            )
 
     def _draft(self, tokens: Tensor | None) -> None:
         """Set d2t and t2d for these tokens of the target, [Vd]; None is all, without either."""
         d2t = t2d = None
         if tokens is not None and len(tokens) != self.vocab_size:
             d2t = tokens - torch.arange(len(tokens), device=tokens.device)
-            t2d = torch.zeros(self.vocab_size, dtype=torch.bool, device=tokens.device).index_fill(0, tokens, True)
+            t2d = torch.zeros(self.vocab_size, dtype=torch.bool, device=tokens.device).index_fill(
+                0, tokens, True
+            )
         self.register_buffer("d2t", d2t)
         self.register_buffer("t2d", t2d)
 
@@ -225,7 +249,11 @@ class Eagle3Head(nn.Module):
 
 
 def config_for(
-    target: PretrainedConfig, width: int, vocab_size: int, taps: tuple[int, ...], embed_scale: float = 1.0
+    target: PretrainedConfig,
+    width: int,
+    vocab_size: int,
+    taps: tuple[int, ...],
+    embed_scale: float = 1.0,
 ) -> Config:
     """The head's config.json for a target's (text) config, as `eagle.config_for`.
 
@@ -247,4 +275,8 @@ def default_taps(layers: int) -> tuple[int, int, int]:
 
     In a target of less than 7 layers they would not be three: there, the inputs of the last three.
     """
-    return (2, layers // 2, layers - 3) if layers >= 7 else (max(layers - 3, 0), max(layers - 2, 0), layers - 1)
+    return (
+        (2, layers // 2, layers - 3)
+        if layers >= 7
+        else (max(layers - 3, 0), max(layers - 2, 0), layers - 1)
+    )

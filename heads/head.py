@@ -29,7 +29,9 @@ class Head(Protocol):
     """A `torch.nn.Module` that drafts for one target. Its shapes follow from its config."""
 
     known_as: ClassVar[str]  # in messages: "an EAGLE-3 head"
-    optional: ClassVar[frozenset[str]]  # tensors that a checkpoint may lack, because the target has them
+    optional: ClassVar[
+        frozenset[str]
+    ]  # tensors that a checkpoint may lack, because the target has them
     config: Config  # the content of its config.json
 
     @property
@@ -106,7 +108,9 @@ class Head(Protocol):
 
     def float(self) -> Self: ...
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self: ...
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Self: ...
 
 
 class FeatureHead(Head, Protocol):

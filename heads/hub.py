@@ -23,9 +23,13 @@ def only_cached(name: str) -> bool:
     Raises ValueError, with a line that says why, for a name that neither the cache nor the hub has.
     """
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=SECONDS)  # one request, never repeated
+        get_hf_file_metadata(
+            hf_hub_url(name, "config.json"), timeout=SECONDS
+        )  # one request, never repeated
     except GatedRepoError as error:
-        raise ValueError(f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and log in") from error
+        raise ValueError(
+            f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and log in"
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         if places.cached(name):
             return True
@@ -34,9 +38,13 @@ def only_cached(name: str) -> bool:
         ) from error
     except (EntryNotFoundError, HfHubHTTPError):
         return False  # what it lacks, or why it refuses, the loader says better
-    except Exception as error:  # no network, in the words of whichever HTTP client the hub's library uses
+    except (
+        Exception
+    ) as error:  # no network, in the words of whichever HTTP client the hub's library uses
         if places.cached(name):
             return True
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        raise ValueError(f"no directory {name}; as a hub id it is not in the cache, and {why}") from error
+        raise ValueError(
+            f"no directory {name}; as a hub id it is not in the cache, and {why}"
+        ) from error
     return False

@@ -37,7 +37,9 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None
+    ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), angles, mask, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -53,7 +55,11 @@ class Prefix(nn.Module):
         self.rotary = Rotary(config)
 
     def forward(
-        self, states: Tensor, positions: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None
+        self,
+        states: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: KeyValues | None = None,
     ) -> Tensor:
         """[B, T, H] hidden states at positions [T] or [B, T] -> [B, T, H].
 
@@ -93,7 +99,9 @@ class HydraHead(DepthHeads):
 
         # 3. the output layers
         outputs = [nn.Linear(width, self.vocab_size) for _ in range(self.max_depth)]
-        self.hydra_lm_head = nn.ModuleList(in_line([output], gaps=True) if plus else output for output in outputs)
+        self.hydra_lm_head = nn.ModuleList(
+            in_line([output], gaps=True) if plus else output for output in outputs
+        )
 
     @property
     def output_layers(self) -> list[nn.Linear]:
@@ -101,7 +109,11 @@ class HydraHead(DepthHeads):
         return [last_linear(head) for head in self.hydra_lm_head]
 
     def states(
-        self, features: Tensor, positions: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None
+        self,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: KeyValues | None = None,
     ) -> Tensor:
         """[B, T, H] hidden states of the target -> the [B, T, H] states that the heads take.
 
@@ -132,7 +144,9 @@ class HydraHead(DepthHeads):
 
 def in_line(modules: Sequence[nn.Module], gaps: bool) -> nn.Sequential:
     """gaps: number them as the published Hydra++ does, which has a dropout before each."""
-    return nn.Sequential(*(part for module in modules for part in ((nn.Identity(), module) if gaps else (module,))))
+    return nn.Sequential(
+        *(part for module in modules for part in ((nn.Identity(), module) if gaps else (module,)))
+    )
 
 
 def kind_of(config: Config) -> str:
@@ -140,5 +154,7 @@ def kind_of(config: Config) -> str:
     named = config.get("hydra_head_arch", "mlp")
     kinds = [kind for kind, architecture in ARCHITECTURES.items() if architecture == named]
     if not kinds:
-        raise ValueError(f"hydra_head_arch is {named!r}, must be one of {', '.join(ARCHITECTURES.values())}")
+        raise ValueError(
+            f"hydra_head_arch is {named!r}, must be one of {', '.join(ARCHITECTURES.values())}"
+        )
     return kinds[0]

@@ -59,7 +59,9 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(in_features, kv_heads * size, bias=qkv_bias)
         self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None
+    ) -> Tensor:
         """x: [B, T, in]. mask: [T, P + T] or [B, 1, T, P + T], bool or additive, None is causal.
 
         Returns [B, T, H].
@@ -67,7 +69,9 @@ class Attention(nn.Module):
         q, k, v = self.project(x, angles)
         if cache is not None:
             k, v = cache.update(k, v)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
+        )
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,6 +115,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None
+    ) -> Tensor:
         x = x + self.self_attn(x, angles, mask, cache)
         return x + self.mlp(self.post_attention_layernorm(x))

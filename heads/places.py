@@ -16,7 +16,9 @@ def mistyped(name: str | Path, what: str = "directory") -> str | None:
     if path.is_file():
         return f"{name} is a file, not a {what}"
     similar = nearest(path)
-    looks = text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1 or not text
+    looks = (
+        text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1 or not text
+    )
     if not looks and (similar is None or cached(text)):
         return None
     return f"no {what} at {name}" + (f"; did you mean {similar}?" if similar else "")

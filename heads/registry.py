@@ -46,7 +46,9 @@ class HeadKind(Generic[H]):
     outputs: Callable[[H, Tensor, torch.Generator], Tensor] | None = None
 
 
-HEADS: dict[str, HeadKind[Any]] = {  # in the order in which a directory is asked; EAGLE-1's has no mark of its own
+HEADS: dict[
+    str, HeadKind[Any]
+] = {  # in the order in which a directory is asked; EAGLE-1's has no mark of its own
     "medusa": HeadKind(
         MedusaHead,
         MedusaHead.known_as,
@@ -56,7 +58,9 @@ HEADS: dict[str, HeadKind[Any]] = {  # in the order in which a directory is aske
         writers={"vllm": medusa.to_vllm},
         outputs=medusa.outputs,
     ),
-    "hydra++": HeadKind(HydraHead, HydraHead.known_as, hydra.recognises_prefix, hydra.read, hydra.levels),
+    "hydra++": HeadKind(
+        HydraHead, HydraHead.known_as, hydra.recognises_prefix, hydra.read, hydra.levels
+    ),
     "hydra": HeadKind(HydraHead, HydraHead.known_as, hydra.recognises, hydra.read, hydra.levels),
     "eagle3": HeadKind(
         Eagle3Head,

@@ -53,11 +53,15 @@ def tensor_names(folder: Path) -> set[str] | None:
 def _sharded(index: Path) -> dict[str, Tensor]:
     try:
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        wanted = {file for name, file in places.items() if name.startswith("medusa_head.")}  # not the model around it
+        wanted = {
+            file for name, file in places.items() if name.startswith("medusa_head.")
+        }  # not the model around it
         names = sorted(wanted or set(places.values()))
         outside = [name for name in names if not inside(name)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise HeadError(f"{index} is damaged: it names no files of tensors; fetch the head again") from error
+        raise HeadError(
+            f"{index} is damaged: it names no files of tensors; fetch the head again"
+        ) from error
     if outside:
         raise HeadError(
             f"{index} names {outside[0]!r}, a file outside the head's folder, which is not read; fetch the head again"
@@ -87,7 +91,9 @@ def _safetensors(file: Path) -> dict[str, Tensor]:
         raise HeadError(f"{file} is damaged: {error}; fetch or train the head again") from error
     expected = about.pop(checksum.FIELD, None)
     if expected is not None and expected != checksum.of_tensors(tensors, about):
-        raise HeadError(f"{file} is damaged, its checksum does not match; fetch or train the head again")
+        raise HeadError(
+            f"{file} is damaged, its checksum does not match; fetch or train the head again"
+        )
     return tensors
 
 
@@ -97,7 +103,11 @@ def _pickled(file: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise HeadError(f"{file} is damaged: {error}; fetch or train the head again") from error
     except Exception as error:
-        raise HeadError(f"{file} holds more than tensors and is not loaded: {type(error).__name__}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise HeadError(
+            f"{file} holds more than tensors and is not loaded: {type(error).__name__}"
+        ) from error
+    if not isinstance(tensors, dict) or not all(
+        isinstance(value, Tensor) for value in tensors.values()
+    ):
         raise HeadError(f"{file} is no file of tensors by name; fetch or train the head again")
     return tensors

@@ -41,10 +41,15 @@ class UnrolledAttention:
         q, k, v = self.attention.project(x, angles)
         self.steps.append((k, v))
         if len(self.steps) == 1:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.attention.grouped)
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=self.attention.grouped
+            )
         else:
             blocks = range(0, q.shape[2], self.rows)
-            out = torch.cat([self._block(q, first, min(first + self.rows, q.shape[2])) for first in blocks], dim=2)
+            out = torch.cat(
+                [self._block(q, first, min(first + self.rows, q.shape[2])) for first in blocks],
+                dim=2,
+            )
         return self.attention.o_proj(out.transpose(1, 2).flatten(-2))
 
     def _block(self, q: Tensor, first: int, end: int) -> Tensor:
@@ -54,7 +59,9 @@ class UnrolledAttention:
         return checkpoint(attend_rows, *block, use_reentrant=False, preserve_rng_state=False)
 
 
-def attend_rows(q: Tensor, keys: Tensor, values: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+def attend_rows(
+    q: Tensor, keys: Tensor, values: Tensor, own: list[tuple[Tensor, Tensor]]
+) -> Tensor:
     """The last R of E rows: causal over step 0, plus one own column for each later step.
 
     q: [B, heads, R, D]. keys, values: [B, kv heads, E, D] of step 0. own: keys and values
@@ -66,7 +73,9 @@ def attend_rows(q: Tensor, keys: Tensor, values: Tensor, own: list[tuple[Tensor,
     scores = (grouped @ keys[:, :, None].transpose(-1, -2)).float()  # [B, kv, heads / kv, R, E]
     unseen = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
     alone = [(grouped.float() * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own]
-    scores = torch.cat([scores.masked_fill(unseen, -torch.inf), *alone], dim=-1) * q.shape[-1] ** -0.5
+    scores = (
+        torch.cat([scores.masked_fill(unseen, -torch.inf), *alone], dim=-1) * q.shape[-1] ** -0.5
+    )
     weights = scores.softmax(-1).to(values.dtype)
     out = weights[..., :columns] @ values[:, :, None]
     for column, (_, v) in enumerate(own, start=columns):

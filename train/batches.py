@@ -9,7 +9,9 @@ from torch.nn.utils.rnn import pad_sequence
 POOL = 64  # batches sorted by length together, so that little is padding
 
 
-def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+def epoch_batches(
+    lengths: Sequence[int], batch_size: int, seed: int, epoch: int
+) -> list[list[int]]:
     """Batches of examples with similar lengths, in random order, without an unfilled last one.
 
     With fewer examples than batch_size, one batch holds them all.
@@ -30,7 +32,9 @@ def padded(rows: Sequence[Tensor]) -> Tensor:
     return pad_sequence(list(rows), batch_first=True)
 
 
-def batches_from(micro: int, lengths: list[int], batch_size: int, seed: int) -> Iterator[tuple[int, list[int]]]:
+def batches_from(
+    micro: int, lengths: list[int], batch_size: int, seed: int
+) -> Iterator[tuple[int, list[int]]]:
     """(number, batch) from micro-step `micro` on, epoch after epoch."""
     per_epoch = len(epoch_batches(lengths, batch_size, seed, 0))
     while True:

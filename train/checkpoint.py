@@ -18,7 +18,9 @@ FILE = "checkpoint.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def save(path: Path, head: Head, optimizer: torch.optim.Optimizer, step: int, seconds: float) -> None:
+def save(
+    path: Path, head: Head, optimizer: torch.optim.Optimizer, step: int, seconds: float
+) -> None:
     """Raises InputError where there is no room; the checkpoint before is then still there."""
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in trained(head).items():
@@ -40,14 +42,18 @@ def load(path: Path, head: Head, optimizer: torch.optim.Optimizer) -> tuple[int,
         for name, parameter in trained(head).items():
             state = {moment: tensors[f"{moment}.{name}"] for moment in MOMENTS}
             weight = tensors[f"weight.{name}"]
-            if any(value.shape != parameter.shape for value in (weight, state["exp_avg"], state["exp_avg_sq"])):
+            if any(
+                value.shape != parameter.shape
+                for value in (weight, state["exp_avg"], state["exp_avg_sq"])
+            ):
                 raise ValueError(f"{name} has another shape")
             if not all(value.isfinite().all() for value in (weight, *state.values())):
                 raise ValueError(f"{name} holds values that are not finite")
             with torch.no_grad():
                 parameter.copy_(weight)
             optimizer.state[parameter] = {
-                moment: value if moment == "step" else value.to(parameter.device) for moment, value in state.items()
+                moment: value if moment == "step" else value.to(parameter.device)
+                for moment, value in state.items()
             }
         return int(about["step"]), float(about["seconds"])
     except (KeyError, ValueError, RuntimeError) as error:
@@ -65,7 +71,9 @@ def steps_done(path: Path) -> int | None:
 
 def trained(head: Head) -> dict[str, nn.Parameter]:
     """The parameters that training changes, by name."""
-    return {name: parameter for name, parameter in head.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in head.named_parameters() if parameter.requires_grad
+    }
 
 
 def untouched(parameter: nn.Parameter) -> dict[str, torch.Tensor]:

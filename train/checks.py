@@ -20,14 +20,18 @@ def check(config: TrainConfig) -> None:
     check_kind(config)
     check_tracker(config.tracker)
     if config.mixed_precision not in PRECISIONS:
-        raise InputError(f"--mixed-precision is {config.mixed_precision!r}, must be no, bf16 or fp16")
+        raise InputError(
+            f"--mixed-precision is {config.mixed_precision!r}, must be no, bf16 or fp16"
+        )
     templates.stops(config.template)  # raises for a name that fschat does not know
     check_folder("--out", config.out)
     if config.features is not None:
         check_folder("--features", config.features)
     out = Path(config.out)
     if (out / "model.safetensors").exists() and not (out / "training").exists():
-        raise InputError(f"--out {out} holds a model that was not trained there: name another folder")
+        raise InputError(
+            f"--out {out} holds a model that was not trained there: name another folder"
+        )
 
 
 def check_kind(config: TrainConfig) -> None:
@@ -44,9 +48,13 @@ def check_tracker(name: str | None) -> None:
     if name is None:
         return
     if name not in LOGGER_TYPE_TO_CLASS:
-        raise InputError(f"--tracker {name} is unknown, must be one of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}")
+        raise InputError(
+            f"--tracker {name} is unknown, must be one of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
+        )
     if name not in [str(available) for available in get_available_trackers()]:
-        raise InputError(f"--tracker {name} needs its package: pip install {name.replace('_', '-')}")
+        raise InputError(
+            f"--tracker {name} needs its package: pip install {name.replace('_', '-')}"
+        )
 
 
 def check_folder(option: str, path: str) -> None:
@@ -73,7 +81,9 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             project_dir=config.out,
         )
     except ValueError as error:
-        raise InputError(f"--mixed-precision {config.mixed_precision}: {first_line(error)}") from error
+        raise InputError(
+            f"--mixed-precision {config.mixed_precision}: {first_line(error)}"
+        ) from error
 
 
 def start_tracker(config: TrainConfig, accelerator: Accelerator) -> None:
@@ -81,6 +91,10 @@ def start_tracker(config: TrainConfig, accelerator: Accelerator) -> None:
     if not config.tracker:
         return
     try:
-        accelerator.init_trackers("treespec", config={name: str(value) for name, value in asdict(config).items()})
+        accelerator.init_trackers(
+            "treespec", config={name: str(value) for name, value in asdict(config).items()}
+        )
     except Exception as error:  # each tracker raises its own
-        raise InputError(f"--tracker {config.tracker} does not start: {first_line(error)}") from error
+        raise InputError(
+            f"--tracker {config.tracker} does not start: {first_line(error)}"
+        ) from error

@@ -19,47 +19,84 @@ class TrainConfig(TargetOptions):
     out: str = option("directory for the head")
     head: str = option(f"kind of head: {either(TRAINED)}", "eagle")
     draft_heads: int | None = option(
-        "medusa, hydra: heads, one per drafted token; default: 5 for medusa, 4 for hydra", None, least=1, most=64
+        "medusa, hydra: heads, one per drafted token; default: 5 for medusa, 4 for hydra",
+        None,
+        least=1,
+        most=64,
     )
     features: str | None = option("store the target's features once in this directory", None)
-    epochs: int | None = option("passes over the data; default: the kind's recipe", None, least=1, most=MANY)
-    max_steps: int = option("end after this number of optimizer steps; 0: after the epochs", 0, least=0, most=MANY)
-    minutes: float = option("end after this number of minutes of training; 0: no limit", 0.0, least=0, most=MANY)
+    epochs: int | None = option(
+        "passes over the data; default: the kind's recipe", None, least=1, most=MANY
+    )
+    max_steps: int = option(
+        "end after this number of optimizer steps; 0: after the epochs", 0, least=0, most=MANY
+    )
+    minutes: float = option(
+        "end after this number of minutes of training; 0: no limit", 0.0, least=0, most=MANY
+    )
     batch_size: int = option("conversations per forward in each process", 4, least=1, most=65536)
     accumulate: int = option("forwards per optimizer step", 1, least=1, most=65536)
-    max_length: int = option("most tokens of a conversation; longer ones are cut", 2048, least=3, most=TOKENS)
+    max_length: int = option(
+        "most tokens of a conversation; longer ones are cut", 2048, least=3, most=TOKENS
+    )
     learning_rate: float | None = option(
         "AdamW: highest learning rate; default: the kind's recipe", None, least=0, most=10
     )
     beta1: float = option("AdamW: beta1", 0.9, least=0, below=1)
     beta2: float = option("AdamW: beta2", 0.95, least=0, below=1)
-    weight_decay: float | None = option("AdamW: weight decay; default: the kind's recipe", None, least=0, most=100)
+    weight_decay: float | None = option(
+        "AdamW: weight decay; default: the kind's recipe", None, least=0, most=100
+    )
     warm_up: int | None = option(
-        "steps of linear warm-up, before a linear decay to 0; default: the kind's recipe", None, least=0, most=MANY
+        "steps of linear warm-up, before a linear decay to 0; default: the kind's recipe",
+        None,
+        least=0,
+        most=MANY,
     )
     clip: float = option("clip gradients to this norm", 0.5, above=0, most=MANY)
-    noise: float = option("eagle: uniform noise on input features, ± this · 512 / length", 0.1, least=0, most=1000)
-    feature_weight: float = option("eagle: weight of the SmoothL1 loss between features", 1.0, least=0, most=MANY)
-    token_weight: float = option("eagle: weight of the cross-entropy between token laws", 0.1, least=0, most=MANY)
+    noise: float = option(
+        "eagle: uniform noise on input features, ± this · 512 / length", 0.1, least=0, most=1000
+    )
+    feature_weight: float = option(
+        "eagle: weight of the SmoothL1 loss between features", 1.0, least=0, most=MANY
+    )
+    token_weight: float = option(
+        "eagle: weight of the cross-entropy between token laws", 0.1, least=0, most=MANY
+    )
     unrolled_steps: int = option(
         "eagle3: draft steps to train over, from step 2 on its own features", 7, least=1, most=64
     )
-    step_decay: float = option("eagle3: weight of a step's loss relative to the step before", 0.8, least=0, most=10)
+    step_decay: float = option(
+        "eagle3: weight of a step's loss relative to the step before", 0.8, least=0, most=10
+    )
     bias: bool = option("eagle: give fc a bias; vLLM serves heads without one", True)
-    depth_decay: float = option("medusa: weight of a head's loss relative to the head before", 0.8, least=0, most=10)
-    held_out: float = option("share of the conversations held out for validation", 0.02, above=0, below=1)
+    depth_decay: float = option(
+        "medusa: weight of a head's loss relative to the head before", 0.8, least=0, most=10
+    )
+    held_out: float = option(
+        "share of the conversations held out for validation", 0.02, above=0, below=1
+    )
     validate_on: int = option("held-out conversations per validation", 64, least=0, most=MANY)
     draft_steps: int = option("draft steps per validation", 5, least=1, most=64)
-    calibrate: bool = option("at the end, calibrate the head for --tree sampled on held-out conversations", True)
-    validate_every: int = option("steps between validations; 0: only at the end", 1000, least=0, most=MANY)
+    calibrate: bool = option(
+        "at the end, calibrate the head for --tree sampled on held-out conversations", True
+    )
+    validate_every: int = option(
+        "steps between validations; 0: only at the end", 1000, least=0, most=MANY
+    )
     checkpoint_every: int = option("steps between checkpoints", 500, least=1, most=MANY)
     draft_vocab: int | None = option(
-        "restrict drafts to the N tokens most frequent in the data (FR-Spec)", None, least=1, most=TOKENS * 10
+        "restrict drafts to the N tokens most frequent in the data (FR-Spec)",
+        None,
+        least=1,
+        most=TOKENS * 10,
     )
     seed: int = option("seed of the weights, the order and the noise", 0, least=0, most=2**32 - 1)
     mixed_precision: str = option("no, bf16 or fp16", "no")
     dtype: str = shared(PlacementOptions, "dtype", "auto")
-    device_map: str | None = option("accelerate's placement of the target; default: the process's device", None)
+    device_map: str | None = option(
+        "accelerate's placement of the target; default: the process's device", None
+    )
     tracker: str | None = option("tensorboard or wandb", None)
 
     def __post_init__(self) -> None:

@@ -15,7 +15,13 @@ from treespec.files import locked
 from treespec.heads.head import Head
 from treespec.identity import identity_of
 from treespec.target import Target
-from treespec.text.conversations import Conversation, Example, encode_conversations, read_conversations, split
+from treespec.text.conversations import (
+    Conversation,
+    Example,
+    encode_conversations,
+    read_conversations,
+    split,
+)
 from treespec.text.printable import one_line
 from treespec.train import features
 from treespec.train.config import TrainConfig
@@ -51,17 +57,24 @@ def prepare(
     if target.tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer: training needs one")
     examples, report = encode_conversations(
-        target.tokenizer, conversations, config.template, min(config.max_length, target.context_length)
+        target.tokenizer,
+        conversations,
+        config.template,
+        min(config.max_length, target.context_length),
     )
     if report.left_out or report.cut:
         accelerator.print(f"encoded: {report}")
     train, held_out = split(examples, config.held_out, config.seed)
     train = [example for example in train if len(example.input_ids) >= 3]
     if not train:
-        raise InputError(f"{config.data} leaves no conversation to train on: give more, or lower --held-out")
+        raise InputError(
+            f"{config.data} leaves no conversation to train on: give more, or lower --held-out"
+        )
     if not held_out:
         why = "all conversations are the same" if config.held_out else "--held-out is 0"
-        accelerator.print(f"{why}: none is held out, so the head is neither validated nor calibrated")
+        accelerator.print(
+            f"{why}: none is held out, so the head is neither validated nor calibrated"
+        )
     rows = [example.input_ids for example in train]
     if config.features is None:
         return Data(train, held_out, features.LiveFeatures(target, rows, taps).batch)
@@ -81,7 +94,9 @@ def draft_vocabulary(
     texts = [example.input_ids[example.loss_mask] for example in data.train]
     tokens, coverage = most_frequent(texts, config.draft_vocab, target)
     target.output_rows(tokens[:1])  # raises what `restrict` would in the end
-    accelerator.print(f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}")
+    accelerator.print(
+        f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}"
+    )
     if TRAINING[config.head].restricted_first:
         restrict(head, target, tokens)
         return None
@@ -91,7 +106,11 @@ def draft_vocabulary(
 
 
 def store(
-    config: TrainConfig, target: Target, rows: list[Tensor], taps: tuple[int, ...], accelerator: Accelerator
+    config: TrainConfig,
+    target: Target,
+    rows: list[Tensor],
+    taps: tuple[int, ...],
+    accelerator: Accelerator,
 ) -> features.StoredFeatures:
     """Write the features that are not stored yet, each process its own shards."""
     # 1. everything that the features depend on
@@ -113,7 +132,9 @@ def store(
     writes = accelerator.is_main_process and not features.complete(folder, len(rows))
     with locked(folder) if writes else nullcontext():
         if accelerator.is_main_process:
-            features.prepare_folder(folder, identity, needed, lambda: target.features(rows[0][None], taps, last=True))
+            features.prepare_folder(
+                folder, identity, needed, lambda: target.features(rows[0][None], taps, last=True)
+            )
         accelerator.wait_for_everyone()
         stored = features.StoredFeatures(folder, identity, accelerator.device)
         shards = range(-(-len(rows) // features.SHARD))

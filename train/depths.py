@@ -37,7 +37,9 @@ def hydra_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     kept, length = counts.any(0), counts.shape[2]
     following = target.embeddings(ahead(batch.tokens, 1, length + len(counts) - 1)).float()
     logits = model(batch.features[:, :-2].float(), following, kept)
-    laws = [target.output_logits(ahead(batch.features, 1 + i, length)[kept]) for i in range(len(counts))]
+    laws = [
+        target.output_logits(ahead(batch.features, 1 + i, length)[kept]) for i in range(len(counts))
+    ]
     return hydra_loss(logits, laws, counts[:, kept])
 
 
@@ -61,7 +63,9 @@ def medusa_loss(logits: list[Tensor], tokens: Tensor, counts: Tensor, decay: flo
     """
     losses, agreements = [], []
     for head_logits, wanted, counting in zip(logits, tokens, counts, strict=True):
-        losses.append(mean(F.cross_entropy(head_logits.float(), wanted, reduction="none"), counting))
+        losses.append(
+            mean(F.cross_entropy(head_logits.float(), wanted, reduction="none"), counting)
+        )
         agreements.append(mean((head_logits.argmax(-1) == wanted).float(), counting))
     total = torch.stack([decay**i * loss for i, loss in enumerate(losses)]).sum()
     return Loss(total, {"token": losses[0], "agreement": agreements[0]})
@@ -75,7 +79,12 @@ def hydra_loss(logits: list[Tensor], laws: list[Tensor], counts: Tensor) -> Loss
     """
     losses, agreements = [], []
     for head_logits, law, counting in zip(logits, laws, counts, strict=True):
-        losses.append(mean(F.cross_entropy(head_logits.float(), law.float().softmax(-1), reduction="none"), counting))
+        losses.append(
+            mean(
+                F.cross_entropy(head_logits.float(), law.float().softmax(-1), reduction="none"),
+                counting,
+            )
+        )
         agreements.append(mean((head_logits.argmax(-1) == law.argmax(-1)).float(), counting))
     return Loss(torch.stack(losses).sum(), {"token": losses[0], "agreement": agreements[0]})
 

@@ -24,9 +24,13 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     noise = torch.rand(batch.features[:, :-2].shape, generator=batch.generator) * 2 - 1
     noise = noise * (config.noise * 512 / batch.lengths)[:, None, None]
     noisy = batch.features[:, :-2].float() + noise.to(batch.features.device)
-    extrapolated = model(batch.tokens[:, 1:-1], noisy, torch.arange(noisy.shape[1], device=noisy.device))
+    extrapolated = model(
+        batch.tokens[:, 1:-1], noisy, torch.arange(noisy.shape[1], device=noisy.device)
+    )
     counts = counted(batch.loss_mask)
-    if not counts.any():  # answers cut to their first token: nothing to learn, but every process takes part
+    if (
+        not counts.any()
+    ):  # answers cut to their first token: nothing to learn, but every process takes part
         counts = torch.ones_like(counts)
     return eagle_loss(
         extrapolated[counts],

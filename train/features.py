@@ -49,7 +49,9 @@ class StoredFeatures:
 
     def __init__(self, folder: Path, identity: Identity, device: torch.device) -> None:
         self.folder, self.device = folder, device
-        self.owner = checksum.of_fields({name: value for name, value in identity.items() if name != "target"})
+        self.owner = checksum.of_fields(
+            {name: value for name, value in identity.items() if name != "target"}
+        )
         self.older = "content" not in read_json(folder / INDEX, remedy(folder))
         self.verified: set[int] = set()
 
@@ -106,7 +108,9 @@ def stored_size(target: Target, rows: Sequence[Tensor], taps: tuple[int, ...]) -
     return sum(map(len, rows)) * width * target.dtype.itemsize
 
 
-def prepare_folder(folder: Path, identity: Identity, needed: int, first: Callable[[], Tensor]) -> None:
+def prepare_folder(
+    folder: Path, identity: Identity, needed: int, first: Callable[[], Tensor]
+) -> None:
     """Write the index of a new folder, or check that it holds features of the same target and data.
 
     identity: what the features depend on. An index of an older version lacks "content", the
@@ -117,8 +121,12 @@ def prepare_folder(folder: Path, identity: Identity, needed: int, first: Callabl
     index = folder / INDEX
     if index.exists():
         before = read_json(index, f"delete {folder} to store the features anew")
-        if not same(before, identity) or ("content" not in before and not recomputed(folder, first)):
-            raise InputError(f"{folder} holds features of another target or data; name another --features folder")
+        if not same(before, identity) or (
+            "content" not in before and not recomputed(folder, first)
+        ):
+            raise InputError(
+                f"{folder} holds features of another target or data; name another --features folder"
+            )
         return
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -132,7 +140,9 @@ def prepare_folder(folder: Path, identity: Identity, needed: int, first: Callabl
 def complete(folder: Path, count: int) -> bool:
     """Whether all features of `count` conversations are stored, so that nothing is to write."""
     shards = range(-(-count // SHARD))
-    return (folder / INDEX).exists() and all(shard_file(folder, number).exists() for number in shards)
+    return (folder / INDEX).exists() and all(
+        shard_file(folder, number).exists() for number in shards
+    )
 
 
 def same(before: Identity, identity: Identity) -> bool:
@@ -140,7 +150,9 @@ def same(before: Identity, identity: Identity) -> bool:
     if "content" in before:
         same_target = before["content"] == identity["content"]
     else:
-        same_target = Path(str(before.get("target"))).resolve() == Path(str(identity["target"])).resolve()
+        same_target = (
+            Path(str(before.get("target"))).resolve() == Path(str(identity["target"])).resolve()
+        )
     names = (set(before) | set(identity)) - {"target", "content"}
     return same_target and all(before.get(name) == identity.get(name) for name in names)
 
@@ -157,7 +169,12 @@ def recomputed(folder: Path, first: Callable[[], Tensor]) -> bool:
 
 
 def write_shard(
-    target: Target, rows: Sequence[Tensor], taps: tuple[int, ...], stored: StoredFeatures, number: int, batch_size: int
+    target: Target,
+    rows: Sequence[Tensor],
+    taps: tuple[int, ...],
+    stored: StoredFeatures,
+    number: int,
+    batch_size: int,
 ) -> None:
     """Store one shard, under a temporary name first. A shard that stands is not written again."""
     if stored.holds(number):
@@ -168,6 +185,8 @@ def write_shard(
     for start in range(0, len(ordered), batch_size):
         some = ordered[start : start + batch_size]
         features = target.features(padded([rows[i] for i in some]), taps, last=True).cpu()
-        tensors |= {str(i): row[: len(rows[i])].clone() for i, row in zip(some, features, strict=True)}
+        tensors |= {
+            str(i): row[: len(rows[i])].clone() for i, row in zip(some, features, strict=True)
+        }
     checksums = {name: checksum.of_tensors({name: row}, {}) for name, row in tensors.items()}
     write_tensors(shard_file(stored.folder, number), tensors, {OWNER: stored.owner} | checksums)

@@ -32,7 +32,10 @@ class Skips:
         self.total += not good
         self.in_a_row = 0 if good else self.in_a_row + 1
         if self.in_a_row == IN_A_ROW:
-            raise diverged(f"the loss or its gradient is not finite since step {step - IN_A_ROW + 1}", self.state)
+            raise diverged(
+                f"the loss or its gradient is not finite since step {step - IN_A_ROW + 1}",
+                self.state,
+            )
 
     def refuse_nothing_learnt(self) -> None:
         """Raises InputError where no step of the run was a good one."""
@@ -58,5 +61,11 @@ def check_weights(head: Head, what: str, state: Path) -> None:
 def diverged(what: str, state: Path) -> InputError:
     """The error of a run that cannot go on. It says which checkpoint is left."""
     step = checkpoint.steps_done(state)
-    kept = "no checkpoint was written" if step is None else f"the checkpoint of step {step} is kept in {state}"
-    return InputError(f"{what}; {kept}. Lower --learning-rate, or look at the loss's options and the target's --dtype")
+    kept = (
+        "no checkpoint was written"
+        if step is None
+        else f"the checkpoint of step {step} is kept in {state}"
+    )
+    return InputError(
+        f"{what}; {kept}. Lower --learning-rate, or look at the loss's options and the target's --dtype"
+    )

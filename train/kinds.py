@@ -36,7 +36,9 @@ class Training:
 HYDRA = Training(Recipe(10, 5e-4, 0.01, warm_up=2000), hydra_objective, ("--draft-heads",))
 TRAINING = {  # by kind of head: (epochs, learning rate, weight decay, warm-up), …
     "eagle": Training(Recipe(20, 3e-5, 0.01, warm_up=2000), eagle_objective, ("--no-bias",)),
-    "eagle3": Training(Recipe(40, 5e-5, 0.0, warm_up=12000), eagle3_objective, restricted_first=True),
+    "eagle3": Training(
+        Recipe(40, 5e-5, 0.0, warm_up=12000), eagle3_objective, restricted_first=True
+    ),
     "medusa": Training(Recipe(2, 1e-3, 0.01, warm_up=2000), medusa_objective, ("--draft-heads",)),
     "hydra": HYDRA,
     "hydra++": HYDRA,

@@ -29,13 +29,20 @@ class Report:
         self.file: TextIO | None = None
         self.lines = speaks and not console.is_terminal
         self.last = time.monotonic()
-        columns = (TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}"))
+        columns = (
+            TextColumn("train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[said]}"),
+        )
         self.bar = Progress(*columns, console=console, disable=not speaks or self.lines)
         self.task = self.bar.add_task("train", total=total, completed=first, said="")
 
     def __enter__(self) -> "Report":
         if self.speaks:
-            write_text(self.path, "".join(f"{line}\n" for line in lines_until(self.path, self.first)))
+            write_text(
+                self.path, "".join(f"{line}\n" for line in lines_until(self.path, self.first))
+            )
             self.file = self.path.open("a", encoding="utf-8")
         self.bar.start()
         return self

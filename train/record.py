@@ -16,7 +16,9 @@ from treespec.train.checkpoint import FILE
 from treespec.train.config import TrainConfig
 from treespec.train.validate import Validation
 
-Record = dict[str, object]  # the options of a run, and under "contents" the digests of target and data
+Record = dict[
+    str, object
+]  # the options of a run, and under "contents" the digests of target and data
 PATHS = ("target", "data", "features")
 
 
@@ -29,7 +31,9 @@ def record_of(config: TrainConfig) -> Record:
         with Path(config.data).open("rb") as file:
             data = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise InputError(f"cannot read {config.data}: {error.strerror or error}; give a JSONL file") from error
+        raise InputError(
+            f"cannot read {config.data}: {error.strerror or error}; give a JSONL file"
+        ) from error
     return asdict(config) | {"contents": {"target": identity_of(config.target), "data": data}}
 
 
@@ -44,7 +48,9 @@ def finished(folder: Path, record: Record) -> Validation | None:
         return None
     before = read_json(folder / "config.json", f"delete {folder} to begin anew")
     if changed := next(changes(before, record), None):
-        raise InputError(f"{folder.parent} holds a run with {changed}; name another --out, or delete it")
+        raise InputError(
+            f"{folder.parent} holds a run with {changed}; name another --out, or delete it"
+        )
     if not result.exists() or not (folder.parent / "model.safetensors").exists():
         return None
     remedy = "delete it, and the same command ends the run again"
@@ -89,4 +95,8 @@ def digests(record: Record) -> Record:
 
 def same_path(one: object, other: object) -> bool:
     """Whether two paths lead to the same file or folder, relative or absolute."""
-    return isinstance(one, str) and isinstance(other, str) and Path(one).resolve() == Path(other).resolve()
+    return (
+        isinstance(one, str)
+        and isinstance(other, str)
+        and Path(one).resolve() == Path(other).resolve()
+    )

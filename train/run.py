@@ -30,7 +30,15 @@ from treespec.train.record import Record, finished, keep, record_of
 from treespec.train.steps import Run, fit, held_out_rows, validation
 from treespec.train.validate import Validation, describe
 
-UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
+UNWRITABLE = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+}
 
 
 def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: None) -> Validation:
@@ -50,7 +58,10 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     conversations = read(config, accelerator)
 
     # 2. the main process holds the folder until the head is there
-    with locked(folder) if accelerator.is_main_process else nullcontext(), no_room_is_one_line(config.out):
+    with (
+        locked(folder) if accelerator.is_main_process else nullcontext(),
+        no_room_is_one_line(config.out),
+    ):
         if accelerator.is_main_process:
             remove_leftovers(config.out)
         start_tracker(config, accelerator)
@@ -67,7 +78,9 @@ def trained(
     """Load the target, train, and save the head with its calibration and result."""
     # 1. target, untrained head and data
     set_seed(config.seed)
-    placement = config.device_map or ({"": accelerator.device} if accelerator.device.type != "cpu" else None)
+    placement = config.device_map or (
+        {"": accelerator.device} if accelerator.device.type != "cpu" else None
+    )
     target = Target.load(
         config.target,
         device_map=placement,

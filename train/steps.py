@@ -69,7 +69,9 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
     # 1. where the run is
     config, accelerator, optimizer = run.config, run.accelerator, run.optimizer
     head, state = run.head, run.checkpoint
-    step, seconds = checkpoint.load(state, head, optimizer.optimizer) if state.exists() else (0, 0.0)
+    step, seconds = (
+        checkpoint.load(state, head, optimizer.optimizer) if state.exists() else (0, 0.0)
+    )
     lengths = [len(example.input_ids) for example in run.data.train]
     together = config.batch_size * accelerator.num_processes
     per_epoch = len(epoch_batches(lengths, together, config.seed, 0))
@@ -102,7 +104,9 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
                 if config.minutes:
                     left = min(left, 60 * config.minutes - spent - seconds)
                 report.step(step, line["total"], tokens / spent, max(left, 0))
-                report.write({"step": step, "learning_rate": rate, **line, "seconds": round(elapsed, 2)})
+                report.write(
+                    {"step": step, "learning_rate": rate, **line, "seconds": round(elapsed, 2)}
+                )
                 accelerator.log(line, step=step)
 
             # 4. validate and save, where it is time
@@ -113,13 +117,17 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
             if good and step % config.checkpoint_every == 0 and accelerator.is_main_process:
                 check_weights(head, f"the head after step {step}", state)
                 keep(run.folder, run.record)
-                checkpoint.save(state, head, optimizer.optimizer, step, time.perf_counter() - started)
+                checkpoint.save(
+                    state, head, optimizer.optimizer, step, time.perf_counter() - started
+                )
             after_step(step)
 
     # 5. report skipped steps
     skips.refuse_nothing_learnt()
     if skips.total:
-        accelerator.print(f"skipped steps: {skips.total} of {skips.steps}, their gradient was not finite")
+        accelerator.print(
+            f"skipped steps: {skips.total} of {skips.steps}, their gradient was not finite"
+        )
 
 
 def optimizer_step(run: Run, head: Head, batches: list[tuple[int, list[int]]]) -> tuple[Loss, bool]:
@@ -171,7 +179,11 @@ def held_out_rows(run: Run) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     target, taps = run.target, run.head.taps
     for example in run.data.held_out[: run.config.validate_on]:
         tokens = example.input_ids.to(target.output_device)
-        yield tokens, example.loss_mask.to(tokens.device), target.features(tokens[None], taps, last=True)[0]
+        yield (
+            tokens,
+            example.loss_mask.to(tokens.device),
+            target.features(tokens[None], taps, last=True)[0],
+        )
 
 
 def learning_rate(config: TrainConfig, step: int, total: int, elapsed: float) -> float:

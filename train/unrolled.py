@@ -45,7 +45,9 @@ def drafted_laws(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Ten
     all tokens.
     """
     if vocabulary is None:
-        return logits.float().softmax(-1), torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        return logits.float().softmax(-1), torch.ones(
+            len(logits), dtype=torch.bool, device=logits.device
+        )
     return logits[:, vocabulary].float().softmax(-1), torch.isin(logits.argmax(-1), vocabulary)
 
 
@@ -60,7 +62,9 @@ def unrolled_loss(logits: Sequence[Tensor], laws: Tensor, places: Tensor, decay:
     parts = {}
     for step, given in enumerate(logits):
         wanted = laws[places >= step]
-        counts = max(len(wanted), 1)  # of a short answer none may be left: nothing to learn, but the head takes part
+        counts = max(
+            len(wanted), 1
+        )  # of a short answer none may be left: nothing to learn, but the head takes part
         token = F.cross_entropy(given.float(), wanted, reduction="sum") / counts
         total = total + decay**step * token
         parts[f"token_{step + 1}"] = token

@@ -26,7 +26,9 @@ class Validation:
 
 
 @torch.no_grad()
-def validate(head: Head, target: Target, rows: Iterable[tuple[Tensor, Tensor, Tensor]], steps: int) -> Validation:
+def validate(
+    head: Head, target: Target, rows: Iterable[tuple[Tensor, Tensor, Tensor]], steps: int
+) -> Validation:
     """rows: for each held-out conversation tokens [T] int64, loss mask [T] bool, features [T, F].
 
     steps: draft steps to validate; a head may have fewer.
@@ -39,10 +41,14 @@ def validate(head: Head, target: Target, rows: Iterable[tuple[Tensor, Tensor, Te
         agreeing += agree.float().sum(0).cpu()
         runs += float(agree.int().cumprod(-1).sum())
         positions += len(agree)
-    return Validation((agreeing / max(positions, 1)).tolist(), 1 + runs / max(positions, 1), positions)
+    return Validation(
+        (agreeing / max(positions, 1)).tolist(), 1 + runs / max(positions, 1), positions
+    )
 
 
-def rollout_agreement(head: Head, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Tensor:
+def rollout_agreement(
+    head: Head, target: Target, tokens: Tensor, features: Tensor, steps: int
+) -> Tensor:
     """[R, steps] bool: whether draft step d from position r finds the target's likeliest token.
 
     `Kind.rollout` says what a draft step is along a text.
@@ -51,7 +57,9 @@ def rollout_agreement(head: Head, target: Target, tokens: Tensor, features: Tens
     wanted = target.output_logits(last).argmax(-1)  # [T]
     agree = [
         logits.argmax(-1) == wanted[step : step + len(logits)]
-        for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, tapped, steps), start=1)
+        for step, logits in enumerate(
+            KINDS[head.kind].rollout(head, target, tokens, tapped, steps), start=1
+        )
     ]
     return torch.stack(agree, dim=1) if agree else torch.zeros(0, steps, dtype=torch.bool)
 

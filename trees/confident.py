@@ -37,7 +37,15 @@ class ConfidentChain(Policy):
 
     def __post_init__(self) -> None:
         share = Range(least=0, most=1)
-        wrong = outside(self, depth=DEPTH, threshold=share, goal=share, step=share, rate_memory=share, memory=share)
+        wrong = outside(
+            self,
+            depth=DEPTH,
+            threshold=share,
+            goal=share,
+            step=share,
+            rate_memory=share,
+            memory=share,
+        )
         if wrong:
             raise TreeError(f"confident chain: {wrong}")
 
@@ -49,7 +57,9 @@ class ConfidentChain(Policy):
     def max_draws(self) -> int:
         return 1
 
-    def update(self, threshold: float, rate: float, accepted: int, drafted: int) -> tuple[float, float]:
+    def update(
+        self, threshold: float, rate: float, accepted: int, drafted: int
+    ) -> tuple[float, float]:
         """γ and α after a verification."""
         rate = self.rate_memory * rate + (1 - self.rate_memory) * accepted / drafted
         step = self.step if rate < self.goal else -self.step if drafted < self.depth else 0.0

@@ -38,7 +38,9 @@ def attention_mask(ancestors: Tensor, depth: Tensor, lengths: Sequence[int]) -> 
     lengths: committed positions of each of B texts; all trees are written at column `end`, behind
     the longest.
     """
-    return torch.cat([committed(lengths, depth.device).expand(-1, depth.shape[1], -1), ancestors], dim=2)
+    return torch.cat(
+        [committed(lengths, depth.device).expand(-1, depth.shape[1], -1), ancestors], dim=2
+    )
 
 
 def window_mask(places: Tensor, nodes: int, window: int) -> Tensor:
@@ -61,7 +63,9 @@ def chunk_mask(places: Tensor, nodes: int, chunk: int) -> Tensor:
 
 def committed(lengths: Sequence[int], device: torch.device) -> Tensor:
     """[B, 1, end] bool: the columns of a cache that hold each text, up to the end of the longest."""
-    return (torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None])[:, None]
+    return (
+        torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
+    )[:, None]
 
 
 def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:

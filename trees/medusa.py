@@ -25,7 +25,9 @@ def measured(accuracies: Tensor, nodes: int) -> StaticTree:
     """
     table = accuracies.tolist()
     paths: list[tuple[int, ...]] = []
-    waiting: list[tuple[float, int, tuple[int, ...], float]] = []  # -worth, depth, path, worth of the parent
+    waiting: list[
+        tuple[float, int, tuple[int, ...], float]
+    ] = []  # -worth, depth, path, worth of the parent
 
     def offer(parent: tuple[int, ...], rank: int, above: float) -> None:
         """Add the parent's first child of this rank or later whose accuracy is above 0."""
@@ -41,7 +43,9 @@ def measured(accuracies: Tensor, nodes: int) -> StaticTree:
         offer(path[:-1], path[-1] + 1, above)
         offer(path, 0, -worth)
     if not paths:
-        raise TreeError("no tree can be measured: the head is never right, or nodes is below 2 (the root counts)")
+        raise TreeError(
+            "no tree can be measured: the head is never right, or nodes is below 2 (the root counts)"
+        )
     return StaticTree(tuple(paths))
 
 

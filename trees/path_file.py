@@ -57,9 +57,13 @@ def checked(paths: list[Any]) -> Iterable[tuple[int, ...]]:
         shown = json.dumps(path)
         shown = shown if len(shown) <= 40 else f"{shown[:40]}…"
         if not isinstance(path, list) or not path:
-            raise TreeError(f"entry {number}, {shown}, is no path: write a list of numbers such as [0, 0]")
+            raise TreeError(
+                f"entry {number}, {shown}, is no path: write a list of numbers such as [0, 0]"
+            )
         if not all(type(ordinal) is int and 0 <= ordinal < LARGEST for ordinal in path):
-            raise TreeError(f"entry {number}, {shown}, must hold whole numbers from 0 to {LARGEST - 1}")
+            raise TreeError(
+                f"entry {number}, {shown}, must hold whole numbers from 0 to {LARGEST - 1}"
+            )
         if tuple(path) in seen:
             raise TreeError(f"entry {number}, {shown}, stands there twice: delete one")
         seen.add(tuple(path))

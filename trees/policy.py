@@ -29,7 +29,9 @@ class Form:
 
 def with_options(kind: type[Policy]) -> Form:
     """`dynamic`, or with options, `dynamic:depth=6,topk=10`; the example shows the defaults."""
-    defaults = [f"{option.name}={option.default}" for option in fields(kind) if option.default is not None]
+    defaults = [
+        f"{option.name}={option.default}" for option in fields(kind) if option.default is not None
+    ]
     return Form(f"{kind.name}[:{','.join(defaults)}]", lambda text: kind(**options_of(kind, text)))
 
 

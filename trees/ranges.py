@@ -31,8 +31,15 @@ class Range:
         """Such as `1 to 64`, or `above 0 and below 1`."""
         if self.least is not None and self.most is not None:
             return f"{written(self.least)} to {written(self.most)}"
-        words = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        return " and ".join(f"{word} {written(bound)}" for word, bound in words.items() if bound is not None)
+        words = {
+            "at least": self.least,
+            "above": self.above,
+            "at most": self.most,
+            "below": self.below,
+        }
+        return " and ".join(
+            f"{word} {written(bound)}" for word, bound in words.items() if bound is not None
+        )
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number"
@@ -40,7 +47,9 @@ class Range:
 
 
 NODES = Range(least=2, most=4096, whole=True)  # of any tree, root too: a mask has their square
-DEPTH = Range(least=1, most=64, whole=True)  # levels: the draft model runs once for each, one after another
+DEPTH = Range(
+    least=1, most=64, whole=True
+)  # levels: the draft model runs once for each, one after another
 CHILDREN = Range(least=1, most=256, whole=True)
 
 

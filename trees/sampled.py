@@ -41,7 +41,9 @@ class SampledTree(Policy):
     price: float | None = None
 
     def __post_init__(self) -> None:
-        if wrong := outside(self, nodes=NODES, depth=DEPTH, price=Range(least=LEAST_PRICE, most=1.0)):
+        if wrong := outside(
+            self, nodes=NODES, depth=DEPTH, price=Range(least=LEAST_PRICE, most=1.0)
+        ):
             raise TreeError(f"sampled tree: {wrong}")
 
     @property
@@ -78,4 +80,6 @@ def allot(
     place = np.arange(j + m)
     children = np.take_along_axis(tops, (place - number).clip(0, j - 1), 1)
     children[:, :m] = np.where(place[:m] < number, own, children[:, :m])
-    return np.concatenate([number, taken], 1), children * (reach[:, None] * (place < number + taken))
+    return np.concatenate([number, taken], 1), children * (
+        reach[:, None] * (place < number + taken)
+    )

@@ -34,7 +34,9 @@ class Best:
         G(nodes, depth).
         """
         if nodes < 2 or not self.tokens[depth, nodes].isfinite():
-            raise TreeError(f"no tree of {nodes} nodes is {depth} deep with {self.first.shape[1]} children a node")
+            raise TreeError(
+                f"no tree of {nodes} nodes is {depth} deep with {self.first.shape[1]} children a node"
+            )
         return StaticTree(tuple(self._below((), nodes, depth)))
 
     def _below(self, path: tuple[int, ...], nodes: int, depth: int) -> list[tuple[int, ...]]:
@@ -53,7 +55,9 @@ def best_trees(rates: Tensor, nodes: int, depth: int) -> Best:
     worth[:, 1] = 1
     first = np.zeros((depth + 1, len(known), nodes), dtype=np.int64)
     number = np.arange(1, nodes)
-    left = number[:, None] - number  # [m, j] of m nodes those that j in this subtree leave for the ones after it
+    left = (
+        number[:, None] - number
+    )  # [m, j] of m nodes those that j in this subtree leave for the ones after it
     room = np.where(left < 0, -np.inf, 0.0)
     left = left.clip(min=0)
     for d in range(1, depth + 1):
@@ -77,12 +81,16 @@ def sequoia(rates: Tensor, nodes: int, depth: int) -> StaticTree:
     TreeError for less than two nodes or one level.
     """
     if nodes < 2 or depth < 1:
-        raise TreeError(f"a tree of {nodes} nodes and depth {depth}: take at least 2 nodes and depth 1")
+        raise TreeError(
+            f"a tree of {nodes} nodes and depth {depth}: take at least 2 nodes and depth 1"
+        )
     best = best_trees(rates, nodes, depth)
     return best.tree(int(best.tokens[depth].isfinite().nonzero().max()), depth)
 
 
-def best_shape(best: Best, forward: Tensor, begin: float, step: float, trust: float = 1.0) -> tuple[int, int, float]:
+def best_shape(
+    best: Best, forward: Tensor, begin: float, step: float, trust: float = 1.0
+) -> tuple[int, int, float]:
     """The nodes and depth with most tokens a second, G(n, d) / (T(n) + time to draft) (section
     3.3), and how many.
 

@@ -31,5 +31,7 @@ class Policy(Protocol):
 
     def __str__(self) -> str:
         """The kind of tree and its numbers."""
-        numbers = ", ".join(f"{name}={value}" for name, value in vars(self).items() if value is not None)
+        numbers = ", ".join(
+            f"{name}={value}" for name, value in vars(self).items() if value is not None
+        )
         return f"{self.name} tree ({numbers})"

@@ -69,9 +69,13 @@ class StaticTree(Policy):
         known = set(paths)
         for path in paths[1:]:
             if path[:-1] not in known:
-                raise TreeError(f"tree path {list(path)} has no parent {list(path[:-1])}: add it to the list")
+                raise TreeError(
+                    f"tree path {list(path)} has no parent {list(path[:-1])}: add it to the list"
+                )
         if len(paths) == 1:
-            raise TreeError("the tree has no node besides the root: give at least one path, such as [0]")
+            raise TreeError(
+                "the tree has no node besides the root: give at least one path, such as [0]"
+            )
         if len(paths) not in NODES or len(paths[-1]) not in DEPTH:
             raise TreeError(
                 f"the tree has {len(paths)} nodes and is {len(paths[-1])} deep, must have {NODES.bounds} nodes (the "
@@ -174,7 +178,9 @@ def balanced(children: int, depth: int) -> StaticTree:
         raise TreeError(
             f"a balanced tree of {children}x{depth} has over {NODES.most:,} nodes: take fewer or less depth"
         )
-    return StaticTree(tuple(p for d in range(1, depth + 1) for p in product(range(children), repeat=d)))
+    return StaticTree(
+        tuple(p for d in range(1, depth + 1) for p in product(range(children), repeat=d))
+    )
 
 
 def eagle() -> StaticTree:
@@ -189,4 +195,6 @@ def medusa() -> StaticTree:
 
 def by_children(children: dict[str, int]) -> StaticTree:
     """{path as digits: number of its children} as a tree."""
-    return StaticTree(tuple((*map(int, parent), i) for parent, count in children.items() for i in range(count)))
+    return StaticTree(
+        tuple((*map(int, parent), i) for parent, count in children.items() for i in range(count))
+    )

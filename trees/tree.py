@@ -32,7 +32,9 @@ class Draws:
         def changed(field: Tensor | None) -> Tensor | None:
             return None if field is None else change(field)
 
-        return Draws(change(self.tokens), changed(self.sure), changed(self.uniforms), changed(self.places))
+        return Draws(
+            change(self.tokens), changed(self.sure), changed(self.uniforms), changed(self.places)
+        )
 
     def rows(self, nodes: Tensor | slice) -> "Draws":
         """The draws of some of the nodes."""

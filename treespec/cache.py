@@ -35,9 +35,13 @@ class TreeLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage for the rows of [B, heads, N, D]."""
         b, heads, _, _ = key_states.shape
-        self._hold(*(x.new_zeros(b, heads, self.capacity, x.shape[3]) for x in (key_states, value_states)))
+        self._hold(
+            *(x.new_zeros(b, heads, self.capacity, x.shape[3]) for x in (key_states, value_states))
+        )
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write [B, heads, N, D] at `length`; returns all columns, [B, heads, length + N, D]."""
         end = self.length + key_states.shape[-2]
         self.reserve(end)
@@ -99,7 +103,12 @@ class TreeLayer(CacheLayerMixin):
         """[rows, heads, capacity, D] each."""
         self.dtype, self.device = keys.dtype, keys.device
         # One statement without a call, which CPython does not interrupt.
-        self.keys, self.values, self.capacity, self.is_initialized = keys, values, keys.shape[2], True
+        self.keys, self.values, self.capacity, self.is_initialized = (
+            keys,
+            values,
+            keys.shape[2],
+            True,
+        )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -141,7 +150,11 @@ class TreeCache(Cache):
         # 1. List the columns to move: (batch row, from, to). Nodes already in place are not copied.
         end, moves = self.end, []
         for row, (length, kept) in enumerate(zip(self.lengths, nodes, strict=True)):
-            moves += [(row, end + node, length + i) for i, node in enumerate(kept) if end + node != length + i]
+            moves += [
+                (row, end + node, length + i)
+                for i, node in enumerate(kept)
+                if end + node != length + i
+            ]
 
         # 2. Copy them in every layer. Layers of equal shape and device share one index.
         if moves:
@@ -154,7 +167,11 @@ class TreeCache(Cache):
                     kind = device, heads, capacity = states.device, *states.shape[1:3]
                     if kind not in flat:
                         head = row * heads + torch.arange(heads)[:, None]  # [heads, moves]
-                        flat[kind] = (head * capacity + torch.stack([source, place])[:, None]).flatten(1).to(device)
+                        flat[kind] = (
+                            (head * capacity + torch.stack([source, place])[:, None])
+                            .flatten(1)
+                            .to(device)
+                        )
                     columns = states.flatten(0, 2)
                     columns.index_copy_(0, flat[kind][1], columns.index_select(0, flat[kind][0]))
 
@@ -200,5 +217,7 @@ class TreeCache(Cache):
         texts = [len(cache.lengths) for cache in caches]
         joined, self.lengths = [length for cache in caches for length in cache.lengths], []
         for layers in zip(*(cache.tree_layers for cache in caches), strict=True):
-            layers[0].fill(list(zip(layers, texts, strict=True)), max(layer.capacity for layer in layers))
+            layers[0].fill(
+                list(zip(layers, texts, strict=True)), max(layer.capacity for layer in layers)
+            )
         self.rewind(joined)

@@ -60,7 +60,11 @@ class Decoder:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, verifier: Verifier, draft_models: Sequence[nn.Module] = ()
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        verifier: Verifier,
+        draft_models: Sequence[nn.Module] = (),
     ) -> None:
         """draft_models: the models that the drafter computes with besides the target."""
         self.target, self.drafter, self.verifier = target, drafter, verifier
@@ -72,9 +76,10 @@ class Decoder:
         self.sound = True  # False within a cycle, and after an interrupted one
 
     @torch.inference_mode()
-    def run(self, texts: Sequence[Text], params: SamplingParams, batch: int = 1) -> Iterator[tuple[Text, Piece]]:
-        """Yields pieces as they are accepted and fills the texts' stats. Raises InputError for NaN
-        logits.
+    def run(
+        self, texts: Sequence[Text], params: SamplingParams, batch: int = 1
+    ) -> Iterator[tuple[Text, Piece]]:
+        """Yields pieces as they are accepted, fills the texts' stats; InputError for NaN logits.
 
         batch: texts at a time; the next text takes the place of a finished one. A text's draws come
         from its own generator, so its answer depends on the others by rounding alone.
@@ -136,7 +141,8 @@ class Decoder:
             # 3. Verify: an accepted path and one more token for each text.
             with shared(stats, "verify"):
                 verdicts = self._verify(trees, [out.logits for out in outs], params)
-            if max(token for verdict in verdicts for token in verdict.tokens) >= self.target.vocab_size:
+            highest = max(token for verdict in verdicts for token in verdict.tokens)
+            if highest >= self.target.vocab_size:
                 raise InputError(
                     "the target's logits are not numbers (NaN): its weights are damaged, or its dtype is too "
                     "narrow for it; try --dtype float32"
@@ -151,7 +157,8 @@ class Decoder:
                     text.root = verdict.tokens[-1]
                 if drafter:
                     drafter.settle([verdict.path for verdict in verdicts], outs)
-                    features = [_rows(out.features, kept) for out, kept in zip(outs, nodes, strict=True)]
+                    pairs = zip(outs, nodes, strict=True)
+                    features = [_rows(out.features, kept) for out, kept in pairs]
                     tokens = []
                     for root, verdict in zip(roots.tolist(), verdicts, strict=True):
                         tokens.append(torch.tensor([root, *verdict.tokens], device=device))
@@ -166,16 +173,20 @@ class Decoder:
         if not self.drafter:
             return [root_only(root) for root in roots.split(1)]
         before, generators = self.drafter.forward_seconds, [text.generator for text in self.texts]
-        trees = self.drafter.draft_trees(roots, params, generators, self.cache, self.texts[0].stats.now)
+        now = self.texts[0].stats.now
+        trees = self.drafter.draft_trees(roots, params, generators, self.cache, now)
         for text in self.texts:
             text.stats.seconds["head"] += (self.drafter.forward_seconds - before) / len(self.texts)
         return trees
 
-    def _verify(self, trees: list[TokenTree], logits: list[Tensor], params: SamplingParams) -> list[Verdict]:
+    def _verify(
+        self, trees: list[TokenTree], logits: list[Tensor], params: SamplingParams
+    ) -> list[Verdict]:
         if params.greedy:
             return follow_all(trees, [greedy_choice(rows) for rows in logits])
-        texts = zip(trees, logits, self.texts, strict=True)
-        return [self.verifier(tree, TargetLaws(rows, params), text.generator) for tree, rows, text in texts]
+        laws = [TargetLaws(rows, params) for rows in logits]
+        texts = zip(trees, laws, self.texts, strict=True)
+        return [self.verifier(tree, law, text.generator) for tree, law, text in texts]
 
     def _enter(self, texts: list[Text], running: int) -> None:
         """Give each text a row of the cache.
@@ -244,12 +255,12 @@ class Decoder:
     def _prefill(self, text: Text, cache: TreeCache, drafter: Drafter | None) -> None:
         """Prefill the prompt except its last token, continuing after the reused prefix."""
         text.root = text.prompt[-1]
-        kept = len(text.committed)
+        kept, taps = len(text.committed), drafter.taps if drafter else ()
         text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), kept
         cache.reserve(len(text.prompt))
         for start in range(kept, len(text.prompt) - 1, STRETCH):
             tokens = torch.tensor(text.prompt[start : start + STRETCH + 1])
-            features = self.target.prefill(cache, tokens[None, :-1], drafter.taps if drafter else ())
+            features = self.target.prefill(cache, tokens[None, :-1], taps)
             text.committed = text.prompt[: start + len(tokens) - 1]
             if drafter:
                 drafter.observe([features[0]], [tokens.to(features.device)])
@@ -274,9 +285,7 @@ def _rows(features: Tensor, nodes: list[int]) -> Tensor:
 
 
 def _take(text: Text, tree: TokenTree, verdict: Verdict) -> Iterator[Piece]:
-    """Pieces of a verdict up to the end of the answer: accepted drafts, then the target's own
-    token.
-    """
+    """Pieces of a verdict up to the answer's end: accepted drafts, then the target's own token."""
     drafted, drafted_words = text.ending.take(verdict.tokens[:-1])
     own, own_words = text.ending.take(verdict.tokens[-1:])
     text.stats.accepted.append(len(drafted) + len(own) - 1)

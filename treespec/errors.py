@@ -23,5 +23,7 @@ class SupersededError(InputError):
 
 def first_line(error: BaseException) -> str:
     """Of what it says, or else its name. A line that ends with a colon says what only with the next one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

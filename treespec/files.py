@@ -21,7 +21,9 @@ from treespec.errors import InputError
 from treespec.heads import checksum
 
 # .NAME.PID.tmp; of older versions NAME.tmp-PID, .index-PID, .writing-PID and .NAME.json-PID
-TEMPORARY = re.compile(r"(?:\..+\.(?=\d+\.tmp)|.+\.tmp-|\.(?:index|writing|.+\.json)-)(\d+)(?:\.tmp)?")
+TEMPORARY = re.compile(
+    r"(?:\..+\.(?=\d+\.tmp)|.+\.tmp-|\.(?:index|writing|.+\.json)-)(\d+)(?:\.tmp)?"
+)
 LOCK = ".lock"
 
 
@@ -39,7 +41,9 @@ def writing(path: str | Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise InputError(
+            f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     finally:
         with suppress(OSError):  # its parent is no directory: nothing was written
             temporary.unlink(missing_ok=True)
@@ -73,7 +77,9 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         yield temporary
         os.rename(temporary, path)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise InputError(
+            f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -110,7 +116,9 @@ def read_json(path: str | Path, remedy: str) -> dict[str, Any]:
     return fields
 
 
-def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
     """Replace a safetensors file, its checksum in the header, as `writing` does."""
     values = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = dict(metadata or {})
@@ -166,7 +174,9 @@ def locked(folder: str | Path) -> Iterator[None]:
         except OSError as error:
             file.seek(0)
             holder = file.read().strip() or "another process"
-            raise InputError(f"{folder} is being written by {holder}: wait for it, or take another folder") from error
+            raise InputError(
+                f"{folder} is being written by {holder}: wait for it, or take another folder"
+            ) from error
         file.truncate(0)
         file.write(f"process {os.getpid()}")
         file.flush()

@@ -40,12 +40,18 @@ def identity_of(name: str | Path) -> str:
     path = Path(name).expanduser()
     try:
         if path.is_dir():
-            files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
+            files = sorted(
+                file
+                for file in path.iterdir()
+                if file.suffix in SUFFIXES and not file.name.startswith(".")
+            )
             return digest({file.name: sampled(file) for file in files if file.is_file()})
         if path.is_file():
             return digest({"": sampled(path)})
     except OSError as error:
-        raise InputError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+        raise InputError(
+            f"cannot read {error.filename or path}: {error.strerror or error}"
+        ) from error
     if problem := mistyped(name):
         raise InputError(problem)
     return f"commit {commit_of(str(name))}"
@@ -63,7 +69,9 @@ def sampled(file: Path) -> str:
     whole = size <= BLOCKS * BLOCK
     with file.open("rb", buffering=0) as data:
         for number in range(BLOCKS):
-            data.seek(number * BLOCK if whole else number * (size - BLOCK) // (BLOCKS - 1), os.SEEK_SET)
+            data.seek(
+                number * BLOCK if whole else number * (size - BLOCK) // (BLOCKS - 1), os.SEEK_SET
+            )
             content.update(data.read(BLOCK))
     return content.hexdigest()
 
@@ -71,6 +79,10 @@ def sampled(file: Path) -> str:
 def commit_of(name: str) -> str:
     """The commit of a hub repository that loading takes: the newest one, or offline the one in the cache."""
     try:
-        return Path(hf_hub_download(name, "config.json", local_files_only=only_cached(name))).parent.name
+        return Path(
+            hf_hub_download(name, "config.json", local_files_only=only_cached(name))
+        ).parent.name
     except Exception as error:  # hub errors are many; each says in its first line what is wrong
-        raise InputError(f"no directory {name}, and the hub did not give it: {first_line(error)}") from error
+        raise InputError(
+            f"no directory {name}, and the hub did not give it: {first_line(error)}"
+        ) from error

@@ -67,7 +67,9 @@ def parsed(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
         except (ValueError, RecursionError) as error:
             if number == len(lines) - 1 and not lines[-1]:
                 break
-            raise InputError(f"{path}:{number} is damaged ({error}); delete the line to have it made again") from error
+            raise InputError(
+                f"{path}:{number} is damaged ({error}); delete the line to have it made again"
+            ) from error
         end += len(line) + 1
     return rows, end
 

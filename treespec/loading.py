@@ -38,8 +38,14 @@ def load_sources(
             model = Target(target, tokenizer)
     else:
         if not isinstance(target, str | PathLike):
-            raise InputError(f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded model")
-        placed: dict[str, Any] = {"device_map": device_map, "dtype": dtype, "max_memory": max_memory}
+            raise InputError(
+                f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded model"
+            )
+        placed: dict[str, Any] = {
+            "device_map": device_map,
+            "dtype": dtype,
+            "max_memory": max_memory,
+        }
         model = Target.load(fspath(target), trust_remote_code=trust_remote_code, **placed)
         model.tokenizer = tokenizer or model.tokenizer
 

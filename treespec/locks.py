@@ -21,7 +21,9 @@ _adding = Lock()
 def alone_with(models: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, no other thread computes with these models. It may be entered again by the thread that is inside."""
     with ExitStack() as stack:
-        for model in sorted(set(models), key=id):  # in one order, so that two threads never wait for each other
+        for model in sorted(
+            set(models), key=id
+        ):  # in one order, so that two threads never wait for each other
             stack.enter_context(_lock_of(model))
         yield
 

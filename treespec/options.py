@@ -41,11 +41,27 @@ DRAFTER_FORMS = {
 DRAFTERS = tuple(DRAFTER_FORMS)
 HEADS = tuple(kind for kind, form in DRAFTER_FORMS.items() if form.endswith(":HEAD"))
 TRAINED = tuple(kind for kind in HEADS if kind != "head")  # kinds of trained head
-GIVEN = ("lookup", "rest", "lookahead", "jacobi")  # these hand over given tokens, without a draft law
+GIVEN = (
+    "lookup",
+    "rest",
+    "lookahead",
+    "jacobi",
+)  # these hand over given tokens, without a draft law
 DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in sparse:512,snapkv
 
 SCHEMES = (
-    *("single", "rrs", "rrs-wo", "kseq", "spechub", "greedy", "is-lp", "otm-lp", "optimal", "valued"),
+    *(
+        "single",
+        "rrs",
+        "rrs-wo",
+        "kseq",
+        "spechub",
+        "greedy",
+        "is-lp",
+        "otm-lp",
+        "optimal",
+        "valued",
+    ),
     *("topk", "typical"),
 )
 LOSSY = ("typical",)
@@ -145,7 +161,9 @@ def check_choices(config: "DataclassInstance") -> None:
         choices, value = known.metadata.get("choices"), getattr(config, known.name)
         if choices and value is not None and value not in choices:
             name = known.name.replace("_", "-")
-            raise InputError(f"--{name} is {value!r}, must be {either(choices)}{nearest(value, choices)}")
+            raise InputError(
+                f"--{name} is {value!r}, must be {either(choices)}{nearest(value, choices)}"
+            )
 
 
 def numbers_in(name: str, text: str, allowed: Range, words: Collection[str]) -> list[float]:

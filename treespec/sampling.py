@@ -38,7 +38,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         hottest = f"0 (greedy) or a positive number, at most {HOTTEST:g}"
         self._check("temperature", numbers.Real, lambda t: 0 <= t <= HOTTEST, hottest)
-        self._check("top_k", numbers.Integral, lambda k: k >= 0, "0 (off) or a positive whole number")
+        self._check(
+            "top_k", numbers.Integral, lambda k: k >= 0, "0 (off) or a positive whole number"
+        )
         self._check("top_p", numbers.Real, lambda p: 0 < p <= 1, "a number in (0, 1]; 1 is off")
         self._check("min_p", numbers.Real, lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 is off")
 
@@ -129,7 +131,9 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if v < 4 * NARROW * k or scores.numel() <= FEW:
         values, indices = scores.topk(k)
         return values, indices
-    blocks = (pad(scores, (0, -v % NARROW), value=-math.inf) if v % NARROW else scores).unflatten(-1, (-1, NARROW))
+    blocks = (pad(scores, (0, -v % NARROW), value=-math.inf) if v % NARROW else scores).unflatten(
+        -1, (-1, NARROW)
+    )
     block = blocks.amax(-1).topk(k).indices
     inside = blocks.gather(-2, block[..., None].expand(*block.shape, NARROW)).flatten(-2)
     values, place = inside.topk(k)
@@ -142,7 +146,9 @@ def sample(law: Tensor, generator: torch.Generator) -> Tensor:
 
     law: [..., V] non-negative, any sum. Returns [...] int64; V for a row of zeros or with NaN.
     """
-    uniform = torch.rand((*law.shape[:-1], 1), generator=generator, dtype=torch.float64, device=law.device)
+    uniform = torch.rand(
+        (*law.shape[:-1], 1), generator=generator, dtype=torch.float64, device=law.device
+    )
     return invert(law, uniform).squeeze(-1)
 
 
@@ -162,7 +168,9 @@ def invert(law: Tensor, uniform: Tensor) -> Tensor:
     place = uniform * ends[..., -1:]
     block = torch.searchsorted(ends, place, right=True).clamp_(max=ends.shape[-1] - 1)  # [..., K]
     before = pad(ends, (1, 0)).gather(-1, block)
-    inside = blocks.gather(-2, block[..., None].expand(*block.shape, BLOCK)).double().cumsum(-1)  # [..., K, BLOCK]
+    inside = (
+        blocks.gather(-2, block[..., None].expand(*block.shape, BLOCK)).double().cumsum(-1)
+    )  # [..., K, BLOCK]
     share = ((place - before) / (ends.gather(-1, block) - before)).clamp_(max=1 - 2**-53)
     token = torch.searchsorted(inside, share[..., None] * inside[..., -1:], right=True).squeeze(-1)
     return (block * BLOCK + token).clamp_(max=v)

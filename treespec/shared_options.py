@@ -52,7 +52,9 @@ class TextModelOptions(CommandOptions):
 
     PANEL = "Target"
 
-    template: str | None = option("fschat template that formats messages; default: the tokenizer's own", None)
+    template: str | None = option(
+        "fschat template that formats messages; default: the tokenizer's own", None
+    )
     trust_remote_code: bool = option(TRUST, False)
 
 
@@ -112,7 +114,9 @@ class TreeOptions(DrafterOptions):
 class AnswerOptions(CommandOptions):
     PANEL = "Answers"
 
-    max_new_tokens: int = option("end an answer after this number of tokens", 512, least=1, most=TOKENS)
+    max_new_tokens: int = option(
+        "end an answer after this number of tokens", 512, least=1, most=TOKENS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,9 @@ class SamplingOptions(AnswerOptions):
 
     PANEL = "Answers"
 
-    top_k: int = option("sample from the k likeliest tokens; 0 is off", 0, least=0, most=TOKENS * 10)
+    top_k: int = option(
+        "sample from the k likeliest tokens; 0 is off", 0, least=0, most=TOKENS * 10
+    )
     top_p: float = option(
         "sample from the likeliest tokens that hold this probability; 1 is off",
         1.0,
@@ -146,7 +152,13 @@ class TextOptions(QuestionOptions, AnswerOptions):
 
     PANEL = "Questions"
 
-    text: str | None = option("text file: conversations (.jsonl, .json), or plain text under any other name", None)
+    text: str | None = option(
+        "text file: conversations (.jsonl, .json), or plain text under any other name", None
+    )
     questions: str = option(f"without --text, the target answers {QUESTION_FILE}", "builtin")
-    limit: int | None = option("use only the first N questions or conversations", None, least=1, most=MANY)
-    max_new_tokens: int = option("end an answer after this number of tokens", 150, least=1, most=TOKENS)
+    limit: int | None = option(
+        "use only the first N questions or conversations", None, least=1, most=MANY
+    )
+    max_new_tokens: int = option(
+        "end an answer after this number of tokens", 150, least=1, most=TOKENS
+    )

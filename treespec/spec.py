@@ -59,15 +59,17 @@ class Spec:
         times: Times | Callable[[], Times] | None = None,
     ) -> None:
         self.target, self.template, self.calibration = target, template, calibration
-        self.source = source_for(source, target)
+        self.source = origin = source_for(source, target)
         named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         wanted = policy(tree) if isinstance(tree, str) else tree
-        self.verifier = verifier_for(named, self.source is not None and self.source.law_per_draw, wanted)
+        self.verifier = verifier_for(named, origin is not None and origin.law_per_draw, wanted)
         measured = (lambda: times) if isinstance(times, Times) else times
-        self.times: Callable[[], Times] = measured or cache(partial(times_for, target, self.proposer))
-        drafter = self.source.drafter(wanted, self.verifier, calibration, self.times) if self.source else None
+        self.times: Callable[[], Times] = measured or cache(
+            partial(times_for, target, self.proposer)
+        )
+        drafter = origin.drafter(wanted, self.verifier, calibration, self.times) if origin else None
         self.policy = drafter.policy if drafter else wanted
-        self.decoder = Decoder(target, drafter, self.verifier, self.source.models if self.source else ())
+        self.decoder = Decoder(target, drafter, self.verifier, origin.models if origin else ())
 
     def __repr__(self) -> str:
         shown = [target_name(self.target), *drafting_names(self.source, self.policy, self.verifier)]
@@ -84,15 +86,17 @@ class Spec:
         return self.source.head if self.source else None
 
     def configured(
-        self, tree: str | Policy | None = None, verifier: str | Verifier = "auto", allow_lossy: bool = False
+        self,
+        tree: str | Policy | None = None,
+        verifier: str | Verifier = "auto",
+        allow_lossy: bool = False,
     ) -> "Spec":
         """The same target and head with another tree and verifier; no weights are copied."""
-        return Spec(self.target, self.source, tree, verifier, self.template, allow_lossy, self.calibration, self.times)
+        rest = (self.template, allow_lossy, self.calibration, self.times)
+        return Spec(self.target, self.source, tree, verifier, *rest)
 
     def new(self) -> "Spec":
-        """Another Spec with the same parts, for a second text at the same time; no weights are
-        copied.
-        """
+        """Another Spec with the same parts, for a second text at a time; no weights are copied."""
         lossy_too = True  # the verifier was allowed once already
         rest = (self.template, lossy_too, self.calibration, self.times)
         return Spec(self.target, self.source, self.policy, self.verifier, *rest)
@@ -137,7 +141,9 @@ class Spec:
         ending = Ending(self.target.tokenizer, ends, stop, min(wanted.max_new_tokens, room))
         return Text(ids, ending, generator, Stats()), wanted.params
 
-    def stream(self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]) -> Stream:
+    def stream(
+        self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
+    ) -> Stream:
         """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
 
         seed: of all draws, in [0, 2^64); None draws a new one. options: see
@@ -219,17 +225,20 @@ class Spec:
         asked(options)
         several = prompts_of(prompts)
         if several is None and not (isinstance(prompts, list | tuple) and not prompts):
-            raise InputError("generate_all takes a list of prompts, and this is none: take generate for one prompt")
+            raise InputError(
+                "generate_all takes a list of prompts, and this is none: take generate for one prompt"
+            )
         several = several or []
-        at_once = whole("batch", len(several) if batch is None else batch, least=min(1, len(several)))
+        count = len(several)
+        at_once = whole("batch", count if batch is None else batch, least=min(1, count))
 
         # 2. A request for each prompt.
         texts = []
-        for i, (prompt, own) in enumerate(zip(several, seeds_of(seed, len(several)), strict=True), 1):
+        for i, (prompt, own) in enumerate(zip(several, seeds_of(seed, count), strict=True), 1):
             try:
                 text, params = self.request(prompt, seed=own, **options)
             except InputError as error:
-                raise InputError(f"prompt {i} of {len(several)}: {error}") from None
+                raise InputError(f"prompt {i} of {count}: {error}") from None
             texts.append(text)
 
         # 3. Decode them together.

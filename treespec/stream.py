@@ -55,7 +55,9 @@ class Stream:
                 self._failed = error
                 raise
             except BaseException as error:
-                self._failed = InputError(f"this stream was interrupted by {type(error).__name__}: begin another")
+                self._failed = InputError(
+                    f"this stream was interrupted by {type(error).__name__}: begin another"
+                )
                 raise
             self._seen.append(piece)
             return piece

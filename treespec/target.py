@@ -79,13 +79,17 @@ class Target:
         self.vocab_size, self.feature_width = model.get_output_embeddings().weight.shape
         self.context_length, why = context_length(self.config)
         if why:
-            log.warning("%s: texts end at %d tokens: %s", type(model).__name__, self.context_length, why)
+            log.warning(
+                "%s: texts end at %d tokens: %s", type(model).__name__, self.context_length, why
+            )
         hook = getattr(model, "_hf_hook", None)
         self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
         self.windows = layer_windows(self.config)
         self.stack = layers_of(self.decoder, self.layers)
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries
-        self.repeats_masks = True  # once for all layers; no model that computes with masks takes them so
+        self.repeats_masks = (
+            True  # once for all layers; no model that computes with masks takes them so
+        )
 
     @classmethod
     def load(
@@ -104,9 +108,15 @@ class Target:
         trust_remote_code: run the Python files that the directory or repository brings.
         """
         path = os.path.expanduser(path)
-        options = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
+        options = {
+            "device_map": device_map,
+            "max_memory": max_memory,
+            "offload_folder": offload_folder,
+        }
         options = {name: value for name, value in options.items() if value is not None}
-        model = load_model(path, trust_remote_code, dtype=dtype, attn_implementation=attn_implementation, **options)
+        model = load_model(
+            path, trust_remote_code, dtype=dtype, attn_implementation=attn_implementation, **options
+        )
         target = cls(model, load_tokenizer(path, trust_remote_code))
         target.trust_remote_code = trust_remote_code
         return target
@@ -159,7 +169,9 @@ class Target:
         b, length = tokens.shape
         cache.reserve(cache.end + length)
         whole: Tensor | None = None
-        for one in causal_chunks(cache, counts or [length] * b, lambda columns: chunk or self.rows_beside(columns)):
+        for one in causal_chunks(
+            cache, counts or [length] * b, lambda columns: chunk or self.rows_beside(columns)
+        ):
             features = self._hidden(cache, tokens[:, one.columns], one.depth, one.causal, taps)[1]
             if whole is None:
                 whole = features.new_empty(b, length, features.shape[-1])
@@ -179,7 +191,9 @@ class Target:
         last: append the last hidden state to the tapped ones.
         """
         with captured(self.stack, taps) as inputs:
-            hidden = self.decoder(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
+            hidden = self.decoder(
+                input_ids=tokens.to(self.device), use_cache=False
+            ).last_hidden_state
         if not taps:
             return hidden
         tapped = [inputs[k].to(hidden.device) for k in taps]
@@ -187,10 +201,14 @@ class Target:
 
     def parted(self, features: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Split `features(…, last=True)`, [..., F], into the head's features and the last hidden state."""
-        return (features[..., : -self.feature_width] if taps else features), features[..., -self.feature_width :]
+        return (features[..., : -self.feature_width] if taps else features), features[
+            ..., -self.feature_width :
+        ]
 
     @torch.no_grad()
-    def forward_tree(self, cache: TreeCache, tree: TokenTree, taps: tuple[int, ...] = ()) -> TreeOutput:
+    def forward_tree(
+        self, cache: TreeCache, tree: TokenTree, taps: tuple[int, ...] = ()
+    ) -> TreeOutput:
         """`forward_trees` of one text."""
         return self.forward_trees(cache, [tree], taps)[0]
 
@@ -208,12 +226,16 @@ class Target:
         if len(trees) == 1:
             ancestors = seen[0][None]
         else:
-            ancestors = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device).repeat(len(trees), 1, 1)
+            ancestors = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device).repeat(
+                len(trees), 1, 1
+            )
             for row, mask in enumerate(seen):
                 ancestors[row, : len(mask), : len(mask)] = mask
         hidden, features = self._hidden(cache, tokens, depth, ancestors, taps)
         nodes = [len(tree.tokens) for tree in trees]
-        sizes = [n + (tree.rows.asked if tree.rows else 0) for n, tree in zip(nodes, trees, strict=True)]
+        sizes = [
+            n + (tree.rows.asked if tree.rows else 0) for n, tree in zip(nodes, trees, strict=True)
+        ]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
         return [
             TreeOutput(row[:n], known[:n], row[n:] if tree.rows else None)
@@ -221,7 +243,12 @@ class Target:
         ]
 
     def _hidden(
-        self, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor, taps: tuple[int, ...]
+        self,
+        cache: TreeCache,
+        tokens: Tensor,
+        depth: Tensor,
+        ancestors: Tensor,
+        taps: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """One forward of the decoder over [B, N] nodes: hidden states after the final norm, and features."""
         places = positions(depth, cache.lengths)
@@ -229,7 +256,9 @@ class Target:
         return self._forward(cache, tokens, places, seen, taps)
 
     @torch.no_grad()
-    def forward_nodes(self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor) -> Tensor:
+    def forward_nodes(
+        self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor
+    ) -> Tensor:
         """[B, N, H] hidden states, after the final norm, of nodes below those that earlier calls have written.
 
         tokens: [B, N] int64. seen: [B, N, T] bool, which columns each node attends to: T - N earlier ones and the N

@@ -23,7 +23,18 @@ from treespec.sampling import SamplingParams
 from treespec.spec import Spec, load
 
 CHANGE_NO_LOGITS = (
-    *("out", "preset", "laws", "verifier", "temperature", "draws", "draft_temperature", "top_k", "top_p", "samples"),
+    *(
+        "out",
+        "preset",
+        "laws",
+        "verifier",
+        "temperature",
+        "draws",
+        "draft_temperature",
+        "top_k",
+        "top_p",
+        "samples",
+    ),
     "device_map",
     "trust_remote_code",
 )
@@ -38,14 +49,18 @@ class Logits:
     group: Tensor
 
 
-def collected(config: AcceptanceConfig, report: Callable[[Step], None]) -> tuple[Logits, dict[str, Any]]:
+def collected(
+    config: AcceptanceConfig, report: Callable[[Step], None]
+) -> tuple[Logits, dict[str, Any]]:
     """OUT/logits.safetensors and the environment of its making; a model is only loaded if it is not there yet.
 
     Raises InputError where OUT holds logits of something else.
     """
     SamplingParams(config.answers_temperature)
     file = Path(config.out) / "logits.safetensors"
-    identity = {name: value for name, value in asdict(config).items() if name not in CHANGE_NO_LOGITS}
+    identity = {
+        name: value for name, value in asdict(config).items() if name not in CHANGE_NO_LOGITS
+    }
     questions: list[Question] = []
     if config.text is None:
         questions = load_questions(config.questions)[0][: config.limit]
@@ -88,11 +103,19 @@ def logits_of(
     wanted = [text.counts[step + 1 :].nonzero().squeeze(1) for text in texts]  # rows of the rollout
     total = sum(map(len, wanted))
     if not total:
-        raise InputError(f"no text has a token to draft at step {step}: give longer texts, or a lower --step")
+        raise InputError(
+            f"no text has a token to draft at step {step}: give longer texts, or a lower --step"
+        )
     taken = torch.zeros(total, dtype=torch.bool)
-    taken[torch.linspace(0, total - 1, min(total, positions or total), dtype=torch.float64).round().long()] = True
+    taken[
+        torch.linspace(0, total - 1, min(total, positions or total), dtype=torch.float64)
+        .round()
+        .long()
+    ] = True
     p, q, group = [], [], []
-    numbered = enumerate(zip(texts, wanted, taken.split([len(rows) for rows in wanted]), strict=True), start=1)
+    numbered = enumerate(
+        zip(texts, wanted, taken.split([len(rows) for rows in wanted]), strict=True), start=1
+    )
     for count, (text, rows, chosen) in numbered:
         rows = rows[chosen]
         if len(rows):
@@ -110,25 +133,39 @@ def logits_of(
 def _digest(config: AcceptanceConfig, questions: Sequence[Question]) -> str:
     """Of the text file or the questions. Raises InputError for a file that cannot be read."""
     if config.text is None:
-        return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([asdict(question) for question in questions]).encode()
+        ).hexdigest()
     return hashlib.sha256(content_of(config.text)).hexdigest()
 
 
-def _read(file: Path, config: AcceptanceConfig, identity: dict[str, Any]) -> tuple[Logits, dict[str, Any]]:
+def _read(
+    file: Path, config: AcceptanceConfig, identity: dict[str, Any]
+) -> tuple[Logits, dict[str, Any]]:
     """Raises InputError for logits of other options, or of models that are others now; they may also be gone."""
-    tensors, about = read_tensors(file, "delete it to collect the logits again, or choose another --out")
+    tensors, about = read_tensors(
+        file, "delete it to collect the logits again, or choose another --out"
+    )
     try:
         theirs, environment = json.loads(about["identity"]), json.loads(about["environment"])
         logits = Logits(*(tensors[name] for name in ("p", "q", "group")))
         changes = [
-            f"{name} was {theirs.get(name)}, now {ours}" for name, ours in identity.items() if theirs.get(name) != ours
+            f"{name} was {theirs.get(name)}, now {ours}"
+            for name, ours in identity.items()
+            if theirs.get(name) != ours
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{file} does not hold logits of an acceptance run: choose another --out") from error
+        raise InputError(
+            f"{file} does not hold logits of an acceptance run: choose another --out"
+        ) from error
     if changes:
-        raise InputError(f"{file} was made otherwise ({'; '.join(changes)}): choose another --out, or delete it")
+        raise InputError(
+            f"{file} was made otherwise ({'; '.join(changes)}): choose another --out, or delete it"
+        )
     if "models" in about and about["models"] != models_of(config, about["models"]):
-        raise InputError(f"target or head have changed since {file} was made: choose another --out, or delete it")
+        raise InputError(
+            f"target or head have changed since {file} was made: choose another --out, or delete it"
+        )
     return logits, environment
 
 

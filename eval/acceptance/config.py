@@ -6,7 +6,13 @@ from itertools import product
 from treespec.errors import InputError
 from treespec.eval.common import listed, number
 from treespec.options import LOSSY, MANY, SCHEMES, SEEDS, TOKENS, either, option, shared
-from treespec.shared_options import DrafterOptions, PlacementOptions, TargetOptions, TextModelOptions, TextOptions
+from treespec.shared_options import (
+    DrafterOptions,
+    PlacementOptions,
+    TargetOptions,
+    TextModelOptions,
+    TextOptions,
+)
 
 LOSSLESS = tuple(name for name in SCHEMES if name not in LOSSY)
 
@@ -32,10 +38,20 @@ PRESETS: dict[str, tuple[Settings, ...]] = {
     "khisti-draws": ({"temperature": "1", "draws": "2,4,8", "top_k": 5},),
     "khisti-temperatures": (
         {"temperature": "1", "draws": "2", "top_k": 5, "draft_temperature": "1,1.2,1.4,1.6,2,2.4"},
-        {"temperature": "1", "draws": "2", "top_k": 5, "draft_temperature": "1.2/1.2,1.2/1.4,1.2/1.6,1.2/2,1.2/2.4"},
+        {
+            "temperature": "1",
+            "draws": "2",
+            "top_k": 5,
+            "draft_temperature": "1.2/1.2,1.2/1.4,1.2/1.6,1.2/2,1.2/2.4",
+        },
     ),
     "khisti-truncation": (
-        {"temperature": "1", "draws": "2", "top_k": 50, "verifier": ",".join(f"is-lp:s={s}" for s in range(1, 11))},
+        {
+            "temperature": "1",
+            "draws": "2",
+            "top_k": 50,
+            "verifier": ",".join(f"is-lp:s={s}" for s in range(1, 11)),
+        },
         {
             "temperature": "1",
             "draws": "2",
@@ -64,8 +80,12 @@ class AcceptanceConfig(TextModelOptions, PlacementOptions, TextOptions):
     target: str | None = shared(TargetOptions, "target", None)
     head: str | None = shared(DrafterOptions, "head", None)
     preset: str | None = option(f"sweeps of a paper: {either(PRESETS)}", None, choices=PRESETS)
-    laws: str | None = option('JSON file of given laws in place of a model: {"p": [[…], …], "q": [[…], …]}', None)
-    answers_temperature: float = option("temperature of the target's own answers", 1.0, least=0, most=100)
+    laws: str | None = option(
+        'JSON file of given laws in place of a model: {"p": [[…], …], "q": [[…], …]}', None
+    )
+    answers_temperature: float = option(
+        "temperature of the target's own answers", 1.0, least=0, most=100
+    )
     max_new_tokens: int = shared(TextOptions, "max_new_tokens", 256)
     max_length: int = option(
         "most tokens of a conversation; plain text is split into pieces of this length",
@@ -73,7 +93,9 @@ class AcceptanceConfig(TextModelOptions, PlacementOptions, TextOptions):
         least=3,
         most=TOKENS,
     )
-    positions: int = option("number of positions, evenly spread over the text; 0 takes all", 200, least=0, most=MANY)
+    positions: int = option(
+        "number of positions, evenly spread over the text; 0 takes all", 200, least=0, most=MANY
+    )
     step: int = option(
         "draft step that q belongs to; from step 2 on the head runs on its own features",
         1,
@@ -105,7 +127,9 @@ class AcceptanceConfig(TextModelOptions, PlacementOptions, TextOptions):
         most=100,
         words=("same",),
     )
-    top_k: int | None = option("keep the k likeliest tokens of both laws; 0 is off", None, least=0, most=TOKENS * 10)
+    top_k: int | None = option(
+        "keep the k likeliest tokens of both laws; 0 is off", None, least=0, most=TOKENS * 10
+    )
     top_p: float = option(
         "keep the likeliest tokens of both laws that hold this probability; 1 is off",
         1.0,
@@ -155,7 +179,9 @@ def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
     settled = []
     for preset in PRESETS[config.preset] if config.preset else ({},):
         options = asdict(config)
-        options |= {name: value for name, value in (usual | preset).items() if options[name] is None}
+        options |= {
+            name: value for name, value in (usual | preset).items() if options[name] is None
+        }
         settled.append(AcceptanceConfig(**options))
     return list(dict.fromkeys(settled))
 
@@ -179,7 +205,11 @@ def cases(sweep: AcceptanceConfig) -> list[Case]:
             laws = tuple(number("draft-temperature", part) for part in draft.split("/"))
         if len(laws) in (1, int(count)):
             called = draft if draft == "same" or len(laws) > 1 else laws[0]
-            found.append(Case(target_temperature, called, laws, int(count), sweep.top_k or 0, sweep.top_p))
+            found.append(
+                Case(target_temperature, called, laws, int(count), sweep.top_k or 0, sweep.top_p)
+            )
     if not found:
-        raise InputError(f"--draft-temperature {sweep.draft_temperature} has no list for --draws {sweep.draws}")
+        raise InputError(
+            f"--draft-temperature {sweep.draft_temperature} has no list for --draws {sweep.draws}"
+        )
     return found

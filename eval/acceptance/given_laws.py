@@ -36,5 +36,7 @@ def read_laws(config: AcceptanceConfig) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f'{config.laws} must hold {{"p": [[…], …], "q": [[…], …]}}') from error
     if not fits or len(sums) < 2 * len(p) or any(abs(total - 1) > 1e-3 for total in sums):
-        raise InputError(f"{config.laws}: p and q must be as many laws over the same tokens, each summing to 1")
+        raise InputError(
+            f"{config.laws}: p and q must be as many laws over the same tokens, each summing to 1"
+        )
     return {"p": p, "q": q, "at": at}

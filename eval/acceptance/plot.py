@@ -34,18 +34,26 @@ def plot(sweeps: list[list[Row]], out: Path) -> list[str] | None:
             legend: dict[str, Any] = {}
             for part, (title, lines) in zip(parts, groups.items(), strict=True):
                 for name, points in lines.items():
-                    style: dict[str, Any] = {"fmt": "--"} if name.startswith("α*") else {"fmt": "o-", "ms": 3}
+                    style: dict[str, Any] = (
+                        {"fmt": "--"} if name.startswith("α*") else {"fmt": "o-", "ms": 3}
+                    )
                     style["color"] = colours[name]
                     if axis in points[0]["at"]:
                         x = [point["at"][axis] for point in points]
                         errors = [point["rate"]["error"] or 0 for point in points]
-                        part.errorbar(x, [p["rate"]["value"] for p in points], errors, label=name, **style)
+                        part.errorbar(
+                            x, [p["rate"]["value"] for p in points], errors, label=name, **style
+                        )
                     else:
-                        part.axhline(points[0]["rate"]["value"], color=colours[name], ls="--", label=name)
+                        part.axhline(
+                            points[0]["rate"]["value"], color=colours[name], ls="--", label=name
+                        )
                 legend |= dict(zip(*reversed(part.get_legend_handles_labels()), strict=True))
                 part.set(title=title, xlabel=AXES.get(axis, axis))
             parts[0].set_ylabel("acceptance rate")
-            figure.legend(legend.values(), legend.keys(), loc="outside right upper", fontsize="small")
+            figure.legend(
+                legend.values(), legend.keys(), loc="outside right upper", fontsize="small"
+            )
             files.append(f"acceptance-{number}-by-{axis}.png")
             with writing(out / files[-1]) as file:
                 figure.savefig(file, dpi=150, format="png")
@@ -66,7 +74,9 @@ def panels(rows: list[Row], axis: str) -> dict[str, dict[str, list[Row]]]:
     for row in in_order(rows):
         place = row["at"] | options(row)
         if axis in place or (is_option and row["optimum"]):
-            title = place_of(row, [n for n, value in row["at"].items() if n != axis and value != "same"], ", ")
+            title = place_of(
+                row, [n for n, value in row["at"].items() if n != axis and value != "same"], ", "
+            )
             own = [f"{name}={value:g}" for name, value in options(row).items() if name != axis]
             name = " ".join([label(row).partition(":")[0], *own])
             found.setdefault(title, {}).setdefault(name, []).append(row | {"at": place})
@@ -76,4 +86,7 @@ def panels(rows: list[Row], axis: str) -> dict[str, dict[str, list[Row]]]:
 def options(row: Row) -> dict[str, float]:
     """Of a method such as is-lp:s=8,alphabet=50."""
     _, _, rest = row["method"].partition(":")
-    return {name: float(value) for name, _, value in (part.partition("=") for part in rest.split(",") if part)}
+    return {
+        name: float(value)
+        for name, _, value in (part.partition("=") for part in rest.split(",") if part)
+    }

@@ -51,7 +51,10 @@ def rate(
     refused: dict[str, str] = {}
     rows = max(1, ELEMENTS // logits.p.shape[1])
     for p_logits, q_logits in zip(logits.p.split(rows), logits.q.split(rows), strict=True):
-        params = [SamplingParams(t, case.top_k, case.top_p) for t in (case.temperature, *case.draft_temperatures)]
+        params = [
+            SamplingParams(t, case.top_k, case.top_p)
+            for t in (case.temperature, *case.draft_temperatures)
+        ]
         p = probs(p_logits.to(generator.device), params[0])  # [b, V]
         laws = [probs(q_logits.to(generator.device), one) for one in params[1:]]
         q = laws[0] if len(laws) == 1 else torch.stack(laws, dim=1)  # [b, V] or [b, K, V]
@@ -62,13 +65,19 @@ def rate(
             except InputError as error:
                 refused[name] = str(error).partition(";")[0]
         kinds = {column.drawn for column in columns} if q.dim() == 2 else set()
-        columns += [Column(kind, kind, OPTIMA[kind](p, q, case.draws).cpu()) for kind in OPTIMA if kind in kinds]
+        columns += [
+            Column(kind, kind, OPTIMA[kind](p, q, case.draws).cpu())
+            for kind in OPTIMA
+            if kind in kinds
+        ]
         for column in columns:
             pieces.setdefault((column.method, column.optimum), []).append(column)
     return [_joined(found) for (name, _), found in pieces.items() if name not in refused], refused
 
 
-def trials(scheme: Scheme, p: Tensor, q: Tensor, k: int, samples: int, generator: torch.Generator) -> Tensor:
+def trials(
+    scheme: Scheme, p: Tensor, q: Tensor, k: int, samples: int, generator: torch.Generator
+) -> Tensor:
     """[B] the share of samples whose output is one of the draws: draw, plan and sample as in
     decoding.
     """
@@ -81,7 +90,15 @@ def trials(scheme: Scheme, p: Tensor, q: Tensor, k: int, samples: int, generator
     return torch.cat(hits).view(len(p), samples).double().mean(1)
 
 
-def _rated(name: str, scheme: Scheme, p: Tensor, q: Tensor, k: int, samples: int, generator: torch.Generator) -> Column:
+def _rated(
+    name: str,
+    scheme: Scheme,
+    p: Tensor,
+    q: Tensor,
+    k: int,
+    samples: int,
+    generator: torch.Generator,
+) -> Column:
     values, errors = scheme.acceptance_rate(p, q, k), None
     if values is None:
         estimate = measured(scheme, p, q, k, generator, samples)
@@ -96,5 +113,8 @@ def _joined(pieces: Sequence[Column]) -> Column:
         return torch.cat(found) if found else None
 
     first, values = pieces[0], torch.cat([piece.values for piece in pieces])
-    errors, hits = together(piece.errors for piece in pieces), together(piece.hits for piece in pieces)
+    errors, hits = (
+        together(piece.errors for piece in pieces),
+        together(piece.hits for piece in pieces),
+    )
     return Column(first.method, first.drawn, values, errors, hits)

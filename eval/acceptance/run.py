@@ -26,7 +26,9 @@ from treespec.verify.registry import SCHEMES, scheme_by_name
 from treespec.verify.scheme import Scheme
 
 
-def accept(config: AcceptanceConfig, report: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
+def accept(
+    config: AcceptanceConfig, report: Callable[[Step], None] = lambda step: None
+) -> dict[str, Any]:
     """Collect logits, or take the given laws, then rate every scheme.
 
     Writes and returns OUT/acceptance.json: {config, environment, left_out, plots, sweeps: [[row]]}. A row is
@@ -36,7 +38,10 @@ def accept(config: AcceptanceConfig, report: Callable[[Step], None] = lambda ste
     measured: {value, error} of sampled outputs, the error from sampling. Also writes OUT/acceptance.md and plots.
     Raises InputError for bad input.
     """
-    planned = [(cases(sweep), _schemes(sweep.verifier or "all"), sweep.samples or 2) for sweep in sweeps(config)]
+    planned = [
+        (cases(sweep), _schemes(sweep.verifier or "all"), sweep.samples or 2)
+        for sweep in sweeps(config)
+    ]
     for case in (case for found, _, _ in planned for case in found):
         for temperature in (case.temperature, *case.draft_temperatures):
             SamplingParams(temperature, case.top_k, case.top_p)
@@ -59,14 +64,20 @@ def rated(
     else:
         logits, environment = collected(config, report)
 
-    generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(config.seed)
+    generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(
+        config.seed
+    )
     total, done = sum(len(found) for found, _, _ in planned), 0
     left_out: dict[str, str] = {}
     tables = []
     for found, schemes, samples in planned:
         rows: list[dict[str, Any]] = []
         for case in found:
-            report(Step(done, total, f"rates at temperature {case.temperature:g} of {case.draws} draws"))
+            report(
+                Step(
+                    done, total, f"rates at temperature {case.temperature:g} of {case.draws} draws"
+                )
+            )
             columns, refused = rate(logits, case, schemes, samples, generator)
             left_out = refused | left_out
             if not columns:
@@ -77,7 +88,8 @@ def rated(
     report(Step(total, total, "tables and plots"))
     result = {
         "config": asdict(config),
-        "environment": environment | {"treespec": version("treespec"), "rates on": str(generator.device)},
+        "environment": environment
+        | {"treespec": version("treespec"), "rates on": str(generator.device)},
         "left_out": left_out,
         "plots": plot(tables, out),
         "sweeps": tables,
@@ -96,7 +108,11 @@ def average(values: Tensor, group: Tensor) -> dict[str, float | None]:
     mean = values.mean()
     groups = len(group.unique())
     off = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values - mean)
-    error = float((off.square().sum() * groups / (groups - 1)).sqrt() / len(values)) if groups > 1 else None
+    error = (
+        float((off.square().sum() * groups / (groups - 1)).sqrt() / len(values))
+        if groups > 1
+        else None
+    )
     return {"value": float(mean), "error": error}
 
 
@@ -106,7 +122,11 @@ def _rows(
     """A row a column; of given laws, a row a column and law."""
     here = {"temperature": case.temperature, "draft": case.draft, "draws": case.draws}
     every = torch.arange(len(group))
-    places = [(here, every)] if at is None else zip(({**a, **here} for a in at), every.split(1), strict=True)
+    places = (
+        [(here, every)]
+        if at is None
+        else zip(({**a, **here} for a in at), every.split(1), strict=True)
+    )
     optima = {column.drawn: column.values for column in columns if column.optimum}
     for where, taken in places:
         mean = partial(average, group=group[taken])
@@ -137,12 +157,18 @@ def _rows(
 def _schemes(verifiers: str) -> dict[str, Scheme]:
     """The schemes that --verifier names, in the order of how they draw; all are the lossless ones."""
     lossless = [name for name, scheme in SCHEMES.items() if scheme.lossless]
-    names = [n for name in listed("verifier", verifiers) for n in (lossless if name == "all" else [name])]
+    names = [
+        n for name in listed("verifier", verifiers) for n in (lossless if name == "all" else [name])
+    ]
     schemes = {name: scheme_by_name(name, allow_lossy=True) for name in dict.fromkeys(names)}
     for name, scheme in schemes.items():
         if not scheme.lossless:
-            raise InputError(f"verifier {name} is not lossless: its rate cannot stand beside theirs; leave it out")
+            raise InputError(
+                f"verifier {name} is not lossless: its rate cannot stand beside theirs; leave it out"
+            )
         if scheme.draft_temperatures:
-            raise InputError(f"verifier {name}: give temperatures of its draws by --draft-temperature, such as 1.2/2")
+            raise InputError(
+                f"verifier {name}: give temperatures of its draws by --draft-temperature, such as 1.2/2"
+            )
     order = [*OPTIMA, None]
     return dict(sorted(schemes.items(), key=lambda item: order.index(item[1].drawing)))

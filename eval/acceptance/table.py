@@ -51,7 +51,9 @@ def coordinates(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """(the names of what varies among the rows, of what is the same in all of them)."""
     names = dict.fromkeys(name for row in rows for name in row["at"])
     varies = [name for name in names if len({str(row["at"].get(name)) for row in rows}) > 1]
-    fixed = [name for name, value in rows[0]["at"].items() if name not in varies and value != "same"]
+    fixed = [
+        name for name, value in rows[0]["at"].items() if name not in varies and value != "same"
+    ]
     return (varies, fixed) if varies else (fixed, [])
 
 
@@ -62,13 +64,18 @@ def verdict(sweeps: Sequence[Sequence[Row]]) -> list[str]:
         varies, _ = coordinates(rows)
         best: dict[tuple[str, ...], list[str]] = {}
         for place in dict.fromkeys(place_of(row, varies, " ") for row in rows):
-            here = [row for row in rows if place_of(row, varies, " ") == place and not row["optimum"]]
+            here = [
+                row for row in rows if place_of(row, varies, " ") == place and not row["optimum"]
+            ]
             rates = {row["method"]: f"{100 * row['rate']['value']:.1f}" for row in here}
             most = max(rates.values(), key=float, default="")
             methods = tuple(method for method, rate in rates.items() if rate == most)
             if len(methods) < len(rates):  # else there is nothing to choose
                 best.setdefault(methods, []).append(f"{place} ({most}%)".strip())
-        lines += [f"Most is accepted by {', '.join(methods)} at {', '.join(at)}." for methods, at in best.items()]
+        lines += [
+            f"Most is accepted by {', '.join(methods)} at {', '.join(at)}."
+            for methods, at in best.items()
+        ]
     return lines
 
 
@@ -94,17 +101,25 @@ def notes(result: dict[str, Any]) -> list[str]:
     config, row = result["config"], result["sweeps"][0][0]
     lines = []
     if row["positions"] > 1:
-        source = f"text {config['text']}" if config["text"] else f"own answers to {config['questions']}"
+        source = (
+            f"text {config['text']}" if config["text"] else f"own answers to {config['questions']}"
+        )
         lines.append(
             f"Target {config['target']}, head {config['head']}, draft step {config['step']}, {source}: "
             f"{row['positions']} positions of {row['groups']} questions or texts, seed {config['seed']}."
         )
-        lines.append("In brackets: standard errors over questions or texts; of measured rates, of the sampling alone.")
+        lines.append(
+            "In brackets: standard errors over questions or texts; of measured rates, of the sampling alone."
+        )
     else:
         lines.append("Given laws. In brackets: standard errors of the sampling.")
-    lines.append(", ".join(f"{name} {value}" for name, value in result["environment"].items()) + ".")
+    lines.append(
+        ", ".join(f"{name} {value}" for name, value in result["environment"].items()) + "."
+    )
     noise = [row["noise"] for rows in result["sweeps"] for row in rows if row["noise"] is not None]
-    names = {row["method"]: None for rows in result["sweeps"] for row in rows if row["noise"] is not None}
+    names = {
+        row["method"]: None for rows in result["sweeps"] for row in rows if row["noise"] is not None
+    }
     if names:
         lines.append(
             f"No formula states all rates of {', '.join(names)}: they have a sampling error up to {max(noise):.1%}."

@@ -28,7 +28,9 @@ class Case:
 def cases(config: BenchConfig, found: dict[str, Draft], heats: list[float]) -> list[Case]:
     """One-token decoding and each verifier with each size of batch; none where no size is given. Raises InputError."""
     sizes = whole_numbers("batches", config.batches, 1) if config.batches else []
-    return [Case(name, heat, size) for heat in heats for name in (ONE_TOKEN, *found) for size in sizes]
+    return [
+        Case(name, heat, size) for heat in heats for name in (ONE_TOKEN, *found) for size in sizes
+    ]
 
 
 def batches(
@@ -46,7 +48,9 @@ def batches(
     next. tokens: of the last round. Figures are medians over rounds: of tokens by the clock, prefill included; and
     of their ratios to one-token decoding with the same batch and to the same row with the smallest.
     """
-    prompts = [spec.encode([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    prompts = [
+        spec.encode([{"role": "user", "content": question.turns[0]}]) for question in questions
+    ]
     tokens: dict[Case, int] = {}
     speeds: dict[Case, list[float]] = defaultdict(list)
     for number in range(ROUNDS):
@@ -59,15 +63,21 @@ def batches(
                 batch=case.batch,
                 temperature=case.temperature,
                 max_new_tokens=config.max_new_tokens,
-                seed=[seed_of(config.seed, question.question_id, 0, name) for question in questions],
+                seed=[
+                    seed_of(config.seed, question.question_id, 0, name) for question in questions
+                ],
             )
             seconds = time.perf_counter() - started
             tokens[case] = sum(output.stats.new_tokens for output in outputs)
             speeds[case].append(tokens[case] / seconds)
-            say(f"batches of {case.batch}, {label(case.name, added)} at temperature {case.temperature:g}")
+            say(
+                f"batches of {case.batch}, {label(case.name, added)} at temperature {case.temperature:g}"
+            )
 
     def over(case: Case, other: Case) -> Any:
-        return median([a / b for a, b in zip(speeds[case], speeds[other], strict=True)], config.seed)
+        return median(
+            [a / b for a, b in zip(speeds[case], speeds[other], strict=True)], config.seed
+        )
 
     smallest = min((case.batch for case in chosen), default=1)
     return [

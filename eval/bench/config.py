@@ -29,7 +29,9 @@ class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptio
         "auto",
     )
     turns: int = option("ask only the first N turns of each question", 1, least=1, most=MANY)
-    temperature: str = option("temperatures, separated by commas; 0 is greedy", "0,1", least=0, most=100)
+    temperature: str = option(
+        "temperatures, separated by commas; 0 is greedy", "0,1", least=0, most=100
+    )
     max_new_tokens: int = shared(AnswerOptions, "max_new_tokens", 64)
     contexts: str | None = option(
         "context lengths of the timed forwards, separated by commas; default: those of 128, 1024 and 4096 that fit",
@@ -46,7 +48,9 @@ class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptio
         most=4096,
         whole=True,
     )
-    assistant: str | None = option("smaller model with the same tokenizer, for transformers' assisted generation", None)
+    assistant: str | None = option(
+        "smaller model with the same tokenizer, for transformers' assisted generation", None
+    )
     stock_peers: bool = option(
         "let transformers load a model of its own instead of sharing treespec's packed one; takes twice the memory",
         False,

@@ -97,7 +97,12 @@ def of_cycles(mine: Sequence[Timed], plain: Sequence[Timed], seed: int) -> dict[
     own, one = _totals(draws, mine), _totals(draws, plain)
     tau = own["tokens"] / own["cycles"]
     speedup = (own["tokens"] / own["decoding"]) / (one["tokens"] / one["decoding"])
-    most = bound(tau, one["target"] / one["cycles"], own["target"] / own["cycles"], own["head"] / own["cycles"])
+    most = bound(
+        tau,
+        one["target"] / one["cycles"],
+        own["target"] / own["cycles"],
+        own["head"] / own["cycles"],
+    )
     overall = {"speedup": speedup, "bound": most, "speedup_by_bound": speedup / most}
     found["overall"] = {name: interval(values) for name, values in overall.items()}
     return found | {"acceptance_length": interval(tau)}
@@ -142,5 +147,7 @@ def _speeds(answers: Sequence[Timed]) -> np.ndarray:
 
 def _overall(draws: np.ndarray, answers: Sequence[Timed]) -> np.ndarray:
     """[1 + R] tokens/s of every resample."""
-    tokens, seconds = np.array([(len(answer.tokens), answer.seconds) for answer in answers], dtype=float).T
+    tokens, seconds = np.array(
+        [(len(answer.tokens), answer.seconds) for answer in answers], dtype=float
+    ).T
     return (draws @ tokens) / (draws @ seconds)

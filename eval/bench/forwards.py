@@ -31,14 +31,23 @@ class Case:
 
 @torch.inference_mode()
 def forwards(
-    spec: Spec, contexts: list[int], rounds: int, seed: int, report: Callable[[str], None] = lambda text: None
+    spec: Spec,
+    contexts: list[int],
+    rounds: int,
+    seed: int,
+    report: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
     """[{what, nodes, context, ms: {value, low, high}}]: medians over rounds, in each of which all cases take turns."""
     places = {context: Place(spec, context, seed) for context in contexts}
     sizes: dict[str, tuple[int, ...]] = {"target": NODES}
     if spec.proposer:
         sizes |= {"begin": (WAITING,), "extend": FRONTIERS}
-    cases = [Case(what, nodes, context) for context in contexts for what in sizes for nodes in sizes[what]]
+    cases = [
+        Case(what, nodes, context)
+        for context in contexts
+        for what in sizes
+        for nodes in sizes[what]
+    ]
     times = defaultdict(list)
     for number in range(WARM_UP + rounds):
         for case in in_order(cases, number):
@@ -55,7 +64,10 @@ class Place:
 
     def __init__(self, spec: Spec, context: int, seed: int) -> None:
         self.target, self.context = spec.target, context
-        self.cache, self.proposer = spec.target.new_cache(), spec.proposer.new() if spec.proposer else None
+        self.cache, self.proposer = (
+            spec.target.new_cache(),
+            spec.proposer.new() if spec.proposer else None,
+        )
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(spec.target.vocab_size, (context + 1,), generator=generator)
         taps = self.proposer.taps if self.proposer else ()
@@ -68,7 +80,9 @@ class Place:
         """Seconds of one forward, after which all is as before."""
         if case.what == "target":
             tree = star(case.nodes, self.target.vocab_size, self.target.output_device)
-            return seconds(lambda: self.target.forward_tree(self.cache, tree), self.target.output_device)
+            return seconds(
+                lambda: self.target.forward_tree(self.cache, tree), self.target.output_device
+            )
         proposer = self.proposer
         assert proposer
         again = torch.arange(WAITING + 1) % self.context
@@ -76,7 +90,9 @@ class Place:
         spent = seconds(self.begin, self.target.output_device)
         if case.what == "extend":
             zeros = torch.zeros(case.nodes, dtype=torch.int64, device=self.target.output_device)
-            spent = seconds(lambda: proposer.extend([Frontier(zeros, zeros)]), self.target.output_device)
+            spent = seconds(
+                lambda: proposer.extend([Frontier(zeros, zeros)]), self.target.output_device
+            )
         proposer.rewind([self.context])
         return spent
 

@@ -34,7 +34,9 @@ def pad(target: Target, layers: int) -> float:
         return 0.0
     model, config, before = target.model, target.config, target.layers
     if any(weight.is_meta for weight in model.parameters()):
-        raise InputError("--pad-layers: the target's weights are offloaded; give it room on its devices")
+        raise InputError(
+            "--pad-layers: the target's weights are offloaded; give it room on its devices"
+        )
     stack = stack_of(target)
     kinds = list(getattr(config, "layer_types", None) or [])
     with recorded(stack[-1]) as calls:
@@ -52,7 +54,9 @@ def pad(target: Target, layers: int) -> float:
             raise ValueError("it does not run layers that are appended")
         difference = float((padded - plain).abs().max())
         if not difference <= 16 * torch.finfo(model.dtype).eps * float(plain.abs().max()):
-            raise ValueError(f"its logits change by {difference:.3g}, so its layers write by other ways than these")
+            raise ValueError(
+                f"its logits change by {difference:.3g}, so its layers write by other ways than these"
+            )
     except Exception as error:  # a model that checks its number of layers raises what it likes
         del stack[before:]
         _say(config, before, kinds)
@@ -95,7 +99,9 @@ def outputs(calls: list[str]) -> list[str]:
 def _silent(layer: nn.Module, written: list[str], number: int) -> nn.Module:
     """A copy of a layer, as number so-and-so, with projections of zero."""
     packed = [module.packed for module in layer.modules() if isinstance(module, PackedLinear)]
-    silent = copy.deepcopy(layer, {id(weight): weight.clone() for weight in packed})  # deepcopy takes none of these
+    silent = copy.deepcopy(
+        layer, {id(weight): weight.clone() for weight in packed}
+    )  # deepcopy takes none of these
     for module in silent.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             module.layer_idx = number  # type: ignore[assignment]
@@ -126,5 +132,7 @@ def _say(config: Any, layers: int, kinds: list[str]) -> None:
 
 def _logits(model: PreTrainedModel) -> Tensor:
     """[8, V] logits of a few tokens, float32."""
-    tokens = torch.arange(3, 11, device=model.device)[None] % model.config.get_text_config().vocab_size
+    tokens = (
+        torch.arange(3, 11, device=model.device)[None] % model.config.get_text_config().vocab_size
+    )
     return model(input_ids=tokens, use_cache=False).logits[0].float()

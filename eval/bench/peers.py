@@ -33,7 +33,12 @@ def peer_rows(target: Target, assistant: PreTrainedModel | None, temperature: fl
 
 @torch.inference_mode()
 def generated(
-    target: Target, temperature: float, options: dict[str, Any], prompt: list[int], max_new_tokens: int, seed: int
+    target: Target,
+    temperature: float,
+    options: dict[str, Any],
+    prompt: list[int],
+    max_new_tokens: int,
+    seed: int,
 ) -> Timed:
     """One answer of model.generate. The model's own generation settings are out of the way while it runs."""
     model = target.model
@@ -42,21 +47,29 @@ def generated(
         eos_token_id=sorted(target.eos) or None,
         pad_token_id=0,
         top_k=0,
-        **({"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}),
+        **(
+            {"do_sample": True, "temperature": temperature}
+            if temperature > 0
+            else {"do_sample": False}
+        ),
     )
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         torch.manual_seed(seed)
         started = time.perf_counter()
         ids = torch.tensor([prompt], device=target.device)
-        text = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, **options)
+        text = model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, **options
+        )
         tokens = text[0, len(prompt) :].tolist()
         return Timed(tokens, time.perf_counter() - started)
     finally:
         model.generation_config = own
 
 
-def load_assistant(path: str, dtype: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Any]:
+def load_assistant(
+    path: str, dtype: str, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, Any]:
     """The model and its tokenizer. Raises InputError for what cannot be loaded."""
     try:
         model = load_model(path, trust_remote_code, dtype=dtype)
@@ -65,7 +78,9 @@ def load_assistant(path: str, dtype: str, trust_remote_code: bool = False) -> tu
         raise InputError(f"--assistant: {str(error).replace('the target ', '')}") from error
 
 
-def fit_assistant(model: PreTrainedModel, tokenizer: Any, target: Target, packed: bool = True) -> PreTrainedModel:
+def fit_assistant(
+    model: PreTrainedModel, tokenizer: Any, target: Target, packed: bool = True
+) -> PreTrainedModel:
     """The assistant as the target is placed, and packed. Raises InputError for one with another vocabulary."""
     size = model.get_output_embeddings().weight.shape[0]
     if size != target.vocab_size:
@@ -73,7 +88,9 @@ def fit_assistant(model: PreTrainedModel, tokenizer: Any, target: Target, packed
             f"--assistant has a vocabulary of {size}, the target's is {target.vocab_size}: take one with its tokenizer"
         )
     if target.tokenizer is not None and tokenizer.get_vocab() != target.tokenizer.get_vocab():
-        raise InputError("--assistant has other tokens than the target: take a model with the target's tokenizer")
+        raise InputError(
+            "--assistant has other tokens than the target: take a model with the target's tokenizer"
+        )
     model.to(device=target.device, dtype=target.dtype)  # type: ignore[call-arg]
     if packed:
         pack(model)

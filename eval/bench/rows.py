@@ -47,27 +47,44 @@ def drafts(config: BenchConfig) -> dict[str, Draft]:
     found = {}
     for name in listed("verifier", config.verifier):
         called, _, own = name.partition("@")
-        found[name] = paired(verifier_by_name(called, config.allow_lossy), own or None, config.drafter)
+        found[name] = paired(
+            verifier_by_name(called, config.allow_lossy), own or None, config.drafter
+        )
     return found
 
 
 def own_rows(spec: Spec, found: dict[str, Draft], temperature: float) -> list[Row]:
     """One token at a time, then each verifier with its tree."""
     plain = Row(ONE_TOKEN, temperature, partial(_answer, spec, None, temperature))
-    return [plain, *(Row(name, temperature, partial(_answer, spec, one, temperature)) for name, one in found.items())]
+    return [
+        plain,
+        *(
+            Row(name, temperature, partial(_answer, spec, one, temperature))
+            for name, one in found.items()
+        ),
+    ]
 
 
 def _answer(
-    spec: Spec, draft: Draft | None, temperature: float, prompt: list[int], max_new_tokens: int, seed: int
+    spec: Spec,
+    draft: Draft | None,
+    temperature: float,
+    prompt: list[int],
+    max_new_tokens: int,
+    seed: int,
 ) -> Timed:
     """By a decoder with nothing cached. Where a device works by itself, the stages are timed a second time over."""
     fresh = _fresh(spec, draft)
     started = time.perf_counter()
-    output = fresh.generate(prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    output = fresh.generate(
+        prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed
+    )
     seconds = time.perf_counter() - started
     stages = output.stats
     if spec.target.output_device.type != CPU.type:
-        stages = split(_fresh(spec, draft), prompt, SamplingParams(temperature), max_new_tokens, seed)
+        stages = split(
+            _fresh(spec, draft), prompt, SamplingParams(temperature), max_new_tokens, seed
+        )
     return Timed(output.token_ids, seconds, output.stats, stages)
 
 

@@ -29,7 +29,9 @@ from treespec.target import Target
 WARM_UP_TOKENS = 16
 
 
-def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
+def bench(
+    config: BenchConfig, report: Callable[[Step], None] = lambda step: None
+) -> dict[str, Any]:
     """Measures, and after each number of padded layers writes what there is. Raises InputError for bad input.
 
     Writes and returns OUT/bench.json: {config, environment, questions, left_out, plots, paddings: [{added, layers,
@@ -48,14 +50,22 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
 
 
 def measured_in(
-    out: Path, config: BenchConfig, questions: list[Question], left_out: list[str], report: Callable[[Step], None]
+    out: Path,
+    config: BenchConfig,
+    questions: list[Question],
+    left_out: list[str],
+    report: Callable[[Step], None],
 ) -> dict[str, Any]:
     """`bench` in a folder that no other process writes into."""
     found, heats = drafts(config), temperatures(config)
     paddings = whole_numbers("pad-layers", config.pad_layers, 0)
     chosen = cases(config, found, heats)
     report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
-    loaded = load_assistant(config.assistant, config.dtype, config.trust_remote_code) if config.assistant else None
+    loaded = (
+        load_assistant(config.assistant, config.dtype, config.trust_remote_code)
+        if config.assistant
+        else None
+    )
     spec = load(
         config.target,
         config.head,
@@ -76,10 +86,17 @@ def measured_in(
         )
     assistant = fit_assistant(*loaded, target, packed=not config.stock_peers) if loaded else None
     lengths = contexts(config, target.context_length)
-    questions, too_long = asked(spec, [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]])
+    questions, too_long = asked(
+        spec, [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]]
+    )
 
     peers = peer_rows(theirs, assistant, 0.0)
-    steps = WARM_UP + config.rounds + len(questions) * len(heats) * (1 + len(found) + len(peers)) + ROUNDS * len(chosen)
+    steps = (
+        WARM_UP
+        + config.rounds
+        + len(questions) * len(heats) * (1 + len(found) + len(peers))
+        + ROUNDS * len(chosen)
+    )
     done, total = 0, steps * len(paddings)
 
     def say(text: str) -> None:
@@ -102,7 +119,11 @@ def measured_in(
             pad(theirs, layers - added)
         added = layers
         timed = forwards(spec, lengths, config.rounds, config.seed, say)
-        rows = [row for heat in heats for row in (*own_rows(spec, found, heat), *peer_rows(theirs, assistant, heat))]
+        rows = [
+            row
+            for heat in heats
+            for row in (*own_rows(spec, found, heat), *peer_rows(theirs, assistant, heat))
+        ]
         measured = {
             "added": added,
             "layers": target.layers,
@@ -126,14 +147,23 @@ def asked(spec: Spec, questions: list[Question]) -> tuple[list[Question], list[s
         if length < spec.target.context_length:
             fits.append(question)
         else:
-            problems.append(f"question {question.question_id}: its {length} tokens fill the target's context")
+            problems.append(
+                f"question {question.question_id}: its {length} tokens fill the target's context"
+            )
     if not fits:
-        raise InputError(f"--questions: none fits the target's context of {spec.target.context_length} tokens")
+        raise InputError(
+            f"--questions: none fits the target's context of {spec.target.context_length} tokens"
+        )
     return fits, problems
 
 
 def _measured(
-    spec: Spec, rows: list[Row], questions: list[Question], config: BenchConfig, added: int, say: Callable[[str], None]
+    spec: Spec,
+    rows: list[Row],
+    questions: list[Question],
+    config: BenchConfig,
+    added: int,
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Every question to every row, the rows in an order of its own for each, after a warm-up."""
     answers: dict[Row, list[Timed]] = defaultdict(list)
@@ -155,9 +185,16 @@ def _measured(
         for row in in_order(rows, number):
             if answer := ask(row, question, config):
                 answers[row].append(answer)
-            say(f"question {question.question_id}, {label(row.name, added)} at temperature {row.temperature:g}")
+            say(
+                f"question {question.question_id}, {label(row.name, added)} at temperature {row.temperature:g}"
+            )
     return [
-        {"name": row.name, "label": label(row.name, added), "temperature": row.temperature, "peer": row.peer}
+        {
+            "name": row.name,
+            "label": label(row.name, added),
+            "temperature": row.temperature,
+            "peer": row.peer,
+        }
         | _figures(row, rows, answers, failed, config.seed)
         for row in rows
     ]
@@ -178,7 +215,12 @@ def _ask(row: Row, spec: Spec, question: Question, config: BenchConfig) -> Timed
         said = spec.target.tokenizer.decode(parts[-1].tokens, skip_special_tokens=True)
         messages.append({"role": "assistant", "content": said or " "})
     tokens = [token for part in parts for token in part.tokens]
-    return Timed(tokens, sum(p.seconds for p in parts), _sum([p.stats for p in parts]), _sum([p.stages for p in parts]))
+    return Timed(
+        tokens,
+        sum(p.seconds for p in parts),
+        _sum([p.stats for p in parts]),
+        _sum([p.stages for p in parts]),
+    )
 
 
 def _sum(stats: list[Stats | None]) -> Stats | None:
@@ -193,11 +235,18 @@ def _sum(stats: list[Stats | None]) -> Stats | None:
 def _figures(
     row: Row, rows: list[Row], answers: dict[Row, list[Timed]], failed: dict[Row, str], seed: int
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"failed": failed.get(row), "same_as_one_token": None, "speed": None, "cycle": None}
+    found: dict[str, Any] = {
+        "failed": failed.get(row),
+        "same_as_one_token": None,
+        "speed": None,
+        "cycle": None,
+    }
     found["answers"] = []
     if row in failed:
         return found
-    beside = {r.name: answers[r] for r in rows if r.temperature == row.temperature and r not in failed}
+    beside = {
+        r.name: answers[r] for r in rows if r.temperature == row.temperature and r not in failed
+    }
     mine, plain = answers[row], beside[ONE_TOKEN]
     if row.temperature == 0:
         found["same_as_one_token"] = same(mine, plain)

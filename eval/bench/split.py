@@ -31,7 +31,9 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def split(spec: Spec, prompt: list[int], params: SamplingParams, max_new_tokens: int, seed: int) -> Stats:
+def split(
+    spec: Spec, prompt: list[int], params: SamplingParams, max_new_tokens: int, seed: int
+) -> Stats:
     """The stages of a generation by a fresh `spec`, which is slower for the waiting."""
     device = spec.target.output_device
     decoder = Decoder(spec.target, spec.decoder.drafter, spec.verifier)

@@ -17,21 +17,46 @@ def report_of(result: dict[str, Any]) -> Report:
     """What OUT/bench.md and the terminal show."""
     paddings = result["paddings"]
     tables = []
-    for title, what in (("The target's forward in ms, by nodes", "target"), ("The head's step in ms", "extend")):
+    for title, what in (
+        ("The target's forward in ms, by nodes", "target"),
+        ("The head's step in ms", "extend"),
+    ):
         if any(timed["what"] == what for measured in paddings for timed in measured["forwards"]):
             names, lines = forwards(paddings, what)
             tables.append(Table(title, ["", "context"], names, lines))
     cycles = ["cycle", *STAGE_NAMES.values(), "overhead"]
-    tables.append(Table("A cycle in ms", ["", "T"], cycles, rows(paddings, "cycle", cycle), brief=True))
-    limits = ["τ", "tokens/s", "speedup", "bound", "speedup/bound", "overall: speedup", "bound", "speedup/bound"]
+    tables.append(
+        Table("A cycle in ms", ["", "T"], cycles, rows(paddings, "cycle", cycle), brief=True)
+    )
+    limits = [
+        "τ",
+        "tokens/s",
+        "speedup",
+        "bound",
+        "speedup/bound",
+        "overall: speedup",
+        "bound",
+        "speedup/bound",
+    ]
     title = "Speedup and its bound; τ: tokens per target forward"
     tables.append(Table(title, ["", "T"], limits, rows(paddings, "cycle", limit)))
     ratios = ["by model.generate", "by one token"]
     beside = ["tokens", "tokens/s", *ratios, "overall: tokens/s", *ratios, "identical"]
-    tables.append(Table("Beside transformers, prefill included", ["", "T"], beside, rows(paddings, "speed", speed)))
+    tables.append(
+        Table(
+            "Beside transformers, prefill included",
+            ["", "T"],
+            beside,
+            rows(paddings, "speed", speed),
+        )
+    )
     if together := [row for measured in paddings for row in measured["batches"]]:
         over = ["tokens/s", "by one token", "by the smallest batch"]
-        tables.append(Table("Batches", ["", "T"], ["texts", "tokens", *over], [batch(row) for row in together]))
+        tables.append(
+            Table(
+                "Batches", ["", "T"], ["texts", "tokens", *over], [batch(row) for row in together]
+            )
+        )
     return Report(tables, notes(result), verdict(paddings))
 
 
@@ -40,26 +65,42 @@ def verdict(paddings: list[Measured]) -> list[str]:
     lines = []
     for measured in paddings:
         where = f"Padded, +{measured['added']} layers: " if measured["added"] else ""
-        pairs = [(row["peer"], _pair(row)) for row in measured["rows"] if row["speed"] and row["name"] != ONE_TOKEN]
+        pairs = [
+            (row["peer"], _pair(row))
+            for row in measured["rows"]
+            if row["speed"] and row["name"] != ONE_TOKEN
+        ]
         lines += [where + line for line in sentences([pair for peer, pair in pairs if not peer])]
         peers = [pair for peer, pair in pairs if peer]
         for temperature in dict.fromkeys(pair.temperature for pair in peers):
-            best = max((p for p in peers if p.temperature == temperature), key=lambda pair: pair.tokens_per_second)
+            best = max(
+                (p for p in peers if p.temperature == temperature),
+                key=lambda pair: pair.tokens_per_second,
+            )
             times = f"{best.name}, {interval(best.speedup)} times plain decoding"
-            lines.append(f"{where}At temperature {temperature:g} the fastest of transformers' own is {times}.")
+            lines.append(
+                f"{where}At temperature {temperature:g} the fastest of transformers' own is {times}."
+            )
     return lines
 
 
 def _pair(row: Measured) -> Pair:
     overall = row["speed"]["overall"]
-    return Pair(row["name"], row["temperature"], overall["tokens_per_second"]["value"], overall["over_one_token"])
+    return Pair(
+        row["name"],
+        row["temperature"],
+        overall["tokens_per_second"]["value"],
+        overall["over_one_token"],
+    )
 
 
 def forwards(paddings: list[Measured], what: str) -> tuple[list[str], list[list[str]]]:
     """(columns, lines) of the forwards: a line a context."""
     names = {("target", n): str(n) for n in NODES}
     if what != "target":
-        names = {("begin", WAITING): f"begin, {WAITING} tokens"} | {("extend", n): f"level of {n}" for n in FRONTIERS}
+        names = {("begin", WAITING): f"begin, {WAITING} tokens"} | {
+            ("extend", n): f"level of {n}" for n in FRONTIERS
+        }
     lines = []
     for measured in paddings:
         ms = {(f["context"], f["what"], f["nodes"]): f["ms"] for f in measured["forwards"]}
@@ -70,7 +111,9 @@ def forwards(paddings: list[Measured], what: str) -> tuple[list[str], list[list[
     return list(names.values()), lines
 
 
-def rows(paddings: list[Measured], part: str, cells: Callable[[Measured], list[str]]) -> list[list[str]]:
+def rows(
+    paddings: list[Measured], part: str, cells: Callable[[Measured], list[str]]
+) -> list[list[str]]:
     """A line a row that has such a part, or has failed to have it."""
     return [
         [row["label"], f"{row['temperature']:g}", *cells(row)]
@@ -82,12 +125,19 @@ def rows(paddings: list[Measured], part: str, cells: Callable[[Measured], list[s
 
 def cycle(row: Measured) -> list[str]:
     found = row["cycle"]
-    return [*(interval(found[name]) for name in ("cycle", *STAGE_NAMES)), f"{found['overhead']['value']:.0%}"]
+    return [
+        *(interval(found[name]) for name in ("cycle", *STAGE_NAMES)),
+        f"{found['overhead']['value']:.0%}",
+    ]
 
 
 def limit(row: Measured) -> list[str]:
     found = row["cycle"]
-    both = [interval(part[n]) for part in (found, found["overall"]) for n in ("speedup", "bound", "speedup_by_bound")]
+    both = [
+        interval(part[n])
+        for part in (found, found["overall"])
+        for n in ("speedup", "bound", "speedup_by_bound")
+    ]
     return [interval(found["acceptance_length"]), interval(found["tokens_per_second"], 1), *both]
 
 
@@ -114,7 +164,10 @@ def batch(row: Measured) -> list[str]:
 def failures(paddings: list[Measured]) -> list[str]:
     """Why a peer has no figures."""
     failed = [row for measured in paddings for row in measured["rows"] if row["failed"]]
-    return [f"{row['label']} at temperature {row['temperature']:g} failed: {row['failed']}." for row in failed]
+    return [
+        f"{row['label']} at temperature {row['temperature']:g} failed: {row['failed']}."
+        for row in failed
+    ]
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -147,7 +200,11 @@ def notes(result: dict[str, Any]) -> list[str]:
         )
     for measured in result["paddings"]:
         if measured["added"]:
-            same = "to the bit" if not measured["logit_difference"] else f"within {measured['logit_difference']:.2g}"
+            same = (
+                "to the bit"
+                if not measured["logit_difference"]
+                else f"within {measured['logit_difference']:.2g}"
+            )
             lines.append(
                 f"Padded, +{measured['added']} layers: {measured['layers']} layers, of which the last "
                 f"{measured['added']} compute and write zeros; the logits are the same {same}."

@@ -16,7 +16,9 @@ PAIRS: Statistic = (independent, least_correlation)
 BET: Statistic = (lost, lambda n, error: None)
 
 
-def all_questions(mine: Sequence[Places], ours: Sequence[Sample]) -> list[tuple[str, Tensor, Statistic]]:
+def all_questions(
+    mine: Sequence[Places], ours: Sequence[Sample]
+) -> list[tuple[str, Tensor, Statistic]]:
     """The name of each question, its numbers, none where it has no sense, and its statistic."""
     cycles = [cycle for text in ours for cycle in text.cycles]
     by_ratio = joined(text.by_ratio for text in mine)

@@ -33,7 +33,9 @@ class CertifyConfig(TargetOptions, PlacementOptions, TreeOptions, QuestionOption
     )
     top_k: int = option("top-k for half of the samples; 0 is off", 20, least=0, most=MANY)
     top_p: float = option("top-p for half of the samples; 1 is off", 0.9, above=0, most=1)
-    error: float = option("probability that an exact verifier fails any of the tests", 1e-3, least=1e-5, below=1)
+    error: float = option(
+        "probability that an exact verifier fails any of the tests", 1e-3, least=1e-5, below=1
+    )
     seed: int = option("seed of the samples", 0, least=0, most=SEEDS)
     dtype: str = option(
         f"precision of the weights: {either(DTYPES)}. In float32 greedy answers must be the same "

@@ -53,7 +53,9 @@ def places(spec: Spec, samples: Sequence[Sample]) -> list[Places]:
     longest = max(len(sample.output) for sample in samples)
     size = max(1, AT_ONCE // (longest * spec.target.vocab_size))
     return [
-        found for start in range(0, len(samples), size) for found in _of(spec, samples[start : start + size], coins)
+        found
+        for start in range(0, len(samples), size)
+        for found in _of(spec, samples[start : start + size], coins)
     ]
 
 
@@ -62,19 +64,25 @@ def _of(spec: Spec, samples: Sequence[Sample], coins: torch.Generator) -> Iterat
     # 1. One plain forward over the texts, filled up on the right.
     texts = [sample.prompt + sample.output for sample in samples]
     longest = max(map(len, texts))
-    rows = torch.tensor([text + [0] * (longest - len(text)) for text in texts]).to(target.output_device)
+    rows = torch.tensor([text + [0] * (longest - len(text)) for text in texts]).to(
+        target.output_device
+    )
     taps = head.taps if head else ()
     given, last = target.parted(target.features(rows, taps, last=True), taps)
     for row, (sample, tokens) in enumerate(zip(samples, texts, strict=True)):
         # 2. The laws p and q [n, V] of each new token, and the token [n, 1].
         first, end = len(sample.prompt) - 1, len(tokens) - 1
         p = probs(target.output_logits(last[row, first:end]), sample.params)
-        q = draft_law(head, target, rows[row, : end + 1], given[row, : end + 1], first, sample.params)
+        q = draft_law(
+            head, target, rows[row, : end + 1], given[row, : end + 1], first, sample.params
+        )
         chosen = rows[row, first + 1 : end + 1, None]
         number = torch.arange(p.shape[1], device=p.device).expand_as(p)
         # 3. Their places.
         orders = (p / q.clamp(min=torch.finfo(q.dtype).tiny), p, number)
-        by_ratio, by_p, by_number = (placed(p, order, chosen, coins).squeeze(1).cpu() for order in orders)
+        by_ratio, by_p, by_number = (
+            placed(p, order, chosen, coins).squeeze(1).cpu() for order in orders
+        )
         rank = placed(q, q, chosen, coins).squeeze(1).cpu()
         begins = starts(sample)
         drafted = [(at, cycle.root_law) for at, cycle in begins if cycle.root_law is not None]
@@ -100,7 +108,9 @@ def starts(sample: Sample) -> list[tuple[int, Cycle]]:
     return [(at, cycle) for at, cycle in found if at < len(sample.output)]
 
 
-def draft_law(head: Any, target: Any, tokens: Tensor, features: Tensor, first: int, params: SamplingParams) -> Tensor:
+def draft_law(
+    head: Any, target: Any, tokens: Tensor, features: Tensor, first: int, params: SamplingParams
+) -> Tensor:
     """[n, V] a law of each token behind `first`: a head's first draft step, without a head that of `repeats`.
 
     tokens: [T]. features: [T, F] what a head is given.

@@ -17,8 +17,21 @@ from treespec.text.prefix import common_prefix
 AT_ONCE = 16  # texts of one prompt
 # Fields of a generation config that treespec has options of its own for, or that change no token.
 OWN = {"do_sample", "temperature", "top_k", "top_p", "min_p", "max_length", "max_new_tokens"}
-OWN |= {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "use_cache"}
-OWN |= {"cache_implementation", "return_dict_in_generate", "output_scores", "output_logits", "num_return_sequences"}
+OWN |= {
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "transformers_version",
+    "use_cache",
+}
+OWN |= {
+    "cache_implementation",
+    "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
+    "num_return_sequences",
+}
 OWN |= {"output_attentions", "output_hidden_states", "disable_compile"}
 
 
@@ -27,12 +40,18 @@ def own_settings(model: Any) -> dict[str, Any]:
     config = getattr(model, "generation_config", None)
     if config is None:
         return {}
-    settings, nothing = config.to_dict(), GenerationConfig().to_dict() | {"num_beams": 1, "repetition_penalty": 1.0}
+    settings, nothing = (
+        config.to_dict(),
+        GenerationConfig().to_dict() | {"num_beams": 1, "repetition_penalty": 1.0},
+    )
     neutral: tuple[Any, ...] = (None, False, 0, [], {})
     return {
         name: value
         for name, value in settings.items()
-        if name not in OWN and not name.startswith("_") and value not in neutral and value != nothing.get(name)
+        if name not in OWN
+        and not name.startswith("_")
+        and value not in neutral
+        and value != nothing.get(name)
     }
 
 
@@ -48,7 +67,12 @@ def fresh(model: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def plain_texts(
-    spec: Spec, prompt: list[int], tokens: int, params: SamplingParams, number: int = 1, seed: int = 0
+    spec: Spec,
+    prompt: list[int],
+    tokens: int,
+    params: SamplingParams,
+    number: int = 1,
+    seed: int = 0,
 ) -> list[list[int]]:
     """Answers by `model.generate`, which end where those of `spec` do: at its stop tokens and stop strings."""
     device, model = spec.target.device, spec.target.model
@@ -59,7 +83,12 @@ def plain_texts(
 
     options: dict[str, Any] = {"do_sample": False}
     if not params.greedy:
-        options = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+        options = {
+            "do_sample": True,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+        }
     with fresh(model), torch.random.fork_rng():
         torch.manual_seed(seed)
         while len(texts) < number:
@@ -97,7 +126,10 @@ def greedy_answer(spec: Spec, prompt: list[int], tokens: int) -> dict[str, Any]:
         once = model(prefix).logits[0, -1].float()
         again = [model(prefix.repeat(3, 1)).logits[0, -1].float()]
         if (cut := prefix.shape[1] // 2) > 0:
-            cached = model(prefix[:, cut:], past_key_values=model(prefix[:, :cut], use_cache=True).past_key_values)
+            cached = model(
+                prefix[:, cut:],
+                past_key_values=model(prefix[:, :cut], use_cache=True).past_key_values,
+            )
             again.append(cached.logits[0, -1].float())
         noise = max(float((once - other).abs().max()) for other in again)
         margin = abs(float(once[theirs[at]] - once[ours[at]]))
@@ -112,7 +144,9 @@ def seeds(seed: int, side: int) -> Iterator[int]:
         yield (first + number) % (1 << 32)
 
 
-def spread(prompts: Sequence[list[int]], copies: int, batch: int) -> list[list[tuple[int, list[int]]]]:
+def spread(
+    prompts: Sequence[list[int]], copies: int, batch: int
+) -> list[list[tuple[int, list[int]]]]:
     """Numbered prompts, several copies of each, in stretches of 8 texts or more.
 
     Alone the copies of a prompt follow one another and reuse it; in a batch the prompts alternate.

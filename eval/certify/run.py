@@ -56,9 +56,16 @@ def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[s
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
     )
-    prompts = [spec.encode([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    prompts = [
+        spec.encode([{"role": "user", "content": question.turns[0]}]) for question in questions
+    ]
     found = examine(spec, prompts, config, report)
-    found = {"config": asdict(config), "environment": describe(spec.target), "promised": promised(config), **found}
+    found = {
+        "config": asdict(config),
+        "environment": describe(spec.target),
+        "promised": promised(config),
+        **found,
+    }
     write_json(config.out, found)
     return found
 
@@ -66,12 +73,18 @@ def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[s
 def promised(config: CertifyConfig) -> dict[str, float]:
     """What the tests of all tokens can tell, said before any is drawn: texts that end early leave a little less."""
     error = config.error / TESTS
-    finds = {"finds": least_gap(config.tokens, error), "finds_correlation": least_correlation(config.tokens, error)}
+    finds = {
+        "finds": least_gap(config.tokens, error),
+        "finds_correlation": least_correlation(config.tokens, error),
+    }
     return {"error": error, "power": POWER, **finds}
 
 
 def examine(
-    spec: Spec, prompts: Sequence[list[int]], config: CertifyConfig, report: Report = lambda step: None
+    spec: Spec,
+    prompts: Sequence[list[int]],
+    config: CertifyConfig,
+    report: Report = lambda step: None,
 ) -> dict[str, Any]:
     """The tests of one configured `spec`."""
     answers = []
@@ -90,11 +103,16 @@ def laws(config: CertifyConfig) -> list[SamplingParams]:
 
 
 def sample(
-    spec: Spec, prompts: Sequence[list[int]], config: CertifyConfig, report: Report = lambda step: None
+    spec: Spec,
+    prompts: Sequence[list[int]],
+    config: CertifyConfig,
+    report: Report = lambda step: None,
 ) -> list[Sample]:
     """`config.tokens` tokens of texts by each law, alone and in batches, and their cycles."""
     batches = [1] if config.batch == 1 else [1, config.batch]
-    cells = [(number, params, batch) for number, params in enumerate(laws(config)) for batch in batches]
+    cells = [
+        (number, params, batch) for number, params in enumerate(laws(config)) for batch in batches
+    ]
     copies = -(-config.tokens // (len(cells) * len(prompts) * config.length))
     samples: list[Sample] = []
     seed, total = seeds(config.seed, OURS), len(cells) * len(prompts) * copies
@@ -163,14 +181,23 @@ def judge(
     # 2. The others and the comparison with plain texts share the error.
     error = config.error / (len(asked) + 1)
     tests = [
-        question(name, rows, error, p_value(rows), least(len(rows), error)) for name, rows, (p_value, least) in asked
+        question(name, rows, error, p_value(rows), least(len(rows), error))
+        for name, rows, (p_value, least) in asked
     ]
     if plain:
         theirs = numbers(spec, plain)
         ranks = [text.rank for text in mine], [text.rank for text in theirs]
         groups = [text.group for text in ours], [text.group for text in plain]
         p_value, finds = exchangeable(*ranks, groups, error)
-        tests.append(question("texts look like model.generate's, by the draft's rank", ranks[0], error, p_value, finds))
+        tests.append(
+            question(
+                "texts look like model.generate's, by the draft's rank",
+                ranks[0],
+                error,
+                p_value,
+                finds,
+            )
+        )
     greedy = {
         "test": "greedy answers are model.generate's, token for token",
         "answers": len(answers),

@@ -42,7 +42,9 @@ def independent(pairs: Tensor) -> float:
     if not len(pairs):
         return 1.0
     centred = 2 * pairs.double() - 1
-    polynomials = torch.stack([math.sqrt(3) * centred, math.sqrt(5) * (1.5 * centred**2 - 0.5)], dim=-1)  # [n, 2, 2]
+    polynomials = torch.stack(
+        [math.sqrt(3) * centred, math.sqrt(5) * (1.5 * centred**2 - 0.5)], dim=-1
+    )  # [n, 2, 2]
     products = polynomials[:, 0, :, None] * polynomials[:, 1, None, :]
     return float(chi2.sf(float((products.sum(0) ** 2).sum()) / len(pairs), DEGREES**2))
 
@@ -53,19 +55,28 @@ def least_correlation(n: int, error: float) -> float:
     low, high = 0.0, 4 * critical + 100
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if ncx2.sf(critical, DEGREES**2, max(middle, 1e-12)) < POWER else (low, middle)
+        low, high = (
+            (middle, high)
+            if ncx2.sf(critical, DEGREES**2, max(middle, 1e-12)) < POWER
+            else (low, middle)
+        )
     return min(1.0, math.sqrt(high / max(n, 1)))
 
 
 def exchangeable(
-    ours: Sequence[Tensor], theirs: Sequence[Tensor], groups: tuple[Sequence[int], Sequence[int]], error: float
+    ours: Sequence[Tensor],
+    theirs: Sequence[Tensor],
+    groups: tuple[Sequence[int], Sequence[int]],
+    error: float,
 ) -> tuple[float, float]:
     """p-value of two samples of texts being alike, and the gap that is found with probability POWER.
 
     ours, theirs: of each text numbers in [0, 1], [n]. groups: of each text what it was sampled from; labels are
     permuted inside a group. The statistic is the largest gap between the two cumulated histograms of all numbers.
     """
-    histograms = torch.stack([torch.histc(row.double(), CELLS, 0, 1) for row in (*ours, *theirs)])  # [T, CELLS]
+    histograms = torch.stack(
+        [torch.histc(row.double(), CELLS, 0, 1) for row in (*ours, *theirs)]
+    )  # [T, CELLS]
     group = np.array([*groups[0], *groups[1]])
     mine = torch.zeros(len(group), dtype=torch.float64)
     mine[: len(ours)] = 1
@@ -76,7 +87,9 @@ def exchangeable(
         labels = np.zeros((min(1000, rounds - start), len(group)))
         for one in np.unique(group):
             (texts,) = np.nonzero(group == one)
-            labels[:, texts] = generator.permuted(np.tile(mine[texts].numpy(), (len(labels), 1)), axis=1)
+            labels[:, texts] = generator.permuted(
+                np.tile(mine[texts].numpy(), (len(labels), 1)), axis=1
+            )
         found.append(gaps(torch.from_numpy(labels), histograms))
     permuted = torch.cat(found)
     p_value = (1 + int((permuted >= observed - 1e-12).sum())) / (1 + rounds)

@@ -21,7 +21,9 @@ from treespec.verify.walk import Verdict, Verifier
 
 # How the draws at a node come about, by the scheme's name. Beside them a node may have sure tokens.
 DRAWS = {
-    **dict.fromkeys(("single", "rrs", "kseq", "is-lp", "otm-lp", "optimal", "valued"), "independent"),
+    **dict.fromkeys(
+        ("single", "rrs", "kseq", "is-lp", "otm-lp", "optimal", "valued"), "independent"
+    ),
     "rrs-wo": "without replacement",
     "greedy": "the last",
     "spechub": "the first",
@@ -69,7 +71,9 @@ class Witness:
     def paced(self) -> bool:
         return self.verifier.paced
 
-    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+    def __call__(
+        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+    ) -> Verdict:
         verdict = self.verifier(tree, p, generator)
         self.texts.setdefault(generator, []).append(self.cycle(verdict.tokens, tree.drafts))
         return verdict
@@ -118,7 +122,9 @@ def drawn(scheme: str, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
     kind = DRAWS.get(scheme)
     by_chance = present & ~sure if kind else torch.zeros_like(present)
     if kind == "the last":
-        by_chance &= present.sum(1, keepdim=True) - 1 == torch.arange(tokens.shape[1], device=tokens.device)
+        by_chance &= present.sum(1, keepdim=True) - 1 == torch.arange(
+            tokens.shape[1], device=tokens.device
+        )
         sure = present & ~by_chance
     elif kind == "the first":
         by_chance[:, 1:] = False
@@ -149,10 +155,14 @@ def repeats_among(drafts: Drafts, generator: torch.Generator) -> tuple[Tensor, T
         return nothing, nothing.bool(), nothing
     tokens, sure = drafts.draws.tokens, for_sure(drafts.draws)
     law, tokens = without(drafts.q, tokens, sure), tokens.masked_fill(sure, -1)
-    shuffle, coin = torch.rand((2, *tokens.shape), generator=generator, dtype=torch.float64).to(law.device)
+    shuffle, coin = torch.rand((2, *tokens.shape), generator=generator, dtype=torch.float64).to(
+        law.device
+    )
     tokens = tokens.gather(1, shuffle.masked_fill(tokens < 0, 2).argsort(dim=1))
     again = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
-    share = law.gather(1, tokens.clamp(min=0)).double() / law.sum(-1, keepdim=True, dtype=torch.float64)
+    share = law.gather(1, tokens.clamp(min=0)).double() / law.sum(
+        -1, keepdim=True, dtype=torch.float64
+    )
     share = share.masked_fill(again | (tokens < 0), 0)
     before = share.cumsum(1) - share
     place = torch.where(again, coin * before, before + coin * (1 - before))

@@ -26,7 +26,9 @@ def accuracies(
     total, positions = torch.zeros(depth, ranks, dtype=torch.float64), 0
     for tokens, counts, known in rows:
         given, last = target.parted(known, head.taps)
-        law = probs(target.output_logits(last), SamplingParams(temperature))  # [T, V], row t: of token t + 1
+        law = probs(
+            target.output_logits(last), SamplingParams(temperature)
+        )  # [T, V], row t: of token t + 1
         starts = max(0, len(tokens) - depth - 1)
         chosen = counts[2 : 2 + starts].nonzero().squeeze(1)  # positions whose first draft counts
         positions += len(chosen)

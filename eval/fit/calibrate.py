@@ -40,17 +40,25 @@ def calibrate_head(
     coverage = None
     if config.draft_vocab:
         spec = loaded(config, None, report)
-        counted = [text.tokens[text.counts] for text in texts_of(replace(what, limit=None), spec, [], report)]
+        counted = [
+            text.tokens[text.counts]
+            for text in texts_of(replace(what, limit=None), spec, [], report)
+        ]
         tokens, coverage = most_frequent(counted, config.draft_vocab, spec.target)
         save_vocabulary(tokens, coverage, config.head)
-    spec = loaded(config, config.head, report)  # with that vocabulary, whose rows it takes before it is packed
+    spec = loaded(
+        config, config.head, report
+    )  # with that vocabulary, whose rows it takes before it is packed
     assert spec.head
     rows: list[Row] = []
     for text in texts_of(what, spec, questions, report):
         features = spec.target.features(text.tokens[None], spec.head.taps, last=True)[0]
         rows.append((text.tokens.to(features.device), text.counts.to(features.device), features))
     report(Step(len(questions), len(questions), "calibrating"))
-    save_calibration(calibrate(spec.head, spec.target, rows, config.depth, config.positions, config.seed), config.head)
+    save_calibration(
+        calibrate(spec.head, spec.target, rows, config.depth, config.positions, config.seed),
+        config.head,
+    )
     return Path(config.head) / FILE, coverage
 
 

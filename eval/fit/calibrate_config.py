@@ -24,7 +24,9 @@ class CalibrateConfig(TargetOptions, PlacementOptions, TextOptions):
         least=1,
         most=64,
     )
-    positions: int = option("positions to measure at each draft step and temperature", 1500, least=1, most=MANY)
+    positions: int = option(
+        "positions to measure at each draft step and temperature", 1500, least=1, most=MANY
+    )
     seed: int = option("seed of the answers and draws", 0, least=0, most=SEEDS)
 
     def __post_init__(self) -> None:

@@ -10,10 +10,14 @@ from treespec.shared_options import TREE, PlacementOptions, TargetOptions
 class SkipConfig(TargetOptions, PlacementOptions):
     """Raises InputError for a count that is too small."""
 
-    text: str = option("held-out text to continue: conversations (.jsonl, .json), or plain text under any other name")
+    text: str = option(
+        "held-out text to continue: conversations (.jsonl, .json), or plain text under any other name"
+    )
     out: str = option("JSON file for the skip set, for --drafter self:FILE", "skip.json")
     trials: int = option("skip sets to try", 200, least=1, most=10**6)
-    minutes: float | None = option("stop trying after this number of minutes", None, least=0, most=MANY)
+    minutes: float | None = option(
+        "stop trying after this number of minutes", None, least=0, most=MANY
+    )
     tree: str = option(f"{TREE}; used in every trial", "confident")
     limit: int = option("number of prompts; each trial has the same", 8, least=1, most=MANY)
     max_length: int = option(

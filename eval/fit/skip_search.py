@@ -21,7 +21,9 @@ from treespec.target import Target
 from treespec.text.conversations import encode_conversations, read_conversations
 
 
-def search_skip_set(config: SkipConfig, report: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
+def search_skip_set(
+    config: SkipConfig, report: Callable[[Step], None] = lambda step: None
+) -> dict[str, Any]:
     """Writes OUT and returns what it holds. Raises InputError."""
     optuna()
     check_writable(config.out)
@@ -39,11 +41,15 @@ def search_skip_set(config: SkipConfig, report: Callable[[Step], None] = lambda 
     prompts = prompts_of(config, target)
 
     def speed(skipped: SkipSet) -> float:
-        return tokens_per_second(Spec(target, SkipProposer(target, skipped), config.tree), prompts, config)
+        return tokens_per_second(
+            Spec(target, SkipProposer(target, skipped), config.tree), prompts, config
+        )
 
     speed(SkipSet(target.layers))  # warms up
     plain = tokens_per_second(baseline, prompts, config)
-    best, found, tried = search(speed, target.layers, config.trials, config.minutes, config.seed, report)
+    best, found, tried = search(
+        speed, target.layers, config.trials, config.minutes, config.seed, report
+    )
     about = {
         "target": config.target,
         "architecture": type(target.model).__name__,
@@ -69,28 +75,46 @@ def search(
     """
     library = optuna()
     library.logging.set_verbosity(library.logging.WARNING)
-    study = library.create_study(direction="maximize", sampler=library.samplers.GPSampler(seed=seed))
+    study = library.create_study(
+        direction="maximize", sampler=library.samplers.GPSampler(seed=seed)
+    )
     middle = range(layers // 4, layers - layers // 4, 2)
-    for skipped in (SkipSet(layers), SkipSet(layers, (*middle,)), SkipSet(layers, (*middle,), (*middle,))):
+    for skipped in (
+        SkipSet(layers),
+        SkipSet(layers, (*middle,)),
+        SkipSet(layers, (*middle,), (*middle,)),
+    ):
         chosen = {"attention": skipped.attention, "mlp": skipped.mlp}
-        study.enqueue_trial({f"{part} {k}": int(k in chosen[part]) for part in chosen for k in range(layers)})
+        study.enqueue_trial(
+            {f"{part} {k}": int(k in chosen[part]) for part in chosen for k in range(layers)}
+        )
 
     def chosen_by(trial: Any) -> SkipSet:
         return skip_set(layers, lambda name: trial.suggest_int(name, 0, 1))
 
     def show(study: Any, trial: Any) -> None:
-        report(Step(trial.number + 1, trials, f"{study.best_value:.1f} tokens/s at best, now {trial.value:.1f}"))
+        report(
+            Step(
+                trial.number + 1,
+                trials,
+                f"{study.best_value:.1f} tokens/s at best, now {trial.value:.1f}",
+            )
+        )
 
     seconds = None if minutes is None else 60 * minutes
     for number, limit in ((1, None), (trials - 1, seconds)):  # one at least
-        study.optimize(lambda trial: speed(chosen_by(trial)), n_trials=number, timeout=limit, callbacks=[show])
+        study.optimize(
+            lambda trial: speed(chosen_by(trial)), n_trials=number, timeout=limit, callbacks=[show]
+        )
     best = study.best_trial
     tried = sum(trial.state.is_finished() for trial in study.trials)  # not those that still wait
     return skip_set(layers, best.params.__getitem__), best.value, tried
 
 
 def skip_set(layers: int, skips: Callable[[str], int]) -> SkipSet:
-    attention, mlp = (tuple(k for k in range(layers) if skips(f"{part} {k}")) for part in ("attention", "mlp"))
+    attention, mlp = (
+        tuple(k for k in range(layers) if skips(f"{part} {k}")) for part in ("attention", "mlp")
+    )
     return SkipSet(layers, attention, mlp)
 
 
@@ -99,13 +123,17 @@ def optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise InputError("treespec skip searches with optuna: pip install 'treespec[skip]'") from error
+        raise InputError(
+            "treespec skip searches with optuna: pip install 'treespec[skip]'"
+        ) from error
     return optuna
 
 
 def tokens_per_second(spec: Spec, prompts: Iterable[list[int]], config: SkipConfig) -> float:
     """Greedy, the prompts themselves not counted."""
-    stats = [spec.generate(prompt, max_new_tokens=config.max_new_tokens).stats for prompt in prompts]
+    stats = [
+        spec.generate(prompt, max_new_tokens=config.max_new_tokens).stats for prompt in prompts
+    ]
     seconds = sum(one.seconds["total"] - one.seconds["prefill"] for one in stats)
     return sum(one.new_tokens for one in stats) / seconds
 

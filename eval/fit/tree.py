@@ -45,10 +45,17 @@ def make_tree(
     )
     assert spec.head
     table = accuracies(
-        spec.head, spec.target, rows_of(config, spec, report), config.depth, config.ranks, config.temperature
+        spec.head,
+        spec.target,
+        rows_of(config, spec, report),
+        config.depth,
+        config.ranks,
+        config.temperature,
     )
     if not bool(table[0].any()):
-        raise InputError(f"the head {config.head} is never right on this text: no tree is worth its nodes")
+        raise InputError(
+            f"the head {config.head} is never right on this text: no tree is worth its nodes"
+        )
     tree = shaped(config, spec, table)
     write_text(config.out, text_of(tree))
     return tree, table, expected_length(tree, table)
@@ -64,7 +71,9 @@ def shaped(config: TreeConfig, spec: Spec, table: Tensor) -> StaticTree:
     assert spec.proposer
     times = times_for(spec.target, spec.proposer)
     best = best_trees(rates, LARGEST, depth)
-    nodes, depth, _ = best_shape(best, torch.from_numpy(times.forward(LARGEST)), times.begin, times.step)
+    nodes, depth, _ = best_shape(
+        best, torch.from_numpy(times.forward(LARGEST)), times.begin, times.step
+    )
     return best.tree(nodes, depth)
 
 

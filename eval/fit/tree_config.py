@@ -28,12 +28,18 @@ class TreeConfig(TargetOptions, PlacementOptions, TextOptions):
     )
     depth: int = option("most levels", 6, least=1, most=64)
     ranks: int = option("most children per node", 10, least=1, most=256)
-    temperature: float = option("compare drafts with the target's law at this temperature", 0.0, least=0, most=100)
+    temperature: float = option(
+        "compare drafts with the target's law at this temperature", 0.0, least=0, most=100
+    )
     seed: int = option("seed of the target's answers", 0, least=0, most=SEEDS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nodes == 1 or (self.nodes == 0 and self.kind != "sequoia"):
-            raise InputError(f"--nodes is {self.nodes}: give at least 2 (the root counts), or 0 with --kind sequoia")
+            raise InputError(
+                f"--nodes is {self.nodes}: give at least 2 (the root counts), or 0 with --kind sequoia"
+            )
         if not self.out.endswith(".json"):
-            raise InputError(f"--out {self.out} must end in .json: --tree reads a file where it does")
+            raise InputError(
+                f"--out {self.out} must end in .json: --tree reads a file where it does"
+            )

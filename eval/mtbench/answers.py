@@ -12,7 +12,14 @@ from typing import Any
 from treespec.errors import InputError
 from treespec.heads import checksum
 
-BROKEN = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)  # what a damaged line raises
+BROKEN = (
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)  # what a damaged line raises
 
 
 @dataclass(frozen=True)

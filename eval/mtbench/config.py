@@ -36,14 +36,24 @@ class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, 
         f"{VERIFIER}; {FASTEST}; several are separated by commas, and rrs-wo@2x4 names its tree",
         "auto",
     )
-    tree: str | None = option(f"{TREE}; several are separated by semicolons; default: chosen for each verifier", None)
-    temperature: str = option("temperatures, separated by commas; 0 is greedy", "0", least=0, most=100)
+    tree: str | None = option(
+        f"{TREE}; several are separated by semicolons; default: chosen for each verifier", None
+    )
+    temperature: str = option(
+        "temperatures, separated by commas; 0 is greedy", "0", least=0, most=100
+    )
     max_new_tokens: int = shared(SamplingOptions, "max_new_tokens", 1024)
-    turns: int | None = option("ask only the first N turns of each question", None, least=1, most=MANY)
+    turns: int | None = option(
+        "ask only the first N turns of each question", None, least=1, most=MANY
+    )
     batch: int = option("questions answered together, in one target forward", 1, least=1, most=4096)
     baseline: bool = option("also decode one token at a time, for the speedups", True)
-    warm_up: int = option("short generations per configuration before anything is timed", 2, least=0, most=10**6)
-    resamples: int = option("bootstrap resamples behind the 95 % intervals", 1000, least=1, most=10**6)
+    warm_up: int = option(
+        "short generations per configuration before anything is timed", 2, least=0, most=10**6
+    )
+    resamples: int = option(
+        "bootstrap resamples behind the 95 % intervals", 1000, least=1, most=10**6
+    )
     seed: int = option(
         "each answer's seed follows from it, the question, the turn and the configuration",
         0,
@@ -125,7 +135,9 @@ def configurations(config: EvalConfig) -> list[Configuration]:
             temperature,
             drafter,
         )
-        for temperature in dict.fromkeys(number("temperature", t) for t in listed("temperature", config.temperature))
+        for temperature in dict.fromkeys(
+            number("temperature", t) for t in listed("temperature", config.temperature)
+        )
         for drafter, verifier, tree in [*baseline, *pairs_of(config)[0]]
     ]
     names = [configuration.model_id for configuration in chosen]
@@ -136,8 +148,17 @@ def configurations(config: EvalConfig) -> list[Configuration]:
     return chosen
 
 
-def _model_id(target: str, drafter: str | None, verifier: str | None, tree: str | None, temperature: float) -> str:
+def _model_id(
+    target: str, drafter: str | None, verifier: str | None, tree: str | None, temperature: float
+) -> str:
     tree = tree and tree.removesuffix(".json").rpartition("/")[2]
     kind, _, value = (drafter or "").partition(":")
-    parts = (PurePath(target).name, kind, PurePath(value).name, verifier or "baseline", tree, f"t{temperature:g}")
+    parts = (
+        PurePath(target).name,
+        kind,
+        PurePath(value).name,
+        verifier or "baseline",
+        tree,
+        f"t{temperature:g}",
+    )
     return re.sub(r"[^\w.=-]+", "-", "-".join(part for part in parts if part))

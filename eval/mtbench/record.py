@@ -21,15 +21,21 @@ REMOVED = ("compile",)  # options of earlier versions, which changed no law
 MODELS = ("head", "model", *KINDS)  # drafters that are models
 
 
-def record_of(config: EvalConfig, questions: Sequence[Question], left_out: list[str]) -> dict[str, Any]:
+def record_of(
+    config: EvalConfig, questions: Sequence[Question], left_out: list[str]
+) -> dict[str, Any]:
     """What OUT/config.json says, but for the models' identities and the environment that it ran in."""
-    asked = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()
+    asked = hashlib.sha256(
+        json.dumps([asdict(question) for question in questions]).encode()
+    ).hexdigest()
     return {"config": asdict(config), "questions": asked, "left_out": left_out}
 
 
 def saved_config(record: dict[str, Any]) -> EvalConfig:
     """A record's options: removed ones are left out, newer ones have their defaults."""
-    return EvalConfig(**{name: value for name, value in record["config"].items() if name not in REMOVED})
+    return EvalConfig(
+        **{name: value for name, value in record["config"].items() if name not in REMOVED}
+    )
 
 
 def read_record(file: Path, record: dict[str, Any]) -> dict[str, Any] | None:
@@ -71,7 +77,10 @@ def same(name: str, before: Any, now: Any, identities: bool) -> bool:
 
 def models_of(config: EvalConfig) -> dict[str, Any]:
     """The identities of the target and of each drafter, "" for one that is no file. Raises InputError."""
-    return {"target": identity_of(config.target), "drafts": [drafted_by(name) for name in drafters_of(config)]}
+    return {
+        "target": identity_of(config.target),
+        "drafts": [drafted_by(name) for name in drafters_of(config)],
+    }
 
 
 def drafted_by(drafter: str) -> str:
@@ -92,13 +101,19 @@ def listed_models(record: dict[str, Any]) -> list[str]:
 
 def moved(before: dict[str, Any] | None, config: EvalConfig) -> bool:
     """Whether target or head are named by another path than in the record that is there."""
-    return before is not None and any(before["config"].get(place) != getattr(config, place) for place in PLACES)
+    return before is not None and any(
+        before["config"].get(place) != getattr(config, place) for place in PLACES
+    )
 
 
-def same_models(before: dict[str, Any] | None, models: dict[str, Any], config: EvalConfig, out: Path) -> None:
+def same_models(
+    before: dict[str, Any] | None, models: dict[str, Any], config: EvalConfig, out: Path
+) -> None:
     """Raises InputError where the answers that are there were given by other models than those now at these paths."""
     names = [f"target {config.target}", *(f"drafter {name}" for name in drafters_of(config))]
-    for name, earlier, now in zip(names, listed_models(before or {}), listed_models({"models": models}), strict=False):
+    for name, earlier, now in zip(
+        names, listed_models(before or {}), listed_models({"models": models}), strict=False
+    ):
         if earlier != now:
             raise InputError(
                 f"the {name} has changed since {out} was begun: answers of both cannot be mixed; choose another --out"

@@ -12,7 +12,13 @@ from treespec.eval.common import Step, in_order, seed_of
 from treespec.eval.environment import describe
 from treespec.eval.mtbench import answers
 from treespec.eval.mtbench.answers import Answer
-from treespec.eval.mtbench.config import Configuration, EvalConfig, configurations, drafters_of, pairs_of
+from treespec.eval.mtbench.config import (
+    Configuration,
+    EvalConfig,
+    configurations,
+    drafters_of,
+    pairs_of,
+)
 from treespec.eval.mtbench.record import models_of, moved, read_record, record_of, same_models
 from treespec.eval.mtbench.summary import summarise
 from treespec.eval.mtbench.table import report_of
@@ -34,7 +40,9 @@ WARM_UP_TOKENS = 16
 Draft = tuple[Policy | None, Verifier] | None  # None: the baseline
 
 
-def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
+def evaluate(
+    config: EvalConfig, report: Callable[[Step], None] = lambda step: None
+) -> dict[str, Any]:
     """Answer what is not answered yet, then write and return the summary (`summarise`).
 
     Writes OUT/config.json, OUT/answers/<model_id>.jsonl, OUT/summary.json and OUT/summary.md. Pairs of tree
@@ -43,7 +51,9 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("eval measures time in one process: launch it with --num_processes 1")
-    drafts = {configuration: _checked(configuration, config) for configuration in configurations(config)}
+    drafts = {
+        configuration: _checked(configuration, config) for configuration in configurations(config)
+    }
     questions, left_out = load_questions(config.questions)
     questions = [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]]
     record = record_of(config, questions, left_out + pairs_of(config)[1])
@@ -62,11 +72,19 @@ def _evaluated(
     # 1. What is answered already, by the same models.
     out = Path(config.out)
     before = read_record(out / "config.json", record)
-    files = {configuration: out / "answers" / f"{configuration.model_id}.jsonl" for configuration in drafts}
+    files = {
+        configuration: out / "answers" / f"{configuration.model_id}.jsonl"
+        for configuration in drafts
+    }
     done = {(c, answer.question_id) for c, file in files.items() for answer in answers.read(file)}
-    groups = [questions[first : first + config.batch] for first in range(0, len(questions), config.batch)]
+    groups = [
+        questions[first : first + config.batch] for first in range(0, len(questions), config.batch)
+    ]
     plan = [
-        ([question for question in group if (configuration, question.question_id) not in done], configuration)
+        (
+            [question for question in group if (configuration, question.question_id) not in done],
+            configuration,
+        )
         for number, group in enumerate(groups)
         for configuration in in_order(list(drafts), number)
     ]
@@ -97,22 +115,38 @@ def _evaluated(
             if name is None or draft is None:
                 return spec.baseline()
             tree, verifier = draft
-            return Spec(target, sources[name], tree, verifier, config.template, config.allow_lossy, calibrations[name])
+            return Spec(
+                target,
+                sources[name],
+                tree,
+                verifier,
+                config.template,
+                config.allow_lossy,
+                calibrations[name],
+            )
 
         unfit = {}
         for configuration in drafts:  # trees that a drafter cannot draft
             try:
                 fresh(configuration)
             except (InputError, TreeError) as error:
-                unfit[configuration] = f"{configuration.drafter} with {configuration.verifier}: {error}"
+                unfit[configuration] = (
+                    f"{configuration.drafter} with {configuration.verifier}: {error}"
+                )
         if unfit and len(sources) == 1:
             raise InputError(next(iter(unfit.values())))
         record["unfit"] = [configuration.model_id for configuration in unfit]
         record["left_out"] += unfit.values()
-        drafts = {configuration: draft for configuration, draft in drafts.items() if configuration not in unfit}
+        drafts = {
+            configuration: draft
+            for configuration, draft in drafts.items()
+            if configuration not in unfit
+        }
         plan = [(group, configuration) for group, configuration in plan if configuration in drafts]
         total -= len(questions) * len(unfit)
-        spec.encode([{"role": "user", "content": questions[0].turns[0]}])  # refuses a missing chat template
+        spec.encode(
+            [{"role": "user", "content": questions[0].turns[0]}]
+        )  # refuses a missing chat template
         environment = describe(spec.target)
         if before and before["environment"] != environment:
             raise InputError(
@@ -151,7 +185,9 @@ def _checked(configuration: Configuration, config: EvalConfig) -> Draft:
     return paired(verifier, configuration.tree, configuration.drafter)
 
 
-def _ask(spec: Spec, group: list[Question], configuration: Configuration, config: EvalConfig) -> list[Answer]:
+def _ask(
+    spec: Spec, group: list[Question], configuration: Configuration, config: EvalConfig
+) -> list[Answer]:
     """All turns of some questions, answered together; each turn sees the configuration's own answers before.
 
     What a turn takes on the clock is divided among the questions as their stats divide it.
@@ -162,9 +198,13 @@ def _ask(spec: Spec, group: list[Question], configuration: Configuration, config
         asked = [i for i, question in enumerate(group) if turn < len(question.turns)]
         for i in asked:
             messages[i].append({"role": "user", "content": group[i].turns[turn]})
-        seeds = [seed_of(config.seed, group[i].question_id, turn, configuration.model_id) for i in asked]
+        seeds = [
+            seed_of(config.seed, group[i].question_id, turn, configuration.model_id) for i in asked
+        ]
         started = time.perf_counter()
-        outputs = _generate(spec, [messages[i] for i in asked], configuration.temperature, seeds, config)
+        outputs = _generate(
+            spec, [messages[i] for i in asked], configuration.temperature, seeds, config
+        )
         wall = time.perf_counter() - started
         counted = sum(output.stats.seconds["total"] for output in outputs)
         for i, output, seed in zip(asked, outputs, seeds, strict=True):
@@ -172,7 +212,10 @@ def _ask(spec: Spec, group: list[Question], configuration: Configuration, config
             turns[i].append((output, wall * share, seed))
             # fschat's templates take an empty answer for the place of the next one
             messages[i].append({"role": "assistant", "content": output.text or " "})
-    return [_answer(question, parts, configuration, spec, config) for question, parts in zip(group, turns, strict=True)]
+    return [
+        _answer(question, parts, configuration, spec, config)
+        for question, parts in zip(group, turns, strict=True)
+    ]
 
 
 def _answer(
@@ -209,7 +252,11 @@ def _answer(
 
 
 def _generate(
-    spec: Spec, messages: list[list[dict[str, str]]], temperature: float, seeds: list[int], config: EvalConfig
+    spec: Spec,
+    messages: list[list[dict[str, str]]],
+    temperature: float,
+    seeds: list[int],
+    config: EvalConfig,
 ) -> list[Output]:
     """Answers, empty where the prompt fills the context: earlier turns may have been long."""
     prompts = [spec.encode(one) for one in messages]
@@ -239,5 +286,7 @@ def _ended_by(output: Output, spec: Spec, config: EvalConfig) -> str:
 
 
 def _said(answer: Answer, explain: bool) -> str:
-    spent = figures(sum(answer.new_tokens), sum(answer.decoding_steps), sum(answer.wall_time), explain)
+    spent = figures(
+        sum(answer.new_tokens), sum(answer.decoding_steps), sum(answer.wall_time), explain
+    )
     return f"question {answer.question_id}, {answer.model_id}: {spent}"

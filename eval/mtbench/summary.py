@@ -39,7 +39,9 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
     first, *others = answered.values()
     questions = [i for i in first if all(i in other for other in others)]
     if not questions:
-        raise InputError(f"{out}: no question is answered; is every one longer than the target's context?")
+        raise InputError(
+            f"{out}: no question is answered; is every one longer than the target's context?"
+        )
     groups: dict[str, list[int | str]] = {}
     for i in questions:
         groups.setdefault(first[i].category, []).append(i)
@@ -49,7 +51,9 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
     for configuration, by_id in answered.items():
         baseline = baselines.get(configuration.temperature)
 
-        def of(chosen: Sequence[int | str], by_id: Any = by_id, baseline: Any = baseline) -> dict[str, Any]:
+        def of(
+            chosen: Sequence[int | str], by_id: Any = by_id, baseline: Any = baseline
+        ) -> dict[str, Any]:
             draws = resample(len(chosen), resamples, config.seed)
             compare = baseline is not None and baseline is not by_id
             against = [baseline[i] for i in chosen] if compare else None
@@ -72,33 +76,47 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
         )
     draws = resample(len(questions), resamples, config.seed)
     for row, best in _beside_fastest(rows):
-        mine, theirs = ([answered_by[name][i] for i in questions] for name in (row["model_id"], best["model_id"]))
+        mine, theirs = (
+            [answered_by[name][i] for i in questions]
+            for name in (row["model_id"], best["model_id"])
+        )
         row["of_fastest"] = figures(mine, theirs, draws)["speedup"]
     return {
         "config": record["config"] | {"resamples": resamples},
         "environment": record["environment"],
         "questions": len(questions),
         "left_out": record["left_out"],
-        "few_questions": [name for name, chosen in {"overall": questions, **groups}.items() if len(chosen) < FEW],
+        "few_questions": [
+            name for name, chosen in {"overall": questions, **groups}.items() if len(chosen) < FEW
+        ],
         "configurations": rows,
     }
 
 
-def _beside_fastest(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _beside_fastest(
+    rows: Sequence[dict[str, Any]],
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Each pair of verifier and tree but the fastest, with the fastest lossless one at its temperature."""
     pairs = [row for row in rows if row["verifier"] != "baseline"]
     for temperature in dict.fromkeys(row["temperature"] for row in pairs):
         here = [row for row in pairs if row["temperature"] == temperature]
         lossless = [row for row in here if row["lossless"]]
-        best = max(lossless, key=lambda row: row["overall"]["tokens_per_second"]["value"], default=None)
+        best = max(
+            lossless, key=lambda row: row["overall"]["tokens_per_second"]["value"], default=None
+        )
         yield from ((row, best) for row in here if best and row is not best)
 
 
 def _lossless(configuration: Configuration) -> bool:
-    return configuration.verifier is None or verifier_by_name(configuration.verifier, True).scheme.lossless
+    return (
+        configuration.verifier is None
+        or verifier_by_name(configuration.verifier, True).scheme.lossless
+    )
 
 
-def figures(mine: Sequence[Answer], baseline: Sequence[Answer] | None, draws: Array) -> dict[str, Any]:
+def figures(
+    mine: Sequence[Answer], baseline: Sequence[Answer] | None, draws: Array
+) -> dict[str, Any]:
     """What Q answers of one configuration amount to. baseline: the same questions' answers, same order.
 
     nodes: in the tree of one forward, the root too, on average. acceptance_length: τ, tokens by cycle.

@@ -18,11 +18,24 @@ def report_of(summary: dict[str, Any]) -> Report:
     cycle = ["cycle", *STAGE_NAMES.values(), "overhead", "prefill"]
     tables = [
         _table("Acceptance length τ (tokens per target forward) and speed", speeds, rows, _main),
-        _table("By category: τ (speedup)", [*categories, "overall"], rows, lambda row: _by_category(row, categories)),
+        _table(
+            "By category: τ (speedup)",
+            [*categories, "overall"],
+            rows,
+            lambda row: _by_category(row, categories),
+        ),
     ]
     if depths:
         by_depth = ["nodes", *(str(depth + 1) for depth in depths)]
-        tables.append(_table("Acceptance rate α by depth", by_depth, rows, lambda row: _rates(row, depths), brief=True))
+        tables.append(
+            _table(
+                "Acceptance rate α by depth",
+                by_depth,
+                rows,
+                lambda row: _rates(row, depths),
+                brief=True,
+            )
+        )
     tables.append(_table("A cycle's time in ms (share)", cycle, rows, _cycle, brief=True))
     return Report(tables, notes(summary), verdict(summary))
 
@@ -72,7 +85,9 @@ def notes(summary: dict[str, Any]) -> list[str]:
             "above is one text's share. Intervals take the questions for independent."
         )
     if few := summary["few_questions"]:
-        lines.append(f"Fewer than {FEW} questions, so a rough guide with intervals too narrow: {', '.join(few)}.")
+        lines.append(
+            f"Fewer than {FEW} questions, so a rough guide with intervals too narrow: {', '.join(few)}."
+        )
     turns = sum(sum(row["ended"].values()) for row in rows)
     for end, name in (("max_new_tokens", "max_new_tokens"), ("context", "the target's context")):
         if cut := sum(row["ended"][end] for row in rows):

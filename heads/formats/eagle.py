@@ -30,7 +30,9 @@ def to_vllm(head: EagleHead, served: Served) -> Stored:
     """For vLLM: `fc` has no bias, and the field `bias` would give the attention one."""
     check_layer(head, biases=True)
     if head.fc.bias is not None and head.fc.bias.any():
-        raise ValueError("fc.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias, or export to sglang")
+        raise ValueError(
+            "fc.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias, or export to sglang"
+        )
     tensors = {name: value for name, value in head.state_dict().items() if name != "fc.bias"}
     biases = {"bias": False, "qkv_bias": head.config.get("qkv_bias", False)}
     return _config(head, served, "LlamaForCausalLM") | biases, tensors
@@ -51,9 +53,13 @@ def check_project(head: FeatureHead) -> None:
     """Raises ValueError for a layer that SafeAILab/EAGLE does not compute."""
     llama = LlamaConfig(**head.config)
     if (rope := (llama.rope_parameters or {}).get("rope_type")) not in ROTARY:
-        raise ValueError(f"its rotary positions are of type {rope!r}, which is none of {', '.join(ROTARY)}")
+        raise ValueError(
+            f"its rotary positions are of type {rope!r}, which is none of {', '.join(ROTARY)}"
+        )
     if (width := (llama.head_dim or 0) * llama.num_attention_heads) != llama.hidden_size:
-        raise ValueError(f"its attention heads are {width} wide together, not {llama.hidden_size} as there")
+        raise ValueError(
+            f"its attention heads are {width} wide together, not {llama.hidden_size} as there"
+        )
 
 
 class Unchanged:

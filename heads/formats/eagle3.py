@@ -38,7 +38,13 @@ def read(config: Config, tensors: Tensors) -> Stored:
         config = _untangled(config)
     tensors = {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if d2t is not None and t2d is not None and d2t.shape == t2d.shape and not d2t.any() and t2d.all():
+    if (
+        d2t is not None
+        and t2d is not None
+        and d2t.shape == t2d.shape
+        and not d2t.any()
+        and t2d.all()
+    ):
         del tensors["d2t"], tensors["t2d"]
     return config, tensors
 
@@ -49,13 +55,17 @@ def _untangled(config: Config) -> Config:
     if not isinstance(nested, dict):
         raise ValueError(f"eagle_config is no set of fields: {nested!r}")
     if not nested.get("use_aux_hidden_state", True):
-        raise ValueError("eagle_config.use_aux_hidden_state is false: a head without taps is not EAGLE-3's")
+        raise ValueError(
+            "eagle_config.use_aux_hidden_state is false: a head without taps is not EAGLE-3's"
+        )
     config = {name: value for name, value in config.items() if name != "eagle_config"}
     if not nested.get(IDS):
         return config
     taps = from_sglang(nested[IDS])
     if config.get(IDS, taps) != taps:
-        raise ValueError(f"{IDS} is {config[IDS]}, and in eagle_config {nested[IDS]}, which is {taps}: delete one")
+        raise ValueError(
+            f"{IDS} is {config[IDS]}, and in eagle_config {nested[IDS]}, which is {taps}: delete one"
+        )
     return config | {IDS: taps}
 
 
@@ -110,4 +120,6 @@ def _config(head: Eagle3Head, served: Served, architecture: str) -> Config:
 def check_residual(head: Eagle3Head) -> None:
     """Raises ValueError for a head of the variant that these projects do not have."""
     if head.midlayer.norm_before_residual:
-        raise ValueError("its residual is normed (norm_before_residual), which only vllm and speculators know")
+        raise ValueError(
+            "its residual is normed (norm_before_residual), which only vllm and speculators know"
+        )

@@ -35,14 +35,18 @@ class Served:
         )
 
 
-def check_layer(head: FeatureHead, *, biases: bool = False, activation: str | None = "silu") -> None:
+def check_layer(
+    head: FeatureHead, *, biases: bool = False, activation: str | None = "silu"
+) -> None:
     """Raises ValueError for a decoder layer that a format cannot describe.
 
     biases: whether the format has a field for biases of queries, keys and values. activation: the
     only activation that it means; None: it has a field for it.
     """
     if head.embed_scale != 1.0:
-        raise ValueError(f"its target's embeddings are scaled by {head.embed_scale:g}, for which there is no field")
+        raise ValueError(
+            f"its target's embeddings are scaled by {head.embed_scale:g}, for which there is no field"
+        )
     if head.config.get("qkv_bias") and not biases:
         raise ValueError("its queries, keys and values have biases, for which there is no field")
     if activation and (own := LlamaConfig(**head.config).hidden_act) != activation:

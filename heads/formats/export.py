@@ -58,7 +58,9 @@ def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
         temporary.mkdir(parents=True)
         tensors = {name: value.contiguous() for name, value in tensors.items()}
         about = {"format": "pt"}
-        about[checksum.FIELD] = checksum.of_tensors(tensors, about)  # config.json has none: engines may refuse fields
+        about[checksum.FIELD] = checksum.of_tensors(
+            tensors, about
+        )  # config.json has none: engines may refuse fields
         save_file(tensors, temporary / "model.safetensors", about)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         compared = compare(head, load_head(temporary))
@@ -66,7 +68,9 @@ def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
     except ValueError as error:
         raise HeadError(f"{head_path} is not exported to {to}: {error}") from error
     except (OSError, SafetensorError) as error:
-        raise HeadError(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from error
+        raise HeadError(
+            f"cannot write {out}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Exported(head.kind, compared, command(to, head, served, out))
@@ -97,7 +101,9 @@ def command(to: str, head: Head, served: Served, out: Path) -> str:
         )
     paths = f"--base-model-path {target} --ea-model-path {folder}"
     three = " --use_eagle3" if head.taps else ""
-    prompts = "qwen3" if "Qwen3ForCausalLM" in served.architectures else "llama3chat"  # Vicuna has a script too
+    prompts = (
+        "qwen3" if "Qwen3ForCausalLM" in served.architectures else "llama3chat"
+    )  # Vicuna has a script too
     return f"python -m eagle.evaluation.gen_ea_answer_{prompts} {paths}{three}"
 
 
@@ -127,7 +133,9 @@ def outputs(head: Head) -> Tensor:
 def check(head: Head, served: Served) -> None:
     """Raises ValueError for a head of another target, and for taps that no engine has."""
     if head.vocab_size != served.vocab_size:
-        raise ValueError(f"it is for a vocabulary of {head.vocab_size}, the target's is {served.vocab_size}")
+        raise ValueError(
+            f"it is for a vocabulary of {head.vocab_size}, the target's is {served.vocab_size}"
+        )
     head.settle_taps(served.layers)
     if beyond := [k for k in head.taps if not 0 <= k < served.layers]:
         raise ValueError(f"it taps layer {beyond[0]}, the target has {served.layers}")
@@ -135,4 +143,6 @@ def check(head: Head, served: Served) -> None:
         raise ValueError(f"it taps {len(head.taps)} layers, where the engines take 3")
     width = (len(head.taps) or 1) * served.hidden_size
     if head.feature_size != width:
-        raise ValueError(f"it is for features of width {head.feature_size}, the target's are {width}")
+        raise ValueError(
+            f"it is for features of width {head.feature_size}, the target's are {width}"
+        )

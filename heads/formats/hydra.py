@@ -9,7 +9,10 @@ from treespec.heads.hydra import ARCHITECTURES
 MARK = re.compile(r"hydra_(mlp|lm_head)\.")
 PREFIX = "prefix_embeding_layer."
 LAYER = PREFIX + "layers.0."
-OUTPUTS = ("hydra_lm_head.0.weight", "hydra_lm_head.0.1.weight")  # of the first head, of Hydra and of Hydra++
+OUTPUTS = (
+    "hydra_lm_head.0.weight",
+    "hydra_lm_head.0.1.weight",
+)  # of the first head, of Hydra and of Hydra++
 UNUSED = {  # the target's embedding, which the target has, and one of a Llama that takes states
     "input_embed_fn.weight",
     PREFIX + "embed_tokens.weight",
@@ -19,7 +22,11 @@ ANGLES = LAYER + "self_attn.rotary_emb.inv_freq"  # [D / 2], which follows from 
 
 def recognises(config: Config, names: Collection[str]) -> bool:
     """Whether a directory holds Hydra's or Hydra++'s heads."""
-    return "hydra_num_heads" in config or config.get("model_type") == "hydra" or any(map(MARK.match, names))
+    return (
+        "hydra_num_heads" in config
+        or config.get("model_type") == "hydra"
+        or any(map(MARK.match, names))
+    )
 
 
 def recognises_prefix(config: Config, names: Collection[str]) -> bool:
@@ -34,12 +41,18 @@ def read(config: Config, tensors: Tensors) -> Stored:
     the file says how many attention heads the prefix layer has.
     """
     if config.get("hidden_state_offset"):
-        raise ValueError(f"hidden_state_offset is {config['hidden_state_offset']}, of which only 0 is known")
+        raise ValueError(
+            f"hidden_state_offset is {config['hidden_state_offset']}, of which only 0 is known"
+        )
     output = next((tensors[name] for name in OUTPUTS if name in tensors), None)
     if output is None:
         raise ValueError(f"the head lacks {OUTPUTS[0]}; is it Hydra or Hydra++ heads?")
     vocab_size, hidden_size = output.shape
-    by_shapes: Config = {"hydra_num_heads": _heads(tensors), "hidden_size": hidden_size, "vocab_size": vocab_size}
+    by_shapes: Config = {
+        "hydra_num_heads": _heads(tensors),
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+    }
     if any(name.startswith(LAYER) for name in tensors):
         by_shapes |= _attention(config, tensors, hidden_size)
     config = config | {name: value for name, value in by_shapes.items() if name not in config}
@@ -53,7 +66,10 @@ def levels(config: Config, names: Iterable[str]) -> int | None:
 
 
 def _heads(names: Iterable[str]) -> int:
-    return max((int(found[1]) + 1 for name in names if (found := re.match(r"hydra_mlp\.(\d+)\.", name))), default=0)
+    return max(
+        (int(found[1]) + 1 for name in names if (found := re.match(r"hydra_mlp\.(\d+)\.", name))),
+        default=0,
+    )
 
 
 def _attention(config: Config, tensors: Tensors, width: int) -> dict[str, int]:
@@ -64,7 +80,9 @@ def _attention(config: Config, tensors: Tensors, width: int) -> dict[str, int]:
         heads = width // (2 * len(tensors[ANGLES]))
     else:
         base = config.get("base_model_name_or_path", "the target")
-        raise ValueError(f"num_attention_heads is missing, and the file does not tell: add what {base} has")
+        raise ValueError(
+            f"num_attention_heads is missing, and the file does not tell: add what {base} has"
+        )
     sizes = {"num_attention_heads": heads}
     for field, name, size in (
         ("num_key_value_heads", "self_attn.k_proj.weight", width // heads),

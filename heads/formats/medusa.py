@@ -17,7 +17,11 @@ MARK = re.compile(r"\d+\.|blocks\.\d+\.|medusa_heads?\.")
 
 def recognises(config: Config, names: Collection[str]) -> bool:
     """Whether a directory holds Medusa's heads: some configs say nothing of them."""
-    return "medusa_num_heads" in config or config.get("model_type") == "medusa" or any(map(MARK.match, names))
+    return (
+        "medusa_num_heads" in config
+        or config.get("model_type") == "medusa"
+        or any(map(MARK.match, names))
+    )
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
@@ -27,7 +31,11 @@ def read(config: Config, tensors: Tensors) -> Stored:
     Raises ValueError for a file without the output layer of the first head.
     """
     if any(name.startswith(WHOLE) for name in tensors):
-        tensors = {name.removeprefix(WHOLE): value for name, value in tensors.items() if name.startswith(WHOLE)}
+        tensors = {
+            name.removeprefix(WHOLE): value
+            for name, value in tensors.items()
+            if name.startswith(WHOLE)
+        }
     if any(BLOCK.match(name) for name in tensors):
         config, tensors = _from_vllm(config, tensors)
     layers = config.get("medusa_num_layers", 1)
@@ -45,7 +53,11 @@ def levels(config: Config, names: Iterable[str]) -> int | None:
     """The number of heads that `read` finds; None where the config holds something else."""
     configured = [config[name] for name in ("num_heads", "medusa_num_heads") if name in config]
     count = _heads(BLOCK.sub("", name.removeprefix(WHOLE)) for name in names)
-    return max([*configured, count]) or None if all(type(number) is int for number in configured) else None
+    return (
+        max([*configured, count]) or None
+        if all(type(number) is int for number in configured)
+        else None
+    )
 
 
 def to_vllm(head: MedusaHead, served: Served) -> Stored:
@@ -66,7 +78,9 @@ def to_vllm(head: MedusaHead, served: Served) -> Stored:
         re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name): value
         for name, value in head.state_dict().items()
     }
-    return config, {re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name): v for name, v in named.items()}
+    return config, {
+        re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name): v for name, v in named.items()
+    }
 
 
 def _from_vllm(config: Config, tensors: Tensors) -> Stored:
@@ -77,16 +91,23 @@ def _from_vllm(config: Config, tensors: Tensors) -> Stored:
         config = config | {"medusa_num_heads": config["num_heads"]}
     named = {}
     for name, value in tensors.items():
-        name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name.removeprefix("medusa_heads."))
+        name = re.sub(
+            r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name.removeprefix("medusa_heads.")
+        )
         named[re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", name)] = value
     if not config.get("medusa_fc_bias", False):
         blocks = {name: value for name, value in named.items() if name.endswith(".linear.weight")}
-        named |= {f"{name.removesuffix('weight')}bias": torch.zeros_like(w[:, 0]) for name, w in blocks.items()}
+        named |= {
+            f"{name.removesuffix('weight')}bias": torch.zeros_like(w[:, 0])
+            for name, w in blocks.items()
+        }
     return config, named
 
 
 def _heads(names: Iterable[str]) -> int:
-    return max((int(found[1]) + 1 for name in names if (found := re.match(r"(\d+)\.", name))), default=0)
+    return max(
+        (int(found[1]) + 1 for name in names if (found := re.match(r"(\d+)\.", name))), default=0
+    )
 
 
 def _widths(tensors: Tensors, output: str) -> dict[str, int]:

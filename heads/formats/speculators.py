@@ -23,10 +23,14 @@ def read(config: Config, tensors: Tensors) -> Stored:
     if not isinstance(layer, dict):
         raise ValueError("transformer_layer_config is missing")
     if (kind := layer.get("model_type", "qwen3")) != "llama":
-        raise ValueError(f"transformer_layer_config is of model_type {kind!r}, of which only 'llama' is known")
+        raise ValueError(
+            f"transformer_layer_config is of model_type {kind!r}, of which only 'llama' is known"
+        )
     fields = {name: config[name] for name in OWN if config.get(name) is not None}
     residual = {"norm_before_residual": config.get("norm_before_residual", True)}
-    return eagle3.read(layer | fields | residual | {"architectures": ["LlamaForCausalLMEagle3"]}, tensors)
+    return eagle3.read(
+        layer | fields | residual | {"architectures": ["LlamaForCausalLMEagle3"]}, tensors
+    )
 
 
 def write(head: Eagle3Head, served: Served) -> Stored:
@@ -51,7 +55,8 @@ def write(head: Eagle3Head, served: Served) -> Stored:
         "norm_before_residual": head.midlayer.norm_before_residual,
         "tie_word_embeddings": False,
         "torch_dtype": str(head.dtype).removeprefix("torch."),
-        "transformer_layer_config": {"architectures": ["LlamaForCausalLM"]} | llama_fields(head, served),
+        "transformer_layer_config": {"architectures": ["LlamaForCausalLM"]}
+        | llama_fields(head, served),
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [greedy],
@@ -59,4 +64,7 @@ def write(head: Eagle3Head, served: Served) -> Stored:
             "verifier": {"name_or_path": served.name, "architectures": list(served.architectures)},
         },
     }
-    return config, {name.replace("midlayer.", "layers.0.", 1): value for name, value in head.state_dict().items()}
+    return config, {
+        name.replace("midlayer.", "layers.0.", 1): value
+        for name, value in head.state_dict().items()
+    }

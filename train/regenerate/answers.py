@@ -49,7 +49,9 @@ class Local:
             return "a question is too long"
         options = self.config.sampling(one.greedy)
         try:
-            text, self.params = self.spec.request(messages, seed=drawn(self.config.seed, one.row.key, turn), **options)
+            text, self.params = self.spec.request(
+                messages, seed=drawn(self.config.seed, one.row.key, turn), **options
+            )
         except InputError as error:
             return f"cannot be asked: {error}"
         if len(text.prompt) + self.config.max_new_tokens > self.config.max_length:
@@ -68,7 +70,9 @@ class Local:
             ids[text] += piece.token_ids
             self.tokens += len(piece.token_ids)
             if text.ending.finished and len(ids[text]) == text.stats.new_tokens:
-                ended = "model" if text.ending.left or ids[text][-1] in self.ends else "max_new_tokens"
+                ended = (
+                    "model" if text.ending.left or ids[text][-1] in self.ends else "max_new_tokens"
+                )
                 self.answers += 1
                 yield texts[text].taking(Answer(said.pop(text), len(ids.pop(text)), ended))
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 class RegenerateConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions):
     """Raises InputError for options that contradict each other and for numbers out of their range."""
 
-    target: str = option("the model that answers: a directory or a hub id; with --endpoint its name there")
+    target: str = option(
+        "the model that answers: a directory or a hub id; with --endpoint its name there"
+    )
     out: str = option("directory for conversations.jsonl, which treespec train --data reads")
     data: str | None = option(
         "conversations whose questions are asked: JSONL in ShareGPT's form or as messages, or the name of a data set "
@@ -35,9 +37,13 @@ class RegenerateConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOpt
         "its key is taken from OPENAI_API_KEY",
         None,
     )
-    turns: int = option("questions asked of each conversation; 1 with --from-template", 2, least=1, most=TOKENS)
+    turns: int = option(
+        "questions asked of each conversation; 1 with --from-template", 2, least=1, most=TOKENS
+    )
     limit: int | None = option("ask only the first N conversations", None, least=1, most=MANY)
-    part: str = option("ask only this part of the conversations, for several processes: 1/4, 2/4, …", "1/1")
+    part: str = option(
+        "ask only this part of the conversations, for several processes: 1/4, 2/4, …", "1/1"
+    )
     filter: str = option(
         "questions asked: all; ascii: those with 97 % of their letters in ASCII; english: of those, the ones with no "
         "more function words of other languages than of English, so English and code",
@@ -45,14 +51,24 @@ class RegenerateConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOpt
         choices=FILTERS,
     )
     question_tokens: int = option(
-        "most tokens of a question; a longer one ends its conversation before it", 512, least=1, most=TOKENS
+        "most tokens of a question; a longer one ends its conversation before it",
+        512,
+        least=1,
+        most=TOKENS,
     )
     max_length: int = option(
-        "most tokens of a conversation; a question that might lead beyond ends it before", 2048, least=3, most=TOKENS
+        "most tokens of a conversation; a question that might lead beyond ends it before",
+        2048,
+        least=3,
+        most=TOKENS,
     )
     temperature: float = option("temperature of the sampled answers", 1.0, least=0, most=100)
-    greedy: float = option("share of the conversations answered at temperature 0", 0.33, least=0, most=1)
-    batch: int = option("conversations per forward; with --endpoint, requests at a time", 32, least=1, most=65536)
+    greedy: float = option(
+        "share of the conversations answered at temperature 0", 0.33, least=0, most=1
+    )
+    batch: int = option(
+        "conversations per forward; with --endpoint, requests at a time", 32, least=1, most=65536
+    )
     seed: int = option("seed of the draws and of the conversations' order", 0, least=0, most=SEEDS)
 
     def __post_init__(self) -> None:
@@ -62,7 +78,9 @@ class RegenerateConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOpt
         if self.data is not None and self.from_template is not None:
             raise InputError("give only one of --data and --from-template")
         if self.head is not None and self.drafter is not None:
-            raise InputError(f"both --head {self.head} and --drafter {self.drafter} are given: leave out one")
+            raise InputError(
+                f"both --head {self.head} and --drafter {self.drafter} are given: leave out one"
+            )
         if self.allow_lossy:
             raise InputError("a head learns the target's own law: leave out --allow-lossy")
         if self.endpoint is not None:
@@ -73,18 +91,26 @@ class RegenerateConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOpt
 
     def _check_endpoint(self, endpoint: str) -> None:
         if not endpoint.startswith(("http://", "https://")):
-            raise InputError(f"--endpoint is {endpoint!r}, must be a URL such as http://localhost:8000/v1")
+            raise InputError(
+                f"--endpoint is {endpoint!r}, must be a URL such as http://localhost:8000/v1"
+            )
         if self.from_template is not None:
-            raise InputError("--endpoint cannot continue a user's turn: give --data, or leave out --endpoint")
+            raise InputError(
+                "--endpoint cannot continue a user's turn: give --data, or leave out --endpoint"
+            )
         for name in ("head", "drafter", "tree", "template"):
             if getattr(self, name) is not None:
                 raise InputError(f"--endpoint answers by itself: leave out --{name}")
 
     def _check_own_questions(self) -> None:
         if self.temperature == 0:
-            raise InputError("--from-template samples questions: --temperature 0 would write one again and again")
+            raise InputError(
+                "--from-template samples questions: --temperature 0 would write one again and again"
+            )
         if self.part != "1/1":
-            raise InputError("--part is for --data: give each process of --from-template another --seed instead")
+            raise InputError(
+                "--part is for --data: give each process of --from-template another --seed instead"
+            )
 
     def sampling(self, greedy: bool) -> "Options":
         """The options of `Spec.request`. greedy: at temperature 0."""

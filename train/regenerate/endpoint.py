@@ -117,11 +117,15 @@ class Endpoint:
         try:
             choice = reply["choices"][0]
             answer = choice["message"]["content"] or ""
-            tokens = (reply.get("usage") or {}).get("completion_tokens") or len(answer) // CHARACTERS
+            tokens = (reply.get("usage") or {}).get("completion_tokens") or len(
+                answer
+            ) // CHARACTERS
             ended = "max_new_tokens" if choice.get("finish_reason") == "length" else "model"
             return Answer(str(answer), int(tokens), ended)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"{self.url} answers with no chat completion: {one_line(str(reply))[:200]}") from error
+            raise InputError(
+                f"{self.url} answers with no chat completion: {one_line(str(reply))[:200]}"
+            ) from error
 
     def _reply(self, body: bytes, stopped: Event) -> Any:
         """The server's reply. A request that fails for a while is repeated."""
@@ -133,16 +137,24 @@ class Endpoint:
             if attempt and stopped.wait(PAUSE * 2 ** (attempt - 1)):
                 break
             try:
-                with urllib.request.urlopen(urllib.request.Request(self.url, body, headers), timeout=SECONDS) as reply:
+                with urllib.request.urlopen(
+                    urllib.request.Request(self.url, body, headers), timeout=SECONDS
+                ) as reply:
                     return json.loads(reply.read())
             except urllib.error.HTTPError as error:
-                why = f"HTTP {error.code} {one_line(error.read(2000).decode(errors='replace'))[:200]}"
+                why = (
+                    f"HTTP {error.code} {one_line(error.read(2000).decode(errors='replace'))[:200]}"
+                )
                 if error.code in REFUSED:
                     raise Refused(why) from error
                 if error.code not in BUSY:
                     hint = f"; its key is taken from {KEY}" if error.code in (401, 403) else ""
                     raise InputError(f"{self.url} refuses requests: {why}{hint}") from error
-            except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, or half an answer
+            except (
+                OSError,
+                http.client.HTTPException,
+                ValueError,
+            ) as error:  # no connection, or half an answer
                 why = one_line(str(getattr(error, "reason", None) or error))
         raise InputError(
             f"{self.url} does not answer ({why}): the answers so far are kept, repeat the command to go on"

@@ -23,7 +23,18 @@ INDONESIAN = "yang dan untuk dengan dari ini itu adalah ke"
 TURKISH = "bir ve icin"
 POLISH = "jest nie sie"
 SCANDINAVIAN = "och att det som pa ikke og"
-OTHERS = (GERMAN, FRENCH, SPANISH, PORTUGUESE, ITALIAN, DUTCH, INDONESIAN, TURKISH, POLISH, SCANDINAVIAN)
+OTHERS = (
+    GERMAN,
+    FRENCH,
+    SPANISH,
+    PORTUGUESE,
+    ITALIAN,
+    DUTCH,
+    INDONESIAN,
+    TURKISH,
+    POLISH,
+    SCANDINAVIAN,
+)
 
 ENGLISH_WORDS = frozenset(ENGLISH.split())
 OTHER_WORDS = frozenset(" ".join(OTHERS).split())

@@ -46,22 +46,32 @@ def own_rows(spec: Spec, config: RegenerateConfig, kept: Lines) -> list[Row]:
                 f"of {number} questions that the target wrote, {number - len(questions)} are broken or repeated "
                 f"({reasons(kept)}): give --data, or a --from-template of at most {len(questions)}"
             )
-        for question, problem in drafts(spec, config, range(number, min(number + 4 * config.batch, most))):
+        for question, problem in drafts(
+            spec, config, range(number, min(number + 4 * config.batch, most))
+        ):
             if len(questions) == wanted:
                 break
             if not problem and normal(question) in seen:
                 problem = "repeated"
-            line = {"number": number, "problem": problem} if problem else {"number": number, "question": question}
+            line = (
+                {"number": number, "problem": problem}
+                if problem
+                else {"number": number, "question": question}
+            )
             kept.append(line)
             kept.done.append(line)
             if not problem:
                 questions[question] = number
                 seen.add(normal(question))
             number += 1
-    return [row_of(f"template-{number}", None, [question]) for question, number in questions.items()][:wanted]
+    return [
+        row_of(f"template-{number}", None, [question]) for question, number in questions.items()
+    ][:wanted]
 
 
-def drafts(spec: Spec, config: RegenerateConfig, numbers: range) -> Iterator[tuple[str, str | None]]:
+def drafts(
+    spec: Spec, config: RegenerateConfig, numbers: range
+) -> Iterator[tuple[str, str | None]]:
     """Questions by number, each with what is wrong with it, if anything is."""
     prompt, stop = user_turn(spec)
     options = config.sampling(greedy=False)
@@ -72,7 +82,9 @@ def drafts(spec: Spec, config: RegenerateConfig, numbers: range) -> Iterator[tup
         generator = torch.Generator(device=spec.target.output_device)
         generator.manual_seed(drawn(config.seed, f"template-{number}", "question"))
         room = spec.target.context_length - len(prompt)
-        ending = Ending(spec.target.tokenizer, spec.target.eos, wanted.stop, min(wanted.max_new_tokens, room))
+        ending = Ending(
+            spec.target.tokenizer, spec.target.eos, wanted.stop, min(wanted.max_new_tokens, room)
+        )
         said[Text(prompt, ending, generator, Stats())] = []
     ids: dict[Text, list[int]] = {text: [] for text in said}
     for text, piece in spec.decoder.run(list(said), wanted.params, config.batch):
@@ -112,7 +124,11 @@ def problem_of(question: str, cut: bool, special: bool, filter: str) -> str | No
         return "no end"
     if not any(character.isalpha() for character in question):
         return "empty"
-    if special or INCOMPLETE in question or any(ord(c) < 32 and c not in "\n\t\r" for c in question):
+    if (
+        special
+        or INCOMPLETE in question
+        or any(ord(c) < 32 and c not in "\n\t\r" for c in question)
+    ):
         return "broken characters"
     runs = list(zip(words, words[1:], words[2:], strict=False))
     if runs and len(set(runs)) < REPEATS * len(runs):
@@ -130,4 +146,7 @@ def reasons(kept: Lines) -> str:
     for line in kept.done:
         if problem := line.get("problem"):
             counts[problem] = counts.get(problem, 0) + 1
-    return ", ".join(f"{problem}: {count}" for problem, count in sorted(counts.items(), key=lambda item: -item[1]))
+    return ", ".join(
+        f"{problem}: {count}"
+        for problem, count in sorted(counts.items(), key=lambda item: -item[1])
+    )

@@ -30,7 +30,9 @@ FREE = {
 }
 
 
-def record_of(config: RegenerateConfig, say: Callable[[str], None]) -> tuple[dict[str, Any], Path | None]:
+def record_of(
+    config: RegenerateConfig, say: Callable[[str], None]
+) -> tuple[dict[str, Any], Path | None]:
     """The options, with digests of target and data under "contents"; and the file of the data.
 
     Raises InputError where one of them is not there.
@@ -44,7 +46,9 @@ def record_of(config: RegenerateConfig, say: Callable[[str], None]) -> tuple[dic
             with data.open("rb") as file:
                 contents["data"] = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
-            raise InputError(f"cannot read {config.data}: {error.strerror or error}; give a JSONL file") from error
+            raise InputError(
+                f"cannot read {config.data}: {error.strerror or error}; give a JSONL file"
+            ) from error
     by = "a server" if config.endpoint else "the target"
     return {"answers_by": by, **asdict(config), "contents": contents}, data
 
@@ -54,7 +58,9 @@ def check_record(path: Path, record: dict[str, Any], begun: bool) -> None:
     if begun:
         before = read_json(path, f"delete {path.parent} to begin anew")
         for change in changes(before, record):
-            raise InputError(f"{path.parent} holds rows with {change}; name another --out, or delete it")
+            raise InputError(
+                f"{path.parent} holds rows with {change}; name another --out, or delete it"
+            )
     write_json(path, record)
 
 
@@ -67,4 +73,8 @@ def changes(before: dict[str, Any], record: dict[str, Any]) -> Iterator[str]:
         digests = before["contents"].get(name), record["contents"].get(name)
         differs = then != now if None in digests else digests[0] != digests[1]
         if differs:
-            yield f"{name} = {then!r}, not {now!r}" if then != now else f"another content of {name} = {now!r}"
+            yield (
+                f"{name} = {then!r}, not {now!r}"
+                if then != now
+                else f"another content of {name} = {now!r}"
+            )

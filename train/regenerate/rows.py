@@ -58,7 +58,10 @@ class Answered:
         """The questions that have answers, with them."""
         messages = self.row.opening
         for question, answer in zip(self.row.questions, self.answers, strict=False):
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer.text}]
+            messages += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer.text},
+            ]
         return messages
 
     @property
@@ -100,7 +103,11 @@ def row_of(source: str, system: str | None, questions: Iterable[str]) -> Row:
 
 def cut(row: Row, questions: int) -> Row:
     """Keep the first questions of a row; leaving out later ones changes no answer."""
-    return row if questions == len(row.questions) else replace(row, questions=row.questions[:questions])
+    return (
+        row
+        if questions == len(row.questions)
+        else replace(row, questions=row.questions[:questions])
+    )
 
 
 def passing(row: Row, filter: str) -> Row | None:

@@ -17,7 +17,15 @@ from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.endpoint import Endpoint
 from treespec.train.regenerate.own_questions import own_rows
 from treespec.train.regenerate.record import check_record, record_of
-from treespec.train.regenerate.rows import Answer, Answered, Row, in_order, is_greedy, passing, rows_of
+from treespec.train.regenerate.rows import (
+    Answer,
+    Answered,
+    Row,
+    in_order,
+    is_greedy,
+    passing,
+    rows_of,
+)
 
 OUT, LEFT_OUT = "conversations.jsonl", "left-out.jsonl"
 UNFINISHED, QUESTIONS = "unfinished.jsonl", "questions.jsonl"
@@ -81,7 +89,11 @@ def regenerate(
     """
     out, record, data = Path(config.out), *record_of(config, say)
     with locked(out):
-        with opened(out / OUT) as kept, opened(out / LEFT_OUT) as left_out, opened(out / UNFINISHED) as unfinished:
+        with (
+            opened(out / OUT) as kept,
+            opened(out / LEFT_OUT) as left_out,
+            opened(out / UNFINISHED) as unfinished,
+        ):
             begun = any(lines.done for lines in (kept, left_out, unfinished))
             check_record(out / "config.json", record, begun)
             work = Work(config, kept, left_out, unfinished, report)
@@ -103,7 +115,9 @@ def rows_in(config: RegenerateConfig, data: Path, say: Callable[[str], None]) ->
     asked = [row for row in (passing(row, config.filter) for row in rows) if row]
     say(f"{len(asked):,} different conversations pass --filter {config.filter}")
     if not asked:
-        raise InputError(f"--filter {config.filter} leaves no question of {data}: take another filter")
+        raise InputError(
+            f"--filter {config.filter} leaves no question of {data}: take another filter"
+        )
     return in_order(asked, config.seed, config.part)[: config.limit]
 
 
@@ -168,7 +182,9 @@ class Work:
 
     def _begun(self, rows: Sequence[Row]) -> list[Answered]:
         """The rows, with the answers that a run before had for them."""
-        known = {(line["row"], line["turn"]): Answer(*line["answer"]) for line in self.unfinished.done}
+        known = {
+            (line["row"], line["turn"]): Answer(*line["answer"]) for line in self.unfinished.done
+        }
         begun = []
         for row in rows:
             one = Answered(row, is_greedy(row, self.config.seed, self.config.greedy))
@@ -183,7 +199,10 @@ class Work:
             lines, line = (self.kept if one.answers else self.left_out), line_of(one, self.config)
         else:
             answer = [*asdict(one.answers[-1]).values()]
-            lines, line = self.unfinished, {"row": one.row.key, "turn": len(one.answers) - 1, "answer": answer}
+            lines, line = (
+                self.unfinished,
+                {"row": one.row.key, "turn": len(one.answers) - 1, "answer": answer},
+            )
         lines.append(line)
         lines.done.append(line)
         return finished
@@ -203,11 +222,21 @@ def line_of(one: Answered, config: RegenerateConfig) -> dict[str, Any]:
     line: dict[str, Any] = {"id": one.row.source, "row": one.row.key}
     if one.answers:
         temperature = 0.0 if one.greedy else config.temperature
-        tokens, ended = [answer.tokens for answer in one.answers], [answer.ended for answer in one.answers]
-        line |= {"messages": one.messages, "temperature": temperature, "tokens": tokens, "ended": ended}
+        tokens, ended = (
+            [answer.tokens for answer in one.answers],
+            [answer.ended for answer in one.answers],
+        )
+        line |= {
+            "messages": one.messages,
+            "temperature": temperature,
+            "tokens": tokens,
+            "ended": ended,
+        }
     return line | ({"problem": one.problem} if one.problem else {})
 
 
 def result_of(path: Path, kept: Lines, left_out: Lines) -> Result:
     tokens = sum(sum(line["tokens"]) for line in kept.done)
-    return Result(path, len(kept.done), tokens, Counter(str(line.get("problem")) for line in left_out.done))
+    return Result(
+        path, len(kept.done), tokens, Counter(str(line.get("problem")) for line in left_out.done)
+    )

@@ -24,7 +24,10 @@ def making(out: Path) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
     with new_folder(out) as unfinished:
         yield unfinished
-        write_json(unfinished / CHECKSUMS, {file.name: sha256(file) for file in sorted(unfinished.iterdir())})
+        write_json(
+            unfinished / CHECKSUMS,
+            {file.name: sha256(file) for file in sorted(unfinished.iterdir())},
+        )
 
 
 def kept(out: Path) -> bool:

@@ -20,7 +20,16 @@ from treespec.errors import InputError
 from treespec.options import MANY, check_ranges, option
 from treespec.train.toy.kept import kept, making
 
-SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "__pycache__"}
+SKIPPED = {
+    "site-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "encodings",
+    "__pycache__",
+}
 TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
 
 Message = dict[str, str]  # {"role": user | assistant, "content": text}
@@ -52,7 +61,9 @@ def library_files() -> list[Path]:
     return sorted(f for f in root.rglob("*.py") if SKIPPED.isdisjoint(f.relative_to(root).parts))
 
 
-def make_text(out: Path, files: Sequence[Path] | None = None, config: TextConfig | None = None) -> Path:
+def make_text(
+    out: Path, files: Sequence[Path] | None = None, config: TextConfig | None = None
+) -> Path:
     """Write train.jsonl and held_out.jsonl, one conversation a line, unless `out` is complete.
 
     files: sources to read; default: the standard library. The split depends on each conversation's
@@ -67,7 +78,9 @@ def make_text(out: Path, files: Sequence[Path] | None = None, config: TextConfig
         held_out = zlib.crc32(conversation["id"].encode()) % config.held_out == 0
         split[HELD_OUT if held_out else TRAIN].append(json.dumps(conversation, ensure_ascii=False))
     if not split[TRAIN]:
-        raise InputError("no documented Python source to make conversations from; is the standard library installed?")
+        raise InputError(
+            "no documented Python source to make conversations from; is the standard library installed?"
+        )
     with making(out) as unfinished:
         for name, lines in split.items():
             (unfinished / name).write_text("".join(f"{line}\n" for line in lines), "utf-8")
@@ -100,7 +113,11 @@ def conversations(files: Iterable[Path], config: TextConfig) -> Iterator[Convers
         module = _module_name(file)
         found = _of_topics(tree, config) if file.parts[-2:] == ("pydoc_data", "topics.py") else None
         for name, turns in found or _of_module(tree, source.splitlines(), module):
-            turns = [t for t in turns if config.shortest <= len(t[1]) <= config.longest and t[1] not in answers]
+            turns = [
+                t
+                for t in turns
+                if config.shortest <= len(t[1]) <= config.longest and t[1] not in answers
+            ]
             identity = f"{module}.{name}" if name else module
             if turns and identity not in ids:
                 ids.add(identity)
@@ -118,11 +135,25 @@ def _of_module(tree: ast.Module, lines: list[str], module: str) -> Iterator[tupl
         yield "", [(f"Explain the module {module}.", doc)]
     for name, node in _definitions(tree, ""):
         if doc := ast.get_docstring(node):
-            kind = "class" if isinstance(node, ast.ClassDef) else "method" if "." in name else "function"
-            code = (f"Write a Python {kind} named {node.name}. {_first_sentence(doc)}", _code(node, lines))
+            kind = (
+                "class"
+                if isinstance(node, ast.ClassDef)
+                else "method"
+                if "." in name
+                else "function"
+            )
+            code = (
+                f"Write a Python {kind} named {node.name}. {_first_sentence(doc)}",
+                _code(node, lines),
+            )
             prose = (f"What does the {kind} {name} do?", doc)
             asked_first = zlib.crc32(name.encode()) % 2
-            yield name, [code, prose] if asked_first else [prose, (f"Show me the code of the {kind} {name}.", code[1])]
+            yield (
+                name,
+                [code, prose]
+                if asked_first
+                else [prose, (f"Show me the code of the {kind} {name}.", code[1])],
+            )
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]:
@@ -140,7 +171,9 @@ def _code(node: Definition, lines: list[str]) -> str:
     doc = node.body[0]
     if len(node.body) == 1:
         return dedent("\n".join(lines[first : node.end_lineno]))
-    return dedent("\n".join(lines[first : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]))
+    return dedent(
+        "\n".join(lines[first : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno])
+    )
 
 
 def _first_sentence(doc: str) -> str:
@@ -159,12 +192,20 @@ def _of_topics(tree: ast.Module, config: TextConfig) -> Iterator[tuple[str, Turn
                     if len(answers[-1]) + len(paragraph) > config.longest:
                         answers.append("")
                     answers[-1] = f"{answers[-1]}\n\n{paragraph}".strip()
-                yield name, [(f"Explain {name} in Python." if not i else "Go on.", a) for i, a in enumerate(answers)]
+                yield (
+                    name,
+                    [
+                        (f"Explain {name} in Python." if not i else "Go on.", a)
+                        for i, a in enumerate(answers)
+                    ],
+                )
 
 
 def _module_name(file: Path) -> str:
     root = Path(sysconfig.get_paths()["stdlib"])
-    parts = file.relative_to(root).with_suffix("").parts if file.is_relative_to(root) else (file.stem,)
+    parts = (
+        file.relative_to(root).with_suffix("").parts if file.is_relative_to(root) else (file.stem,)
+    )
     return ".".join(parts).removesuffix(".__init__")
 
 

@@ -12,7 +12,12 @@ from rich.progress import BarColumn, Progress, TextColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from treespec.errors import InputError
 from treespec.options import MANY, SEEDS, TOKENS, check_ranges, option
@@ -50,13 +55,17 @@ class TinyTargetConfig:
     intermediate: int = option("width of an MLP", 512, least=1, most=TOKENS)
     vocab: int = option("tokens of the vocabulary, at most", 4096, least=1, most=TOKENS)
     context: int = option("context length", 2048, least=1, most=TOKENS)
-    seconds: float = option("seconds of training, without text and tokenizer", 200.0, above=0, most=MANY)
+    seconds: float = option(
+        "seconds of training, without text and tokenizer", 200.0, above=0, most=MANY
+    )
     batch: int = option("windows of `length` tokens a step", 8, least=1, most=65536)
     length: int = option("tokens of a window", 256, least=1, most=TOKENS)
     long_length: int = option("tokens of a window at the end", 1024, least=1, most=TOKENS)
     long_share: float = option("share of the time for long windows", 0.15, least=0, most=1)
     learning_rate: float = option("peak of AdamW's learning rate", 3e-3, least=0, most=10)
-    warmup: float = option("share of the time until the peak; a cosine follows", 0.1, least=0, most=1)
+    warmup: float = option(
+        "share of the time until the peak; a cosine follows", 0.1, least=0, most=1
+    )
     beta1: float = option("AdamW", 0.9, least=0, below=1)
     beta2: float = option("AdamW", 0.95, least=0, below=1)
     weight_decay: float = option("AdamW", 0.1, least=0, most=100)
@@ -94,16 +103,23 @@ def train_target(
         return out
     config = config or TinyTargetConfig()
     if not 0 < config.seconds < math.inf:
-        raise InputError(f"the target's training takes {config.seconds} seconds, must be a number above 0")
+        raise InputError(
+            f"the target's training takes {config.seconds} seconds, must be a number above 0"
+        )
     conversations = list(read_messages(text / TRAIN))
     with making(out) as unfinished:
         contents = (message["content"] for messages in conversations for message in messages)
         tokenizer = train_tokenizer(unfinished, contents, config.vocab)
-        rendered = [str(tokenizer.apply_chat_template(messages, tokenize=False)) for messages in conversations]
+        rendered = [
+            str(tokenizer.apply_chat_template(messages, tokenize=False))
+            for messages in conversations
+        ]
         encoded = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         tokens = torch.tensor([token for ids in encoded for token in ids])
         if len(tokens) < 2 * max(config.length, config.long_length):
-            raise InputError(f"{text / TRAIN} holds {len(tokens)} tokens, too few for windows of the length asked for")
+            raise InputError(
+                f"{text / TRAIN} holds {len(tokens)} tokens, too few for windows of the length asked for"
+            )
         model = new_model(config, tokenizer)
         fit(model, tokens, config, on_step, console)
         model.set_attn_implementation("sdpa")
@@ -120,7 +136,9 @@ def train_tokenizer(out: Path, texts: Iterable[str], vocab: int) -> PreTrainedTo
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = [PAD, BOS, EOS]
     if vocab < len(alphabet) + len(special):
-        raise InputError(f"the vocabulary is {vocab}, must be at least {len(alphabet) + len(special)}")
+        raise InputError(
+            f"the vocabulary is {vocab}, must be at least {len(alphabet) + len(special)}"
+        )
 
     # 2. the merges
     bpe = Tokenizer(models.BPE())
@@ -130,7 +148,9 @@ def train_tokenizer(out: Path, texts: Iterable[str], vocab: int) -> PreTrainedTo
         vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(texts, trainer)
-    bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, special.index(BOS))])
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, special.index(BOS))]
+    )
 
     # 3. the tokenizer as transformers loads it
     tokenizer = PreTrainedTokenizerFast(
@@ -166,7 +186,9 @@ def new_model(config: TinyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> L
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         # over short windows the backward of eager attention is the faster one on a CPU
-        model = AutoModelForCausalLM.from_config(shape, dtype=fast_dtype(), attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            shape, dtype=fast_dtype(), attn_implementation="eager"
+        )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -215,7 +237,8 @@ def fit(
     # 2. steps until the time is up: forward, backward, update the copies, copy them back
     model.train()
     with _bar(console) as bar:
-        task = bar.add_task("target", total=config.seconds, loss=math.nan, speed=0.0, left=config.seconds)
+        total = config.seconds
+        task = bar.add_task("target", total=total, loss=math.nan, speed=0.0, left=total)
         begin, number, seen, progress = time.monotonic(), 0, 0, 0.0
         while progress < 1:
             late = progress >= 1 - config.long_share
@@ -226,7 +249,9 @@ def fit(
             loss = F.cross_entropy(logits, batch[:, 1:].flatten())
             mean = loss.item()
             if not math.isfinite(mean):
-                raise InputError(f"the target's training diverged at step {number + 1}: its loss is {mean}")
+                raise InputError(
+                    f"the target's training diverged at step {number + 1}: its loss is {mean}"
+                )
             loss.backward()
             for master, weight in zip(masters, weights, strict=True):
                 assert weight.grad is not None
@@ -239,14 +264,9 @@ def fit(
                 for master, weight in zip(masters, weights, strict=True):
                     weight.copy_(master)
             elapsed = time.monotonic() - begin
-            number, seen, progress = number + 1, seen + batch[:, 1:].numel(), elapsed / config.seconds
-            bar.update(
-                task,
-                completed=min(elapsed, config.seconds),
-                loss=mean,
-                speed=seen / elapsed,
-                left=max(0.0, config.seconds - elapsed),
-            )
+            number, seen = number + 1, seen + batch[:, 1:].numel()
+            progress, left = elapsed / config.seconds, max(0.0, config.seconds - elapsed)
+            bar.update(task, completed=elapsed, loss=mean, speed=seen / elapsed, left=left)
             on_step(Step(number, mean, seen, progress))
     model.eval()
 
@@ -271,6 +291,8 @@ def _bar(console: Console | None) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("loss {task.fields[loss]:.2f}  {task.fields[speed]:,.0f} tokens/s  {task.fields[left]:.0f} s left"),
+        TextColumn(
+            "loss {task.fields[loss]:.2f}  {task.fields[speed]:,.0f} tokens/s  {task.fields[left]:.0f} s left"
+        ),
         console=console,
     )

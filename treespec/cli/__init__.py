@@ -59,9 +59,14 @@ def show_version(wanted: bool) -> None:
 @app.callback()
 def treespec(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=show_version)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=show_version
+        ),
     ] = False,
-    traceback: Annotated[bool, typer.Option(TRACEBACK, help="Show the traceback of an error.")] = False,
+    traceback: Annotated[
+        bool, typer.Option(TRACEBACK, help="Show the traceback of an error.")
+    ] = False,
 ) -> None:
     """The options that every command has."""
 

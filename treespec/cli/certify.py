@@ -36,7 +36,9 @@ def certify(config: CertifyConfig) -> None:
     found = with_progress(lambda report: run(config, report))
     greedy, *laws = found["tests"]
     rounding = ", by rounding alone" if greedy["different"] and greedy["passed"] else ""
-    print(f"{said(greedy)}  {greedy['test']}: {len(greedy['different'])} of {greedy['answers']} differ{rounding}")
+    print(
+        f"{said(greedy)}  {greedy['test']}: {len(greedy['different'])} of {greedy['answers']} differ{rounding}"
+    )
     for answer in greedy["different"]:
         apart = f"logits {answer['margin']:.3g} apart, noise {answer['noise']:.3g}"
         print(f"        at token {answer['different_at']}: {apart}")
@@ -44,7 +46,9 @@ def certify(config: CertifyConfig) -> None:
         print(f"{said(test)}  {test['test']}: p-value {test['p_value']:.3g} of {test['samples']}")
     if found["not_applied"]:
         settings = ", ".join(f"{name}={value}" for name, value in found["not_applied"].items())
-        print(f"Left out on both sides: the model's own generation config would also apply {one_line(settings)}.")
+        print(
+            f"Left out on both sides: the model's own generation config would also apply {one_line(settings)}."
+        )
     verdict = "Certified" if found["passed"] else "NOT certified"
     print(f"{verdict}: {found['verifier']}. Report: {Path(config.out).resolve()}")
     if not found["passed"]:

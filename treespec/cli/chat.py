@@ -92,11 +92,16 @@ def answer(conversation: "Conversation", text: str, screen: "Screen", again: boo
     fixed = "temperature is 0" if conversation.config.temperature == 0 else "/seed is set"
     marks = {
         "interrupted": stop.is_set(),
-        "nothing was said, " + ("the last answer stays" if again else "the turn is dropped"): not kept,
+        "nothing was said, "
+        + ("the last answer stays" if again else "the turn is dropped"): not kept,
         f"the same answer: {fixed}": again and kept and conversation.last_answer == before,
     }
     reused = f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens reused"
-    screen.note(" · ".join([figures_of(stats, explain=first), reused, *(words for words in marks if marks[words])]))
+    screen.note(
+        " · ".join(
+            [figures_of(stats, explain=first), reused, *(words for words in marks if marks[words])]
+        )
+    )
     if screen.terminal:
         screen.show("\n")
     if stop.is_set() and not screen.terminal:
@@ -167,7 +172,14 @@ class Screen:
 
     def say(self, text: str, style: str = "") -> None:
         text = text.translate(CONTROL)
-        self.notes.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=not self.terminal)
+        self.notes.print(
+            text,
+            style=style,
+            markup=False,
+            emoji=False,
+            highlight=False,
+            soft_wrap=not self.terminal,
+        )
 
     def note(self, text: str) -> None:
         self.say(text, "dim")

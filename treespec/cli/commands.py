@@ -94,7 +94,9 @@ def max_tokens(conversation: Conversation, value: str) -> str:
 
 def seed(conversation: Conversation, value: str) -> str:
     if value:
-        number = None if value == "none" else whole("/seed", value, least=0, example="7 or /seed none")
+        number = (
+            None if value == "none" else whole("/seed", value, least=0, example="7 or /seed none")
+        )
         change(conversation, seed=number)
     chosen = conversation.config.seed
     return "no seed: every answer is drawn anew" if chosen is None else f"seed {chosen}"
@@ -116,7 +118,9 @@ def decimal(command: str, value: str, example: str) -> float:
 
 def whole(command: str, value: str, least: int, example: str) -> int:
     if not re.fullmatch(r"[0-9]{1,19}", value) or not least <= int(value) < SEEDS:
-        raise InputError(f"{command[1:]} {value!r} is not a whole number from {least}: {command} {example}")
+        raise InputError(
+            f"{command[1:]} {value!r} is not a whole number from {least}: {command} {example}"
+        )
     return int(value)
 
 
@@ -128,7 +132,9 @@ def verifier(conversation: Conversation, value: str) -> str:
 
 def tree(conversation: Conversation, value: str) -> str:
     if value:
-        return conversation.configure(None if value == "default" else value, conversation.config.verifier)
+        return conversation.configure(
+            None if value == "default" else value, conversation.config.verifier
+        )
     return f"{conversation.drafting()}; there are default, {FORMS}"
 
 
@@ -139,7 +145,9 @@ def stats(conversation: Conversation, _: str) -> str:
     whole, split = total.seconds["total"], []
     for stage in ("prefill", "draft", "target", "verify", "commit"):
         share = f"{stage} {total.seconds[stage] / whole:.0%}"
-        split.append(share + (f" (head {total.seconds['head'] / whole:.0%})" if stage == "draft" else ""))
+        split.append(
+            share + (f" (head {total.seconds['head'] / whole:.0%})" if stage == "draft" else "")
+        )
     rates = " ".join(f"{rate:.2f}" for rate in total.acceptance_by_depth)
     return "\n".join(
         [
@@ -169,7 +177,9 @@ def save(conversation: Conversation, value: str) -> str:
         before = path.read_bytes() if path.exists() else b""
         if before and not before.endswith(b"\n"):
             before += b"\n"
-        temporary.write_bytes(before + json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n")
+        temporary.write_bytes(
+            before + json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
+        )
         if before:
             shutil.copymode(path, temporary)
         os.replace(temporary, path)
@@ -201,15 +211,24 @@ COMMANDS = {
     "/system": Command(system, "the system message; none removes it", "TEXT", ("none",)),
     "/temperature": Command(temperature, "0 is greedy", "X", ("0", "0.6", "1")),
     "/top-p": Command(
-        top_p, "sample from the likeliest tokens that hold this probability; 1 is off", "X", ("0.9", "1")
+        top_p,
+        "sample from the likeliest tokens that hold this probability; 1 is off",
+        "X",
+        ("0.9", "1"),
     ),
     "/max-tokens": Command(max_tokens, "most tokens of an answer", "N", ("128", "512", "2048")),
     "/seed": Command(
-        seed, "the same seed and messages give the same answers; none: a new seed each time", "N", ("none", "0")
+        seed,
+        "the same seed and messages give the same answers; none: a new seed each time",
+        "N",
+        ("none", "0"),
     ),
     "/verifier": Command(verifier, "how drafted tokens are verified", "NAME", NAMES),
     "/tree": Command(
-        tree, "shape of the drafted tree", "SPEC", ("default", "dynamic", "sampled", "eagle", "chain:5", "2x4")
+        tree,
+        "shape of the drafted tree",
+        "SPEC",
+        ("default", "dynamic", "sampled", "eagle", "chain:5", "2x4"),
     ),
     "/stats": Command(stats, "acceptance and time of the conversation"),
     "/save": Command(save, "append the conversation as a line of JSON", "FILE"),

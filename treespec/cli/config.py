@@ -62,7 +62,9 @@ class AnswerConfig(ModelConfig, SamplingOptions):
 def begin(config: ModelConfig) -> None:
     """Announce the load and check what needs no weights. Raises InputError, HeadError, TreeError."""
     if config.head is not None and config.drafter is not None:
-        raise InputError(f"both --head {config.head} and --drafter {config.drafter} are given: leave out one")
+        raise InputError(
+            f"both --head {config.head} and --drafter {config.drafter} are given: leave out one"
+        )
     if config.source is None:
         refuse_unused(config)
         early.begin(config.target, template=config.template)

@@ -60,7 +60,9 @@ class Conversation:
         """
         before = self._before(again)
         prompt = plain([*self.opening, *before, Message(role="user", content=text)])
-        return self.spec.stream(prompt, seed=self.config.seed_of(len(before)), **self.config.sampling())
+        return self.spec.stream(
+            prompt, seed=self.config.seed_of(len(before)), **self.config.sampling()
+        )
 
     def keep(self, text: str, output: Output, interrupted: bool, again: bool = False) -> bool:
         """Remember a turn, unless the answer is empty: templates have no place for that."""
@@ -94,7 +96,9 @@ class Conversation:
     def configure(self, tree: str | None, verifier: str) -> str:
         """Use another tree and verifier from the next answer on. A refused pair changes nothing."""
         if self.spec.source is None:
-            raise InputError("nothing is drafted without a head: start again with --head or --drafter")
+            raise InputError(
+                "nothing is drafted without a head: start again with --head or --drafter"
+            )
         self.spec = self.spec.configured(tree, verifier, self.config.allow_lossy)
         self.config = replace(self.config, tree=tree, verifier=verifier)
         return self.drafting()

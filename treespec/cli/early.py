@@ -62,7 +62,9 @@ def check_head(head: str, width: int | None) -> None:
     check_there(head, "head directory")
     head_width = width_of(head)
     if width and head_width and head_width != width:
-        raise InputError(f"head {head} is for features of width {head_width}, the target's are {width}")
+        raise InputError(
+            f"head {head} is for features of width {head_width}, the target's are {width}"
+        )
 
 
 def check_there(name: str, what: str) -> None:
@@ -159,7 +161,9 @@ def check_readable(**files: str | None) -> None:
             continue
         folder = Path(file).parent
         beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        raise InputError(f"cannot read --{name} {file}: there is no such file{nearest(Path(file).name, beside)}")
+        raise InputError(
+            f"cannot read --{name} {file}: there is no such file{nearest(Path(file).name, beside)}"
+        )
 
 
 def check_file(out: str) -> None:
@@ -175,7 +179,9 @@ def check_folder(folder: str, out: str | None = None) -> None:
     out: the file inside that the option names, if it names a file.
     """
     path = Path(folder)
-    there = next((parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent)), path)
+    there = next(
+        (parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent)), path
+    )
     if not there.is_dir():
         raise InputError(f"--out {out or folder}: {there} is a file, not a directory")
     if not os.access(there, os.W_OK | os.X_OK):

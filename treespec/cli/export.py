@@ -23,21 +23,30 @@ FORMATS = f"format: {either(f'{name} ({project})' for name, project in ENGINES.i
 def export(
     head: Annotated[str, typer.Option(help="trained head: a directory or a hub id")],
     to: Annotated[
-        str, typer.Option(help=f"format: {either(f'{name} ({project})' for name, project in ENGINES.items())}")
+        str,
+        typer.Option(
+            help=f"format: {either(f'{name} ({project})' for name, project in ENGINES.items())}"
+        ),
     ],
     target: Annotated[str, typer.Option(help="the head's target model: a directory or a hub id")],
     out: Annotated[Path | None, typer.Option(help="new folder to write")] = None,
-    folder: Annotated[Path | None, typer.Argument(help="the same as --out, kept from earlier versions")] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(help="the same as --out, kept from earlier versions")
+    ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help=TRUST)] = False,
 ) -> None:
     """Write a head in another project's format, compare it, and say how to serve it."""
     # 1. Check the options and paths.
     if (out is None) == (folder is None):
-        raise InputError("give --out FOLDER" + ("" if out is None else f" alone, and not {folder} too"))
+        raise InputError(
+            "give --out FOLDER" + ("" if out is None else f" alone, and not {folder} too")
+        )
     place = out or folder
     assert place
     if to not in ENGINES:
-        raise InputError(f"--to is {to!r}, must be one of {', '.join(ENGINES)}{nearest(to, ENGINES)}")
+        raise InputError(
+            f"--to is {to!r}, must be one of {', '.join(ENGINES)}{nearest(to, ENGINES)}"
+        )
     check_folder(str(place))
     check_sources(target, [f"head:{head}"])
 

@@ -26,7 +26,9 @@ class GenerateConfig(AnswerConfig):
         "messages, which are answered together",
         None,
     )
-    stop: list[str] | None = option("end an answer before this text; repeat the option for several texts", None)
+    stop: list[str] | None = option(
+        "end an answer before this text; repeat the option for several texts", None
+    )
     batch: int | None = option("messages decoded at a time; default: all", None, least=1, most=4096)
     raw: bool = option("continue the prompt as plain text, without the chat template", False)
 
@@ -74,7 +76,9 @@ def answer(spec: "Spec", prompt: "Single", seed: int | None, options: "Options")
     return stream.output.stats
 
 
-def answer_all(spec: "Spec", prompts: Sequence["Single"], config: GenerateConfig, options: "Options") -> "Stats":
+def answer_all(
+    spec: "Spec", prompts: Sequence["Single"], config: GenerateConfig, options: "Options"
+) -> "Stats":
     """Print the answers when all are there. Returns their sum."""
     from treespec.stats import Stats
 
@@ -92,6 +96,8 @@ def check_texts(prompts: list[str], stop: list[str]) -> None:
     for number, text in enumerate(prompts, 1):
         if not text:
             which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
-            raise InputError(f"{which}the prompt is empty: give one by --prompt or on standard input")
+            raise InputError(
+                f"{which}the prompt is empty: give one by --prompt or on standard input"
+            )
     if not all(stop):
         raise InputError("--stop is empty: leave it out")

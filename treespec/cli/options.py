@@ -74,4 +74,8 @@ def _panel(config: type, name: str) -> str | None:
 
 def _declaring(config: type, name: str) -> type:
     """The class that declares a field first; others only change its default or text."""
-    return next(group for group in reversed(config.__mro__) if name in vars(group).get("__annotations__", {}))
+    return next(
+        group
+        for group in reversed(config.__mro__)
+        if name in vars(group).get("__annotations__", {})
+    )

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-def with_progress(work: Callable[[Callable[["Step"], None]], Result], console: "Console | None" = None) -> Result:
+def with_progress(
+    work: Callable[[Callable[["Step"], None]], Result], console: "Console | None" = None
+) -> Result:
     """Run `work(report)`, show each step that it reports, and return its result.
 
     console: by default standard error's.

@@ -11,7 +11,9 @@ from treespec.shared_options import CommandOptions, QuestionOptions
 
 # EAGLE-2's 60 nodes are for a GPU. On two cores every node costs time.
 SMALL_TREE = "dynamic:depth=5,topk=6,nodes=24"
-VERIFIERS = f"auto,single,rrs,rrs-wo,spechub,greedy,is-lp,optimal,traversal@sampled,topk@{SMALL_TREE}"
+VERIFIERS = (
+    f"auto,single,rrs,rrs-wo,spechub,greedy,is-lp,optimal,traversal@sampled,topk@{SMALL_TREE}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,9 @@ class QuickstartConfig(CommandOptions):
         "folder for the target, the head and the evaluation; finished stages are kept",
         "runs/quickstart",
     )
-    target_seconds: float = option("seconds to train the target, wall clock", 180.0, above=0, most=MANY)
+    target_seconds: float = option(
+        "seconds to train the target, wall clock", 180.0, above=0, most=MANY
+    )
     head_minutes: float = option("minutes to train the head, wall clock", 1.75, above=0, most=MANY)
     max_new_tokens: int = option(
         "end an answer of the evaluation after this number of tokens", 40, least=1, most=TOKENS

@@ -60,7 +60,12 @@ def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "
     def on(progress: "Progress") -> None:
         nonlocal begun, last
         now = time.monotonic()
-        if sys.stderr.isatty() or not begun or now - last >= LINE_EVERY or progress.done == progress.total:
+        if (
+            sys.stderr.isatty()
+            or not begun
+            or now - last >= LINE_EVERY
+            or progress.done == progress.total
+        ):
             begun, last = True, now
             report(Step(progress.done, progress.total, progress.text))
 

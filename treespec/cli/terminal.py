@@ -16,7 +16,9 @@ def readable(text: str, name: str) -> str:
     try:
         return text.encode(errors="surrogateescape").decode()
     except UnicodeError:
-        raise InputError(f"{name} is not UTF-8 text: {text.encode(errors='backslashreplace').decode()[:60]}") from None
+        raise InputError(
+            f"{name} is not UTF-8 text: {text.encode(errors='backslashreplace').decode()[:60]}"
+        ) from None
 
 
 def standard_input() -> str:

@@ -18,8 +18,15 @@ def tree(config: TreeConfig) -> None:
 
     made, table, length = with_progress(lambda report: make_tree(config, report))
     ranks = [str(rank) for rank in range(1, table.shape[1] + 1)]
-    rows = [[str(depth), *(f"{share:.1%}" for share in row)] for depth, row in enumerate(table.tolist(), start=1)]
-    shares = Table("How often the head's guess of each rank is right, by depth", ["Depth"], ranks, rows)
-    promise = f"A tree of {made.size} nodes, {made.max_depth} deep, expected τ {length:.2f} ({TAU})."
+    rows = [
+        [str(depth), *(f"{share:.1%}" for share in row)]
+        for depth, row in enumerate(table.tolist(), start=1)
+    ]
+    shares = Table(
+        "How often the head's guess of each rank is right, by depth", ["Depth"], ranks, rows
+    )
+    promise = (
+        f"A tree of {made.size} nodes, {made.max_depth} deep, expected τ {length:.2f} ({TAU})."
+    )
     show_result(Report([shares], [promise]))
     remark(f"It is in {config.out}: --tree {config.out}")

@@ -55,7 +55,9 @@ class Calibration:
 
         If several prices give the same size, the lowest counts.
         """
-        cheapest = {size: price for price, size in sorted(nearest(self.sizes, temperature), reverse=True)}
+        cheapest = {
+            size: price for price, size in sorted(nearest(self.sizes, temperature), reverse=True)
+        }
         size, price = np.log(sorted(cheapest.items())).T
         wanted = np.log(np.arange(2, most + 1))
         if len(size) == 1:
@@ -132,7 +134,12 @@ def seen(outlines: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     taken[:, 1:] = top[:, :-1]
     left = (1 - taken.cumsum(-1)).clip(1e-6)
     square = (outlines[:, -1:] - (taken * taken).cumsum(-1)) / (left * left)
-    return log_odds(top[:, :-1], 0), log_odds(top / left, 1e-6), np.log(square.clip(1e-6, 1)), np.log(left)
+    return (
+        log_odds(top[:, :-1], 0),
+        log_odds(top / left, 1e-6),
+        np.log(square.clip(1e-6, 1)),
+        np.log(left),
+    )
 
 
 def log_odds(chance: np.ndarray, least: float) -> np.ndarray:
@@ -169,7 +176,10 @@ def load_calibration(folder: str | Path) -> Calibration | None:
         return None
     given = read_json(file, AGAIN)
     try:
-        sizes = {t: [numbers(pair, positive=True) for pair in pairs] for t, pairs in given["sizes"].items()}
+        sizes = {
+            t: [numbers(pair, positive=True) for pair in pairs]
+            for t, pairs in given["sizes"].items()
+        }
         tops, draws, greedy = (numbers(given.get(name, ())) for name in ("tops", "draws", "greedy"))
         rates = {t: numbers(known) for t, known in given.get("rates", {}).items()}
         numbers([*sizes, *rates], positive=True)  # temperatures
@@ -180,7 +190,9 @@ def load_calibration(folder: str | Path) -> Calibration | None:
             raise ValueError("weights, sizes or rates are missing")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{file} is not understood: {AGAIN}") from error
-    return Calibration(tops, draws, cast(dict[str, list[tuple[float, float]]], sizes), greedy, rates)
+    return Calibration(
+        tops, draws, cast(dict[str, list[tuple[float, float]]], sizes), greedy, rates
+    )
 
 
 def numbers(values: Iterable[float | str], positive: bool = False) -> tuple[float, ...]:

@@ -44,7 +44,9 @@ def model_of(kind: str, value: str, several: bool = False) -> DraftModel:
     folder = Path(value).expanduser()
     if not folder.is_dir():  # a hub id
         return DraftModel(trained=True, calibrated=True)
-    return DraftModel(trained=True, deepest=levels(folder), calibrated=(folder / "calibration.json").exists())
+    return DraftModel(
+        trained=True, deepest=levels(folder), calibrated=(folder / "calibration.json").exists()
+    )
 
 
 def levels(folder: Path) -> int | None:
@@ -59,7 +61,9 @@ def check_kind(kind: str, head: str) -> None:
     """Raises InputError where `--drafter kind:head` names a directory with a head of another kind."""
     actual = None if kind == "head" else kind_in(Path(head).expanduser())
     if actual and actual != kind:
-        raise InputError(f"--drafter {kind}:{head} is a head of kind {actual}: write {actual}:{head}")
+        raise InputError(
+            f"--drafter {kind}:{head} is a head of kind {actual}: write {actual}:{head}"
+        )
 
 
 def kind_in(folder: Path) -> str | None:
@@ -100,4 +104,6 @@ def check_given(name: str, verifier: Verifier, tree: object) -> None:
             "take --verifier topk, or auto"
         )
     if tree is not None:
-        raise InputError(f"{name} makes its own tree: leave out --tree, and see --drafter {name}:… for its options")
+        raise InputError(
+            f"{name} makes its own tree: leave out --tree, and see --drafter {name}:… for its options"
+        )

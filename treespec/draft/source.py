@@ -53,7 +53,11 @@ class Source(Protocol):
         ...
 
     def drafter(
-        self, tree: Policy | None, verifier: Verifier, calibration: Calibration | None, times: Callable[[], Times]
+        self,
+        tree: Policy | None,
+        verifier: Verifier,
+        calibration: Calibration | None,
+        times: Callable[[], Times],
     ) -> Drafter:
         """A drafter for one text. tree: None is the default for the verifier.
 
@@ -73,7 +77,11 @@ class Model:
     @property
     def name(self) -> str:
         """`eagle head`; of other draft models the class: SkipProposer -> skip."""
-        return f"{self.head.kind} head" if self.head else type(self.proposer).__name__.removesuffix("Proposer").lower()
+        return (
+            f"{self.head.kind} head"
+            if self.head
+            else type(self.proposer).__name__.removesuffix("Proposer").lower()
+        )
 
     @property
     def head(self) -> Head | None:
@@ -88,10 +96,16 @@ class Model:
         return self.proposer.law_per_draw
 
     def drafter(
-        self, tree: Policy | None, verifier: Verifier, calibration: Calibration | None, times: Callable[[], Times]
+        self,
+        tree: Policy | None,
+        verifier: Verifier,
+        calibration: Calibration | None,
+        times: Callable[[], Times],
     ) -> Drafter:
         scheme, deepest = verifier.scheme, self.proposer.max_depth
-        policy = tree or default_tree(scheme, deepest, calibration, self.law_per_draw, verifier.paced)
+        policy = tree or default_tree(
+            scheme, deepest, calibration, self.law_per_draw, verifier.paced
+        )
         return TreeDrafter(self.proposer.new(), policy, scheme, calibration, times)
 
 
@@ -111,7 +125,11 @@ class WholeTrees:
         return self.original.name or type(self.original).__name__.lower()
 
     def drafter(
-        self, tree: Policy | None, verifier: Verifier, calibration: Calibration | None, times: Callable[[], Times]
+        self,
+        tree: Policy | None,
+        verifier: Verifier,
+        calibration: Calibration | None,
+        times: Callable[[], Times],
     ) -> Drafter:
         if self.original.given:
             check_given(self.name, verifier, tree)
@@ -127,4 +145,8 @@ def source_for(drafting: Drafting | None, target: Target) -> Source | None:
         return drafting
     if kind := KINDS.get(getattr(drafting, "kind", "")):
         return Model(kind.proposer(drafting, target))
-    return WholeTrees(cast(Drafter, drafting)) if hasattr(drafting, "draft_trees") else Model(cast(Proposer, drafting))
+    return (
+        WholeTrees(cast(Drafter, drafting))
+        if hasattr(drafting, "draft_trees")
+        else Model(cast(Proposer, drafting))
+    )

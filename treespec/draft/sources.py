@@ -41,7 +41,9 @@ def head_of_kind(kind: str) -> Callable[[str, Target], Head]:
     def source(folder: str, target: Target) -> Head:
         head = trained_head(folder, target)
         if head.kind != kind:
-            raise InputError(f"--drafter {kind}:{folder} is a head of kind {head.kind}: write {head.kind}:{folder}")
+            raise InputError(
+                f"--drafter {kind}:{folder} is a head of kind {head.kind}: write {head.kind}:{folder}"
+            )
         return head
 
     return source
@@ -74,7 +76,9 @@ def source_of(drafter: str, target: Target) -> Head | Proposer | Drafter:
     if kind not in SOURCES:
         hint = nearest(kind, SOURCES)
         choice = ", ".join(SOURCES)
-        raise InputError(f"unknown drafter {drafter!r}{hint}: choose {choice}, as in eagle:DIRECTORY or lookup")
+        raise InputError(
+            f"unknown drafter {drafter!r}{hint}: choose {choice}, as in eagle:DIRECTORY or lookup"
+        )
     return SOURCES[kind](value, target)
 
 
@@ -87,9 +91,13 @@ def fit(head: Head, target: Target, name: str) -> None:
         )
     width = len(head.taps) * target.config.hidden_size or target.feature_width
     if head.feature_size != width:
-        raise InputError(f"head {name} is for features of width {head.feature_size}, the target's are {width}")
+        raise InputError(
+            f"head {name} is for features of width {head.feature_size}, the target's are {width}"
+        )
     if head.vocab_size != target.vocab_size:
-        raise InputError(f"head {name} is for a vocabulary of {head.vocab_size}, the target's is {target.vocab_size}")
+        raise InputError(
+            f"head {name} is for a vocabulary of {head.vocab_size}, the target's is {target.vocab_size}"
+        )
     if head.lacks_embedding:
         head.share_embedding(embedding_for(head, target, name))
     head.share_embedding(target.model.get_input_embeddings().weight)

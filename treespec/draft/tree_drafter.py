@@ -83,7 +83,9 @@ class TreeDrafter(Drafter):
             if rests[row] or logits is None:
                 growths.append(ungrown(root))
             else:
-                growths.append(self.growers[row].grow(root.to(logits.device), logits, params, generators[row]))
+                growths.append(
+                    self.growers[row].grow(root.to(logits.device), logits, params, generators[row])
+                )
         trees, vocabulary = grow_together(self, growths), self.proposer.vocabulary
 
         # 4. In the target's tokens.
@@ -122,7 +124,9 @@ class TreeDrafter(Drafter):
         self.growers = [self._new_grower() for _ in lengths]
 
     def new(self) -> "TreeDrafter":
-        return TreeDrafter(self.proposer.new(), self.policy, self.scheme, self.calibration, self.times)
+        return TreeDrafter(
+            self.proposer.new(), self.policy, self.scheme, self.calibration, self.times
+        )
 
     def _new_grower(self) -> Grower[Any]:
         return new_grower(self.policy, Means(self.scheme, self.calibration, self.times))

@@ -33,7 +33,9 @@ def restrict(head: Head, target: Target, tokens: Tensor) -> None:
     """
     tokens = tokens.to(target.output_device)
     if head.vocabulary is not None and not torch.isin(tokens, head.vocabulary).any():
-        raise InputError(f"{FILE} and the head's own d2t have no token in common: delete {FILE} to draft all of d2t")
+        raise InputError(
+            f"{FILE} and the head's own d2t have no token in common: delete {FILE} to draft all of d2t"
+        )
     head.restrict(tokens, target)
 
 
@@ -42,7 +44,11 @@ def draft_logits(head: FeatureHead, target: Target, hidden: Tensor) -> Tensor:
     vocabulary.
     """
     logits = head.logits(hidden, target)
-    return logits if head.vocabulary is None else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
+    return (
+        logits
+        if head.vocabulary is None
+        else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
+    )
 
 
 def spread(rows: Tensor, vocabulary: Tensor, size: int, fill: float = 0.0) -> Tensor:
@@ -81,7 +87,9 @@ def most_frequent(texts: Sequence[Tensor], number: int, target: Target) -> tuple
             "leave it out to draft them all"
         )
     counts = torch.cat(list(texts)).bincount(minlength=target.vocab_size)
-    rank = counts.index_fill(0, torch.tensor(sorted(target.eos), dtype=torch.int64), len(counts) + int(counts.sum()))
+    rank = counts.index_fill(
+        0, torch.tensor(sorted(target.eos), dtype=torch.int64), len(counts) + int(counts.sum())
+    )
     tokens = rank.sort(descending=True, stable=True).indices[:number].sort().values
     return tokens, float(counts[tokens].sum() / counts.sum().clamp(min=1))
 
@@ -106,7 +114,9 @@ def load_vocabulary(folder: str | Path, vocab_size: int) -> Tensor | None:
     if not tokens:
         raise _refused(file, "holds no token")
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise _refused(file, f"holds token {outside[0]}, outside the target's vocabulary of {vocab_size}")
+        raise _refused(
+            file, f"holds token {outside[0]}, outside the target's vocabulary of {vocab_size}"
+        )
     if sorted(set(tokens)) != tokens:
         raise _refused(file, "holds tokens twice, or not in ascending order")
     return torch.tensor(tokens)

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -19,7 +24,12 @@ NAME = "sdpa_tree"
 
 
 def tree_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """query: [B, heads, N, D]; key, value: [B, key-value heads, T, D]. Returns [B, N, heads, D].
 
@@ -35,7 +45,9 @@ def tree_attention(
     assert attention_mask is not None
     stacked = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
     mask = attention_mask if attention_mask.shape[2] == groups * n else own.repeat(1, 1, groups, 1)
-    out = F.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=options.get("scaling"))
+    out = F.scaled_dot_product_attention(
+        stacked, key, value, attn_mask=mask, scale=options.get("scaling")
+    )
     return out.reshape(*query.shape[:3], value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
@@ -52,7 +64,9 @@ def repeats(config: PreTrainedConfig, nodes: int) -> int:
     try:
         heads, queries = getattr(config, "num_key_value_heads", None), config.num_attention_heads
         width = getattr(config, "head_dim", None)
-    except Exception:  # Gemma 4: sizes differ from layer to layer, the config raises an error of its own
+    except (
+        Exception
+    ):  # Gemma 4: sizes differ from layer to layer, the config raises an error of its own
         return 1
     if config._attn_implementation != NAME or not heads:
         return 1

@@ -46,7 +46,10 @@ class Chunk:
 
 
 def causal_chunks(
-    cache: TreeCache, counts: Sequence[int], size: Callable[[int], int], device: torch.device | None = None
+    cache: TreeCache,
+    counts: Sequence[int],
+    size: Callable[[int], int],
+    device: torch.device | None = None,
 ) -> Iterator[Chunk]:
     """Chunks for the caller to forward, one by one; the cache commits each before the next.
 

@@ -87,13 +87,19 @@ def context_length(config: Any) -> tuple[int, str | None]:
         kind = str(rope.get("rope_type", rope.get("type", ""))) if isinstance(rope, dict) else ""
         if kind == "longrope":
             original = rope.get("original_max_position_embeddings")
-            original = original or getattr(config, "original_max_position_embeddings", None) or promised
+            original = (
+                original or getattr(config, "original_max_position_embeddings", None) or promised
+            )
             limits.append((original, LENGTH_DEPENDENT))
         elif "dynamic" in kind:
             limits.append((promised, LENGTH_DEPENDENT))
-    if getattr(config, "attn_temperature_tuning", False) and (floor := getattr(config, "floor_scale", None)):
+    if getattr(config, "attn_temperature_tuning", False) and (
+        floor := getattr(config, "floor_scale", None)
+    ):
         columns = int(floor) - 1 - TREE_COLUMNS
-        limits.append((columns, f"from {floor} on, its attention scales queries by their column in the cache"))
+        limits.append(
+            (columns, f"from {floor} on, its attention scales queries by their column in the cache")
+        )
     length, why = min(limits, key=lambda limit: (limit[0], not limit[1]))
     if length < 1:
         raise InputError(f"no position of a text is scored exactly: {why}")
@@ -105,8 +111,14 @@ def layer_windows(config: Any) -> dict[str, int | None]:
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
         window = None
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    sizes = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+    kinds = set(
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if window else "full_attention"]
+    )
+    sizes = {
+        "sliding_attention": window,
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
     return {kind: sizes.get(kind) for kind in sorted(kinds)}
 
 
@@ -114,5 +126,7 @@ def layers_of(decoder: nn.Module, layers: int) -> nn.ModuleList:
     """The stack with that number of layers. Raises InputError where there is none."""
     stacks = (m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
     if (stack := next(stacks, None)) is None:
-        raise InputError(f"{type(decoder).__name__} cannot be a target: its {layers} layers are not one stack")
+        raise InputError(
+            f"{type(decoder).__name__} cannot be a target: its {layers} layers are not one stack"
+        )
     return stack

@@ -26,9 +26,13 @@ def additive_masks(
     masks = {}
     for kind, window in windows.items():
         near = {"sliding_attention": window_mask, "chunked_attention": chunk_mask}.get(kind)
-        unseen = ~(seen & near(places, seen.shape[1], window) if near and window else seen).to(device)
+        unseen = ~(seen & near(places, seen.shape[1], window) if near and window else seen).to(
+            device
+        )
         additive = torch.zeros(unseen.shape, dtype=dtype, device=device)
-        masks[kind] = additive.masked_fill_(unseen, torch.finfo(dtype).min)[:, None].repeat(1, 1, repeated, 1)
+        masks[kind] = additive.masked_fill_(unseen, torch.finfo(dtype).min)[:, None].repeat(
+            1, 1, repeated, 1
+        )
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 

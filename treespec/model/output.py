@@ -16,8 +16,14 @@ def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device)
     """
     whole = model.get_output_embeddings()
     if not isinstance(whole, nn.Linear) or whole.weight.is_meta:
-        why = "is offloaded: give it room on a device" if isinstance(whole, nn.Linear) else "is no plain linear layer"
-        raise InputError(f"{type(model).__name__} takes no draft vocabulary: its output embedding {why}")
+        why = (
+            "is offloaded: give it room on a device"
+            if isinstance(whole, nn.Linear)
+            else "is no plain linear layer"
+        )
+        raise InputError(
+            f"{type(model).__name__} takes no draft vocabulary: its output embedding {why}"
+        )
     rows = nn.Linear(whole.in_features, len(tokens), bias=whole.bias is not None, device="meta")
     for name, value in whole.named_parameters():
         own = value.detach()[tokens.to(value.device)].to(device)

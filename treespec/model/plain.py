@@ -69,10 +69,15 @@ def check_against_plain_model(target: "Target", committed: int = 1) -> torch.dev
     tree = TokenTree(torch.tensor([b, c, d]), parents, torch.tensor([0, 1, 1]), ancestors)
     out = target.forward_tree(cache, tree)
     difference = (out.logits[[0, 2]].float().to(plain.device) - plain).abs().mean()
-    exact = target.dtype in (torch.float32, torch.float64) and getattr(target.model, "hf_quantizer", None) is None
+    exact = (
+        target.dtype in (torch.float32, torch.float64)
+        and getattr(target.model, "hf_quantizer", None) is None
+    )
     allowed = 0.02 if exact else 0.1
     if not difference <= allowed * plain.std():
-        raise InputError(f"{type(target.model).__name__} cannot be used: {_why(target, plain, float(difference))}")
+        raise InputError(
+            f"{type(target.model).__name__} cannot be used: {_why(target, plain, float(difference))}"
+        )
     return out.features.device
 
 
@@ -81,7 +86,9 @@ def error_of(target: "Target", error: Exception) -> InputError:
     if isinstance(error, InputError):
         return error
     name = type(target.model).__name__
-    return InputError(f"{name} cannot be a target: its forward fails with {type(error).__name__}: {first_line(error)}")
+    return InputError(
+        f"{name} cannot be a target: its forward fails with {type(error).__name__}: {first_line(error)}"
+    )
 
 
 def _plain(target: "Target", tokens: list[int]) -> torch.Tensor:
@@ -93,7 +100,9 @@ def _why(target: "Target", plain: torch.Tensor, difference: float) -> str:
     """What makes a tree's logits differ from the plain model's."""
     if not plain.isfinite().all():
         if name := first_not_finite(target.model):
-            return f"its weights hold values that are not finite, in {name}; fetch or train it again"
+            return (
+                f"its weights hold values that are not finite, in {name}; fetch or train it again"
+            )
         return f"its logits are not finite in {str(target.dtype).removeprefix('torch.')}; try another --dtype"
     a, b, c = (i % target.vocab_size for i in (3, 5, 7))
     alone, followed = _plain(target, [a]), _plain(target, [a, b, c])
@@ -129,6 +138,10 @@ def narrowed(target: "Target") -> Iterator[None]:
 def _owners(target: "Target") -> list[Any]:
     """The modules of a model, its configs, and those that a module copied."""
     modules = list(target.model.modules())
-    configs = [target.config, target.model.config, *(vars(module).get("config") for module in modules)]
+    configs = [
+        target.config,
+        target.model.config,
+        *(vars(module).get("config") for module in modules),
+    ]
     distinct = {id(owner): owner for owner in configs if hasattr(owner, "__dict__")}
     return [*modules, *distinct.values()]

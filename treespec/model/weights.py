@@ -33,7 +33,12 @@ def load_model(path: str, trust_remote_code: bool = False, **options: Any) -> Pr
     try:
         with _quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options, **where
+                path,
+                config=config,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+                **where,
             )
     except Exception as error:
         raise _cannot(path, error) from error
@@ -47,8 +52,12 @@ def load_config(path: str, trust_remote_code: bool = False) -> Any:
     where, folder = located(path, trust_remote_code), Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"
-        raise InputError(f"cannot load the target {path!r}: the directory has no config.json (it holds {held})")
-    if damage := _not_json(folder / "generation_config.json"):  # transformers would go on without it
+        raise InputError(
+            f"cannot load the target {path!r}: the directory has no config.json (it holds {held})"
+        )
+    if damage := _not_json(
+        folder / "generation_config.json"
+    ):  # transformers would go on without it
         raise InputError(f"cannot load the target {path!r}: {damage}")
     try:
         with _quiet():
@@ -79,7 +88,9 @@ def check_config(config: Any) -> None:
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         size = getattr(text, name, 1)
         if size is not None and not (isinstance(size, int) and size > 0):
-            raise InputError(f"config.json has {name} = {size!r}; it must be a positive whole number")
+            raise InputError(
+                f"config.json has {name} = {size!r}; it must be a positive whole number"
+            )
 
 
 def _check_tensors(path: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
@@ -91,7 +102,9 @@ def _check_tensors(path: str, model: PreTrainedModel, report: dict[str, Any]) ->
         raise InputError(f"{start}{name} is {list(found)}, by the config {list(expected)}{more}")
     if missing := report.get("missing_keys"):
         raise InputError(f"{start}they lack {names(missing)}, which would be random")
-    if unknown := [name for name in report.get("unexpected_keys", ()) if not _ignorable(name, model.config)]:
+    if unknown := [
+        name for name in report.get("unexpected_keys", ()) if not _ignorable(name, model.config)
+    ]:
         raise InputError(f"{start}they hold {names(unknown)}, which the model would leave out")
 
 
@@ -135,11 +148,15 @@ def _told(folder: Path, error: Exception) -> str:
     if damage := _not_json(folder / "config.json"):
         return damage
     if folder.is_dir() and not json.loads((folder / "config.json").read_text()).get("model_type"):
-        return "config.json names no model_type, so it is no model's (a draft head is given as --head)"
+        return (
+            "config.json names no model_type, so it is no model's (a draft head is given as --head)"
+        )
     told = first_line(error)
     if type(error).__name__ == "SafetensorError":
         return f"its weights are damaged, fetch them again ({told})"
-    return told if " " in told else f"{type(error).__name__}: {told}"  # a KeyError says its key alone
+    return (
+        told if " " in told else f"{type(error).__name__}: {told}"
+    )  # a KeyError says its key alone
 
 
 def _not_json(file: Path) -> str | None:

@@ -71,7 +71,9 @@ class Example:
     key: str = ""
 
 
-def read_conversations(path: str | Path, answered: bool = True) -> tuple[list[Conversation], Report]:
+def read_conversations(
+    path: str | Path, answered: bool = True
+) -> tuple[list[Conversation], Report]:
     """Conversations of a JSONL file (or a JSON list), in ShareGPT's form or as messages.
 
     answered: drop a last question without an answer; False keeps it, for the target to answer.
@@ -88,7 +90,11 @@ def read_conversations(path: str | Path, answered: bool = True) -> tuple[list[Co
     report.used = len(found)
     if not found:
         shown = "; ".join(report.problems[: len(report.left_out)]) or "the file is empty"
-        form = f"; give one conversation a line, such as {FORM}" if "not valid JSON" in report.left_out else ""
+        form = (
+            f"; give one conversation a line, such as {FORM}"
+            if "not valid JSON" in report.left_out
+            else ""
+        )
         raise InputError(f"no usable conversation in {path}: {shown}{form}")
     return found, report
 
@@ -130,11 +136,15 @@ def encode_conversations(
                 report.cut += len(whole.input_ids) > max_length
     report.used = len(examples)
     if not examples:
-        raise InputError(f"no conversation can be trained on: {'; '.join(report.problems) or 'there are none'}")
+        raise InputError(
+            f"no conversation can be trained on: {'; '.join(report.problems) or 'there are none'}"
+        )
     return examples, report
 
 
-def split(examples: Sequence[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:
+def split(
+    examples: Sequence[Example], fraction: float, seed: int
+) -> tuple[list[Example], list[Example]]:
     """(train, held out). A hash draws the share `fraction` of distinct conversations to hold out.
 
     The order of the file does not matter, and equal conversations stay together. At least one is
@@ -169,7 +179,11 @@ def _encode_batch(
     before = opening(tokenizer, template)
     rendered = [_rendered(tokenizer, messages, template, special) for messages in batch]
     texts = [one[0] for one in rendered if isinstance(one, tuple)]
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False) if texts else {}
+    encoded = (
+        tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        if texts
+        else {}
+    )
     rows = zip(encoded.get("input_ids", ()), encoded.get("offset_mapping", ()), strict=True)
 
     # 2. Mask the tokens of the answers.
@@ -189,13 +203,18 @@ def _encode_batch(
 
 
 def _rendered(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages, template: Template, special: Iterable[str]
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    template: Template,
+    special: Iterable[str],
 ) -> tuple[str, list[tuple[int, int]]] | UnusableConversation:
     try:
         text, spans = answers(tokenizer, messages, template, special)
     except InputError as error:
         return UnusableConversation("refused by the chat template", error)
-    return (text, spans) if spans else UnusableConversation("an answer is lost in the chat template")
+    return (
+        (text, spans) if spans else UnusableConversation("an answer is lost in the chat template")
+    )
 
 
 def _usable(example: Example | UnusableConversation) -> Example:
@@ -211,7 +230,9 @@ def _cut(example: Example, length: int) -> Example:
     return Example(example.input_ids[:length], mask, example.key)
 
 
-def _inside(offsets: np.ndarray, spans: Sequence[tuple[int, int]], special: np.ndarray) -> np.ndarray:
+def _inside(
+    offsets: np.ndarray, spans: Sequence[tuple[int, int]], special: np.ndarray
+) -> np.ndarray:
     """[T] bool: the tokens that spans of characters cover.
 
     offsets: [T, 2] characters. special: [T] bool. A token that begins before a span counts if it

@@ -32,11 +32,15 @@ class Ending:
         max_new_tokens: int,
     ) -> None:
         if stop and tokenizer is None:
-            raise InputError("the target has no tokenizer: stop strings cannot be found in its tokens")
+            raise InputError(
+                "the target has no tokenizer: stop strings cannot be found in its tokens"
+            )
         if "" in stop:
             raise InputError("a stop string is empty: leave it out")
         named = tokenizer.added_tokens_decoder if tokenizer and stop else {}
-        self.eos = eos | {i for i, token in named.items() if token.special and token.content in stop}
+        self.eos = eos | {
+            i for i, token in named.items() if token.special and token.content in stop
+        }
         self.tokenizer, self.stop, self.left = tokenizer, tuple(stop), max_new_tokens
         self.window: list[int] = []  # the last tokens, decoded together: text depends on its left
         self.border = 0  # tokens of the window up to the last complete character
@@ -75,7 +79,11 @@ class Ending:
     def _decode(self, tokens: list[int]) -> str:
         assert self.tokenizer is not None
         # Cleaning up spaces would change text that was already returned.
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     def _cut(self, text: str) -> str:
         """Cut at a stop string; hold back what may become one."""

@@ -95,12 +95,16 @@ def messages_of(entry: object, answered: bool = True) -> list[dict[str, str]]:
             system = [{"role": role, "content": content}] if content.strip() else []
         elif messages or role != "assistant":
             if role != ("user", "assistant")[len(messages) % 2]:
-                raise UnusableConversation("user and assistant do not alternate", f"turn {i} is {name!r}")
+                raise UnusableConversation(
+                    "user and assistant do not alternate", f"turn {i} is {name!r}"
+                )
             if not content.strip():
                 raise UnusableConversation("a turn is empty", f"turn {i}")
             messages.append({"role": role, "content": content})
     if answered:
         messages = messages[: len(messages) // 2 * 2]
     if not messages:
-        raise UnusableConversation(f"no {'assistant turn that answers a ' if answered else ''}user turn")
+        raise UnusableConversation(
+            f"no {'assistant turn that answers a ' if answered else ''}user turn"
+        )
     return system + messages

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 Arrays: TypeAlias = torch.Tensor | np.ndarray | BatchEncoding
 Single: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
 Prompt: TypeAlias = Single | Arrays
-Prompts: TypeAlias = list[str] | list[list[int]] | list[list[dict[str, str]]] | list[torch.Tensor] | list[np.ndarray]
+Prompts: TypeAlias = (
+    list[str] | list[list[int]] | list[list[dict[str, str]]] | list[torch.Tensor] | list[np.ndarray]
+)
 
 TAKEN = "a prompt is text, messages or token ids"
 
@@ -43,7 +45,9 @@ def encode(target: "Target", prompt: Prompt, template: templates.Template = None
     if (several := prompts_of(prompt)) is not None:
         if len(several) != 1 or isinstance(prompt, Sequence):
             held = f"{_kind(prompt)} of prompts ({len(several)})"
-            raise InputError(f"{held} where one prompt is taken: use generate or generate_all for several")
+            raise InputError(
+                f"{held} where one prompt is taken: use generate or generate_all for several"
+            )
         given = several[0]
     ids = _encoded(target, given, template)
     if not ids:
@@ -80,7 +84,9 @@ def _encoded(target: "Target", given: object, template: templates.Template) -> l
     if target.tokenizer is None:
         raise InputError("the target has no tokenizer: give token ids")
     if isinstance(given, str):
-        text_ids: list[int] = target.tokenizer.encode(well_formed(given, "the prompt"), verbose=False)
+        text_ids: list[int] = target.tokenizer.encode(
+            well_formed(given, "the prompt"), verbose=False
+        )
         return text_ids
     return templates.encode(target.tokenizer, _messages(given), template)
 
@@ -89,7 +95,9 @@ def _tokens(given: Sequence[object]) -> list[int]:
     ids = []
     for place, token in enumerate(given, 1):
         if isinstance(token, bool) or not isinstance(token, Integral):
-            raise InputError(f"token {place} of the prompt is {token!r:.40}: token ids are integers")
+            raise InputError(
+                f"token {place} of the prompt is {token!r:.40}: token ids are integers"
+            )
         ids.append(int(token))
     return ids
 
@@ -101,7 +109,9 @@ def _integers(given: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
     else:
         whole = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
         if given.is_meta or given.layout != torch.strided:
-            raise InputError(f"the prompt is {_kind(given)} without plain numbers in memory: give a dense one")
+            raise InputError(
+                f"the prompt is {_kind(given)} without plain numbers in memory: give a dense one"
+            )
     if not whole:
         dtype = str(given.dtype).removeprefix("torch.")
         raise InputError(f"the prompt is {_kind(given)} of {dtype}: token ids are integers")
@@ -123,7 +133,11 @@ def _messages(given: Sequence[object]) -> list[dict[str, str]]:
             if name not in message:
                 raise InputError(f"message {place} has no {name}: give role and content")
             if not isinstance(value, str):
-                parts = "is given in parts: join them to one text" if isinstance(value, list | tuple) else "is no text"
+                parts = (
+                    "is given in parts: join them to one text"
+                    if isinstance(value, list | tuple)
+                    else "is no text"
+                )
                 raise InputError(f"message {place}: its {name}, {_named(value)}, {parts}")
             well_formed(value, f"message {place}")
         messages.append(dict(message))
@@ -140,7 +154,9 @@ def _unpadded(given: BatchEncoding) -> list[list[int]] | None:
     if mask is None:
         return [_tokens(_row(row)) for row in ids]
     if len(mask) != len(ids):
-        raise InputError(f"the BatchEncoding has {len(ids)} rows of input_ids, {len(mask)} of its attention_mask")
+        raise InputError(
+            f"the BatchEncoding has {len(ids)} rows of input_ids, {len(mask)} of its attention_mask"
+        )
     return [_kept(_row(row), seen) for row, seen in zip(ids, mask, strict=True)]
 
 
@@ -173,7 +189,9 @@ def _kept(ids: Sequence[object], mask: object) -> list[int]:
         raise InputError("the attention_mask is not a 0 or 1 for each token id")
     shown = [place for place, seen in enumerate(mask) if seen]
     if shown and shown[-1] - shown[0] >= len(shown):
-        raise InputError("the attention_mask leaves out tokens amid a prompt: it may leave out padding at its ends")
+        raise InputError(
+            "the attention_mask leaves out tokens amid a prompt: it may leave out padding at its ends"
+        )
     return _tokens([ids[place] for place in shown])
 
 
@@ -182,12 +200,16 @@ def well_formed(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{where} is no valid text: character {error.start + 1} is half of a surrogate pair") from None
+        raise InputError(
+            f"{where} is no valid text: character {error.start + 1} is half of a surrogate pair"
+        ) from None
     return text
 
 
 def _is_list(given: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
+    return isinstance(given, Sequence) and not isinstance(
+        given, str | bytes | bytearray | memoryview
+    )
 
 
 def _kind(given: object) -> str:

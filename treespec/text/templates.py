@@ -15,8 +15,12 @@ from treespec.text.prefix import common_prefix
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages: TypeAlias = Sequence[dict[str, str]]  # {"role": system | user | assistant, "content": text}
-Template: TypeAlias = str | None  # None: the tokenizer's own chat template; else the name of one of fschat's
+Messages: TypeAlias = Sequence[
+    dict[str, str]
+]  # {"role": system | user | assistant, "content": text}
+Template: TypeAlias = (
+    str | None
+)  # None: the tokenizer's own chat template; else the name of one of fschat's
 
 EXAMPLES = "vicuna_v1.1, llama-2, mistral, zephyr, zero_shot"
 
@@ -98,11 +102,16 @@ def stops(template: Template = None) -> Stops:
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
     """The special tokens and their ids."""
-    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {
+        token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
 
 
 def answers(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages, template: Template, special: Iterable[str]
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    template: Template,
+    special: Iterable[str],
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation, and the span of each answer with the token that ends it.
 
@@ -122,7 +131,9 @@ def answers(
     if template is None:
         check(tokenizer)
         text, spans = _marked(tokenizer, messages)
-        if spans and all(any(_has(text, span, answer) for span in spans) for answer in words.values()):
+        if spans and all(
+            any(_has(text, span, answer) for span in spans) for answer in words.values()
+        ):
             return text, spans
     # 3. Without marks: compare renderings of the turns up to each answer.
     whole = render(tokenizer, messages, template, add_generation_prompt=False)
@@ -165,7 +176,9 @@ def _answer(
     mark = re.compile(rf"({special})(?:\s|{special})*\Z").search(upto, start)
     body = upto[: mark.start() if mark else len(upto)].rstrip()
     forms = (messages[-1]["content"].strip(), answer)
-    first = next((len(body) - len(form) for form in forms if body.endswith(form)), upto.find(answer, start))
+    first = next(
+        (len(body) - len(form) for form in forms if body.endswith(form)), upto.find(answer, start)
+    )
     led = first < start or upto[start:first].strip()  # words before it: perhaps a header
     if led and prompt == render(tokenizer, messages[:-1], template, add_generation_prompt=False):
         start = first
@@ -187,7 +200,9 @@ def _any_of(names: tuple[str, ...]) -> str:
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
 
 
-def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+def _marked(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages
+) -> tuple[str, list[tuple[int, int]]]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     source = tokenizer.get_chat_template()
@@ -195,7 +210,10 @@ def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> tuple[s
         return "", []
     with _refusals():
         # apply_chat_template gives token masks only; they run on where offsets omit a space
-        options: dict[str, Any] = {**tokenizer.special_tokens_map, "return_assistant_tokens_mask": True}
+        options: dict[str, Any] = {
+            **tokenizer.special_tokens_map,
+            "return_assistant_tokens_mask": True,
+        }
         rendered: Any = render_jinja_template([list(messages)], chat_template=source, **options)
     (text,), (spans,) = rendered
     return _text(text), spans
@@ -212,7 +230,9 @@ def _refusals() -> Iterator[None]:
         from jinja2 import TemplateError
 
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        raise InputError(f"the chat template refuses these messages: {kind}{first_line(error)}") from error
+        raise InputError(
+            f"the chat template refuses these messages: {kind}{first_line(error)}"
+        ) from error
 
 
 def _text(rendered: str) -> str:
@@ -233,11 +253,17 @@ def _conversation(name: str) -> Any:
 
     if name not in conv_templates:
         known = {known.lower(): known for known in conv_templates}
-        close = [known[match] for match in difflib.get_close_matches(name.lower(), known, cutoff=0.4)]
-        raise InputError(f"no fschat template is called {name!r}; try {', '.join(close) or EXAMPLES}")
+        close = [
+            known[match] for match in difflib.get_close_matches(name.lower(), known, cutoff=0.4)
+        ]
+        raise InputError(
+            f"no fschat template is called {name!r}; try {', '.join(close) or EXAMPLES}"
+        )
     conversation = get_conv_template(name)
     if conversation.sep_style is None:
-        raise InputError(f"the fschat template {name} is of a service and has no text form; try {EXAMPLES}")
+        raise InputError(
+            f"the fschat template {name} is of a service and has no text form; try {EXAMPLES}"
+        )
     return conversation
 
 
@@ -250,9 +276,13 @@ def _render_fschat(name: str, messages: Messages, add_generation_prompt: bool) -
         if role == "system" and i == 0:
             conversation.set_system_message(content)
         elif role not in roles:
-            raise InputError(f"the fschat template {name} has no place for role {role!r} at message {i + 1}")
+            raise InputError(
+                f"the fschat template {name} has no place for role {role!r} at message {i + 1}"
+            )
         elif not content:
-            raise InputError(f"message {i + 1} is empty; fschat templates take an empty message for a prompt")
+            raise InputError(
+                f"message {i + 1} is empty; fschat templates take an empty message for a prompt"
+            )
         else:
             conversation.append_message(roles[role], content)
     if add_generation_prompt:

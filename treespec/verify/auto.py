@@ -33,7 +33,9 @@ class Auto:
     scheme: ClassVar[Scheme] = RRSWithoutReplacement()
     paced: ClassVar[bool] = True
 
-    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+    def __call__(
+        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+    ) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return Walk(TopK())(tree, p, generator)

@@ -32,14 +32,18 @@ class Block:
     scheme: ClassVar[Scheme] = Single()
     paced: ClassVar[bool] = False
 
-    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+    def __call__(
+        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+    ) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return follow(tree, sample(p[:], generator))
         p = p[:]
         nodes, tokens = tree.drafts.nodes, tree.drafts.draws.tokens
         check(self.scheme, tree.drafts.q, tokens.shape[1])
-        draw = torch.full_like(tree.tokens, -1).index_copy(0, nodes, tokens[:, 0])  # [N] below each node
+        draw = torch.full_like(tree.tokens, -1).index_copy(
+            0, nodes, tokens[:, 0]
+        )  # [N] below each node
         q = torch.zeros_like(p).index_copy(0, nodes, tree.drafts.q * (tokens >= 0))  # [N, V]
         weight = weights(p, q, draw)
         rest = (p * weight[:-1, None].to(p.dtype)).sub_(q).clamp_(min=0)

@@ -55,15 +55,22 @@ def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
     start, end, low, high = edges[:, :-1], edges[:, 1:], power[:, :-1], power[:, 1:]
     boundary = (below - power).argmin(-1, keepdim=True)
     share = f / draws
-    crossing = share ** (1 / (draws - 1))  # f = g; for one draw g is 1 everywhere, and this 0, 1 or infinite
+    crossing = share ** (
+        1 / (draws - 1)
+    )  # f = g; for one draw g is 1 everywhere, and this 0, 1 or infinite
     switch = crossing.clamp(start, end)
     at_switch = (crossing * share).clamp(low, high)  # switch^K
-    above, short = low.addcmul(f, switch - start) - at_switch, high.addcmul(f, switch - end) - at_switch
+    above, short = (
+        low.addcmul(f, switch - start) - at_switch,
+        high.addcmul(f, switch - end) - at_switch,
+    )
     masses = _cumulated(torch.stack([above, short]).clamp_(min=0))
     over, under = masses - masses.gather(-1, boundary.expand(2, -1, -1))
     added = under.minimum(over[:, :1]).diff(dim=-1)
     lost = over.maximum(under[:, -1:]).diff(dim=-1)
-    return Coupling(draws, edges, f, switch, over, under, (p + added).sub_(lost).clamp_(min=0).div_(safe))
+    return Coupling(
+        draws, edges, f, switch, over, under, (p + added).sub_(lost).clamp_(min=0).div_(safe)
+    )
 
 
 def _cumulated(masses: Tensor) -> Tensor:
@@ -81,7 +88,9 @@ def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
     s = a + place * (b - a)
     is_over = s < c
     edge = torch.where(is_over, a, c)
-    mass = f * (s - edge) - (s**k - edge**k)  # over mass on [a, s], or less the under mass on [c, s]
+    mass = f * (s - edge) - (
+        s**k - edge**k
+    )  # over mass on [a, s], or less the under mass on [c, s]
     over, under = of.over.gather(1, cells) + mass, of.under.gather(1, cells) - mass
     matched = torch.where(is_over, over <= of.under[:, -1:], under >= of.over[:, :1])
     t = _partner(of, is_over, torch.where(is_over, over, under))
@@ -98,11 +107,17 @@ def _partner(of: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:
     Newton's method from the root of the parabola at c.
     """
     k, most = of.draws, of.f.shape[1]
-    over, under = (torch.searchsorted(x, mass, right=True).clamp_(1, most).sub_(1) for x in (of.over, of.under))
+    over, under = (
+        torch.searchsorted(x, mass, right=True).clamp_(1, most).sub_(1) for x in (of.over, of.under)
+    )
     cell = torch.where(is_over, under, over)
-    c, f, left, right = (x.gather(1, cell) for x in (of.switch, of.f, of.edges[:, :-1], of.edges[:, 1:]))
+    c, f, left, right = (
+        x.gather(1, cell) for x in (of.switch, of.f, of.edges[:, :-1], of.edges[:, 1:])
+    )
     low, high = torch.where(is_over, c, left), torch.where(is_over, right, c)
-    rest = torch.where(is_over, mass - of.under.gather(1, cell), of.over[:, 1:].gather(1, cell) - mass).clamp_(min=0)
+    rest = torch.where(
+        is_over, mass - of.under.gather(1, cell), of.over[:, 1:].gather(1, cell) - mass
+    ).clamp_(min=0)
     least = c * (c ** (k - 1) - f)
     step = (2 * rest / (k * (k - 1) * c ** (k - 2)).clamp_(min=TINY)).sqrt()
     t = (c + torch.where(is_over, step, -step)).clamp(low, high)

@@ -39,7 +39,9 @@ def rate(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
     for this law.
     """
     rest = without(q, best)
-    return (p - without(p, best)).sum(-1) + overlap(p, rest * scale(rest, torch.ones_like(p[:, :1])))
+    return (p - without(p, best)).sum(-1) + overlap(
+        p, rest * scale(rest, torch.ones_like(p[:, :1]))
+    )
 
 
 @final

@@ -54,7 +54,9 @@ def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
     """The truncated program for draws from q1 and q2 against p, all [B, V]; s tokens are free."""
     order = ascending(q1 * q2 - p)
     p, q1, q2 = (law.gather(1, order) for law in (p, q1, q2))
-    later1, later2 = (law.sum(-1, keepdim=True) - law.cumsum(-1) for law in (q1, q2))  # mass of the ranks beyond
+    later1, later2 = (
+        law.sum(-1, keepdim=True) - law.cumsum(-1) for law in (q1, q2)
+    )  # mass of the ranks beyond
     law = q1 * q2 + q1 * later2 + q2 * later1
 
     s = min(s, p.shape[-1])
@@ -85,7 +87,10 @@ def solve(room: Tensor, pairs: Tensor) -> Tensor:
     fits = held.sum(-1) <= room
     rows = (fits.any(-1) & ~fits.all(-1)).tolist()  # elsewhere that is optimal
     masses, rooms = held.tolist(), room.clamp(min=0).tolist()
-    best = [flow(mass, space) if row else mass for mass, space, row in zip(masses, rooms, rows, strict=True)]
+    best = [
+        flow(mass, space) if row else mass
+        for mass, space, row in zip(masses, rooms, rows, strict=True)
+    ]
     shares = torch.tensor(best, dtype=pairs.dtype, device=pairs.device) / pairs
     return shares.where(pairs > 0, torch.ones_like(pairs).triu())
 
@@ -156,7 +161,9 @@ def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
     refused, rest, q1, q2 = (law.gather(1, new.order) for law in (refused, rest, q1, q2))
     lost = torch.stack([q1, q2], dim=1) * refused[:, None]
     earlier = pad(lost.cumsum(-1)[..., :-1], (1, 0))  # [B, 2, V] refused mass of the ranks before
-    other = (earlier * torch.stack([q2, q1], dim=1)).sum(1)  # [B, V] Pr(this loses to a draw that is refused)
+    other = (earlier * torch.stack([q2, q1], dim=1)).sum(
+        1
+    )  # [B, V] Pr(this loses to a draw that is refused)
     width = new.wins.shape[-1]
     other[:, :width] = (new.wins * new.pairs * refused[:, :width, None]).sum(1)
     return overlap(p, new.law) + (rest * other).sum(-1)
@@ -198,7 +205,10 @@ class IsLp(Scheme):
 
     def __post_init__(self) -> None:
         check_temperatures(self, self.draft_temperatures)
-        ranges = {"s": Range(least=1, most=256, whole=True), "alphabet": Range(least=1, most=10**7, whole=True)}
+        ranges = {
+            "s": Range(least=1, most=256, whole=True),
+            "alphabet": Range(least=1, most=10**7, whole=True),
+        }
         if wrong := outside(self, **ranges):
             raise InputError(f"is-lp: {wrong}")
 

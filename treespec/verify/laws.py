@@ -18,7 +18,9 @@ from treespec.verify.scheme import Scheme
 def check(scheme: Scheme, q: Tensor, width: int) -> None:
     """Raises InputError unless q is [B, V] and the scheme answers that many draws a node."""
     if q.dim() != 2:
-        raise InputError(f"verifier {scheme.name} takes one draft law a node; for a law per draw take rrs or is-lp")
+        raise InputError(
+            f"verifier {scheme.name} takes one draft law a node; for a law per draw take rrs or is-lp"
+        )
     if scheme.max_draws and width > scheme.max_draws:
         raise InputError(
             f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, not {width}; "
@@ -59,8 +61,13 @@ def independent(q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws
     if q.dim() == 3:
         tokens = sample(first_laws(q, width), generator)
     else:
-        tokens = invert(q, torch.rand((len(q), width), generator=generator, dtype=torch.float64, device=q.device))
-    tokens = tokens.masked_fill_(tokens >= q.shape[-1], -1)  # nothing is drawn from a law that is not numbers
+        tokens = invert(
+            q,
+            torch.rand((len(q), width), generator=generator, dtype=torch.float64, device=q.device),
+        )
+    tokens = tokens.masked_fill_(
+        tokens >= q.shape[-1], -1
+    )  # nothing is drawn from a law that is not numbers
     return Draws(keep_first(tokens, number))
 
 
@@ -146,7 +153,9 @@ def single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = N
     present = tokens >= 0
     at = tokens.clamp(min=0)
     weight = scale(q, present.any(-1, keepdim=True))
-    accepted = ratio(p.gather(1, at), q.gather(1, at) * weight) * (present if chosen is None else chosen)
+    accepted = ratio(p.gather(1, at), q.gather(1, at) * weight) * (
+        present if chosen is None else chosen
+    )
     return answer(p, subtract(p, q, weight), tokens, accepted)
 
 

@@ -37,16 +37,22 @@ class Layer:
     def name(self) -> str:
         return f"layer:{self.scheme.name}"
 
-    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+    def __call__(
+        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+    ) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return follow(tree, sample(p[:], generator))
         p = p[:]
         nodes, tokens = tree.drafts.nodes, tree.drafts.draws.tokens
         n, k = len(p), tokens.shape[1]
-        same = (tree.parents == nodes[:, None, None]) & (tree.tokens == tokens[..., None])  # [I, K, N]
+        same = (tree.parents == nodes[:, None, None]) & (
+            tree.tokens == tokens[..., None]
+        )  # [I, K, N]
         own = n + torch.arange(tokens.numel(), device=p.device).view_as(tokens)
-        place = torch.where(same.any(-1), same.int().argmax(-1), own)  # [I, K] a draw's node, or a place of its own
+        place = torch.where(
+            same.any(-1), same.int().argmax(-1), own
+        )  # [I, K] a draw's node, or a place of its own
         depth = torch.cat([tree.depth, tree.depth[nodes].repeat_interleave(k) + 1])  # [N + I K]
 
         weight, leaving, rest = self.descend(tree, tree.drafts, place, p)
@@ -56,7 +62,9 @@ class Layer:
         coins = torch.rand(n + 1, generator=generator, dtype=keep.dtype, device=keep.device)
         layer = ((coins < keep) * torch.arange(n + 1, device=keep.device)).amax()
         end = sample(leaving * (depth == layer), generator)[None]
-        end = end.masked_fill(end >= len(leaving), 0)  # NaN logits: fall back to the root, where decode reports them
+        end = end.masked_fill(
+            end >= len(leaving), 0
+        )  # NaN logits: fall back to the root, where decode reports them
         row = end.clamp(max=n - 1)
         after = sample(normalise(rest[row], p[row]), generator)
         draw = (end - n).clamp(min=0)  # where it has no node
@@ -67,7 +75,9 @@ class Layer:
         path = [i for i, carries in enumerate(carried, start=1) if carries >= 0]
         return Verdict(path, [*(carried[i - 1] for i in path), token])
 
-    def descend(self, tree: TokenTree, drafts: Drafts, place: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def descend(
+        self, tree: TokenTree, drafts: Drafts, place: Tensor, p: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Weights and masses of R of all places [N + I K], and [N, V] R, each row to its own scale.
 
         place: [I, K] the index of each draw's weight.
@@ -78,7 +88,9 @@ class Layer:
         rest = p.clone()
         depths = tree.depth[drafts.nodes].tolist()
         for depth in sorted(set(depths)):
-            rows = torch.tensor([row for row, d in enumerate(depths) if d == depth], device=p.device)
+            rows = torch.tensor(
+                [row for row, d in enumerate(depths) if d == depth], device=p.device
+            )
             at = drafts.nodes[rows]
             total = weight[at].sum()
             share = weight[at, None] / total.clamp(min=torch.finfo(weight.dtype).tiny)  # [F, 1]
@@ -88,5 +100,7 @@ class Layer:
             left_mass[rows] = (left.sum(-1, keepdim=True) * share).squeeze(1)
             rest[at] = left
         leaving = weight.index_copy(0, drafts.nodes, left_mass)
-        leaving[0].clamp_(min=torch.finfo(leaving.dtype).tiny)  # the root is kept where nothing else is
+        leaving[0].clamp_(
+            min=torch.finfo(leaving.dtype).tiny
+        )  # the root is kept where nothing else is
         return weight, leaving, rest

@@ -65,7 +65,9 @@ class Optimal(SureScheme, LayerScheme):
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
-            raise InputError(f"optimal: threshold is {self.threshold}, must lie in (0, 1]; 1 is no token for sure")
+            raise InputError(
+                f"optimal: threshold is {self.threshold}, must lie in (0, 1]; 1 is no token for sure"
+            )
         if not {self.extra, self.exact, self.first} <= {0, 1}:
             raise InputError(
                 f"optimal: extra is {self.extra}, exact {self.exact}, first {self.first}; each must be 0 or 1"
@@ -77,13 +79,19 @@ class Optimal(SureScheme, LayerScheme):
         tops, repeated, rest = self.allot(q, number, width)
         drawn = independent(rest, self.most(width), generator).tokens
         tokens = torch.cat([tops, keep_first(drawn, repeated)], dim=1)
-        uniforms = torch.rand((*tokens.shape, 2), generator=generator, dtype=torch.float64, device=q.device)
+        uniforms = torch.rand(
+            (*tokens.shape, 2), generator=generator, dtype=torch.float64, device=q.device
+        )
         sure = (torch.arange(tokens.shape[1], device=q.device) < tops.shape[1]).expand_as(tokens)
         repeats = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
-        order = (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)  # distinct, absent, repeats
+        order = (
+            (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)
+        )  # distinct, absent, repeats
         return Draws(tokens, sure, uniforms).columns(order)
 
-    def draw_with_sure(self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator) -> Draws:
+    def draw_with_sure(
+        self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator
+    ) -> Draws:
         """`drawn` distinct draws are expected.
 
         Those have a node each; behind them stand the sure tokens.
@@ -99,7 +107,9 @@ class Optimal(SureScheme, LayerScheme):
         end = width + tops.shape[1]
         tokens = torch.cat([others.tokens[:, :width], tops, others.tokens[:, width:]], dim=1)
         unused = others.uniforms.new_zeros((*tops.shape, 2))
-        uniforms = torch.cat([others.uniforms[:, :width], unused, others.uniforms[:, width:]], dim=1)
+        uniforms = torch.cat(
+            [others.uniforms[:, :width], unused, others.uniforms[:, width:]], dim=1
+        )
         place = torch.arange(tokens.shape[1], device=q.device)
         is_sure = ((place >= width) & (place < end)).expand_as(tokens)
 
@@ -132,8 +142,12 @@ class Optimal(SureScheme, LayerScheme):
         """
         best = likeliest(q, width + LIKELY)
         share = q.gather(1, best.clamp(min=0)).double() * (best >= 0)
-        left = (q.sum(-1, keepdim=True, dtype=torch.float64) - share.cumsum(-1) + share).clamp_(min=0)
-        another = torch.arange(best.shape[1], device=q.device) < number - 1  # a draw accepts more than a sure token
+        left = (q.sum(-1, keepdim=True, dtype=torch.float64) - share.cumsum(-1) + share).clamp_(
+            min=0
+        )
+        another = (
+            torch.arange(best.shape[1], device=q.device) < number - 1
+        )  # a draw accepts more than a sure token
         sure = ((share > self.threshold * left) & another & (self.threshold < 1)).cumprod(-1).bool()
         tops = best.masked_fill(~sure, -1)[:, :width]
         rest = without(q, tops)
@@ -144,7 +158,11 @@ class Optimal(SureScheme, LayerScheme):
         likely = (share.masked_fill(sure, 0) * scale(mass, number > 0))[..., None]
         times = torch.arange(1, self.most(width) + 1, device=q.device)
         distinct = (1 - (1 - likely) ** times).sum(1) + (1 - likely.sum(1)) * times  # [B, most]
-        return tops, torch.maximum(number, (distinct < number).sum(-1, keepdim=True)) * (number > 0), rest
+        return (
+            tops,
+            torch.maximum(number, (distinct < number).sum(-1, keepdim=True)) * (number > 0),
+            rest,
+        )
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         q, drawn = self._sampled(q, draws)
@@ -171,14 +189,18 @@ class Optimal(SureScheme, LayerScheme):
         rest = without(q, draws.tokens.masked_fill(drawn, -1))
         return rest.mul_(scale(rest, drawn.any(-1, keepdim=True))), drawn
 
-    def _selected(self, p: Tensor, q: Tensor, draws: Draws, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _selected(
+        self, p: Tensor, q: Tensor, draws: Draws, drawn: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The law [B, V] of the selected one of the draws from q [B, V], all tokens, and [B, K] 1
         for that one.
         """
         assert draws.uniforms is not None
         number = drawn.sum(-1, keepdim=True)
         cell, coupling = self.couple(p, q, number)
-        score = scores(coupling, cell.gather(1, draws.tokens.clamp(min=0)), *draws.uniforms.unbind(-1))
+        score = scores(
+            coupling, cell.gather(1, draws.tokens.clamp(min=0)), *draws.uniforms.unbind(-1)
+        )
         best = score.masked_fill(~drawn, -1).argmax(-1, keepdim=True)
         chosen = torch.zeros_like(score, dtype=p.dtype).scatter_(1, best, 1.0) * drawn
         return selected_law(q, number, cell, coupling), draws.tokens, chosen
@@ -206,10 +228,15 @@ class Optimal(SureScheme, LayerScheme):
             cell = bits.bitwise_right_shift_(SHIFT).sub_(LOWEST).clamp_(0, CELLS - 1).long()
             cells = CELLS
         # q in float64: a float32 sum of many equal masses drifts by up to 3e-4, and the scores would not follow x.
-        mass_p, mass_q = (law.new_zeros(len(p), cells).scatter_add_(1, cell, law).double() for law in (p, q.double()))
+        mass_p, mass_q = (
+            law.new_zeros(len(p), cells).scatter_add_(1, cell, law).double()
+            for law in (p, q.double())
+        )
         mass_q = mass_q / mass_q.sum(-1, keepdim=True).clamp(min=TINY)
         number = number.clamp(min=1)
-        return cell, couple(mass_p.minimum(number * mass_q), mass_q, number)  # no x is more than K q
+        return cell, couple(
+            mass_p.minimum(number * mass_q), mass_q, number
+        )  # no x is more than K q
 
 
 def selected_law(q: Tensor, number: Tensor, cell: Tensor, coupling: Coupling) -> Tensor:

@@ -82,7 +82,9 @@ def solve(p: Law, q: Law, k: int) -> Transport:
     return Transport(dict(zip(drawn, accepted, strict=True)), left, float(rate))
 
 
-def _program(rows: NDArray[np.int64], columns: NDArray[np.int64], supply: Array, target: Array) -> Array:
+def _program(
+    rows: NDArray[np.int64], columns: NDArray[np.int64], supply: Array, target: Array
+) -> Array:
     """[M] the mass of each pair of set and token. supply: [S]; target: [V]."""
     from scipy.optimize import linprog
     from scipy.sparse import csr_array
@@ -132,9 +134,13 @@ class OtmLp(Scheme):
             accepted.append(found.accepted[frozenset(tokens)])
             left.append(found.left)
         every = torch.arange(p.shape[1], device=p.device).expand_as(p)
-        return answer(p, torch.tensor(np.stack(left)).to(p), every, torch.tensor(np.stack(accepted)).to(p))
+        return answer(
+            p, torch.tensor(np.stack(left)).to(p), every, torch.tensor(np.stack(accepted)).to(p)
+        )
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         check(self, q, k)
-        rates = [solve(own_p, own_q, k).rate for own_p, own_q in zip(_rows(p), _rows(q), strict=True)]
+        rates = [
+            solve(own_p, own_q, k).rate for own_p, own_q in zip(_rows(p), _rows(q), strict=True)
+        ]
         return torch.tensor(rates, dtype=p.dtype, device=p.device)

@@ -36,7 +36,9 @@ def takes_layers(scheme: Scheme) -> TypeGuard[LayerScheme]:
     return scheme.layered
 
 
-def partial_draft(p: Tensor, law: Tensor, tokens: Tensor, chosen: Tensor, sure: Tensor) -> tuple[Tensor, Tensor]:
+def partial_draft(
+    p: Tensor, law: Tensor, tokens: Tensor, chosen: Tensor, sure: Tensor
+) -> tuple[Tensor, Tensor]:
     """`partial` for one draw of a known law beside tokens that are drawn for sure.
 
     The draw takes min(1, p / law). Where it is refused, the sure tokens take their p from the mass
@@ -50,6 +52,10 @@ def partial_draft(p: Tensor, law: Tensor, tokens: Tensor, chosen: Tensor, sure: 
     accepted = ratio(mass, law.gather(1, at) * weight) * chosen
     left = without(subtract(p, law, weight), tokens.masked_fill(~sure, -1))
     mass = mass * sure
-    untaken = (1 - p.sum(-1, keepdim=True)).clamp(min=0) + mass.sum(-1, keepdim=True) + left.sum(-1, keepdim=True)
+    untaken = (
+        (1 - p.sum(-1, keepdim=True)).clamp(min=0)
+        + mass.sum(-1, keepdim=True)
+        + left.sum(-1, keepdim=True)
+    )
     refused = 1 - accepted.sum(-1, keepdim=True)
     return accepted + refused * mass / untaken.clamp(min=torch.finfo(p.dtype).tiny), left

@@ -79,7 +79,13 @@ def optimal_without_replacement(p: Tensor, q: Tensor, k: int) -> Tensor:
     masses, law = prefixes(p, q)
     enough = (law > 0).sum(-1) > k
     everything = (masses * (law > 0)).sum(-1)  # fewer tokens: all are drawn
-    inside = law.cumsum(-1) if k == 1 else two_inside(law) if k == 2 else inside_by_clocks(law, k, enough)
+    inside = (
+        law.cumsum(-1)
+        if k == 1
+        else two_inside(law)
+        if k == 2
+        else inside_by_clocks(law, k, enough)
+    )
     return torch.where(enough, smallest_cut(masses, inside), everything).to(p.dtype)
 
 
@@ -90,7 +96,9 @@ def two_inside(q: Tensor) -> Tensor:
     top = q.argmax(-1, keepdim=True)
     rest = without(q, top)
     held = rest.cumsum(-1)
-    likely = (q - rest).cumsum(-1)  # the top token's mass where it is in H; alone, as 1 - q_a cancels there
+    likely = (q - rest).cumsum(
+        -1
+    )  # the top token's mass where it is in H; alone, as 1 - q_a cancels there
     odds = rest / (1 - rest)
     first = likely * held * scale(rest, torch.ones_like(likely[:, :1]))
     return first + (likely + held) * odds.cumsum(-1) - (odds * rest).cumsum(-1)
@@ -109,7 +117,9 @@ def inside_by_clocks(q: Tensor, k: int, enough: Tensor) -> Tensor:
     left = without(q, q.topk(min(k - 1, q.shape[-1])).indices).sum(-1, keepdim=True)
     start = math.log(gammaincinv(k, LOST))
     span = math.log(gammainccinv(k, LOST)) - start - left.where(enough[:, None], 1.0).log()
-    points = math.ceil(span.max().item() * (3 + k / 4))  # steps of 1 / (3 + k / 4) err by |Γ(k + 2πi/step)| / Γ(k)
+    points = math.ceil(
+        span.max().item() * (3 + k / 4)
+    )  # steps of 1 / (3 + k / 4) err by |Γ(k + 2πi/step)| / Γ(k)
     step = span / points
     cap = min(40.0, 600 / k)  # y stays finite; a token beyond has rung, but for e^-cap
     inside = torch.zeros_like(q)
@@ -118,7 +128,10 @@ def inside_by_clocks(q: Tensor, k: int, enough: Tensor) -> Tensor:
         due = q * t
         y = due.clamp(max=cap).expm1()
         last = due.masked_fill(due > cap, 0)
-        symmetric, ringing = torch.ones_like(q), torch.zeros_like(q)  # e_j and t W_j of the prefix before a token
+        symmetric, ringing = (
+            torch.ones_like(q),
+            torch.zeros_like(q),
+        )  # e_j and t W_j of the prefix before a token
         for j in range(1, k + 1):
             ringing = (y * ringing + last * symmetric).cumsum(-1)
             if j < k:
@@ -137,7 +150,9 @@ def tops_and_tail(p: Tensor, q: Tensor, k: int) -> Tensor:
     return (p - tail).sum(-1) + optimal_iid(tail, rest, number.squeeze(1))
 
 
-OPTIMA: dict[Drawing, Callable[[Tensor, Tensor, int], Tensor]] = {  # [B] α* of k draws, by how they are drawn
+OPTIMA: dict[
+    Drawing, Callable[[Tensor, Tensor, int], Tensor]
+] = {  # [B] α* of k draws, by how they are drawn
     "with replacement": optimal_iid,
     "without replacement": optimal_without_replacement,
     "greedy": lambda p, q, k: optimal_tops(p, q, k, k - 1),
@@ -153,7 +168,9 @@ class Rate:
     error: Tensor
 
 
-def measured(scheme: Scheme, p: Tensor, q: Tensor, k: int, generator: torch.Generator, samples: int = 64) -> Rate:
+def measured(
+    scheme: Scheme, p: Tensor, q: Tensor, k: int, generator: torch.Generator, samples: int = 64
+) -> Rate:
     """Pr(output is one of k draws): exact where the scheme states it, else a mean over samples of
     draws.
 

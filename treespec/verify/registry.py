@@ -47,7 +47,10 @@ SCHEMES: dict[str, Scheme] = {
 # How an option is read, and what it must be, by the type of its field; others are whole numbers.
 VALUES: dict[Any, tuple[Callable[[str], Any], str]] = {
     float: (float, "a number"),
-    tuple[float, ...]: (lambda text: tuple(map(float, text.split("/"))), "numbers, such as 0.8/1.2"),
+    tuple[float, ...]: (
+        lambda text: tuple(map(float, text.split("/"))),
+        "numbers, such as 0.8/1.2",
+    ),
 }
 
 
@@ -62,7 +65,9 @@ def scheme_by_name(spec: str, allow_lossy: bool = False, beside: Iterable[str] =
     name, _, rest = spec.partition(":")
     if name not in SCHEMES:
         names = [*SCHEMES, *beside]
-        raise InputError(f"unknown verifier {name!r}{nearest(name, names)}: choose one of {', '.join(names)}")
+        raise InputError(
+            f"unknown verifier {name!r}{nearest(name, names)}: choose one of {', '.join(names)}"
+        )
     known: Any = SCHEMES[name]
     if not (known.lossless or allow_lossy):
         raise InputError(
@@ -84,7 +89,9 @@ def scheme_by_name(spec: str, allow_lossy: bool = False, beside: Iterable[str] =
     return replace(known, **values)
 
 
-BEYOND_THE_NODE: dict[str, Verifier] = {verifier.name: verifier for verifier in (Auto(), Block(), Traversal())}
+BEYOND_THE_NODE: dict[str, Verifier] = {
+    verifier.name: verifier for verifier in (Auto(), Block(), Traversal())
+}
 LAYERS = tuple(f"layer:{name}" for name, scheme in SCHEMES.items() if scheme.layered)
 NAMES = (*SCHEMES, *BEYOND_THE_NODE, *LAYERS)
 
@@ -105,5 +112,7 @@ def verifier_by_name(spec: str, allow_lossy: bool = False) -> Verifier:
         return Walk(scheme_by_name(spec, allow_lossy, NAMES[len(SCHEMES) :]))
     scheme = scheme_by_name(name or "greedy", allow_lossy)
     if not takes_layers(scheme):
-        raise InputError(f"layer verification over {scheme.name} is not known: take {' or '.join(LAYERS)}")
+        raise InputError(
+            f"layer verification over {scheme.name} is not known: take {' or '.join(LAYERS)}"
+        )
     return Layer(scheme)

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.laws import check_temperatures, independent, laws_of, normalise, overlap, recursive_rejection
+from treespec.verify.laws import (
+    check_temperatures,
+    independent,
+    laws_of,
+    normalise,
+    overlap,
+    recursive_rejection,
+)
 from treespec.verify.scheme import Drawing, Scheme
 
 

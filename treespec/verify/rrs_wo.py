@@ -56,24 +56,34 @@ class RRSWithoutReplacement(SureScheme):
         check(self, q, width)
         if width == 1:
             return independent(q, k, generator)
-        tokens = keep_first(distinct(independent(q, SPARE * width, generator).tokens)[:, :width], number)
+        tokens = keep_first(
+            distinct(independent(q, SPARE * width, generator).tokens)[:, :width], number
+        )
         wanted = torch.arange(width, device=q.device) < number
         for turn, short in enumerate(((tokens < 0) & wanted).any(0).tolist()):
             if short:
                 more = sample_if_any(without(q, tokens[:, :turn]), generator)
-                tokens[:, turn : turn + 1] = torch.where(tokens < 0, more, tokens)[:, turn : turn + 1]
+                tokens[:, turn : turn + 1] = torch.where(tokens < 0, more, tokens)[
+                    :, turn : turn + 1
+                ]
         return Draws(keep_first(tokens, number))
 
-    def draw_with_sure(self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator) -> Draws:
+    def draw_with_sure(
+        self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator
+    ) -> Draws:
         """Absent draws stand behind all that are present."""
         if not sure.any():
             tokens = self.draw(q, drawn, generator).tokens
             return Draws(tokens, sure=torch.zeros_like(tokens, dtype=torch.bool))
         tops = keep_first(likeliest(q, int(sure.max())), sure[:, None].to(q.device))
         tops = tops.masked_fill(q.gather(1, tops.clamp(min=0)) == 0, -1)
-        others = tops[:, :0] if not drawn.any() else self.draw(without(q, tops), drawn, generator).tokens
+        others = (
+            tops[:, :0] if not drawn.any() else self.draw(without(q, tops), drawn, generator).tokens
+        )
         tokens = torch.cat([others, tops], dim=1)
-        is_sure = (torch.arange(tokens.shape[1], device=q.device) >= others.shape[1]).expand_as(tokens)
+        is_sure = (torch.arange(tokens.shape[1], device=q.device) >= others.shape[1]).expand_as(
+            tokens
+        )
         return Draws(tokens, is_sure).columns((tokens < 0).int().argsort(dim=-1, stable=True))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:

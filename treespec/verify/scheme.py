@@ -120,7 +120,9 @@ class SureScheme(Scheme, Protocol):
         """Whether any draw of a node is accepted as readily as another."""
         return False
 
-    def draw_with_sure(self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator) -> Draws:
+    def draw_with_sure(
+        self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator
+    ) -> Draws:
         """The `sure` likeliest tokens of each node, and `drawn` draws from the rest of q.
 
         q: [B, V] probabilities. drawn, sure: [B] int64 on the host.

@@ -83,7 +83,9 @@ class SpecHub(Scheme):
 
         # Step 5: the rest of p.
         rest = p3.scatter_add_(1, at_a, p_a3)
-        return answer(p, rest, torch.cat([i, a], 1), torch.cat([accept_i, (1 - accept_i) * accept_a], 1))
+        return answer(
+            p, rest, torch.cat([i, a], 1), torch.cat([accept_i, (1 - accept_i) * accept_a], 1)
+        )
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         """That of `greedy`, though two draws have another law."""

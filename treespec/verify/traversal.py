@@ -32,7 +32,9 @@ class Traversal:
     scheme: ClassVar[Scheme] = RRSWithoutReplacement()
     paced: ClassVar[bool] = False
 
-    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+    def __call__(
+        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+    ) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return follow(tree, sample(p[:], generator))
@@ -45,9 +47,13 @@ class Traversal:
         draws, is_sure, totals = tokens.tolist(), sure.tolist(), laws.sum(-1).tolist()
         row_of = {node: row for row, node in enumerate(nodes.tolist())}
         child_of: dict[tuple[int, int], int] = {}
-        for node, (parent, token) in enumerate(torch.stack([tree.parents, tree.tokens]).mT.tolist()):
+        for node, (parent, token) in enumerate(
+            torch.stack([tree.parents, tree.tokens]).mT.tolist()
+        ):
             child_of.setdefault((parent, token), node)
-        uniform = torch.rand(len(p) + tokens.numel(), generator=generator, dtype=torch.float64, device=p.device)
+        uniform = torch.rand(
+            len(p) + tokens.numel(), generator=generator, dtype=torch.float64, device=p.device
+        )
         coins = iter(uniform.tolist())
 
         def keep(node: int | None, weight: float) -> Verdict | None:
@@ -69,7 +75,9 @@ class Traversal:
                     chance = chances[k] if is_sure[row][k] else chances[k] * total
                     below = keep(child, min(1.0, scale * chance))
                     if below:
-                        return Verdict([child, *below.path] if child else [], [token, *below.tokens])
+                        return Verdict(
+                            [child, *below.path] if child else [], [token, *below.tokens]
+                        )
                     if is_sure[row][k]:
                         law = (law * scale).index_fill_(0, at[row, k : k + 1], 0)
                     else:
@@ -81,7 +89,9 @@ class Traversal:
                     scale = 1 / max(left + (1 - weight), torch.finfo(law.dtype).tiny)
                     weight = left * scale
             if node == 0 or next(coins) < weight:
-                return Verdict([], sample(normalise(law[None].clone(), own[None]), generator).tolist())
+                return Verdict(
+                    [], sample(normalise(law[None].clone(), own[None]), generator).tolist()
+                )
             return None
 
         verdict = keep(0, 1.0)

@@ -32,7 +32,9 @@ class Typical(Scheme):
 
     def __post_init__(self) -> None:
         if not (0 < self.epsilon <= 1 and 0 < self.delta <= 1):
-            raise InputError(f"typical: epsilon is {self.epsilon}, delta {self.delta}; both must lie in (0, 1]")
+            raise InputError(
+                f"typical: epsilon is {self.epsilon}, delta {self.delta}; both must lie in (0, 1]"
+            )
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         width, number = counts(q, k)
@@ -41,7 +43,9 @@ class Typical(Scheme):
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         at = draws.tokens.clamp(min=0)
-        mass, best = (p.gather(1, at) * (draws.tokens >= 0)).max(-1, keepdim=True)  # [B, 1]; only the best can matter
+        mass, best = (p.gather(1, at) * (draws.tokens >= 0)).max(
+            -1, keepdim=True
+        )  # [B, 1]; only the best can matter
         chosen = torch.zeros_like(p).scatter_(1, at.gather(1, best), 1.0)
         return chosen.where(mass > self.threshold(p), p)
 

@@ -20,11 +20,18 @@ from treespec.verify.laws import answer, check, counts, independent, likeliest, 
 from treespec.verify.optimal import LIKELY, Optimal
 from treespec.verify.scheme import Scheme
 
-LEVELS = 48  # from nothing to the largest value; one is the unit of prices and the scale of the noise
+LEVELS = (
+    48  # from nothing to the largest value; one is the unit of prices and the scale of the noise
+)
 ABOVE = 4  # levels beyond, where the noise ends
 FINE, OCTAVE, LOWEST = 512, 32, -8  # cells of p/q, how many an octave, and where they start
 CELLS = 128  # made of those, of about equal mass of q
-STEPS, HEAT, HOLD, MOMENTUM = 40, 12.0, 0.4, 0.8  # of the prices; noise from HEAT levels to 1, there for HOLD of steps
+STEPS, HEAT, HOLD, MOMENTUM = (
+    40,
+    12.0,
+    0.4,
+    0.8,
+)  # of the prices; noise from HEAT levels to 1, there for HOLD of steps
 MOST = 1000  # a value, in tokens
 PRECISION = 1 << 10  # of prices, a level; coarser than what sums in another order differ by
 
@@ -46,7 +53,9 @@ class Valued(Scheme):
     extra: int = 0
 
     def __post_init__(self) -> None:
-        falling = all(a >= b >= 0 for a, b in zip(self.values, (*self.values[1:], 0.0), strict=True))
+        falling = all(
+            a >= b >= 0 for a, b in zip(self.values, (*self.values[1:], 0.0), strict=True)
+        )
         if not (self.values and falling and 0 < self.values[0] <= MOST):
             raise InputError(
                 f"verifier valued: values are {'/'.join(map(str, self.values))}; the first must be positive, at most "
@@ -67,7 +76,11 @@ class Valued(Scheme):
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         check(self, q, 1)
-        tokens = draws.tokens if draws.places is None else draws.tokens.gather(1, draws.places.argsort(dim=-1))
+        tokens = (
+            draws.tokens
+            if draws.places is None
+            else draws.tokens.gather(1, draws.places.argsort(dim=-1))
+        )
         present = tokens >= 0
         q = q * scale(q, present.any(-1, keepdim=True))
         value = self.levels(q, tokens.shape[1])
@@ -76,10 +89,14 @@ class Valued(Scheme):
         own = cell.gather(1, at)
         cdf = scores(price.gather(1, own))
         chosen = (steps(cdf) * best(cdf, value, present)).sum(-1)
-        x = density.gather(2, own[:, None].expand(-1, own.shape[1], -1)) * q.gather(1, at)[:, None]  # [B, K, token]
+        x = (
+            density.gather(2, own[:, None].expand(-1, own.shape[1], -1)) * q.gather(1, at)[:, None]
+        )  # [B, K, token]
         kept = shares(p.gather(1, at)[:, None], x).diagonal(dim1=1, dim2=2)
         of_token = q * density.sum(1).to(q.dtype).gather(1, cell)
-        return answer(p, subtract(p, of_token, torch.ones_like(p[:, :1])), tokens, (chosen * kept).to(p.dtype))
+        return answer(
+            p, subtract(p, of_token, torch.ones_like(p[:, :1])), tokens, (chosen * kept).to(p.dtype)
+        )
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> None:
         """None: the residual may be one of the draws that were not selected."""
@@ -99,11 +116,15 @@ class Valued(Scheme):
         """[B, K] int64 the values of k draws as levels; with `extra` at their expected ranks among
         distinct tokens.
         """
-        values = torch.tensor((*self.values, *self.values[-1:] * k), dtype=torch.float64, device=q.device)
+        values = torch.tensor(
+            (*self.values, *self.values[-1:] * k), dtype=torch.float64, device=q.device
+        )
         rank = torch.arange(k, dtype=torch.float64, device=q.device).expand(len(q), -1)
         if self.extra:
             likely = q.gather(1, likeliest(q, min(LIKELY, q.shape[-1])))[..., None].double()
-            rank = (1 - (1 - likely) ** rank[:, None]).sum(1) + (1 - likely.sum(1)).clamp(min=0) * rank
+            rank = (1 - (1 - likely) ** rank[:, None]).sum(1) + (1 - likely.sum(1)).clamp(
+                min=0
+            ) * rank
         lower = rank.long()
         value = values[lower].lerp(values[lower + 1], rank - lower)
         return (value * (LEVELS / self.values[0])).round().long()
@@ -162,8 +183,12 @@ def cells(p: Tensor, q: Tensor) -> Tensor:
     """
     if q.shape[1] <= CELLS:
         return torch.arange(q.shape[1], device=q.device).expand_as(q)
-    fine = (((p / q).log2() - LOWEST) * OCTAVE).nan_to_num(0).clamp_(0, FINE - 1).long()  # 0 / 0 is never drawn
-    mass = torch.zeros(len(q), FINE, dtype=torch.float64, device=q.device).scatter_add_(1, fine, q.double())
+    fine = (
+        (((p / q).log2() - LOWEST) * OCTAVE).nan_to_num(0).clamp_(0, FINE - 1).long()
+    )  # 0 / 0 is never drawn
+    mass = torch.zeros(len(q), FINE, dtype=torch.float64, device=q.device).scatter_add_(
+        1, fine, q.double()
+    )
     middle = mass.cumsum(-1) - mass / 2
     return (middle * CELLS).long().clamp_(0, CELLS - 1).gather(1, fine)
 
@@ -202,7 +227,9 @@ def best(cdf: Tensor, value: Tensor, present: Tensor) -> Tensor:
     upto, below = (cdf.gather(2, at.clamp(0, last)) for at in (place, place - 1))
     before = pad(below[:, :-1], (0, 0, 1, 0), value=1).cumprod(1)
     after = pad(upto[:, 1:], (0, 0, 0, 1), value=1).flip(1).cumprod(1).flip(1)
-    wins = pad(before * after * present[..., None], (1, ABOVE))  # score 0 and below; and none is as high
+    wins = pad(
+        before * after * present[..., None], (1, ABOVE)
+    )  # score 0 and below; and none is as high
     at = torch.arange(last + 1, device=cdf.device) - LEVELS + value[..., None]
     return wins.gather(2, at.clamp(0, wins.shape[2] - 1))
 

@@ -39,7 +39,9 @@ class Verifier(Protocol):
     @property
     def paced(self) -> bool: ...
 
-    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+    def __call__(
+        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+    ) -> Verdict:
         """p: [N, V] probabilities."""
         ...
 
@@ -64,17 +66,29 @@ class Walk:
     def name(self) -> str:
         return self.scheme.name
 
-    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+    def __call__(
+        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+    ) -> Verdict:
         return (self.step_by_step if p.device.type == "cpu" else self.at_once)(tree, p, generator)
 
-    def at_once(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+    def at_once(
+        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+    ) -> Verdict:
         return follow(tree, sample(self.plans(tree, p), generator))
 
-    def step_by_step(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+    def step_by_step(
+        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+    ) -> Verdict:
         child: dict[tuple[int, int], int] = {}
-        for node, (parent, token) in enumerate(torch.stack([tree.parents, tree.tokens]).mT.tolist()):
+        for node, (parent, token) in enumerate(
+            torch.stack([tree.parents, tree.tokens]).mT.tolist()
+        ):
             child.setdefault((parent, token), node)
-        row_of = {node: row for row, node in enumerate(tree.drafts.nodes.tolist())} if tree.drafts else {}
+        row_of = (
+            {node: row for row, node in enumerate(tree.drafts.nodes.tolist())}
+            if tree.drafts
+            else {}
+        )
         path, tokens = [0], []
         while True:
             at = path[-1]
@@ -88,19 +102,25 @@ class Walk:
         """[N, V] the law of the output at every node."""
         if tree.drafts:
             nodes = tree.drafts.nodes
-            return p[:].index_copy(0, nodes, self.scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws))
+            return p[:].index_copy(
+                0, nodes, self.scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws)
+            )
         if self.scheme.lossless:
             return p[:]  # the plan is p
         return self.scheme.plan(p[:], p[:], Draws(children_of(tree)))
 
-    def plan_at(self, tree: TokenTree, p: Tensor | TargetLaws, node: int, row: int | None) -> Tensor:
+    def plan_at(
+        self, tree: TokenTree, p: Tensor | TargetLaws, node: int, row: int | None
+    ) -> Tensor:
         """[1, V] the law of the output at one node.
 
         row: the node's row in the tree's drafts; None: it has none.
         """
         law = p[node : node + 1]
         if tree.drafts and row is not None:
-            return self.scheme.plan(law, tree.drafts.q[row : row + 1], drawn_at(row, tree.drafts.draws))
+            return self.scheme.plan(
+                law, tree.drafts.q[row : row + 1], drawn_at(row, tree.drafts.draws)
+            )
         if self.scheme.lossless:
             return law
         return self.scheme.plan(law, law, Draws(children_of(tree)[node : node + 1]))
@@ -128,7 +148,10 @@ def follow(tree: TokenTree, choice: Tensor) -> Verdict:
 
 def follow_all(trees: Sequence[TokenTree], choices: Sequence[Tensor]) -> list[Verdict]:
     """`follow` in each of several trees; the host waits once."""
-    steps = [torch.stack([next_nodes(tree, choice), choice]) for tree, choice in zip(trees, choices, strict=True)]
+    steps = [
+        torch.stack([next_nodes(tree, choice), choice])
+        for tree, choice in zip(trees, choices, strict=True)
+    ]
     following, chosen = torch.cat(steps, dim=1).tolist()
     verdicts, first = [], 0
     for tree in trees:

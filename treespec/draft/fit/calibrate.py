@@ -49,9 +49,15 @@ def calibrate(
         samples += outcomes(head, target, rows, depth, positions, temperature, generator)
     if not sum(len(sample[0]) for sample in samples):
         raise InputError("the text is too short to calibrate a head on: give longer conversations")
-    top, top_hit, draw, draw_hit, room, weight = (torch.cat(parts) for parts in zip(*samples, strict=True))
-    tops = logistic(top.flatten(0, 1), top_hit.flatten(), weight[:, None].expand_as(top_hit).flatten())
-    draws = logistic(draw.flatten(0, 2), (draw_hit / room).flatten(), (weight[:, None, None] * room).flatten())
+    top, top_hit, draw, draw_hit, room, weight = (
+        torch.cat(parts) for parts in zip(*samples, strict=True)
+    )
+    tops = logistic(
+        top.flatten(0, 1), top_hit.flatten(), weight[:, None].expand_as(top_hit).flatten()
+    )
+    draws = logistic(
+        draw.flatten(0, 2), (draw_hit / room).flatten(), (weight[:, None, None] * room).flatten()
+    )
 
     # 2. The first model again, at temperature 0.
     choice = [choices(head, target, row, depth, positions // len(rows) + 1) for row in rows]
@@ -60,10 +66,15 @@ def calibrate(
 
     # 3. Tree sizes by price, and rates counted while the target writes.
     fitted = Calibration(tuple(tops.tolist()), tuple(draws.tolist()), {}, tuple(greedy.tolist()))
-    sizes = {f"{t:g}": tree_sizes(head, target, rows, fitted, depth, t, generator) for t in temperatures}
+    sizes = {
+        f"{t:g}": tree_sizes(head, target, rows, fitted, depth, t, generator) for t in temperatures
+    }
     proposer = KINDS[head.kind].proposer(head, target)
     prompts = prompts_of(rows, target)
-    rates = {f"{t:g}": own_rates(target, proposer, prompts, t, seed=seed) for t in (COLDEST, *temperatures)}
+    rates = {
+        f"{t:g}": own_rates(target, proposer, prompts, t, seed=seed)
+        for t in (COLDEST, *temperatures)
+    }
     return replace(fitted, sizes=sizes, rates=rates)
 
 
@@ -104,7 +115,10 @@ def outcomes(
         weight = torch.ones(len(tokens) - depth - 1, device=law.device)
         for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, given, depth)):
             q = probs(logits, params)
-            p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
+            p, following = (
+                law[step + 1 : step + 1 + len(q)],
+                tokens[step + 2 : step + 2 + len(q), None],
+            )
             chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:: depth + 1]
             samples.append((*tried(p[chosen], q[chosen], step, generator), weight[chosen].cpu()))
             ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
@@ -114,7 +128,9 @@ def outcomes(
 
 
 @torch.no_grad()
-def choices(head: Head, target: Target, row: Row, depth: int, positions: int) -> tuple[Tensor, Tensor, Tensor]:
+def choices(
+    head: Head, target: Target, row: Row, depth: int, positions: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """For temperature 0: features of tops [n, 4], whether each is the target's choice [n], and a
     weight [n].
 
@@ -131,8 +147,12 @@ def choices(head: Head, target: Target, row: Row, depth: int, positions: int) ->
         best = largest(q[chosen], min(TOPS, q.shape[-1]))[1]
         hit = (best == p[chosen].argmax(-1, keepdim=True)).double().cpu()
         top = features(q[chosen], step)[0][:, : best.shape[1]]
-        found.append((top.flatten(0, 1), hit.flatten(), weight[chosen, None].cpu().expand_as(hit).flatten()))
-        weight = weight * (q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)).squeeze(1).clamp(max=1)
+        found.append(
+            (top.flatten(0, 1), hit.flatten(), weight[chosen, None].cpu().expand_as(hit).flatten())
+        )
+        weight = weight * (q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)).squeeze(
+            1
+        ).clamp(max=1)
     if not found:
         return torch.zeros(0, TOP_FEATURES), torch.zeros(0), torch.zeros(0)
     one, two, three = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -190,7 +210,9 @@ def tree_sizes(
 ) -> list[tuple[float, float]]:
     """Pairs (price, mean nodes of the trees at that price), grown from positions of the text."""
     params, sizes = SamplingParams(temperature), []
-    roots = [(row, at) for row in rows for at in (row[1][1:].nonzero().squeeze(1)[::40] + 1).tolist()[:3]]
+    roots = [
+        (row, at) for row in rows for at in (row[1][1:].nonzero().squeeze(1)[::40] + 1).tolist()[:3]
+    ]
     for price in PRICES:
         nodes = []
         for (tokens, _, known), at in roots[:ROOTS]:
@@ -198,7 +220,9 @@ def tree_sizes(
             proposer.observe([target.parted(known[:at], head.taps)[0]], [tokens[: at + 1]])
             tree = SampledTree(depth=depth, price=price)
             drafter = TreeDrafter(proposer, tree, RRSWithoutReplacement(), calibration)
-            trees = drafter.draft_trees(tokens[at : at + 1], params, [generator], target.new_cache())
+            trees = drafter.draft_trees(
+                tokens[at : at + 1], params, [generator], target.new_cache()
+            )
             nodes.append(len(trees[0].tokens))
         sizes.append((price, sum(nodes) / len(nodes)))
     return sizes

@@ -43,7 +43,9 @@ DEAR = 6  # one-token forwards; larger trees than the first that costs so much a
 DRAWS, BINARY = RRSWithoutReplacement(), balanced(2, 2)
 
 Act = Callable[[], object]
-Step = tuple[Act, Act]  # the act before it, as when decoding (it warms the caches), and the timed act
+Step = tuple[
+    Act, Act
+]  # the act before it, as when decoding (it warms the caches), and the timed act
 
 
 def times_for(target: Target, proposer: Proposer | None, folder: Path | None = None) -> Times:
@@ -67,7 +69,9 @@ def times_for(target: Target, proposer: Proposer | None, folder: Path | None = N
 def measure(target: Target, proposer: Proposer | None) -> Times:
     """Measure all of `Times`. proposer: None leaves the drafts at 0."""
     # 1. A text, in the target's cache and observed by the proposer.
-    tokens = torch.arange(CONTEXT, device=target.output_device) % target.vocab_size  # more than some contexts hold
+    tokens = (
+        torch.arange(CONTEXT, device=target.output_device) % target.vocab_size
+    )  # more than some contexts hold
     cache = target.new_cache()
     taps = proposer.taps if proposer else ()
     features = target.prefill(cache, tokens[None], taps)[0]
@@ -89,11 +93,16 @@ def measure(target: Target, proposer: Proposer | None) -> Times:
     # 3. Forwards over growing numbers of nodes, up to the first that is too dear.
     nodes = affordable(target, cache, tokens)
     earlier: Act = drafting[-2][1] if drafting else between
-    steps: list[Step] = [(between if n == 1 else earlier, partial(forward, path(n, tokens))) for n in nodes]
+    steps: list[Step] = [
+        (between if n == 1 else earlier, partial(forward, path(n, tokens))) for n in nodes
+    ]
 
     # 4. Verifying and committing: no drafts, likeliest tokens, a chain of draws, a tree of draws.
     sampled, flat = SamplingParams(1.0), Flat(target)
-    growths = [grow_static(tokens[-1:], flat.root, tree, DRAWS, sampled, generator) for tree in (chain(5), BINARY)]
+    growths = [
+        grow_static(tokens[-1:], flat.root, tree, DRAWS, sampled, generator)
+        for tree in (chain(5), BINARY)
+    ]
     single_tree, drawn_tree = (grow_together(flat, [growth])[0] for growth in growths)
     kinds = [
         (path(1, tokens), sampled),
@@ -108,7 +117,11 @@ def measure(target: Target, proposer: Proposer | None) -> Times:
 
     # 5. Time them all, and split levels into the first and each further one.
     costs = fast_times(steps, target.output_device)
-    forwards, rest, draft_costs = costs[: len(nodes)], costs[len(nodes) : len(nodes) + 4], costs[len(nodes) + 4 :]
+    forwards, rest, draft_costs = (
+        costs[: len(nodes)],
+        costs[len(nodes) : len(nodes) + 4],
+        costs[len(nodes) + 4 :],
+    )
     draft_costs = draft_costs or [0.0] * 9
     further, of_one, of_deep = max(deep - 1, 1), draft_costs[:8:2], draft_costs[1:8:2]
     chosen, drawn, single, fixed = (
@@ -150,7 +163,11 @@ def affordable(target: Target, cache: TreeCache, tokens: Tensor) -> tuple[int, .
 
 
 def judge(
-    logits: Tensor, cache: TreeCache, tree: TokenTree, params: SamplingParams, generator: torch.Generator
+    logits: Tensor,
+    cache: TreeCache,
+    tree: TokenTree,
+    params: SamplingParams,
+    generator: torch.Generator,
 ) -> None:
     """Verify a tree that is in the cache, commit up to three of its nodes, and forget them. logits:
     [N, V].
@@ -182,7 +199,9 @@ def drafts(
     if draws is None:
         growth = grow_wide(tokens[-1:], logits, depth, width)
     else:
-        tree = StaticTree(tuple((0,) * level + (rank,) for level in range(depth) for rank in range(max(draws, 1))))
+        tree = StaticTree(
+            tuple((0,) * level + (rank,) for level in range(depth) for rank in range(max(draws, 1)))
+        )
         scheme = DRAWS if draws else TopK()
         growth = grow_static(tokens[-1:], logits, tree, scheme, SamplingParams(1.0), generator)
     grow_together(proposer, [growth])

@@ -39,7 +39,9 @@ class Counted:
         self.walk = Walk(self.scheme)
         self.judged, self.accepted = torch.zeros(2, tree.max_draws, dtype=torch.float64)  # [K] each
 
-    def __call__(self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator) -> Verdict:
+    def __call__(
+        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+    ) -> Verdict:
         verdict = self.walk(tree, p, generator)
         if tree.drafts is None:
             return verdict

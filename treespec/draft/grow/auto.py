@@ -44,7 +44,10 @@ def grow_auto(
     promises.
     """
     nodes, promises, scores = Nodes(root), [], []
-    frontier, above = np.zeros(1, dtype=np.int64), np.ones(1)  # node numbers, Pr(each is the target's choice)
+    frontier, above = (
+        np.zeros(1, dtype=np.int64),
+        np.ones(1),
+    )  # node numbers, Pr(each is the target's choice)
     forward, inner, tops = pace.forward[: tree.nodes], 0, pace.rates[0]
     for level in range(1, tree.depth + 1):
         # 1. Candidates below the frontier, by how often such promises were kept.
@@ -76,7 +79,9 @@ def grow_auto(
 
     # 4. The best candidates, and what they promise.
     size = max(size, 2) if pace.trying else size
-    kept = np.concatenate([[0], 1 + best_of(reach, size - 1)])  # best first: the likely path is not moved in caches
+    kept = np.concatenate(
+        [[0], 1 + best_of(reach, size - 1)]
+    )  # best first: the likely path is not moved in caches
     grown = nodes.tree(kept)
     parents = grown.parents.cpu().numpy()
     chances = np.concatenate([[1.0], *promises])[kept]
@@ -84,7 +89,9 @@ def grow_auto(
     return grown
 
 
-def expansion(reach: np.ndarray, chance: float, price: float, step: float, row: float, levels: int) -> int:
+def expansion(
+    reach: np.ndarray, chance: float, price: float, step: float, row: float, levels: int
+) -> int:
     """How many of the best nodes of a level to expand; 0 ends the tree.
 
     Below a node of reach r a chain is expected, of reach r·chance, r·chance², …; each of its nodes
@@ -154,7 +161,9 @@ def shape_for(pace: Pace, tree: AutoTree, draws: int | None) -> Shape:
 
 
 @lru_cache(4096)
-def _shape(times: Times, rates: tuple[float, ...], likeliest: bool, grains: tuple[int, int], tree: AutoTree) -> Shape:
+def _shape(
+    times: Times, rates: tuple[float, ...], likeliest: bool, grains: tuple[int, int], tree: AutoTree
+) -> Shape:
     """grains: of trust, on a grid that is fine enough."""
     first, others = (math.exp(grain * GRAIN) for grain in grains)
     trusted = np.array([[rates[0] * first, *(rate * others for rate in rates[1:])]])
@@ -162,7 +171,9 @@ def _shape(times: Times, rates: tuple[float, ...], likeliest: bool, grains: tupl
     forward = times.forward(min(times.nodes[-1], tree.nodes))
     shapes = [_fastest(known[0], (), forward, times, 0 if likeliest else 1, tree.depth)]
     if len(rates) > 1:
-        shapes.append(_fastest(known[0], known[1:], forward, times, 0 if likeliest else 2, tree.depth))
+        shapes.append(
+            _fastest(known[0], known[1:], forward, times, 0 if likeliest else 2, tree.depth)
+        )
     found, speed = max(shapes, key=lambda one: one[1])
     number = {path: node for node, path in enumerate(found.paths)}
     parents = np.array([-1, *(number[path[:-1]] for path in found.paths[1:])])
@@ -171,14 +182,25 @@ def _shape(times: Times, rates: tuple[float, ...], likeliest: bool, grains: tupl
 
 
 def _fastest(
-    first: float, others: tuple[float, ...], forward: np.ndarray, times: Times, draws: int, depth: int
+    first: float,
+    others: tuple[float, ...],
+    forward: np.ndarray,
+    times: Times,
+    draws: int,
+    depth: int,
 ) -> tuple[StaticTree, float]:
     """Of all sizes and depths the tree with most tokens a second (`trees.sequoia`), and how many."""
     best = best_trees(torch.tensor([first, *others]), len(forward), depth)
     levels, nodes = np.arange(1, depth + 1)[:, None], np.arange(2, len(forward) + 1)
     inner = np.maximum(nodes / 2, levels) if others else levels
     begin, step = times.levels(draws)
-    seconds = forward[1:] + begin + step * (levels - 1) + times.row * (inner - levels) + times.resting(draws)
+    seconds = (
+        forward[1:]
+        + begin
+        + step * (levels - 1)
+        + times.row * (inner - levels)
+        + times.resting(draws)
+    )
     speed = best.tokens[1:, 2:].numpy() / seconds
     place = np.unravel_index(int(speed.argmax()), speed.shape)
     return best.tree(int(place[1]) + 2, int(place[0]) + 1), float(speed[place])
@@ -208,7 +230,9 @@ class AutoGrower(Grower[AutoTree]):
         pace.start(shape.speed)
         return pace.rests(max(shape.speed, pace.speed))
 
-    def grow(self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Growth:
+    def grow(
+        self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
+    ) -> Growth:
         """The likeliest tokens level by level where that is faster, else a tree settled before
         anything is drafted.
         """

@@ -31,15 +31,21 @@ class ConfidentGrower(Grower[ConfidentChain]):
         check_one_law(model)
         check_depth(policy.max_depth, model, "confident:depth=")
 
-    def grow(self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Growth:
+    def grow(
+        self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
+    ) -> Growth:
         scheme, depth = self.means.scheme_at(params), self.policy.depth
-        grown = yield from grow_confident(root, logits, depth, self.threshold, scheme, params, generator)
+        grown = yield from grow_confident(
+            root, logits, depth, self.threshold, scheme, params, generator
+        )
         self.levels = len(grown.tokens) - 1
         return grown
 
     def feedback(self, path: Sequence[int]) -> None:
         if self.levels:
-            self.threshold, self.rate = self.policy.update(self.threshold, self.rate, len(path), self.levels)
+            self.threshold, self.rate = self.policy.update(
+                self.threshold, self.rate, len(path), self.levels
+            )
         self.levels = 0
 
 

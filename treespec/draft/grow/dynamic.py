@@ -31,7 +31,9 @@ class DynamicGrower(Grower[DynamicTree]):
         check_width(policy.topk, scheme)
         check_depth(policy.max_depth, model, "dynamic:depth=")
 
-    def grow(self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Growth:
+    def grow(
+        self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
+    ) -> Growth:
         return grow_dynamic(root, logits, self.policy)
 
 
@@ -40,7 +42,10 @@ def grow_dynamic(root: Tensor, logits: Tensor, tree: DynamicTree) -> Growth:
     device = logits.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     tokens, parents, depths, scores = [root], [zero], [zero], []
-    frontier, above = zero, zero.float()  # candidate numbers and path log-probabilities of the frontier
+    frontier, above = (
+        zero,
+        zero.float(),
+    )  # candidate numbers and path log-probabilities of the frontier
     count = 1
     for level in range(1, tree.depth + 1):
         children, path_scores = expand(above, logits, tree.topk)  # [F, K]
@@ -57,7 +62,9 @@ def grow_dynamic(root: Tensor, logits: Tensor, tree: DynamicTree) -> Growth:
     kept = 1 + best_first(torch.cat(scores), tree.nodes - 1)
     kept = torch.cat([zero, kept.sort().values])
     links = connect(kept, torch.cat(parents))
-    return TokenTree(torch.cat(tokens)[kept], links, torch.cat(depths)[kept], ancestor_mask(links, tree.depth))
+    return TokenTree(
+        torch.cat(tokens)[kept], links, torch.cat(depths)[kept], ancestor_mask(links, tree.depth)
+    )
 
 
 def expand(scores: Tensor, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:

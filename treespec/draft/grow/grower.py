@@ -67,7 +67,9 @@ class Grower(Generic[P]):
         """Whether the text goes without drafts this cycle. Asked once a cycle, before `grow`."""
         return False
 
-    def grow(self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Growth:
+    def grow(
+        self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
+    ) -> Growth:
         """root: [1] int64. logits: [1, V] draft logits of its children."""
         raise NotImplementedError
 
@@ -80,7 +82,9 @@ def check_one_law(model: DraftModel) -> None:
     node.
     """
     if model.several:
-        raise InputError("draft models that take turns need a tree of fixed shape: take --tree eagle or 2x4")
+        raise InputError(
+            "draft models that take turns need a tree of fixed shape: take --tree eagle or 2x4"
+        )
 
 
 def check_depth(levels: int, model: DraftModel, form: str) -> None:

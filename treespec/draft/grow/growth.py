@@ -9,7 +9,9 @@ from treespec.draft.proposer import Frontier
 from treespec.trees.tree import TokenTree, root_only
 
 Grown = TypeVar("Grown")
-Growing = Generator[Frontier, Tensor, Grown]  # gives a frontier, is sent the [F, N] draft logits of its children
+Growing = Generator[
+    Frontier, Tensor, Grown
+]  # gives a frontier, is sent the [F, N] draft logits of its children
 Growth = Growing[TokenTree]
 
 
@@ -37,5 +39,7 @@ def grow_together(proposer: Extends, growths: Sequence[Growing[Grown]]) -> list[
     frontiers = [step(row, None) for row in range(len(growths))]
     while any(frontiers):
         below = proposer.extend(frontiers)
-        frontiers = [step(row, below[row]) if frontier else None for row, frontier in enumerate(frontiers)]
+        frontiers = [
+            step(row, below[row]) if frontier else None for row, frontier in enumerate(frontiers)
+        ]
     return [grown[row] for row in range(len(growths))]

@@ -39,7 +39,9 @@ class Nodes:
         """kept: [N] numbers of the nodes to keep, parents before children, the root's 0 first; None
         is all.
         """
-        tokens, parents, depths = (np.concatenate(x) for x in (self.tokens, self.parents, self.depths))
+        tokens, parents, depths = (
+            np.concatenate(x) for x in (self.tokens, self.parents, self.depths)
+        )
         if kept is not None:
             number = np.zeros(self.count, dtype=np.int64)
             number[kept] = np.arange(len(kept))
@@ -50,7 +52,9 @@ class Nodes:
             (level,) = np.nonzero(depths == depth)
             above[level] |= above[parents[level]]
         everything = torch.cat([self.root, self._given(tokens)])
-        return TokenTree(everything, self._given(parents), self._given(depths), self._given(above), drafts)
+        return TokenTree(
+            everything, self._given(parents), self._given(depths), self._given(above), drafts
+        )
 
     def _given(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy(x).to(self.root.device)

@@ -38,17 +38,27 @@ class SampledGrower(Grower[SampledTree]):
             )
         check_depth(policy.max_depth, model, "sampled:depth=")
         if not model.calibrated:
-            remedy = "make it with treespec calibrate, or take" if model.trained else "without a head take"
-            raise InputError(f"the sampled tree needs a head's calibration.json: {remedy} --tree eagle")
+            remedy = (
+                "make it with treespec calibrate, or take"
+                if model.trained
+                else "without a head take"
+            )
+            raise InputError(
+                f"the sampled tree needs a head's calibration.json: {remedy} --tree eagle"
+            )
 
-    def grow(self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Growth:
+    def grow(
+        self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
+    ) -> Growth:
         tree, scheme, calibration = self.policy, self.means.scheme, self.means.calibration
         if params.greedy:
             return grow_dynamic(root, logits, DynamicTree(tree.depth, nodes=tree.nodes))
         assert calibration
         assert takes_sure_tokens(scheme)
         price = tree.price or calibration.price(tree.nodes, params.temperature)
-        return grow_sampled(root, logits, Sampled(scheme, calibration, tree.depth, price), params, generator)
+        return grow_sampled(
+            root, logits, Sampled(scheme, calibration, tree.depth, price), params, generator
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,9 @@ def grow_sampled(
     frontier, reach = np.zeros(1, dtype=np.int64), np.ones(1)  # node numbers, Pr(reached)
     for level in range(1, by.depth + 1):
         q = probs(logits, params)
-        k, child_reach = allot(reach, *by.calibration.chances(outline(q), level - 1), by.price, by.scheme.equal_draws)
+        k, child_reach = allot(
+            reach, *by.calibration.chances(outline(q), level - 1), by.price, by.scheme.equal_draws
+        )
         (some,) = np.nonzero(k.any(-1))
         if not len(some):
             break

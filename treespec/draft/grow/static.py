@@ -32,8 +32,12 @@ class StaticGrower(Grower[StaticTree]):
         check_width(policy.max_draws, scheme)
         check_depth(policy.max_depth, model, "chain:")
 
-    def grow(self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Growth:
-        return grow_static(root, logits, self.policy, self.means.scheme_at(params), params, generator)
+    def grow(
+        self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
+    ) -> Growth:
+        return grow_static(
+            root, logits, self.policy, self.means.scheme_at(params), params, generator
+        )
 
 
 def grow_static(
@@ -82,7 +86,9 @@ def draft_laws(logits: Tensor, scheme: Scheme, params: SamplingParams, k: int) -
         return probs(logits[:, torch.arange(k) % logits.shape[1]].float() / scale[:, None], params)
     if not multipliers:
         return probs(logits, params)
-    laws = [probs(logits, replace(params, temperature=params.temperature * m)) for m in multipliers[:k]]
+    laws = [
+        probs(logits, replace(params, temperature=params.temperature * m)) for m in multipliers[:k]
+    ]
     return torch.stack(laws + laws[-1:] * (k - len(laws)), dim=1)
 
 
@@ -95,7 +101,9 @@ def in_turns(logits: Tensor, k: int) -> Tensor:
     """
     models, size = logits.shape[1:]
     scores = torch.zeros_like(logits[:, 0])
-    finite = logits.clamp_min(torch.finfo(logits.dtype).min)  # padding ranks last, but before taken tokens
+    finite = logits.clamp_min(
+        torch.finfo(logits.dtype).min
+    )  # padding ranks last, but before taken tokens
     for draw in range(min(k, size)):
         left = finite[:, draw % models].masked_fill(scores > 0, -torch.inf)
         scores.scatter_(1, left.argmax(-1, keepdim=True), float(k - draw))
@@ -121,4 +129,6 @@ def table(levels: list[Tensor], fill: float = 0.0) -> Tensor:
     """[F, V], or [F, K, ...] of several levels as one; the narrower ones are filled up in K."""
     widest = max(x.shape[1] for x in levels)
     short = [(0, 0) * (x.dim() - 2) + (0, widest - x.shape[1]) for x in levels]
-    return torch.cat([pad(x, by, value=fill) if any(by) else x for x, by in zip(levels, short, strict=True)])
+    return torch.cat(
+        [pad(x, by, value=fill) if any(by) else x for x, by in zip(levels, short, strict=True)]
+    )

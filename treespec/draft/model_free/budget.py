@@ -11,8 +11,15 @@ from treespec.draft.pace.pace import CERTAIN, Pace, Promise
 from treespec.trees.auto import best_size
 from treespec.trees.tree import TokenTree
 
-RATES = (0.6, 0.12, 0.06, 0.03)  # first guess for the first, second, … child; the last is for all further ones
-ROWS_BRING = 1.6  # tokens a cycle, of drafters with rows of their own (Lookahead in Spec-Bench, 2401.07851)
+RATES = (
+    0.6,
+    0.12,
+    0.06,
+    0.03,
+)  # first guess for the first, second, … child; the last is for all further ones
+ROWS_BRING = (
+    1.6  # tokens a cycle, of drafters with rows of their own (Lookahead in Spec-Bench, 2401.07851)
+)
 
 
 def part(tree: TokenTree, pace: Pace) -> TokenTree:

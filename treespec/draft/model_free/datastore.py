@@ -40,7 +40,9 @@ class Datastore:
     suffixes: np.ndarray
     end: int
 
-    def continuations(self, text: np.ndarray, shortest: int, longest: int, most: int, length: int) -> np.ndarray:
+    def continuations(
+        self, text: np.ndarray, shortest: int, longest: int, most: int, length: int
+    ) -> np.ndarray:
         """[M, length] int64 continuations of the text's longest suffix in the store, -1 after the
         end of a text.
 
@@ -49,7 +51,9 @@ class Datastore:
         continuation keeps its share.
         """
         context = text[-longest:].tolist()
-        known, first, last = longest_suffix(self.tokens, self.suffixes, context, shortest, min(longest, ORDER))
+        known, first, last = longest_suffix(
+            self.tokens, self.suffixes, context, shortest, min(longest, ORDER)
+        )
         if not known:
             return np.empty((0, length), dtype=np.int64)
         matches = np.linspace(first, last - 1, min(last - first, most)).round().astype(np.int64)
@@ -80,8 +84,16 @@ def build(texts: Iterable[list[int]], tokenizer: Any, folder: str | Path) -> int
             for name, array in arrays.items():
                 with writing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
                     np.save(file, array)
-            index = {"format": FORMAT, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens), "end": end}
-            write_json(folder / "index.json", index | {"arrays": {name: digest(arrays[name]) for name in arrays}})
+            index = {
+                "format": FORMAT,
+                "tokenizer": fingerprint(tokenizer),
+                "tokens": len(tokens),
+                "end": end,
+            }
+            write_json(
+                folder / "index.json",
+                index | {"arrays": {name: digest(arrays[name]) for name in arrays}},
+            )
         finally:
             tidy(folder)
     return len(tokens)
@@ -92,7 +104,11 @@ def refuse_what_is_there(folder: Path) -> None:
     unfinished = {LOCK, "tokens.npy", "suffixes.npy"}
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     names = {name for name in names if not TEMPORARY.fullmatch(name)}
-    if (folder.exists() and not folder.is_dir()) or names - unfinished or (names and LOCK not in names):
+    if (
+        (folder.exists() and not folder.is_dir())
+        or names - unfinished
+        or (names and LOCK not in names)
+    ):
         raise InputError(f"--out {folder} exists: delete it, or choose another")
 
 
@@ -140,10 +156,14 @@ def open_datastore(folder: str | Path, tokenizer: Any, vocab_size: int) -> Datas
     index = read_json(folder / "index.json", AGAIN)
     form, vocabulary = index.get("format"), index.get("tokenizer")
     if form != FORMAT:
-        raise InputError(f"datastore {folder} has format {form}, this treespec reads {FORMAT}: {AGAIN}")
+        raise InputError(
+            f"datastore {folder} has format {form}, this treespec reads {FORMAT}: {AGAIN}"
+        )
     if tokenizer is None or vocabulary != fingerprint(tokenizer):
         raise InputError(f"datastore {folder} is of another tokenizer than the target's: {AGAIN}")
-    tokens, suffixes = (stored(folder / f"{name}.npy", name, index) for name in ("tokens", "suffixes"))
+    tokens, suffixes = (
+        stored(folder / f"{name}.npy", name, index) for name in ("tokens", "suffixes")
+    )
     end = index.get("end")
     if type(end) is not int or end < 0:
         raise InputError(f"{folder / 'index.json'} is damaged, its end is {end!r}: {AGAIN}")
@@ -164,7 +184,9 @@ def stored(file: Path, name: str, index: dict[str, Any]) -> np.ndarray:
         array = np.load(file, mmap_mode="r").view(np.ndarray)
         if array.shape != (index["tokens"],) or array.dtype.kind != "u":
             raise ValueError("it is not of the length that index.json says")
-        if "arrays" in index and index["arrays"][name] != digest(array):  # older datastores have no checksums
+        if "arrays" in index and index["arrays"][name] != digest(
+            array
+        ):  # older datastores have no checksums
             raise ValueError("its checksum does not match")
     except Exception as error:  # numpy raises anything, depending on the header's bytes
         raise InputError(f"{file} is damaged ({' '.join(str(error).split())}): {AGAIN}") from error
@@ -172,7 +194,10 @@ def stored(file: Path, name: str, index: dict[str, Any]) -> np.ndarray:
 
 
 def encoded(
-    file: str | Path, tokenizer: Any, template: str | None = None, say: Callable[[str], None] = lambda line: None
+    file: str | Path,
+    tokenizer: Any,
+    template: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[list[int]]:
     """The token ids of a file's texts: conversations (.jsonl, .json) by the template, any other
     file as plain text.

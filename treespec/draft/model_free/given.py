@@ -62,7 +62,9 @@ class GivenDrafter(Drafter):
     taps: tuple[int, ...] = ()
     given = True
 
-    def __init__(self, drafter: TextDrafter, name: str, times: Callable[[], Times] | None = None) -> None:
+    def __init__(
+        self, drafter: TextDrafter, name: str, times: Callable[[], Times] | None = None
+    ) -> None:
         self.name, self.drafters, self.times = name, [drafter], times
         self.texts = [np.empty(0, dtype=np.int64)]  # [T] the observed tokens of each
         self.paces: list[Pace | None] = [None]

@@ -16,7 +16,11 @@ from treespec.target import Target
 
 def options_of(name: str, value: str) -> Any:
     """The options in `--drafter name:value`, written `option=number`. Raises InputError."""
-    return parsed(OPTIONS[name], rest_parts(value)[1] if name == "rest" else value, f"--drafter {name}:{value}")
+    return parsed(
+        OPTIONS[name],
+        rest_parts(value)[1] if name == "rest" else value,
+        f"--drafter {name}:{value}",
+    )
 
 
 def rest_parts(value: str) -> tuple[str, str]:

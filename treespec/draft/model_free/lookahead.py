@@ -110,14 +110,21 @@ def beside(nodes: int, window: list[list[int]]) -> Rows:
     depth, seen = layout(len(window), len(window[0]))
     *others, first = reversed(window)
     tokens = [token for row in (*others, first[1:]) for token in row]
-    mask = torch.cat([torch.ones(len(tokens), 1, dtype=torch.bool), pad(seen, (nodes - 1, 0))], dim=1)
-    return Rows(torch.tensor(tokens, dtype=torch.int64), depth, mask, min(len(window[-1]), len(tokens)))
+    mask = torch.cat(
+        [torch.ones(len(tokens), 1, dtype=torch.bool), pad(seen, (nodes - 1, 0))], dim=1
+    )
+    return Rows(
+        torch.tensor(tokens, dtype=torch.int64), depth, mask, min(len(window[-1]), len(tokens))
+    )
 
 
 @lru_cache
 def layout(rows: int, width: int) -> tuple[Tensor, Tensor]:
     """Depth [M] and mask [M, M] bool of a window's M tokens without the root, the last row first."""
-    row, column = torch.arange(rows).flip(0).repeat_interleave(width), torch.arange(width).repeat(rows)
+    row, column = (
+        torch.arange(rows).flip(0).repeat_interleave(width),
+        torch.arange(width).repeat(rows),
+    )
     in_first = (row == 0) & (column <= column[:, None])
     in_column = (row <= row[:, None]) & (column == column[:, None])
     kept = row + column > 0

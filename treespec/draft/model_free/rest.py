@@ -34,7 +34,9 @@ class RestOptions:
     def __post_init__(self) -> None:
         check_ranges(self, flag="")
         if self.longest < self.shortest:
-            raise InputError(f"longest is {self.longest}, must be at least shortest, {self.shortest}")
+            raise InputError(
+                f"longest is {self.longest}, must be at least shortest, {self.shortest}"
+            )
 
 
 @final

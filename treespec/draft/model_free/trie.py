@@ -8,7 +8,9 @@ from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import TokenTree
 
 
-def trie(root: int, continuations: np.ndarray, nodes: int, weights: np.ndarray | None = None) -> TokenTree:
+def trie(
+    root: int, continuations: np.ndarray, nodes: int, weights: np.ndarray | None = None
+) -> TokenTree:
     """The tree of the `nodes` heaviest prefixes of continuations, the root included.
 
     continuations: [M, L] int64 tokens after the root, -1 after the end of a shorter one. weights:
@@ -22,7 +24,9 @@ def trie(root: int, continuations: np.ndarray, nodes: int, weights: np.ndarray |
         a d             └─ c 1
     """
     mass = np.ones(len(continuations)) if weights is None else weights
-    above = np.zeros(len(continuations), dtype=np.int64)  # [M] the deepest node of each continuation so far
+    above = np.zeros(
+        len(continuations), dtype=np.int64
+    )  # [M] the deepest node of each continuation so far
     tokens, parents, scores, depth = [np.array([root])], [np.array([-1])], [np.array([np.inf])], [0]
     count = 1
     for level in range(continuations.shape[1]):
@@ -31,7 +35,9 @@ def trie(root: int, continuations: np.ndarray, nodes: int, weights: np.ndarray |
         if not len(continuations):
             break
         here = continuations[:, level]
-        _, first, group = np.unique(above * (here.max() + 1) + here, return_index=True, return_inverse=True)
+        _, first, group = np.unique(
+            above * (here.max() + 1) + here, return_index=True, return_inverse=True
+        )
         order = first.argsort()
         tokens.append(here[first[order]])
         parents.append(above[first[order]])
@@ -42,4 +48,6 @@ def trie(root: int, continuations: np.ndarray, nodes: int, weights: np.ndarray |
     kept = best_first(torch.from_numpy(np.concatenate(scores)), nodes).sort().values
     links = connect(kept, torch.from_numpy(np.concatenate(parents)))
     ancestors = ancestor_mask(links, depth[-1])
-    return TokenTree(torch.from_numpy(np.concatenate(tokens))[kept], links, torch.tensor(depth)[kept], ancestors)
+    return TokenTree(
+        torch.from_numpy(np.concatenate(tokens))[kept], links, torch.tensor(depth)[kept], ancestors
+    )

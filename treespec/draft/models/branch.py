@@ -22,7 +22,9 @@ class Branch:
     Texts with fewer frontier nodes are padded with nodes that no other node sees.
     """
 
-    def __init__(self, model: Target, cache: TreeCache, lengths: Sequence[int], places: Tensor | None = None) -> None:
+    def __init__(
+        self, model: Target, cache: TreeCache, lengths: Sequence[int], places: Tensor | None = None
+    ) -> None:
         """lengths: of the B texts. places: [B, T] the position in its text of the token in each
         column.
 
@@ -34,7 +36,9 @@ class Branch:
             places = torch.where(held, torch.arange(cache.end, device=device), -1)
         self.model, self.cache, self.places = model, cache, places
         self.seen = places[:, None] >= 0  # [B, F, T] by the frontiers
-        self.after = torch.tensor(lengths, device=device)[:, None]  # [B, 1] position of the next level
+        self.after = torch.tensor(lengths, device=device)[
+            :, None
+        ]  # [B, 1] position of the next level
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         """For each text [F, V] logits for the children of its frontier, [0, V] where it has none."""

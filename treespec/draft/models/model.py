@@ -33,7 +33,9 @@ class ModelProposer(Proposer):
     def __init__(self, model: Target, target: Target) -> None:
         self.model, self.target, self.vocab_size = model, target, target.vocab_size
         self.cache = model.new_cache()
-        self.known = [torch.empty(0, dtype=torch.int64, device=model.output_device)]  # [n] all tokens of each text
+        self.known = [
+            torch.empty(0, dtype=torch.int64, device=model.output_device)
+        ]  # [n] all tokens of each text
         self.branch: Branch | None = None
 
     @property
@@ -56,7 +58,9 @@ class ModelProposer(Proposer):
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.known = [tokens[:length] for tokens, length in zip(self.known, lengths, strict=True)]
-        self.cache.rewind([min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)])
+        self.cache.rewind(
+            [min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)]
+        )
 
     def new(self) -> "ModelProposer":
         return ModelProposer(self.model, self.target)
@@ -64,7 +68,9 @@ class ModelProposer(Proposer):
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         self.rewind(self.lengths)  # drops an earlier root that was not observed afterwards
         roots = roots.to(self.model.output_device)
-        hidden = self._run([torch.cat(text) for text in zip(self.known, roots.split(1), strict=True)])
+        hidden = self._run(
+            [torch.cat(text) for text in zip(self.known, roots.split(1), strict=True)]
+        )
         logits = self._fitted(self.model.output_logits(hidden))
         self.branch = Branch(self.model, self.cache, self.cache.lengths)
         return list(logits.split(1))
@@ -107,7 +113,9 @@ def draft_model(path: str, target: Target) -> ModelProposer:
             trust_remote_code=target.trust_remote_code,
         )
     except InputError as error:
-        raise InputError(f"--drafter model:{path}: {str(error).replace('the target', 'the draft model')}") from error
+        raise InputError(
+            f"--drafter model:{path}: {str(error).replace('the target', 'the draft model')}"
+        ) from error
     if difference := tokens_differ(model, target):
         raise InputError(
             f"--drafter model:{path} has other tokens than the target ({difference}): take a model of its family"
@@ -122,7 +130,17 @@ def tokens_differ(model: Target, target: Target) -> str | None:
     """
     if model.tokenizer is None or target.tokenizer is None:
         same = model.vocab_size == target.vocab_size and model.tokenizer is target.tokenizer
-        return None if same else f"{model.vocab_size} and {target.vocab_size}, without a tokenizer to compare"
-    theirs, ours = ({i: token for token, i in one.tokenizer.get_vocab().items()} for one in (model, target))
+        return (
+            None
+            if same
+            else f"{model.vocab_size} and {target.vocab_size}, without a tokenizer to compare"
+        )
+    theirs, ours = (
+        {i: token for token, i in one.tokenizer.get_vocab().items()} for one in (model, target)
+    )
     differ = [i for i in sorted(theirs.keys() & ours.keys()) if theirs[i] != ours[i]]
-    return f"token {differ[0]} is {theirs[differ[0]]!r}, the target's {ours[differ[0]]!r}" if differ else None
+    return (
+        f"token {differ[0]} is {theirs[differ[0]]!r}, the target's {ours[differ[0]]!r}"
+        if differ
+        else None
+    )

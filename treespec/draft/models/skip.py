@@ -41,7 +41,10 @@ def skipping(target: Target, skipped: SkipSet) -> Iterator[None]:
     """Inside, the target's forwards skip these sublayers."""
     layers = target.stack
     parts = [(layers[k], "self_attn", NoAttention()) for k in skipped.attention]
-    swaps: list[tuple[nn.Module, str, nn.Module]] = [*parts, *((layers[k], "mlp", NoMLP()) for k in skipped.mlp)]
+    swaps: list[tuple[nn.Module, str, nn.Module]] = [
+        *parts,
+        *((layers[k], "mlp", NoMLP()) for k in skipped.mlp),
+    ]
     before = [(layer, name, getattr(layer, name)) for layer, name, _ in swaps]
     try:
         put(swaps)
@@ -67,17 +70,24 @@ def refuse_what_cannot_skip(target: Target) -> None:
     """
     name, layers = type(target.model).__name__, target.stack
     if not all(hasattr(layer, part) for layer in layers for part in ("self_attn", "mlp")):
-        raise InputError(f"{name} cannot draft with layers skipped: its layers have no self_attn and mlp")
+        raise InputError(
+            f"{name} cannot draft with layers skipped: its layers have no self_attn and mlp"
+        )
     everything = SkipSet(target.layers, tuple(range(target.layers)), tuple(range(target.layers)))
     ends = (0, target.layers - 1)
     try:
         with skipping(target, everything), captured(layers, ends) as inputs:
-            target.decoder(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=target.device), use_cache=False)
+            target.decoder(
+                input_ids=torch.zeros(1, 3, dtype=torch.int64, device=target.device),
+                use_cache=False,
+            )
         stays = torch.equal(inputs[0], inputs[ends[1]].to(inputs[0].device))
     except (TypeError, ValueError):  # the layer expects other outputs of a sublayer
         stays = False
     if not stays:
-        raise InputError(f"{name} cannot draft with layers skipped: its layers do more than add attention and MLP")
+        raise InputError(
+            f"{name} cannot draft with layers skipped: its layers do more than add attention and MLP"
+        )
 
 
 @final
@@ -103,7 +113,9 @@ class SkipProposer(Proposer):
         return [self.skipped.attention, self.skipped.mlp]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        self.observed = [length + len(new) - 1 for length, new in zip(self.observed, tokens, strict=True)]
+        self.observed = [
+            length + len(new) - 1 for length, new in zip(self.observed, tokens, strict=True)
+        ]
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.observed = list(lengths)

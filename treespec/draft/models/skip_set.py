@@ -52,7 +52,9 @@ def load_skip_set(file: str | Path, layers: int | None) -> SkipSet:
             f"skip set {file} is for {skipped.layers} layers, the target has {layers}: make one with treespec skip"
         )
     if outside := [k for k in (*skipped.attention, *skipped.mlp) if not 0 <= k < layers]:
-        raise InputError(f"skip set {file} names layer {outside[0]}, the target's are 0 to {layers - 1}")
+        raise InputError(
+            f"skip set {file} names layer {outside[0]}, the target's are 0 to {layers - 1}"
+        )
     return skipped
 
 

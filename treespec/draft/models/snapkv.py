@@ -34,13 +34,17 @@ def refuse_what_shows_no_attention(target: Target) -> None:
     """Raise InputError unless all layers see the whole text and the attention is sdpa."""
     name = type(target.model).__name__
     if target.windows.keys() != {"full_attention"}:
-        raise InputError(f"snapkv is for layers that see the whole text, some of {name} do not: take sparse:N")
+        raise InputError(
+            f"snapkv is for layers that see the whole text, some of {name} do not: take sparse:N"
+        )
     if target.config._attn_implementation != NAME:
         raise InputError(f"snapkv reads the attention of sdpa, {name} has another: take sparse:N")
 
 
 @torch.no_grad()
-def most_seen(target: Target, cache: TreeCache, recent: Sequence[Tensor | None], keep: int) -> list[Tensor | None]:
+def most_seen(
+    target: Target, cache: TreeCache, recent: Sequence[Tensor | None], keep: int
+) -> list[Tensor | None]:
     """For each text [layers, keep, KV heads] int64 positions before its window; None for texts
     whose window is None.
 
@@ -49,7 +53,9 @@ def most_seen(target: Target, cache: TreeCache, recent: Sequence[Tensor | None],
     float32.
     """
     # 1. The windows, padded, and what each of their tokens sees.
-    windows = [tokens if tokens is not None else torch.zeros(1, dtype=torch.int64) for tokens in recent]
+    windows = [
+        tokens if tokens is not None else torch.zeros(1, dtype=torch.int64) for tokens in recent
+    ]
     tokens = together([window.to(target.output_device) for window in windows])  # [B, W]
     sizes = [len(window) for window in windows]
     before = [max(0, length - size) for length, size in zip(cache.lengths, sizes, strict=True)]
@@ -72,7 +78,9 @@ def most_seen(target: Target, cache: TreeCache, recent: Sequence[Tensor | None],
         score = (weights[..., : cache.end] * mine).sum((2, 3))  # [B, heads, end]
         score = F.avg_pool1d(score, POOL, stride=1, padding=POOL // 2)
         score = score.masked_fill(~earlier.to(score.device)[:, None], -1.0)
-        best.append(score.topk(min(keep, cache.end), dim=-1).indices.transpose(1, 2).cpu())  # [B, keep, heads]
+        best.append(
+            score.topk(min(keep, cache.end), dim=-1).indices.transpose(1, 2).cpu()
+        )  # [B, keep, heads]
 
     with watched(target.model, choose):
         target.forward_nodes(cache, tokens, places, seen)
@@ -89,7 +97,9 @@ class Seeing(threading.local):
 _now = Seeing()
 
 
-def watch(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> tuple[Tensor, None]:
+def watch(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any
+) -> tuple[Tensor, None]:
     grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, heads, group, W, D]
     scores = grouped @ k.float()[:, :, None].mT * (options.get("scaling") or q.shape[-1] ** -0.5)
     _now.see((scores + mask[:, :, None]).softmax(-1))

@@ -70,7 +70,12 @@ class SparseProposer(Proposer):
     per_text = ("texts",)
 
     def __init__(self, target: Target, budget: int, window: int | None = None) -> None:
-        self.target, self.budget, self.window, self.vocab_size = target, budget, window, target.vocab_size
+        self.target, self.budget, self.window, self.vocab_size = (
+            target,
+            budget,
+            window,
+            target.vocab_size,
+        )
         self.ring = max(window, budget // 4) if window else budget - SINKS  # columns
         self.texts = [Text(0, torch.empty(0, dtype=torch.int64))]
         self.cache: TreeCache | None = None
@@ -141,7 +146,9 @@ class SparseProposer(Proposer):
         if not self.window:
             return
         due = [
-            text.recent if length > self.budget and text.chosen is None and len(text.recent) else None
+            text.recent
+            if length > self.budget and text.chosen is None and len(text.recent)
+            else None
             for text, length in zip(self.texts, cache.lengths, strict=True)
         ]
         if all(recent is None for recent in due):
@@ -201,7 +208,9 @@ def budget_of(value: str) -> tuple[int, bool]:
     """
     number, _, kind = value.partition(",")
     if not number.isdecimal() or kind not in ("", "snapkv"):
-        raise InputError(f"--drafter sparse:{value} is not understood: write sparse:512 or sparse:512,snapkv")
+        raise InputError(
+            f"--drafter sparse:{value} is not understood: write sparse:512 or sparse:512,snapkv"
+        )
     least = 2 * WINDOW if kind else 2 * SINKS
     if int(number) < least:
         raise InputError(f"--drafter sparse:{value}: the budget must be at least {least} tokens")

@@ -24,7 +24,10 @@ GUESS = (0.7, 0.1, 0.05)  # rates of a drafter that nothing is known of
 CYCLES = 4  # cycles that the first estimate of the speed counts for
 LEAST, MOST = 0.02, 1.5  # bounds of trust
 CERTAIN = 0.98  # the most that is believed of a child
-GAP, STEEP = 8, 6  # cycles without drafts before one is tried again, times how far off drafting is, to this power
+GAP, STEEP = (
+    8,
+    6,
+)  # cycles without drafts before one is tried again, times how far off drafting is, to this power
 
 
 def bounded(chances: np.ndarray) -> np.ndarray:
@@ -34,7 +37,9 @@ def bounded(chances: np.ndarray) -> np.ndarray:
     """
     first = chances[:, :1].clip(max=CERTAIN)
     others = chances[:, 1:]
-    room = (CERTAIN - first) / np.maximum(others.sum(1, keepdims=True), CERTAIN - first).clip(np.finfo(float).tiny)
+    room = (CERTAIN - first) / np.maximum(others.sum(1, keepdims=True), CERTAIN - first).clip(
+        np.finfo(float).tiny
+    )
     return np.concatenate([first, others * room], axis=1)
 
 

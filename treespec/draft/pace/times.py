@@ -71,7 +71,11 @@ class Times:
         """[most] seconds of the target's forward over 1, 2, … nodes: no less for more, straight
         lines between.
         """
-        known, at, n = np.maximum.accumulate(self.target), np.array(self.nodes), np.arange(1, most + 1)
+        known, at, n = (
+            np.maximum.accumulate(self.target),
+            np.array(self.nodes),
+            np.arange(1, most + 1),
+        )
         right = np.searchsorted(at, n).clip(1, len(at) - 1)
         slope = (known[right] - known[right - 1]) / (at[right] - at[right - 1])
         return known[right - 1] + slope * (n - at[right - 1])
@@ -112,7 +116,11 @@ def key(target: "Target", proposer: Proposer | None) -> str:
     model.
     """
     device = target.output_device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {os.cpu_count()}"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device} {os.cpu_count()}"
+    )
     model = target.config.to_json_string()
     parts = [name, torch.get_num_threads(), str(target.dtype), torch.__version__]
     parts += [target.layers, model, proposer.identity if proposer else None]

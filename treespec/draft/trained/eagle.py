@@ -36,7 +36,9 @@ def embedding_of(target: Target) -> nn.Parameter:
     """[V, E] the target's embedding. Raises InputError if it is offloaded."""
     weight = target.model.get_input_embeddings().weight
     if weight.is_meta:
-        raise InputError("the target's embedding is offloaded; give it room on a device, where the head takes it from")
+        raise InputError(
+            "the target's embedding is offloaded; give it room on a device, where the head takes it from"
+        )
     return weight
 
 
@@ -73,7 +75,11 @@ class Pairs:
     def split(self, length: int) -> "Pairs":
         """Keep the first `length` pairs; return the others."""
         features, tokens = self.joined()
-        self.features, self.tokens, self.count = [features[:length]], [tokens[:length]], min(length, self.count)
+        self.features, self.tokens, self.count = (
+            [features[:length]],
+            [tokens[:length]],
+            min(length, self.count),
+        )
         return Pairs(features[length:], tokens[length:])
 
 
@@ -106,11 +112,15 @@ class EagleProposer(Proposer):
         self.waiting = [self._nothing()]  # pairs of each text
         self.positions = torch.empty(0)  # [B, 1] positions of the last level's features
         self.frontier = torch.empty(0)  # [B, F, H] features extrapolated at the frontiers
-        self.seen = torch.empty(0)  # [B, F, T] bool: which columns of the cache each frontier node sees
+        self.seen = torch.empty(
+            0
+        )  # [B, F, T] bool: which columns of the cache each frontier node sees
 
     @property
     def lengths(self) -> list[int]:
-        return [done + len(pairs) for done, pairs in zip(self.cache.lengths, self.waiting, strict=True)]
+        return [
+            done + len(pairs) for done, pairs in zip(self.cache.lengths, self.waiting, strict=True)
+        ]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for pairs, new, known in zip(self.waiting, features, tokens, strict=True):
@@ -122,16 +132,22 @@ class EagleProposer(Proposer):
             self.waiting = ends
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        keep = [max(0, length - done) for length, done in zip(lengths, self.cache.lengths, strict=True)]
+        keep = [
+            max(0, length - done) for length, done in zip(lengths, self.cache.lengths, strict=True)
+        ]
         for pairs, length in zip(self.waiting, keep, strict=True):
             pairs.split(length)
-        self.cache.rewind([min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)])
+        self.cache.rewind(
+            [min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)]
+        )
 
     def new(self) -> "EagleProposer":
         return EagleProposer(self.head, self.target, self.chunk)
 
     @torch.no_grad()
-    def begin(self, roots: Tensor | None = None, cache: TreeCache | None = None) -> list[Tensor | None]:
+    def begin(
+        self, roots: Tensor | None = None, cache: TreeCache | None = None
+    ) -> list[Tensor | None]:
         counts = [len(pairs) for pairs in self.waiting]
         if not any(counts):
             return [None] * len(counts)
@@ -155,7 +171,9 @@ class EagleProposer(Proposer):
         self.seen = committed(self.cache.lengths, device)
         self.positions = torch.tensor(self.cache.lengths, device=device)[:, None] - 1
         logits = self.head.logits(self.frontier, self.target)
-        return [row if length else None for row, length in zip(logits, self.cache.lengths, strict=True)]
+        return [
+            row if length else None for row, length in zip(logits, self.cache.lengths, strict=True)
+        ]
 
     def _chunk_size(self, columns: int) -> int:
         return self.chunk or self.target.rows_beside(columns)
@@ -171,7 +189,9 @@ class EagleProposer(Proposer):
         self.positions = self.positions + 1
         if self.vocabulary is not None:
             tokens = self.vocabulary[tokens]
-        self.frontier = self._forward(tokens, rows_of(self.frontier, above), self.positions, self.seen)
+        self.frontier = self._forward(
+            tokens, rows_of(self.frontier, above), self.positions, self.seen
+        )
         sizes = [len(f.tokens) if f else 0 for f in frontiers]
         logits = self.head.logits(unpadded(self.frontier, sizes), self.target)
         return list(logits.split(sizes))

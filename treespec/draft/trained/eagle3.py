@@ -16,7 +16,9 @@ def new_head(target: Target) -> Eagle3Head:
     """
     embedding = embedding_of(target)
     taps = default_taps(target.layers)
-    head = Eagle3Head(config_for(target.config, embedding.shape[1], target.vocab_size, taps, target.embed_scale))
+    head = Eagle3Head(
+        config_for(target.config, embedding.shape[1], target.vocab_size, taps, target.embed_scale)
+    )
     assert head.embed_tokens is not None
     head.embed_tokens.weight = embedding
     output = target.output_rows(torch.arange(target.vocab_size))

@@ -47,8 +47,12 @@ class HydraProposer(Proposer):
     def __init__(self, head: HydraHead, target: Target) -> None:
         self.head, self.target, self.vocab_size = head, target, target.vocab_size
         plus = head.kind == "hydra++"
-        self.observed: PrefixStates | LastStates = PrefixStates(head, target.output_device) if plus else LastStates()
-        self.inputs = torch.empty(0)  # [B, F, (level + 2) H] state and embeddings along the path to each frontier node
+        self.observed: PrefixStates | LastStates = (
+            PrefixStates(head, target.output_device) if plus else LastStates()
+        )
+        self.inputs = torch.empty(
+            0
+        )  # [B, F, (level + 2) H] state and embeddings along the path to each frontier node
         self.level = 0
 
     @property
@@ -72,7 +76,9 @@ class HydraProposer(Proposer):
         above = together([f.parent_rows if f else nothing for f in frontiers])
         if self.vocabulary is not None:
             tokens = self.vocabulary[tokens]
-        self.inputs = torch.cat([rows_of(self.inputs, above), self._embedded(tokens, self.inputs)], dim=-1)
+        self.inputs = torch.cat(
+            [rows_of(self.inputs, above), self._embedded(tokens, self.inputs)], dim=-1
+        )
         self.level += 1
         sizes = [len(f.tokens) if f else 0 for f in frontiers]
         logits = self.head.step(self.level, unpadded(self.inputs, sizes))
@@ -92,14 +98,22 @@ class HydraProposer(Proposer):
 
 
 @torch.no_grad()
-def hydra_rollout(head: HydraHead, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+def hydra_rollout(
+    head: HydraHead, target: Target, tokens: Tensor, features: Tensor, steps: int
+) -> Iterator[Tensor]:
     """`Kind.rollout`: step d is head d - 1, given the text's own tokens."""
     rows = len(tokens) - steps - 1
     if rows <= 0:
         return
-    inputs = head.states(features[None, :rows].to(head.dtype), torch.arange(rows, device=features.device))[0]
+    inputs = head.states(
+        features[None, :rows].to(head.dtype), torch.arange(rows, device=features.device)
+    )[0]
     embedded = target.embeddings(tokens).to(head.dtype)
     for i in range(steps):
         inputs = torch.cat([inputs, embedded[i + 1 : i + 1 + rows]], dim=-1)
         logits = head.step(i, inputs)
-        yield logits if head.vocabulary is None else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
+        yield (
+            logits
+            if head.vocabulary is None
+            else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
+        )

@@ -18,7 +18,9 @@ from treespec.target import Target
 def new_medusa(target: Target, heads: int = 5) -> MedusaHead:
     """Untrained heads for a target, in float32; they start with a copy of its output embedding."""
     sizes = {"hidden_size": target.feature_width, "vocab_size": target.vocab_size}
-    head = MedusaHead({"model_type": "medusa", "medusa_num_heads": heads, "medusa_num_layers": 1} | sizes)
+    head = MedusaHead(
+        {"model_type": "medusa", "medusa_num_heads": heads, "medusa_num_layers": 1} | sizes
+    )
     for layer in head.output_layers:
         layer.weight = torch.nn.Parameter(output_weight(target))
     return head
@@ -31,7 +33,9 @@ def output_weight(target: Target) -> Tensor:
     """
     weight = target.model.get_output_embeddings().weight
     if weight.is_meta:
-        raise InputError("the target's output embedding is offloaded; give it room on a device to train heads")
+        raise InputError(
+            "the target's output embedding is offloaded; give it room on a device to train heads"
+        )
     return weight.detach().float().clone()
 
 
@@ -82,9 +86,15 @@ class MedusaProposer(Proposer):
 
 
 @torch.no_grad()
-def medusa_rollout(head: MedusaHead, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+def medusa_rollout(
+    head: MedusaHead, target: Target, tokens: Tensor, features: Tensor, steps: int
+) -> Iterator[Tensor]:
     """`Kind.rollout`: step d is head d - 1, applied to the same states."""
     states = features[: max(0, len(tokens) - steps - 1)].to(head.dtype)
     for i in range(steps if len(states) else 0):
         logits = head.step(i, states)
-        yield logits if head.vocabulary is None else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
+        yield (
+            logits
+            if head.vocabulary is None
+            else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
+        )

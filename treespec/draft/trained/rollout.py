@@ -12,7 +12,9 @@ from treespec.target import Target
 
 
 @torch.no_grad()
-def rollout(head: FeatureHead, target: Target, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+def rollout(
+    head: FeatureHead, target: Target, tokens: Tensor, features: Tensor, steps: int
+) -> Iterator[Tensor]:
     """[R, V] the draft logits of step 1, 2, … from each of R = T - steps - 1 positions.
 
     tokens: [T] int64; features: [T, F] the target's. Row t of step d is of the target's feature t + d,

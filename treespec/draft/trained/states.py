@@ -62,7 +62,9 @@ class PrefixStates(PerText):
 
     @property
     def lengths(self) -> list[int]:
-        return [done + len(states) for done, states in zip(self.done.lengths, self.waiting, strict=True)]
+        return [
+            done + len(states) for done, states in zip(self.done.lengths, self.waiting, strict=True)
+        ]
 
     def observe(self, features: Sequence[Tensor]) -> None:
         """Each text grew by n positions. features: [n, H] hidden states."""
@@ -75,7 +77,9 @@ class PrefixStates(PerText):
     def known(self) -> list[Tensor | None]:
         """For each text the state [H] of its last position, or None if that is not known."""
         layer, counts = self.cache.tree_layers[0], [len(states) for states in self.waiting]
-        for chunk in causal_chunks(self.cache, counts, lambda columns: self.chunk, self.nothing.device):
+        for chunk in causal_chunks(
+            self.cache, counts, lambda columns: self.chunk, self.nothing.device
+        ):
             features = together([states[chunk.columns] for states in self.waiting])  # [B, n, H]
             hidden = self.head.states(features, chunk.positions, chunk.seen[:, None], layer)
             layer.length += features.shape[1]

@@ -1,6 +1,7 @@
-"""The bootstrap over questions: whole ones are resampled."""
+"""The bootstrap over questions: each resample draws whole questions with replacement."""
 
 import math
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,20 +9,33 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
+class Figure(TypedDict):
+    """A value and the ends of its 95 % interval; None where it is not finite or nothing varies."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
 def resample(questions: int, resamples: int, seed: int) -> Array:
-    """[1 + R, Q] how often each question counts: once in the first row, then as drawn with replacement."""
-    drawn = np.random.default_rng(seed).multinomial(
-        questions, [1 / questions] * questions, size=resamples
-    )
+    """[1 + R, Q] weights: how often each question counts in each resample.
+
+    The first row counts every question once: it gives the value itself.
+    """
+    shares = [1 / questions] * questions
+    drawn = np.random.default_rng(seed).multinomial(questions, shares, size=resamples)
     return np.concatenate([np.ones((1, questions)), drawn])
 
 
-def interval(samples: Array) -> dict[str, float | None]:
-    """The value and its 95 % percentile interval, None where nothing varies. samples: [1 + R], the value first."""
-    value, drawn = samples[0], samples[1:][np.isfinite(samples[1:])]
+def interval(samples: Array) -> Figure:
+    """The value and its 95 % percentile interval.
+
+    samples: [1 + R], the value first, then that of each resample.
+    """
+    drawn = samples[1:][np.isfinite(samples[1:])]
     low, high = np.quantile(drawn, [0.025, 0.975]) if len(drawn) and np.ptp(drawn) else (None, None)
-    return {name: _number(x) for name, x in (("value", value), ("low", low), ("high", high))}
+    return {"value": _finite(samples[0]), "low": _finite(low), "high": _finite(high)}
 
 
-def _number(x: float | None) -> float | None:
+def _finite(x: float | None) -> float | None:
     return None if x is None or not math.isfinite(x) else float(x)

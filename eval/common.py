@@ -1,19 +1,19 @@
-"""Parts that evaluations share: lists of options, order and seeds of answers, progress."""
+"""What several evaluations share: progress, order and seeds of answers, lists of options."""
 
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from treespec.errors import InputError
 
-STAGES = ("head", "rest_of_drafting", "target", "verify", "commit", "rest")
+Stage = Literal["head", "rest_of_drafting", "target", "verify", "commit", "rest"]
+STAGES: tuple[Stage, ...] = get_args(Stage)  # of a cycle, in the order of tables
 STAGE_NAMES = {stage: stage.replace("_", " ") for stage in STAGES} | {"head": "draft model"}
 
-
-Ranked = TypeVar("Ranked")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -25,26 +25,36 @@ class Step:
     text: str
 
 
-def in_order(configurations: Sequence[Ranked], number: int) -> list[Ranked]:
-    """The order for one question: a row of a Williams square.
+def in_order(configurations: Sequence[Item], number: int) -> list[Item]:
+    """The order of the configurations for question `number`: one row of a Williams square.
 
     Over n questions for n configurations (2 n where n is odd), each configuration runs equally often
-    at every place and right after every other (Williams 1949).
+    in every place and directly after every other (Williams 1949). For n = 4:
+
+        question 0   0 1 3 2
+        question 1   1 2 0 3
+        question 2   2 3 1 0
+        question 3   3 0 2 1
     """
+    # 1. Zigzag away from `number`: number, number + 1, number - 1, number + 2, …
     n = len(configurations)
     row = [(number + (j + 1) // 2 * (1 if j % 2 else -1)) % n for j in range(n)]
-    return [configurations[i] for i in (reversed(row) if n % 2 and number // n % 2 else row)]
+
+    # 2. For an odd n, the second n questions take the rows in reverse.
+    reverse = n % 2 == 1 and number // n % 2 == 1
+    return [configurations[i] for i in (reversed(row) if reverse else row)]
 
 
 def seed_of(seed: int, question_id: int | str, turn: int, model_id: str) -> int:
-    """The seed of one answer, the same on every machine and after every resumption."""
+    """The seed of one answer: the same on every machine and after every resumption."""
     return zlib.crc32(json.dumps([seed, question_id, turn, model_id]).encode())
 
 
 def parts_of(name: str, values: str) -> list[str]:
-    """The parts between commas or semicolons. A comma before `option=` does not part:
+    """The parts of an option's value, between commas or semicolons.
 
-    `is-lp:s=8,alphabet=50` is one part. Raises InputError for an empty part.
+    A comma before `option=` does not separate: `is-lp:s=8,alphabet=50` is one part. Raises InputError
+    for an empty part.
     """
     parts = [part.strip() for part in re.split(r"[;,](?!\s*[\w-]+=)", values)]
     if not all(parts):
@@ -53,18 +63,19 @@ def parts_of(name: str, values: str) -> list[str]:
 
 
 def listed(name: str, values: str) -> list[str]:
-    """`parts_of`, each once."""
+    """`parts_of` without repeats."""
     return list(dict.fromkeys(parts_of(name, values)))
 
 
 def number(name: str, text: str) -> float:
-    """Raises InputError for what is none."""
+    """The number that an option's part states. Raises InputError if it states none."""
     try:
         return float(text)
     except ValueError:
         raise InputError(f"--{name}: {text!r} is not a number") from None
 
 
-def drafted_by(config: dict[str, Any]) -> str:
+def drafted_by(config: Mapping[str, object]) -> str:
+    """What drafts, for a note below tables. config: an evaluation's options, as JSON keeps them."""
     drafter = config.get("drafter")
     return f"drafter {drafter}" if drafter else f"head {config['head']}"

@@ -13,11 +13,11 @@ from models import CONFIGS, GROUPED, random_model
 from treespec.cli import main
 from treespec.errors import InputError
 from treespec.eval.bench.config import BenchConfig
-from treespec.eval.bench.figures import Timed, bound, of_cycles, of_speed
+from treespec.eval.bench.figures import Timed, bound, cycle_figures, speed_figures
 from treespec.eval.bench.padding import pad
 from treespec.eval.bench.peers import generated
 from treespec.eval.bench.run import bench
-from treespec.eval.bench.split import split
+from treespec.eval.bench.waiting import stage_times
 from treespec.files import read_json
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec, load
@@ -124,7 +124,7 @@ def test_figures_of_given_times():
     """Two questions alike: 12 tokens in 4 cycles of 10 ms after a prefill, against 12 cycles of 5 ms."""
     mine = timed(12, 4, 0.060, prefill=0.020, draft=0.012, head=0.008, target=0.024, verify=0.002, commit=0.001)
     plain = timed(12, 12, 0.080, prefill=0.020, target=0.048)
-    cycles = of_cycles([mine] * 2, [plain] * 2, 0)
+    cycles = cycle_figures([mine] * 2, [plain] * 2, 0)
     overall = {name: figure["value"] for name, figure in cycles.pop("overall").items()}
     found = {name: figure["value"] for name, figure in cycles.items()}
     wanted = {"acceptance_length": 3, "cycle": 10, "head": 2, "rest_of_drafting": 1, "target": 6, "verify": 0.5}
@@ -132,7 +132,7 @@ def test_figures_of_given_times():
     limits = {"bound": 3 * 4 / (6 + 2), "speedup_by_bound": 1.0}
     assert found == pytest.approx(wanted | limits)
     assert overall == pytest.approx({"speedup": 1.5} | limits)
-    speed = of_speed([mine] * 2, [plain] * 2, [mine] * 2, 0)
+    speed = speed_figures([mine] * 2, [plain] * 2, [mine] * 2, 0)
     for part in (speed.pop("overall"), speed):
         assert [part[name]["value"] for name in part] == pytest.approx([200, 80 / 60, 1])
 
@@ -140,7 +140,7 @@ def test_figures_of_given_times():
 def test_ratios_are_medians_of_the_questions_own():
     """A question that stalled does not move the median; the totals it does."""
     mine, others = [timed(10, 5, s) for s in (1, 2, 40)], [timed(10, 10, s) for s in (2, 4, 50)]
-    found = of_speed(mine, others, others, 0)
+    found = speed_figures(mine, others, others, 0)
     assert found["over_generate"] == {"value": 2, "low": 1.25, "high": 2}
     assert found["overall"]["over_generate"]["value"] == pytest.approx(56 / 43)
 
@@ -149,7 +149,7 @@ def test_short_answers_count_by_their_tokens_overall():
     """Of three answers two end after two tokens: the median is theirs, the totals are the long one's."""
     mine = [timed(2, 1, 0.02, target=0.02)] * 2 + [timed(96, 24, 0.48, target=0.48)]
     plain = [timed(2, 2, 0.02, target=0.02)] * 2 + [timed(96, 96, 0.96, target=0.96)]
-    found = of_cycles(mine, plain, 0)
+    found = cycle_figures(mine, plain, 0)
     assert found["speedup"]["value"] == pytest.approx(1)
     assert found["overall"]["speedup"]["value"] == pytest.approx(100 / 52)
     assert found["acceptance_length"]["value"] == pytest.approx(100 / 26)
@@ -259,7 +259,7 @@ def test_waiting_for_the_device_changes_times_alone(home):
         for one in (spec, spec.baseline()):
             fresh = Spec(spec.target, one.head, spec.policy, spec.verifier)
             plain = one.generate([3, 4, 5], temperature=sampling, max_new_tokens=12, seed=7).stats
-            waited = split(fresh, [3, 4, 5], SamplingParams(sampling), 12, 7)
+            waited = stage_times(fresh, [3, 4, 5], SamplingParams(sampling), 12, 7)
             assert (waited.accepted, waited.new_tokens) == (plain.accepted, plain.new_tokens)
             assert waited.seconds["head"] > 0 or one.head is None
 

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from treespec.eval.report import Report, Table, markdown, markdown_lines, show, terminal_lines
-from treespec.eval.verdict import Pair, interval, sentences
+from treespec.eval.verdict import MeasuredPair, interval, sentences
 
 TREES = ("", "2x4", "dynamic:depth=5,topk=6,nodes=24", "sampled:nodes=26,depth=6", "chain:5")
 VERIFIERS = ("baseline", "topk", "rrs-wo", "traversal", "layer:greedy", "typical (lossy)")
@@ -120,12 +120,12 @@ def figure(value, low=None, high=None):
 
 def test_the_verdict_names_the_fastest_its_equals_and_what_is_slower():
     pairs = [
-        Pair("topk@auto", 0.0, 120.0, figure(1.5, 1.4, 1.6)),
-        Pair("rrs", 0.0, 110.0, figure(1.4, 1.3, 1.5), of_fastest=figure(0.92, 0.9, 0.95)),
-        Pair("single", 0.0, 119.0, figure(1.49, 1.3, 1.6), of_fastest=figure(0.99, 0.95, 1.02)),
-        Pair("topk@auto", 1.0, 50.0, figure(0.7, 0.65, 0.75)),
-        Pair("kseq", 1.0, 80.0, figure(1.05, 0.97, 1.12)),
-        Pair("typical", 1.0, 99.0, figure(1.3, 1.2, 1.4), lossless=False),
+        MeasuredPair("topk@auto", 0.0, 120.0, figure(1.5, 1.4, 1.6)),
+        MeasuredPair("rrs", 0.0, 110.0, figure(1.4, 1.3, 1.5), of_fastest=figure(0.92, 0.9, 0.95)),
+        MeasuredPair("single", 0.0, 119.0, figure(1.49, 1.3, 1.6), of_fastest=figure(0.99, 0.95, 1.02)),
+        MeasuredPair("topk@auto", 1.0, 50.0, figure(0.7, 0.65, 0.75)),
+        MeasuredPair("kseq", 1.0, 80.0, figure(1.05, 0.97, 1.12)),
+        MeasuredPair("typical", 1.0, 99.0, figure(1.3, 1.2, 1.4), lossless=False),
     ]
     assert sentences(pairs) == [
         "At temperature 0 the fastest is topk@auto: 1.50 (1.40–1.60) times plain decoding. "
@@ -138,7 +138,7 @@ def test_the_verdict_names_the_fastest_its_equals_and_what_is_slower():
 
 
 def test_where_every_pair_is_slower_the_verdict_says_so():
-    pairs = [Pair("topk", 1.0, 50.0, figure(0.7)), Pair("rrs", 1.0, 60.0, figure(0.9))]
+    pairs = [MeasuredPair("topk", 1.0, 50.0, figure(0.7)), MeasuredPair("rrs", 1.0, 60.0, figure(0.9))]
     assert sentences(pairs) == [
         "At temperature 1 plain decoding is the fastest. The best pair is rrs: 0.90 times plain decoding.",
         "At temperature 1 these are slower than plain decoding: topk 0.70, rrs 0.90.",
@@ -146,7 +146,7 @@ def test_where_every_pair_is_slower_the_verdict_says_so():
 
 
 def test_without_a_baseline_the_verdict_compares_pairs_alone():
-    pairs = [Pair("topk", 0.0, 50.0, None), Pair("rrs", 0.0, 60.0, None)]
+    pairs = [MeasuredPair("topk", 0.0, 50.0, None), MeasuredPair("rrs", 0.0, 60.0, None)]
     assert sentences(pairs) == [
         "At temperature 0 the fastest is rrs: 60.0 tokens/s, without a baseline to compare with."
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from treespec import Spec, load
-from treespec.eval.bench.forwards import Case, Place
+from treespec.eval.bench.forwards import ForwardCase, Place
 from treespec.stats import Stats
 
 CONFIGURATIONS = ((0.0, "topk", "dynamic:depth=5,topk=6,nodes=24"), (1.0, "rrs-wo", "eagle"))
@@ -46,7 +46,7 @@ def draft_step_times(specs: dict[str, Spec], steps: int) -> dict[str, float]:
     times = defaultdict(list)
     for _ in range(WARM_UP + steps):
         for head, place in places.items():
-            times[head].append(1e3 * place.time(Case("extend", 6, 200)))
+            times[head].append(1e3 * place.time(ForwardCase("extend", 6, 200)))
     return {head: statistics.median(own[WARM_UP:]) for head, own in times.items()}
 
 

@@ -1,1 +1,1 @@
-"""The benchmark: forwards, cycles and peers in one run."""
+"""`treespec bench`: forwards, cycles and peers in one run."""

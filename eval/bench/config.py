@@ -1,4 +1,4 @@
-"""What `treespec bench` is told."""
+"""The options of `treespec bench`."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tree sizes of the timed forwards
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptions, AnswerOptions):
-    """Raises InputError for a number out of its range and unless one drafter option is given."""
+    """Raises InputError for a number out of its range, and for none or several drafter options."""
 
     out: str = option("folder for bench.json, bench.md and plots")
     verifier: str = option(
@@ -34,7 +34,8 @@ class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptio
     )
     max_new_tokens: int = shared(AnswerOptions, "max_new_tokens", 64)
     contexts: str | None = option(
-        "context lengths of the timed forwards, separated by commas; default: those of 128, 1024 and 4096 that fit",
+        "context lengths of the timed forwards, separated by commas; default: those of 128, 1024 "
+        "and 4096 that fit",
         None,
         least=1,
         most=TOKENS,
@@ -52,7 +53,8 @@ class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptio
         "smaller model with the same tokenizer, for transformers' assisted generation", None
     )
     stock_peers: bool = option(
-        "let transformers load a model of its own instead of sharing treespec's packed one; takes twice the memory",
+        "let transformers load a model of its own instead of sharing treespec's packed one; takes "
+        "twice the memory",
         False,
     )
     pad_layers: str = option(
@@ -76,25 +78,29 @@ class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptio
 
 
 def whole_numbers(name: str, values: str, least: int) -> list[int]:
-    """The distinct numbers in a list, ascending. Raises InputError for any that is below `least`."""
+    """The distinct whole numbers in an option's list, ascending.
+
+    Raises InputError for a part that is no whole number from `least`.
+    """
     parts = listed(name, values)
     if bad := [part for part in parts if not (part.isdecimal() and int(part) >= least)]:
         raise InputError(f"--{name} {bad[0]!r} must be a whole number, at least {least}")
     return sorted({int(part) for part in parts})
 
 
-def contexts(config: BenchConfig, holds: int) -> list[int]:
-    """The context lengths of the timed forwards.
+def contexts_of(config: BenchConfig, context_length: int) -> list[int]:
+    """The context lengths of the timed forwards, in tokens, ascending.
 
-    holds: tokens of the target's context. Raises InputError for a length beyond it.
+    context_length: tokens of the target's context, which must hold the largest tree too. Raises
+    InputError for a length without room for it.
     """
-    most = holds - NODES[-1]
+    most = context_length - NODES[-1]
     if config.contexts is None:
         return [length for length in CONTEXTS if length <= most]
-    given = whole_numbers("contexts", config.contexts, 1)
-    if given[-1] > most:
+    lengths = whole_numbers("contexts", config.contexts, 1)
+    if lengths[-1] > most:
         raise InputError(
-            f"--contexts {given[-1]}: the target's context holds {holds} tokens, {NODES[-1]} nodes included; "
-            f"give at most {most}"
+            f"--contexts {lengths[-1]}: the target's context holds {context_length} tokens, "
+            f"{NODES[-1]} nodes included; give at most {most}"
         )
-    return given
+    return lengths

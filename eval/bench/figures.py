@@ -1,30 +1,32 @@
-"""From timed answers to figures, in two ways: medians over questions of their own, and overall, totals over totals.
+"""Figures of timed answers: medians over questions, and totals over totals ("overall").
 
-Sampled answers differ in length, and one that ends after two tokens counts in a median as much as any other; overall
-it counts by its tokens. A median forgets a question in which the machine was busy with something else.
+Sampled answers differ in length. A median counts an answer of two tokens like any other; a ratio
+of totals weights answers by their tokens. A median is robust to a question during which the machine
+was busy; a ratio of totals is not.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from scipy.stats import bootstrap
 
-from treespec.eval.bootstrap import interval, resample
-from treespec.eval.common import STAGES
+from treespec.eval.bench.result import CycleFigures, Overall, Speed, SpeedFigures
+from treespec.eval.bootstrap import Array, Figure, interval, resample
+from treespec.eval.common import STAGES, Stage
 from treespec.stats import Stats
 
 RESAMPLES = 1000
-Figure = dict[str, float | None]
-Number = TypeVar("Number", float, np.ndarray)
+Number = TypeVar("Number", float, Array)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One answer: its new tokens, the seconds from prompt to last token, and what treespec's own count besides.
+    """One answer. tokens: new ones. seconds: from prompt to last token.
 
-    stats: of the same generation. stages: of one whose stages ended with the device's work; on a CPU the same.
+    stats: counts and times of the same generation; None for a peer. stages: of a generation that
+    waited for the device at both ends of every stage; on a CPU `stats` itself.
     """
 
     tokens: list[int]
@@ -32,122 +34,163 @@ class Timed:
     stats: Stats | None = None
     stages: Stats | None = None
 
+    @property
+    def measured(self) -> tuple[Stats, Stats]:
+        """(stats, stages) of an answer by treespec, which always has both."""
+        assert self.stats
+        assert self.stages
+        return self.stats, self.stages
+
 
 def median(values: Sequence[float], seed: int) -> Figure:
-    """The median and its 95 % bootstrap interval, None where nothing varies."""
+    """The median and its 95 % bootstrap interval."""
     value = float(np.median(values))
     if len(values) < 2 or np.ptp(values) == 0:
         return {"value": value, "low": None, "high": None}
-    drawn = bootstrap(
+    limits = bootstrap(
         (np.asarray(values),),
         np.median,
         n_resamples=RESAMPLES,
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval
-    return {"value": value, "low": float(drawn.low), "high": float(drawn.high)}
+    return {"value": value, "low": float(limits.low), "high": float(limits.high)}
 
 
 def bound(tau: Number, one: Number, tree: Number, draft: Number) -> Number:
-    """The speedup if a cycle were its forwards alone: τ · T(1) / (T(N) + T_draft).
+    """The speedup if a cycle cost its forwards alone: τ · T(1) / (T(N) + T_draft).
 
-    tau: tokens a cycle. one, tree, draft: seconds of the target's forward over one token and over the tree, and of
-    all the draft model's forwards in a cycle.
+    tau: tokens per cycle. one, tree: seconds of the target's forward over one token and over the
+    tree. draft: seconds of all the draft model's forwards in a cycle.
     """
     return tau * one / (tree + draft)
 
 
-def cycle_ms(stats: Stats) -> dict[str, float]:
-    """Where a cycle's time goes, in ms by stage; prefill of the target is no part of it."""
+def cycle_ms(stats: Stats) -> dict[Stage, float]:
+    """Milliseconds of each stage per cycle; the target's prefill is left out."""
     spent = stats.seconds
-    found = {"head": spent["head"], "rest_of_drafting": spent["draft"] - spent["head"]}
-    found |= {stage: spent[stage] for stage in ("target", "verify", "commit")}
-    found["rest"] = spent["total"] - spent["prefill"] - sum(found.values())
-    return {stage: 1000 * found[stage] / stats.cycles for stage in STAGES}
+    seconds: dict[Stage, float] = {
+        "head": spent["head"],
+        "rest_of_drafting": spent["draft"] - spent["head"],
+        "target": spent["target"],
+        "verify": spent["verify"],
+        "commit": spent["commit"],
+    }
+    seconds["rest"] = _decoding_seconds(stats) - sum(seconds.values())
+    return {stage: 1000 * seconds[stage] / stats.cycles for stage in STAGES}
 
 
-def decoding_speed(stats: Stats) -> float:
-    """Tokens/s without the prefill."""
-    return stats.new_tokens / (stats.seconds["total"] - stats.seconds["prefill"])
+def cycle_figures(answers: Sequence[Timed], one_token: Sequence[Timed], seed: int) -> CycleFigures:
+    """A cycle's times, and the speedup over one-token decoding beside its bound.
+
+    one_token: its answers to the same questions, in the same order.
+    """
+    # 1. Medians over questions of each question's own figures.
+    pairs = zip(answers, one_token, strict=True)
+    rows = [_of_question(answer, baseline) for answer, baseline in pairs]
+    medians = {name: median([row[name] for row in rows], seed) for name in rows[0]}
+
+    # 2. Totals over totals, in every resample of the questions.
+    weights = resample(len(answers), RESAMPLES, seed)
+    ours, plain = _totals(weights, answers), _totals(weights, one_token)
+    tau = ours["tokens"] / ours["cycles"]
+    speedup = (ours["tokens"] / ours["decoding"]) / (plain["tokens"] / plain["decoding"])
+    one = plain["target"] / plain["cycles"]
+    tree, draft = ours["target"] / ours["cycles"], ours["head"] / ours["cycles"]
+    limit = bound(tau, one, tree, draft)
+    overall: Overall = {
+        "speedup": interval(speedup),
+        "bound": interval(limit),
+        "speedup_by_bound": interval(speedup / limit),
+    }
+    figures = {**medians, "overall": overall, "acceptance_length": interval(tau)}
+    return cast(CycleFigures, figures)
 
 
-def of_cycles(mine: Sequence[Timed], plain: Sequence[Timed], seed: int) -> dict[str, Any]:
-    """A cycle's times, and the speedup over one token at a time beside its bound. plain: the same questions'."""
-    rows = []
-    for a, b in zip(mine, plain, strict=True):
-        assert a.stats
-        assert a.stages
-        assert b.stats
-        assert b.stages
-        ms, base = cycle_ms(a.stages), cycle_ms(b.stages)
-        speed = decoding_speed(a.stats)
-        gain = speed / decoding_speed(b.stats)
-        limit = bound(a.stats.acceptance_length, base["target"], ms["target"], ms["head"])
-        figures = {
-            "cycle": sum(ms.values()),
-            "overhead": a.stages.overhead,
-            "tokens_per_second": speed,
-            "speedup": gain,
-            "bound": limit,
-            "speedup_by_bound": gain / limit,
-        }
-        rows.append(ms | figures)
-    found: dict[str, Any] = {name: median([row[name] for row in rows], seed) for name in rows[0]}
-    draws = resample(len(mine), RESAMPLES, seed)
-    own, one = _totals(draws, mine), _totals(draws, plain)
-    tau = own["tokens"] / own["cycles"]
-    speedup = (own["tokens"] / own["decoding"]) / (one["tokens"] / one["decoding"])
-    most = bound(
-        tau,
-        one["target"] / one["cycles"],
-        own["target"] / own["cycles"],
-        own["head"] / own["cycles"],
-    )
-    overall = {"speedup": speedup, "bound": most, "speedup_by_bound": speedup / most}
-    found["overall"] = {name: interval(values) for name, values in overall.items()}
-    return found | {"acceptance_length": interval(tau)}
+def _of_question(answer: Timed, one_token: Timed) -> dict[str, float]:
+    """The figures of one question, by their names in `CycleFigures`."""
+    stats, stages = answer.measured
+    plain_stats, plain_stages = one_token.measured
+    ms, plain_ms = cycle_ms(stages), cycle_ms(plain_stages)
+    speed = stats.new_tokens / _decoding_seconds(stats)
+    speedup = speed / (plain_stats.new_tokens / _decoding_seconds(plain_stats))
+    limit = bound(stats.acceptance_length, plain_ms["target"], ms["target"], ms["head"])
+    figures = {
+        "cycle": sum(ms.values()),
+        "overhead": stages.overhead,
+        "tokens_per_second": speed,
+        "speedup": speedup,
+        "bound": limit,
+        "speedup_by_bound": speedup / limit,
+    }
+    return {str(stage): spent for stage, spent in ms.items()} | figures
 
 
-def _totals(draws: np.ndarray, answers: Sequence[Timed]) -> dict[str, np.ndarray]:
-    """[1 + R] totals of every resample: tokens, cycles, and seconds of decoding and of the forwards."""
+def _totals(weights: Array, answers: Sequence[Timed]) -> dict[str, Array]:
+    """[1 + R] totals of every resample: tokens, cycles, seconds of decoding and of the forwards.
+
+    weights: [1 + R, Q].
+    """
     rows = []
     for answer in answers:
-        stats, stages = answer.stats, answer.stages
-        assert stats
-        assert stages
-        decoding = stats.seconds["total"] - stats.seconds["prefill"]
-        forwards = (stages.seconds["target"], stages.seconds["head"])
-        rows.append((stats.new_tokens, stats.cycles, decoding, *forwards))
+        stats, stages = answer.measured
+        forwards = stages.seconds["target"], stages.seconds["head"]
+        rows.append((stats.new_tokens, stats.cycles, _decoding_seconds(stats), *forwards))
     names = ("tokens", "cycles", "decoding", "target", "head")
-    return dict(zip(names, (draws @ np.array(rows, dtype=float)).T, strict=True))
+    return dict(zip(names, (weights @ np.array(rows, dtype=float)).T, strict=True))
 
 
-def of_speed(
-    mine: Sequence[Timed], generate: Sequence[Timed] | None, one_token: Sequence[Timed], seed: int
-) -> dict[str, Any]:
-    """Tokens/s from prompt to last token, and over those of `model.generate` and of one token at a time."""
-    draws = resample(len(mine), RESAMPLES, seed)
-    own, total = _speeds(mine), _overall(draws, mine)
-    found: dict[str, Any] = {"tokens_per_second": median(list(own), seed)}
-    overall: dict[str, Any] = {"tokens_per_second": interval(total)}
-    for name, others in (("over_generate", generate), ("over_one_token", one_token)):
-        found[name] = median(list(own / _speeds(others)), seed) if others else None
-        overall[name] = interval(total / _overall(draws, others)) if others else None
-    return found | {"overall": overall}
+def _decoding_seconds(stats: Stats) -> float:
+    """Seconds without the target's prefill."""
+    return stats.seconds["total"] - stats.seconds["prefill"]
 
 
-def same(mine: Sequence[Timed], other: Sequence[Timed]) -> int:
-    """How many answers have the very same tokens."""
-    return sum(a.tokens == b.tokens for a, b in zip(mine, other, strict=True))
+def speed_figures(
+    answers: Sequence[Timed],
+    generate: Sequence[Timed] | None,
+    one_token: Sequence[Timed],
+    seed: int,
+) -> SpeedFigures:
+    """Tokens/s from prompt to last token, and ratios to `model.generate` and one-token decoding.
+
+    generate, one_token: their answers to the same questions; generate is None where it raised.
+    """
+    # 1. Tokens/s by question and of the totals.
+    weights = resample(len(answers), RESAMPLES, seed)
+    speeds, total = _speeds(answers), _total_speed(weights, answers)
+
+    def median_over(others: Sequence[Timed] | None) -> Figure | None:
+        return median(list(speeds / _speeds(others)), seed) if others else None
+
+    def total_over(others: Sequence[Timed] | None) -> Figure | None:
+        return interval(total / _total_speed(weights, others)) if others else None
+
+    # 2. The same, and the ratios.
+    overall: Speed = {
+        "tokens_per_second": interval(total),
+        "over_generate": total_over(generate),
+        "over_one_token": total_over(one_token),
+    }
+    return {
+        "tokens_per_second": median(list(speeds), seed),
+        "over_generate": median_over(generate),
+        "over_one_token": median_over(one_token),
+        "overall": overall,
+    }
 
 
-def _speeds(answers: Sequence[Timed]) -> np.ndarray:
+def identical(answers: Sequence[Timed], others: Sequence[Timed]) -> int:
+    """The number of questions to which both answers have the same tokens."""
+    return sum(a.tokens == b.tokens for a, b in zip(answers, others, strict=True))
+
+
+def _speeds(answers: Sequence[Timed]) -> Array:
+    """[Q] tokens/s of each answer."""
     return np.array([len(answer.tokens) / answer.seconds for answer in answers])
 
 
-def _overall(draws: np.ndarray, answers: Sequence[Timed]) -> np.ndarray:
-    """[1 + R] tokens/s of every resample."""
-    tokens, seconds = np.array(
-        [(len(answer.tokens), answer.seconds) for answer in answers], dtype=float
-    ).T
-    return (draws @ tokens) / (draws @ seconds)
+def _total_speed(weights: Array, answers: Sequence[Timed]) -> Array:
+    """[1 + R] tokens/s of every resample: total tokens over total seconds. weights: [1 + R, Q]."""
+    rows = [(len(answer.tokens), answer.seconds) for answer in answers]
+    tokens, seconds = np.array(rows, dtype=float).T
+    return (weights @ tokens) / (weights @ seconds)

@@ -1,16 +1,20 @@
-"""Layers that compute and change nothing: the same text from a target that costs more.
+"""Layers that compute and change nothing: the same text from a target whose forwards cost more.
 
-One trained pair of target and head then shows how the speedup grows as the target gets costlier.
+One trained pair of target and head then shows how the speedup grows with the cost of the target. A
+decoder layer adds its outputs to the residual stream; with zero output projections it adds zeros:
+
+    layer 0 … L - 1      x + attention(x) + MLP(x)     as trained
+    layer L … L + n - 1  x + 0 + 0                     the same matrix products but for the zeros
 """
 
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from treespec.errors import InputError, first_line
@@ -23,13 +27,13 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @torch.no_grad()
 def pad(target: Target, layers: int) -> float:
-    """Append `layers` copies of a target's last layer, with nothing but zeros written into the residual stream.
+    """Append `layers` copies of the target's last layer that write zeros into the residual stream.
 
-    The projections that write there are found by running the layer: the last linear one of each of its parts
-    (attention, MLP). Returns the largest difference of a logit from before, 0.0 where they are the same to the bit.
-    Raises InputError, and leaves the target as it was, where the logits differ by more than rounding or a copy is
-    not run. Caches made before are of no use after.
+    Returns the largest change of a logit; 0.0: the logits are the same to the bit. Caches made before
+    the call have too few layers after it. Raises InputError, and leaves the target as it was, if the
+    logits change by more than rounding or the model does not run the copies.
     """
+    # 1. The projections that write into the residual stream, found by running the last layer.
     if not layers:
         return 0.0
     model, config, before = target.model, target.config, target.layers
@@ -38,31 +42,34 @@ def pad(target: Target, layers: int) -> float:
             "--pad-layers: the target's weights are offloaded; give it room on its devices"
         )
     stack = stack_of(target)
-    kinds = list(getattr(config, "layer_types", None) or [])
-    with recorded(stack[-1]) as calls:
-        plain = _logits(model)
-    written = outputs(calls)
+    layer_types = list(getattr(config, "layer_types", None) or [])
+    with running(stack[-1]) as calls:
+        logits = _logits(model)
+    writers = output_projections(calls)
+
+    # 2. The copies, and a forward that must run them and give the same logits.
     try:
-        if not written:
+        if not writers:
             raise ValueError("its layers run no linear modules")
         for number in range(before, before + layers):
-            stack.append(_silent(stack[before - 1], written, number))
-        _say(config, before + layers, kinds + kinds[-1:] * layers)
-        with recorded(stack[-1]) as calls:
+            stack.append(_silent(stack[before - 1], writers, number))
+        _set_layers(config, before + layers, layer_types + layer_types[-1:] * layers)
+        with running(stack[-1]) as calls:
             padded = _logits(model)
         if not calls:
             raise ValueError("it does not run layers that are appended")
-        difference = float((padded - plain).abs().max())
-        if not difference <= 16 * torch.finfo(model.dtype).eps * float(plain.abs().max()):
-            raise ValueError(
-                f"its logits change by {difference:.3g}, so its layers write by other ways than these"
-            )
-    except Exception as error:  # a model that checks its number of layers raises what it likes
+        difference = float((padded - logits).abs().max())
+        if not difference <= 16 * torch.finfo(model.dtype).eps * float(logits.abs().max()):
+            change = f"its logits change by {difference:.3g}"
+            raise ValueError(f"{change}, so its layers write by other ways than these")
+
+    # 3. On any error the target as it was.
+    except Exception as error:  # a model that checks its number of layers raises any class of error
         del stack[before:]
-        _say(config, before, kinds)
+        _set_layers(config, before, layer_types)
         raise InputError(
             f"--pad-layers: {type(model).__name__} cannot be padded "
-            f"({', '.join(written) or 'nothing'} of its layers silenced): {first_line(error)}"
+            f"({', '.join(writers) or 'nothing'} of its layers silenced): {first_line(error)}"
         ) from error
     target.layers = before + layers
     return difference
@@ -75,11 +82,11 @@ def stack_of(target: Target) -> nn.ModuleList:
 
 
 @contextmanager
-def recorded(layer: nn.Module) -> Iterator[list[str]]:
-    """Inside, the names of the layer's linear modules are put into the list as they run."""
+def running(layer: nn.Module) -> Iterator[list[str]]:
+    """A list that collects the names of the layer's linear modules as they run."""
     calls: list[str] = []
 
-    def keep(name: str) -> Callable[[nn.Module, Any], None]:
+    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         return lambda module, inputs: calls.append(name)
 
     linear = {name: module for name, module in layer.named_modules() if isinstance(module, LINEAR)}
@@ -91,21 +98,28 @@ def recorded(layer: nn.Module) -> Iterator[list[str]]:
             handle.remove()
 
 
-def outputs(calls: list[str]) -> list[str]:
-    """Of each part of a layer the linear module that ran last; those of no part (OPT's MLP) are one together."""
-    return list({name.rpartition(".")[0].partition(".")[0]: name for name in calls}.values())
+def output_projections(calls: list[str]) -> list[str]:
+    """The linear module that ran last in each part of a layer (attention, MLP).
+
+    Modules directly below the layer (OPT's MLP) are one part together.
+    """
+    last = {name.rpartition(".")[0].partition(".")[0]: name for name in calls}
+    return list(last.values())
 
 
-def _silent(layer: nn.Module, written: list[str], number: int) -> nn.Module:
-    """A copy of a layer, as number so-and-so, with projections of zero."""
+def _silent(layer: nn.Module, writers: list[str], number: int) -> nn.Module:
+    """A copy of a layer, as layer `number`, whose modules named `writers` give zeros."""
+    # 1. The copy. deepcopy cannot copy packed weights: hand it clones.
     packed = [module.packed for module in layer.modules() if isinstance(module, PackedLinear)]
-    silent = copy.deepcopy(
-        layer, {id(weight): weight.clone() for weight in packed}
-    )  # deepcopy takes none of these
+    silent = copy.deepcopy(layer, {id(weight): weight.clone() for weight in packed})
+
+    # 2. Its number, under which its modules find their cache.
     for module in silent.modules():
-        if isinstance(getattr(module, "layer_idx", None), int):
-            module.layer_idx = number  # type: ignore[assignment]
-    for name in written:
+        if isinstance(vars(module).get("layer_idx"), int):
+            vars(module)["layer_idx"] = number
+
+    # 3. Zeros.
+    for name in writers:
         linear = silent.get_submodule(name)
         if isinstance(linear, PackedLinear):
             bias = linear.bias is not None
@@ -117,22 +131,20 @@ def _silent(layer: nn.Module, written: list[str], number: int) -> nn.Module:
 
 
 def _zero(linear: Module) -> Module:
-    """With a weight and bias of zero."""
+    """The module, its weight and bias set to zero."""
     for parameter in linear.parameters():
         parameter.zero_()
     return linear
 
 
-def _say(config: Any, layers: int, kinds: list[str]) -> None:
-    """Put the number of layers and their types into a config."""
-    config.num_hidden_layers = layers
-    if kinds:
-        config.layer_types = kinds
+def _set_layers(config: PreTrainedConfig, layers: int, layer_types: list[str]) -> None:
+    """Write the number of layers and their types into a config. layer_types: [] if it has none."""
+    changes = {"num_hidden_layers": layers} | ({"layer_types": layer_types} if layer_types else {})
+    config.update(changes)
 
 
 def _logits(model: PreTrainedModel) -> Tensor:
-    """[8, V] logits of a few tokens, float32."""
-    tokens = (
-        torch.arange(3, 11, device=model.device)[None] % model.config.get_text_config().vocab_size
-    )
+    """[8, V] float32 logits of eight fixed tokens."""
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = torch.arange(3, 11, device=model.device)[None] % vocab_size
     return model(input_ids=tokens, use_cache=False).logits[0].float()

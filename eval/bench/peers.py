@@ -1,11 +1,12 @@
-"""transformers' own generation on the same target: plain, prompt lookup, and assisted by a smaller model."""
+"""transformers' own generation on the same target: plain, prompt lookup, assisted generation."""
 
 import time
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.errors import InputError
 from treespec.eval.bench.figures import Timed
@@ -19,15 +20,22 @@ GENERATE = "model.generate"
 LOOKUPS = (3, 10)  # tokens that prompt lookup drafts
 
 
+class Method(TypedDict, total=False):
+    """The arguments of `model.generate` that choose a method; none: one token at a time."""
+
+    prompt_lookup_num_tokens: int
+    assistant_model: PreTrainedModel
+
+
 def peer_rows(target: Target, assistant: PreTrainedModel | None, temperature: float) -> list[Row]:
-    """Whatever of transformers' can answer."""
-    peers: dict[str, dict[str, Any]] = {GENERATE: {}}
-    peers |= {f"prompt lookup, {n} tokens": {"prompt_lookup_num_tokens": n} for n in LOOKUPS}
+    """A row for each of transformers' methods. assistant: None leaves out assisted generation."""
+    methods: dict[str, Method] = {GENERATE: {}}
+    methods |= {f"prompt lookup, {n} tokens": {"prompt_lookup_num_tokens": n} for n in LOOKUPS}
     if assistant is not None:
-        peers["assisted generation"] = {"assistant_model": assistant}
+        methods["assisted generation"] = {"assistant_model": assistant}
     return [
-        Row(name, temperature, partial(generated, target, temperature, options), peer=True)
-        for name, options in peers.items()
+        Row(name, temperature, partial(generated, target, temperature, method), peer=True)
+        for name, method in methods.items()
     ]
 
 
@@ -35,42 +43,42 @@ def peer_rows(target: Target, assistant: PreTrainedModel | None, temperature: fl
 def generated(
     target: Target,
     temperature: float,
-    options: dict[str, Any],
+    method: Method,
     prompt: list[int],
     max_new_tokens: int,
     seed: int,
 ) -> Timed:
-    """One answer of model.generate. The model's own generation settings are out of the way while it runs."""
+    """One answer of `model.generate`, sampled from the whole law; temperature 0 is greedy."""
+    # 1. Settings. transformers fills gaps from the model's own generation config: empty that one.
     model = target.model
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
         eos_token_id=sorted(target.eos) or None,
         pad_token_id=0,
         top_k=0,
-        **(
-            {"do_sample": True, "temperature": temperature}
-            if temperature > 0
-            else {"do_sample": False}
-        ),
+        do_sample=temperature > 0,
+        **({"temperature": temperature} if temperature > 0 else {}),
     )
-    own, model.generation_config = model.generation_config, GenerationConfig()
+    models_own, model.generation_config = model.generation_config, GenerationConfig()
+
+    # 2. The answer.
     try:
         torch.manual_seed(seed)
         started = time.perf_counter()
         ids = torch.tensor([prompt], device=target.device)
         text = model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings, **options
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, **method
         )
         tokens = text[0, len(prompt) :].tolist()
         return Timed(tokens, time.perf_counter() - started)
     finally:
-        model.generation_config = own
+        model.generation_config = models_own
 
 
 def load_assistant(
     path: str, dtype: str, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, Any]:
-    """The model and its tokenizer. Raises InputError for what cannot be loaded."""
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """The model and its tokenizer. Raises InputError if they cannot be loaded."""
     try:
         model = load_model(path, trust_remote_code, dtype=dtype)
         return model.requires_grad_(False), load_tokenizer(path, trust_remote_code)
@@ -79,19 +87,31 @@ def load_assistant(
 
 
 def fit_assistant(
-    model: PreTrainedModel, tokenizer: Any, target: Target, packed: bool = True
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    target: Target,
+    packed: bool = True,
 ) -> PreTrainedModel:
-    """The assistant as the target is placed, and packed. Raises InputError for one with another vocabulary."""
+    """The assistant on the target's device, in its precision. packed: pack its weights too.
+
+    Raises InputError for an assistant with another vocabulary.
+    """
+    # 1. The vocabulary: its size, and the token of each number.
     size = model.get_output_embeddings().weight.shape[0]
     if size != target.vocab_size:
         raise InputError(
-            f"--assistant has a vocabulary of {size}, the target's is {target.vocab_size}: take one with its tokenizer"
+            f"--assistant has a vocabulary of {size}, the target's is {target.vocab_size}: "
+            "take one with its tokenizer"
         )
-    if target.tokenizer is not None and tokenizer.get_vocab() != target.tokenizer.get_vocab():
+    tokens = tokenizer.get_vocab() if tokenizer else None
+    if target.tokenizer is not None and tokens != target.tokenizer.get_vocab():
         raise InputError(
             "--assistant has other tokens than the target: take a model with the target's tokenizer"
         )
-    model.to(device=target.device, dtype=target.dtype)  # type: ignore[call-arg]
+
+    # 2. Where its weights go.
+    module: nn.Module = model  # transformers' own `to` has no usable annotations
+    module.to(device=target.device, dtype=target.dtype)
     if packed:
         pack(model)
     return model

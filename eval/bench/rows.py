@@ -1,4 +1,4 @@
-"""What answers in a benchmark: treespec one token at a time and with each verifier; the peers stand in peers.py."""
+"""What answers in a benchmark: one-token decoding and verifiers (peers: peers.py)."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from functools import partial
 
 from treespec.eval.bench.config import BenchConfig
 from treespec.eval.bench.figures import Timed
-from treespec.eval.bench.split import CPU, split
+from treespec.eval.bench.waiting import CPU, stage_times
 from treespec.eval.common import listed, number
 from treespec.eval.pairs import paired
 from treespec.sampling import SamplingParams
@@ -23,7 +23,10 @@ Draft = tuple[Policy | None, Verifier]
 
 @dataclass(frozen=True)
 class Row:
-    """answer: (prompt, max_new_tokens, seed) -> the timed answer. peer: it is not treespec that answers."""
+    """One method at one temperature.
+
+    answer: (prompt [P], max_new_tokens, seed) -> the timed answer. peer: transformers answers.
+    """
 
     name: str
     temperature: float
@@ -32,36 +35,35 @@ class Row:
 
 
 def label(name: str, added: int) -> str:
-    """Marked where the target has layers that change nothing."""
+    """A row's name, marked where layers that change nothing were added to the target."""
     return name + (f" (padded, +{added} layers)" if added else "")
 
 
 def temperatures(config: BenchConfig) -> list[float]:
-    """Raises InputError for what is none."""
-    found = [number("temperature", part) for part in listed("temperature", config.temperature)]
-    return [SamplingParams(temperature).temperature for temperature in dict.fromkeys(found)]
+    """The distinct temperatures. Raises InputError for a part that is no number from 0."""
+    values = [number("temperature", part) for part in listed("temperature", config.temperature)]
+    return [SamplingParams(temperature).temperature for temperature in dict.fromkeys(values)]
 
 
-def drafts(config: BenchConfig) -> dict[str, Draft]:
-    """Trees and verifiers by the names given. Raises InputError for those that are unknown or do not go together."""
-    found = {}
+def drafts_of(config: BenchConfig) -> dict[str, Draft]:
+    """Trees and verifiers by their names in `--verifier`.
+
+    Raises InputError for a name that is unknown, and for a tree and verifier that do not fit.
+    """
+    drafts = {}
     for name in listed("verifier", config.verifier):
-        called, _, own = name.partition("@")
-        found[name] = paired(
-            verifier_by_name(called, config.allow_lossy), own or None, config.drafter
-        )
-    return found
+        verifier, _, tree = name.partition("@")
+        chosen = verifier_by_name(verifier, config.allow_lossy)
+        drafts[name] = paired(chosen, tree or None, config.drafter)
+    return drafts
 
 
-def own_rows(spec: Spec, found: dict[str, Draft], temperature: float) -> list[Row]:
-    """One token at a time, then each verifier with its tree."""
-    plain = Row(ONE_TOKEN, temperature, partial(_answer, spec, None, temperature))
+def own_rows(spec: Spec, drafts: dict[str, Draft], temperature: float) -> list[Row]:
+    """One-token decoding, then each verifier with its tree."""
+    methods: dict[str, Draft | None] = {ONE_TOKEN: None, **drafts}
     return [
-        plain,
-        *(
-            Row(name, temperature, partial(_answer, spec, one, temperature))
-            for name, one in found.items()
-        ),
+        Row(name, temperature, partial(_answer, spec, draft, temperature))
+        for name, draft in methods.items()
     ]
 
 
@@ -73,20 +75,23 @@ def _answer(
     max_new_tokens: int,
     seed: int,
 ) -> Timed:
-    """By a decoder with nothing cached. Where a device works by itself, the stages are timed a second time over."""
+    """One answer, with nothing cached before. On a GPU a second generation times the stages."""
+    # 1. Tokens and wall-clock time.
     fresh = _fresh(spec, draft)
     started = time.perf_counter()
     output = fresh.generate(
         prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed
     )
     seconds = time.perf_counter() - started
+
+    # 2. Stages.
     stages = output.stats
     if spec.target.output_device.type != CPU.type:
-        stages = split(
-            _fresh(spec, draft), prompt, SamplingParams(temperature), max_new_tokens, seed
-        )
+        params = SamplingParams(temperature)
+        stages = stage_times(_fresh(spec, draft), prompt, params, max_new_tokens, seed)
     return Timed(output.token_ids, seconds, output.stats, stages)
 
 
 def _fresh(spec: Spec, draft: Draft | None) -> Spec:
+    """The same models with nothing cached. draft: None decodes one token at a time."""
     return spec.configured(*draft) if draft else spec.baseline()

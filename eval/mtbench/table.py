@@ -37,7 +37,7 @@ def report_of(summary: dict[str, Any]) -> Report:
             )
         )
     tables.append(_table("A cycle's time in ms (share)", cycle, rows, _cycle, brief=True))
-    return Report(tables, notes(summary), verdict(summary))
+    return Report(tables, notes(summary), verdict(summary["configurations"]))
 
 
 def _table(

@@ -1,9 +1,8 @@
-"""Times of work that a device does while the host goes on: wait for it at both ends of every stage."""
+"""Times of work that a GPU does while the host goes on: wait for it before reading the clock."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -17,13 +16,13 @@ CPU = torch.device("cpu")
 
 
 def wait(device: torch.device) -> None:
-    """Until a GPU has done what it was given; a CPU works while one waits."""
+    """Wait until a GPU has done its queued work. On a CPU nothing is queued."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
-def seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """What `work` takes until the device has done it."""
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the device has done `work`."""
     wait(device)
     started = time.perf_counter()
     work()
@@ -31,10 +30,13 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def split(
+def stage_times(
     spec: Spec, prompt: list[int], params: SamplingParams, max_new_tokens: int, seed: int
 ) -> Stats:
-    """The stages of a generation by a fresh `spec`, which is slower for the waiting."""
+    """Counts and stage times of one generation that waits for the device around every stage.
+
+    spec: one that has no cached text. Waiting makes the whole generation slower than without.
+    """
     device = spec.target.output_device
     decoder = Decoder(spec.target, spec.decoder.drafter, spec.verifier)
     ending = Ending(spec.target.tokenizer, spec.target.eos, (), max_new_tokens)
@@ -47,7 +49,7 @@ def split(
 
 @dataclass
 class WaitingStats(Stats):
-    """Stats whose stages end when the device has done them."""
+    """Stats whose clock waits for the device, so that a stage includes the work it queued."""
 
     device: torch.device = field(default=CPU)
 

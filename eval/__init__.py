@@ -1,1 +1,1 @@
-"""MT-Bench: acceptance length and speedup. The acceptance lab: acceptance rates and their optima."""
+"""Measurements: MT-Bench, the benchmark, the acceptance lab, certificates, and fits to a head."""

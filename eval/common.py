@@ -28,8 +28,8 @@ class Step:
 def in_order(configurations: Sequence[Item], number: int) -> list[Item]:
     """The order of the configurations for question `number`: one row of a Williams square.
 
-    Over n questions for n configurations (2 n where n is odd), each configuration runs equally often
-    in every place and directly after every other (Williams 1949). For n = 4:
+    Over n questions for n configurations (2 n where n is odd), each configuration runs equally
+    often in every place and directly after every other (Williams 1949). For n = 4:
 
         question 0   0 1 3 2
         question 1   1 2 0 3
@@ -53,8 +53,8 @@ def seed_of(seed: int, question_id: int | str, turn: int, model_id: str) -> int:
 def parts_of(name: str, values: str) -> list[str]:
     """The parts of an option's value, between commas or semicolons.
 
-    A comma before `option=` does not separate: `is-lp:s=8,alphabet=50` is one part. Raises InputError
-    for an empty part.
+    A comma before `option=` does not separate: `is-lp:s=8,alphabet=50` is one part. Raises
+    InputError for an empty part.
     """
     parts = [part.strip() for part in re.split(r"[;,](?!\s*[\w-]+=)", values)]
     if not all(parts):

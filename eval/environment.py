@@ -1,18 +1,17 @@
-"""What figures were measured on."""
+"""The machine and the libraries that figures were measured on."""
 
 import platform
 import re
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from treespec.target import Target
 
 
-def describe(target: Target) -> dict[str, Any]:
-    """What the figures were measured on."""
+def describe(target: Target) -> dict[str, object]:
+    """{device, dtype, threads, torch, transformers, treespec}, as result files keep it."""
     devices = {p.device for p in target.model.parameters() if p.device.type != "meta"}
     return {
         "device": ", ".join(sorted(_device_name(device) for device in devices)),
@@ -25,6 +24,7 @@ def describe(target: Target) -> dict[str, Any]:
 
 
 def _device_name(device: torch.device) -> str:
+    """The model of a GPU or of the CPU."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} ({device})"
     try:

@@ -1,4 +1,4 @@
-"""Which drafter goes with which verifier and tree: the rows of an evaluation."""
+"""Which drafter fits which verifier and tree: the rows of an evaluation."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from treespec.verify.walk import Verifier
 
 
 class Pair(NamedTuple):
-    """Names as in options. tree: None is the default for the verifier or drafter."""
+    """Names as in options. tree: None is the default of the verifier or the drafter."""
 
     drafter: str
     verifier: str
@@ -27,19 +27,22 @@ def pairs(
     trees: Sequence[str | None],
     allow_lossy: bool,
 ) -> tuple[list[Pair], list[str]]:
-    """Every drafter with every verifier and tree that it goes with, and why others were left out.
+    """(every drafter with every verifier and tree that it fits, why others were left out).
 
-    drafters: (name, its own tree or None). A verifier may name its tree too, rrs-wo@2x4; the
-    drafter's wins. A drafter that hands over given tokens takes no tree, and `topk` where no other
-    verifier fits. A single drafter must fit all verifiers and trees: else InputError.
+    drafters: (name, its tree or None). verifiers: names, with a tree of their own as in rrs-wo@2x4.
+    A drafter's tree wins over a verifier's, a verifier's over `trees`. Beside other drafters, one
+    that hands over given tokens takes no tree, and takes `topk` if it fits no verifier named.
+    Raises InputError if a single drafter does not fit all verifiers and trees, or nothing fits.
     """
-    found: list[Pair] = []
+    fitting: list[Pair] = []
     reasons: list[str] = []
-    for drafter, its_own in drafters:
+    for drafter, drafters_tree in drafters:
+        # 1. The verifiers and trees that this drafter fits.
         given = drafter.partition(":")[0] in GIVEN and len(drafters) > 1
         rows: list[Pair] = []
-        for verifier, _, own in (name.partition("@") for name in verifiers):
-            for tree in [its_own or own] if its_own or own else trees:
+        for verifier, _, verifiers_tree in (name.partition("@") for name in verifiers):
+            named = drafters_tree or verifiers_tree
+            for tree in [named] if named else trees:
                 pair = Pair(drafter, verifier, None if given else tree)
                 try:
                     paired(verifier_by_name(verifier, allow_lossy), pair.tree, drafter)
@@ -49,18 +52,24 @@ def pairs(
                     reasons.append(f"{drafter} with {verifier}: {error}")
                 else:
                     rows.append(pair)
-        found += rows or ([Pair(drafter, "topk", None)] if given else [])
-    if not found:
+
+        # 2. Given tokens have no draft law, which `topk` does without.
+        if given and not rows:
+            rows.append(Pair(drafter, "topk", None))
+        fitting += rows
+
+    # 3. Each pair and reason once.
+    if not fitting:
         raise InputError(f"no drafter goes with a verifier and tree: {reasons[0]}")
-    return list(dict.fromkeys(found)), list(dict.fromkeys(reasons))
+    return list(dict.fromkeys(fitting)), list(dict.fromkeys(reasons))
 
 
 def paired(
     verifier: Verifier, tree: str | None, drafter: str | None
 ) -> tuple[Policy | None, Verifier]:
-    """The tree and verifier as objects. Raises InputError where they do not fit.
+    """The tree and verifier as objects. tree: None is the default of the verifier or the drafter.
 
-    tree: None is the default for the verifier or drafter.
+    Raises InputError if they do not fit each other or the drafter.
     """
     kind = (drafter or "").partition(":")[0]
     if kind in GIVEN:
@@ -73,8 +82,8 @@ def paired(
 
 
 def refuse_unfit(drafts: Sequence[tuple[str, Policy | None, Verifier]]) -> None:
-    """Raises InputError for trees that a single drafter cannot draft, as far as its files tell."""
-    if len({drafter for drafter, _, _ in drafts}) > 1:  # then those that do not fit are left out
+    """Raises InputError for a tree that a single drafter cannot draft, as far as its files tell."""
+    if len({drafter for drafter, _, _ in drafts}) > 1:  # unfit ones of several are left out later
         return
     for drafter, tree, verifier in drafts:
         try:

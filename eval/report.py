@@ -1,4 +1,4 @@
-"""Results for people: tables that fit a terminal, aligned Markdown in a file, notes below, a verdict at the end."""
+"""Results for people: tables, notes and a verdict, for a terminal or as a file of Markdown."""
 
 import re
 import textwrap
@@ -23,10 +23,11 @@ Cells = list[list[str]]  # the lines of each cell
 
 @dataclass(frozen=True)
 class Table:
-    """labels: names of the first columns, which say what a row is. columns: names of the figures' columns.
+    """Rows of text under named columns.
 
-    rows: the text of labels and figures; a figure may have a second part in brackets, "1.49 (1.32–1.61)".
-    brief: leave the brackets out on a terminal that is too narrow for them.
+    labels: names of the first columns, which name a row. columns: names of the other columns, which
+    hold figures. rows: the text of all cells; a figure may end in brackets, "1.49 (1.32–1.61)".
+    brief: on a terminal too narrow for the brackets, leave them out. Default: stack them below.
     """
 
     title: str
@@ -38,7 +39,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """What a command has measured. notes: how to read the tables. verdict: what follows from them."""
+    """What a command measured. notes: how to read the tables. verdict: what follows from them."""
 
     tables: Sequence[Table]
     notes: Sequence[str]
@@ -52,21 +53,25 @@ class Report:
 
 @dataclass(frozen=True)
 class Column:
+    """One column, wrapped. head, cells: their lines. left: align to the left, else to the right."""
+
     head: list[str]
     cells: Cells
     left: bool
 
     @property
     def width(self) -> int:
+        """Terminal cells of the widest line."""
         return max(cell_len(line) for cell in (self.head, *self.cells) for line in cell or [""])
 
     def padded(self, line: str) -> str:
+        """A line, filled up with spaces to the width."""
         space = " " * (self.width - cell_len(line))
         return line + space if self.left else space + line
 
 
 def markdown(report: Report) -> str:
-    """Tables with aligned columns, so that the source reads like the page."""
+    """The whole report as Markdown, whose tables have aligned columns in the source too."""
     parts = []
     for table in report.filled:
         parts += [f"## {printable(table.title)}", "\n".join(markdown_lines(table))]
@@ -77,7 +82,7 @@ def markdown(report: Report) -> str:
 
 
 def show(report: Report, console: "Console") -> None:
-    """Print on a terminal: no word or number is broken, tables that are too wide are cut between columns."""
+    """Print on a terminal. No word or number is broken; wide tables are split between columns."""
 
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
@@ -95,6 +100,7 @@ def show(report: Report, console: "Console") -> None:
 
 
 def markdown_lines(table: Table) -> list[str]:
+    """The table as lines of Markdown."""
     labels, figures = _columns(table, _escaped, _escaped, lambda name, _: _escaped(name))
     columns = [*labels, *figures]
     rule = ["-" * (c.width + 2) if c.left else "-" * (c.width + 1) + ":" for c in columns]
@@ -105,13 +111,20 @@ def markdown_lines(table: Table) -> list[str]:
 
 
 def terminal_lines(table: Table, width: int) -> list[str]:
-    """The table in as few pieces as its columns need, side by side where they fit; labels are repeated."""
+    """The table, split between columns into pieces of at most `width` cells; labels are repeated.
+
+    Of four layouts (labels whole or narrowed, figures on one line or two) it is the first that fits
+    in the fewest pieces.
+    """
+    # 1. The pieces of each layout.
     cut = _unbracketed if table.brief else _stacked
     packed = []
     for of_figure in (_whole, cut):
         labels, figures = _columns(table, _whole, of_figure, _head)
         packed.append(_packed(labels, figures, width))
         packed.append(_packed(_narrowed(labels, figures, width), figures, width))
+
+    # 2. The best of them, with an empty line between pieces.
     pieces = min(packed, key=lambda pieces: (max(map(_wide, pieces)) > width, len(pieces)))
     lines: list[str] = []
     for piece in pieces:
@@ -125,17 +138,25 @@ def _columns(
     of_figure: Callable[[str], list[str]],
     of_head: Callable[[str, int], list[str]],
 ) -> tuple[list[Column], list[Column]]:
-    """(columns of labels, columns of figures), without those that are empty throughout."""
-    labels, figures = [], []
+    """(columns of labels, columns of figures), without empty ones.
+
+    of_label, of_figure: text of a cell -> its lines. of_head: (name, width of figures) -> lines.
+    """
+    labels: list[Column] = []
+    figures: list[Column] = []
     for number, name in enumerate([*table.labels, *table.columns]):
+        # 1. Its cells.
         texts = [printable(row[number]) for row in table.rows]
         if not any(texts):
             continue
+
+        # 2. A label.
         if number < len(table.labels):
-            labels.append(
-                Column(of_label(printable(name)), [of_label(text) for text in texts], left=True)
-            )
+            cells = [of_label(text) for text in texts]
+            labels.append(Column(of_label(printable(name)), cells, left=True))
             continue
+
+        # 3. A figure, whose name wraps to the width of its cells.
         cells = [of_figure(text) for text in texts]
         widest = max(cell_len(line) for cell in cells for line in cell)
         figures.append(Column(of_head(printable(name), widest), cells, left=False))
@@ -143,7 +164,10 @@ def _columns(
 
 
 def _packed(labels: list[Column], figures: list[Column], width: int) -> list[list[Column]]:
-    """The figures' columns in order, as many in each piece as fit beside the labels; at least one."""
+    """The columns of figures in order, split into pieces that fit beside the labels.
+
+    A piece has at least one figure.
+    """
     pieces = [[*labels]]
     for figure in figures:
         if len(pieces[-1]) > len(labels) and _wide([*pieces[-1], figure]) > width:
@@ -153,10 +177,12 @@ def _packed(labels: list[Column], figures: list[Column], width: int) -> list[lis
 
 
 def _wide(columns: list[Column]) -> int:
+    """Terminal cells of the columns side by side."""
     return sum(column.width for column in columns) + len(GAP) * (len(columns) - 1)
 
 
 def _drawn(columns: list[Column]) -> list[str]:
+    """One piece as lines: head, rule, rows."""
     height = max(len(column.head) for column in columns)
     heads = [[""] * (height - len(column.head)) + column.head for column in columns]
     rows = [heads, [["─" * column.width] for column in columns]]
@@ -170,55 +196,58 @@ def _drawn(columns: list[Column]) -> list[str]:
 
 
 def _escaped(text: str) -> list[str]:
-    """A cell of Markdown."""
+    """A cell of Markdown on one line."""
     return [text.replace("|", "\\|")]
 
 
 def _whole(text: str) -> list[str]:
+    """A cell on one line."""
     return [text]
 
 
 def _stacked(text: str) -> list[str]:
-    """What is in brackets below its value."""
+    """A figure on two lines: its value, and the brackets below."""
     return text.replace(" (", "\n(").split("\n")
 
 
 def _head(name: str, widest: int) -> list[str]:
-    """The name of a column, its words below each other where they would make the column wider."""
+    """The name of a column, wrapped between words to the width of its figures."""
     words = name.split() or [""]
     return textwrap.wrap(name, max(widest, *map(len, words), 1), break_long_words=False) or [""]
 
 
 def _unbracketed(text: str) -> list[str]:
+    """A figure without its brackets."""
     return [re.sub(r" \(.*\)", "", text)]
 
 
 def _narrowed(labels: list[Column], figures: list[Column], width: int) -> list[Column]:
-    """The labels wrapped, and so narrow that the widest figure stands beside them."""
-    wrapped = [
-        replace(label, cells=[_wrapped(cell[0], LABEL) for cell in label.cells]) for label in labels
-    ]
+    """The labels, wrapped and cut so that the widest figure fits beside them."""
+    # 1. The width of each label: wrapped first, then the widest one cell less until all fit.
+    wrapped = [replace(c, cells=[_wrapped(cell[0], LABEL) for cell in c.cells]) for c in labels]
     widths = [label.width for label in wrapped]
     room = width - max((figure.width for figure in figures), default=0) - len(GAP) * len(labels)
     while sum(widths) > max(room, len(labels)):
         widths[widths.index(max(widths))] -= 1
+
+    # 2. Columns of these widths.
     narrow = []
-    for label, room in zip(labels, widths, strict=True):
-        cells = [
-            [_cut(line, room) for line in _wrapped(cell[0], min(room, LABEL))]
-            for cell in label.cells
-        ]
-        narrow.append(Column([_cut(label.head[0], room)], cells, left=True))
+    for label, most in zip(labels, widths, strict=True):
+        lines = [_wrapped(cell[0], min(most, LABEL)) for cell in label.cells]
+        cells = [[_cut(line, most) for line in cell] for cell in lines]
+        narrow.append(Column([_cut(label.head[0], most)], cells, left=True))
     return narrow
 
 
 def _wrapped(label: str, width: int) -> list[str]:
-    """Lines of a label, broken at spaces and after the marks in a tree's name, within a long part after hyphens too."""
+    """Lines of a label, broken at spaces and after the marks in a tree's name.
+
+    A part wider than `width` breaks after its hyphens too.
+    """
     lines = [""]
     for part in re.findall(r"[^\s,:@/]+[\s,:@/]*|[\s,:@/]+", label):
-        for piece in (
-            [part] if cell_len(part.rstrip()) <= width else re.findall(r"[^-]+-*|-+", part)
-        ):
+        fits = cell_len(part.rstrip()) <= width
+        for piece in [part] if fits else re.findall(r"[^-]+-*|-+", part):
             if lines[-1] and cell_len((lines[-1] + piece).rstrip()) > width:
                 lines.append("")
             lines[-1] += piece
@@ -226,16 +255,17 @@ def _wrapped(label: str, width: int) -> list[str]:
 
 
 def _cut(line: str, width: int) -> str:
+    """A line of at most `width` cells, with … for what is cut."""
     return line if cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
 
 
 def _item(text: str, width: int) -> str:
-    return textwrap.fill(
-        printable(text), width, initial_indent="- ", subsequent_indent="  ", break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
+    """A list item of Markdown, wrapped between words."""
+    wrapper = textwrap.TextWrapper(width, "- ", "  ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.fill(printable(text))
 
 
 def printable(text: str) -> str:
-    """In one line: names of files and categories may hold anything, such as codes that move a cursor."""
+    """The text on one line, without control codes: names of files and categories may hold any."""
     return one_line("".join(" " if c.isspace() else c for c in text))

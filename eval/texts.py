@@ -18,63 +18,76 @@ if TYPE_CHECKING:
     from treespec.eval.acceptance.config import AcceptanceConfig
 
 
-CONVERSATIONS = (".jsonl", ".json")
+CONVERSATIONS = (".jsonl", ".json")  # suffixes of files of conversations; others are plain text
 
 
 @dataclass(frozen=True)
-class Text:
-    """tokens: [T] int64. counts: [T] bool, tokens to measure. group: number of its question."""
+class Passage:
+    """Text to measure on.
+
+    tokens: [T] int64. counts: [T] bool, the tokens to measure. group: the number of its question,
+    conversation or piece; standard errors take groups for independent.
+    """
 
     tokens: Tensor
     counts: Tensor
     group: int
 
 
-def texts_of(
+def passages_of(
     config: "AcceptanceConfig",
     spec: Spec,
     questions: Sequence[Question],
     report: Callable[[Step], None],
-) -> list[Text]:
-    """The texts of the file, or the target's own answers."""
-    return _given(config, spec) if config.text else list(_own(config, spec, questions, report))
+) -> list[Passage]:
+    """The passages of `--text`, or without it the target's answers to the questions.
+
+    Raises InputError for a file that cannot be read, and for a target without a tokenizer.
+    """
+    if config.text:
+        return _from_file(Path(config.text), config, spec)
+    return list(_answers(config, spec, questions, report))
 
 
-def _given(config: "AcceptanceConfig", spec: Spec) -> list[Text]:
-    """Each conversation, of which the answers count, or pieces of plain text, which count as a whole."""
-    length, tokenizer = min(config.max_length, spec.target.context_length), spec.target.tokenizer
+def _from_file(path: Path, config: "AcceptanceConfig", spec: Spec) -> list[Passage]:
+    """Conversations, of which the answers count, or pieces of plain text, of which all counts."""
+    # 1. Conversations.
+    tokenizer = spec.target.tokenizer
+    length = min(config.max_length, spec.target.context_length)
     if tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer to read --text with")
-    path = Path(config.text or "")
     if path.suffix in CONVERSATIONS:
-        found = read_conversations(path)[0][: config.limit]
-        examples, _ = encode_conversations(tokenizer, found, config.template, length)
-        return [Text(example.input_ids, example.loss_mask, i) for i, example in enumerate(examples)]
-    tokens = torch.tensor(
-        tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"], dtype=torch.int64
-    )
+        conversations = read_conversations(path)[0][: config.limit]
+        examples, _ = encode_conversations(tokenizer, conversations, config.template, length)
+        return [Passage(e.input_ids, e.loss_mask, i) for i, e in enumerate(examples)]
+
+    # 2. Plain text.
+    ids = tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+    tokens = torch.tensor(ids, dtype=torch.int64)
     pieces = tokens.split(length) if len(tokens) else ()
-    return [
-        Text(piece, torch.ones_like(piece, dtype=torch.bool), i) for i, piece in enumerate(pieces)
-    ]
+    every = [torch.ones_like(piece, dtype=torch.bool) for piece in pieces]
+    return [Passage(piece, every[i], i) for i, piece in enumerate(pieces)]
 
 
-def _own(
+def _answers(
     config: "AcceptanceConfig",
     spec: Spec,
     questions: Sequence[Question],
     report: Callable[[Step], None],
-) -> Iterator[Text]:
-    """The target's answers to all turns, one token at a time, so that no head or verifier affects them."""
+) -> Iterator[Passage]:
+    """The target's answers to all turns by one-token decoding: no head or verifier affects them."""
     for number, question in enumerate(questions):
         report(Step(number, len(questions), f"the target answers question {question.question_id}"))
         baseline = spec.baseline()
         messages: list[dict[str, str]] = []
-        for turn, asked in enumerate(question.turns):
-            messages.append({"role": "user", "content": asked})
+        for turn, text in enumerate(question.turns):
+            # 1. The prompt: all turns so far.
+            messages.append({"role": "user", "content": text})
             prompt = spec.encode(messages)
             if len(prompt) >= spec.target.context_length:
                 break
+
+            # 2. The answer, whose tokens count.
             output = baseline.generate(
                 prompt,
                 temperature=config.answers_temperature,
@@ -83,11 +96,14 @@ def _own(
             )
             messages.append({"role": "assistant", "content": output.text or " "})
             tokens = torch.tensor(prompt + output.token_ids)
-            yield Text(tokens, torch.arange(len(tokens)) >= len(prompt), number)
+            yield Passage(tokens, torch.arange(len(tokens)) >= len(prompt), number)
 
 
 def content_of(text: str) -> bytes:
-    """The bytes of the file that --text names. Raises InputError if it cannot be read."""
+    """The bytes of the file that `--text` names.
+
+    Raises InputError for a file that cannot be read or is not UTF-8.
+    """
     try:
         content = Path(text).read_bytes()
         content.decode()

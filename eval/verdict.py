@@ -12,8 +12,8 @@ from treespec.eval.bootstrap import Figure
 class MeasuredPair:
     """A verifier and tree at one temperature.
 
-    speedup: over plain decoding; None: plain decoding was not measured. of_fastest: the ratio of its
-    tokens/s to those of the fastest pair; None for the fastest pair, or without a comparison.
+    speedup: over plain decoding; None: plain decoding was not measured. of_fastest: the ratio of
+    its tokens/s to those of the fastest pair; None for the fastest pair, or without a comparison.
     """
 
     name: str

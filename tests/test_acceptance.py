@@ -20,7 +20,7 @@ from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, Case, cas
 from treespec.eval.acceptance.plot import axes, panels
 from treespec.eval.acceptance.rates import rate
 from treespec.eval.acceptance.run import accept, average
-from treespec.eval.texts import Text
+from treespec.eval.texts import Passage
 from treespec.heads.checkpoint import save_head
 from treespec.spec import Spec
 from treespec.target import Target
@@ -101,9 +101,9 @@ def test_the_error_is_that_of_the_mean_of_groups() -> None:
     assert average(values, torch.zeros(30, dtype=torch.int64))["error"] is None
 
 
-def text(length: int, prompt: int = 0, seed: int = 4) -> Text:
+def text(length: int, prompt: int = 0, seed: int = 4) -> Passage:
     tokens = torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed))
-    return Text(tokens, torch.arange(length) >= prompt, seed)
+    return Passage(tokens, torch.arange(length) >= prompt, seed)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.eval.acceptance.collect import logits_of
-from treespec.eval.texts import Text
+from treespec.eval.texts import Passage
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.checksum import sealed
 from treespec.sampling import SamplingParams
@@ -279,7 +279,7 @@ def test_a_tree_deeper_than_the_heads_is_refused(kind):
 
 def test_a_draft_step_beyond_the_heads_is_refused_by_the_acceptance_lab():
     spec = Spec(target("llama"), heads_for(target("llama"), "hydra", 2))
-    text = Text(torch.arange(3, 30), torch.ones(27, dtype=torch.bool), 0)
+    text = Passage(torch.arange(3, 30), torch.ones(27, dtype=torch.bool), 0)
     assert len(logits_of(spec, [text], 2).p) == len(logits_of(spec, [text], 2).q) > 0
     with pytest.raises(InputError, match="draft 2 tokens ahead, --step is 3"):
         logits_of(spec, [text], 3)

@@ -1,11 +1,10 @@
-"""Logits of target and draft head at the same positions, of given text or of the target's own answers."""
+"""Logits of target and draft head at the same positions, of a text or the target's answers."""
 
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,34 +14,26 @@ from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.common import Step
 from treespec.eval.environment import describe
+from treespec.eval.loading import load_models
 from treespec.eval.questions import Question, load_questions
-from treespec.eval.texts import Text, content_of, texts_of
+from treespec.eval.texts import Passage, content_of, passages_of
 from treespec.files import read_tensors, write_tensors
 from treespec.identity import identity_of
 from treespec.sampling import SamplingParams
-from treespec.spec import Spec, load
+from treespec.spec import Spec
 
-CHANGE_NO_LOGITS = (
-    *(
-        "out",
-        "preset",
-        "laws",
-        "verifier",
-        "temperature",
-        "draws",
-        "draft_temperature",
-        "top_k",
-        "top_p",
-        "samples",
-    ),
-    "device_map",
-    "trust_remote_code",
-)
+CHANGE_NO_LOGITS = {
+    *("out", "preset", "laws", "verifier", "temperature", "draws", "draft_temperature"),
+    *("top_k", "top_p", "samples", "device_map", "trust_remote_code"),
+}
 
 
 @dataclass(frozen=True)
 class Logits:
-    """p, q: [n, V] logits of target and draft for the same token. group: [n] int64, which question or text."""
+    """Logits of target and draft for the same token, at n positions.
+
+    p, q: [n, V] in the model's dtype. group: [n] int64, the question or text of each position.
+    """
 
     p: Tensor
     q: Tensor
@@ -51,16 +42,17 @@ class Logits:
 
 def collected(
     config: AcceptanceConfig, report: Callable[[Step], None]
-) -> tuple[Logits, dict[str, Any]]:
-    """OUT/logits.safetensors and the environment of its making; a model is only loaded if it is not there yet.
+) -> tuple[Logits, dict[str, object]]:
+    """(the logits, the environment they come from): those of OUT/logits.safetensors, or new ones.
 
-    Raises InputError where OUT holds logits of something else.
+    New logits are written there. Raises InputError if the file holds logits of other options, texts
+    or models.
     """
-    SamplingParams(config.answers_temperature)
+    # 1. The file, if it is there.
+    SamplingParams(config.answers_temperature)  # raises for a bad value
     file = Path(config.out) / "logits.safetensors"
-    identity = {
-        name: value for name, value in asdict(config).items() if name not in CHANGE_NO_LOGITS
-    }
+    options = asdict(config).items()
+    identity = {name: value for name, value in options if name not in CHANGE_NO_LOGITS}
     questions: list[Question] = []
     if config.text is None:
         questions = load_questions(config.questions)[0][: config.limit]
@@ -68,17 +60,11 @@ def collected(
     if file.exists():
         return _read(file, config, identity)
 
+    # 2. Else the models' logits.
     report(Step(0, 1, f"loading {config.target} and {config.head}"))
-    spec = load(
-        config.target or "",
-        config.head,
-        template=config.template,
-        device_map=config.device_map,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
-    texts = texts_of(config, spec, questions, report)
-    logits = logits_of(spec, texts, config.step, config.positions, report)
+    spec = load_models(config, config.head)
+    passages = passages_of(config, spec, questions, report)
+    logits = logits_of(spec, passages, config.step, config.positions, report)
     environment = describe(spec.target)
     about = {"identity": json.dumps(identity), "environment": json.dumps(environment)}
     write_tensors(file, asdict(logits), about | {"models": models_of(config, "")})
@@ -87,77 +73,86 @@ def collected(
 
 def logits_of(
     spec: Spec,
-    texts: Sequence[Text],
+    passages: Sequence[Passage],
     step: int,
     positions: int = 0,
     report: Callable[[Step], None] = lambda step: None,
 ) -> Logits:
-    """At draft step `step`, on the host in the model's dtype; `positions` of them, evenly spread; 0 takes all.
+    """Logits at draft step `step`, on the CPU in the model's dtype.
 
-    Raises InputError where no text is long enough.
+    positions: their number, evenly spread over all passages; 0 takes all. Raises InputError if the
+    head drafts fewer steps or no passage is long enough. Row t holds both laws of token t + step +
+    1. Step 2 on five tokens has two rows:
+
+        token      a    b    c    d    e
+        row 0                     p, q        p from the feature of c, q drafted after b
+        row 1                          p, q   p from the feature of d, q drafted after c
     """
+    # 1. The rows of each passage's rollout whose token counts.
     head, target = spec.head, spec.target
     assert head is not None
     if draft_steps(head, step) < step:
         raise InputError(f"{head.known_as} draft {head.max_depth} tokens ahead, --step is {step}")
-    wanted = [text.counts[step + 1 :].nonzero().squeeze(1) for text in texts]  # rows of the rollout
+    wanted = [passage.counts[step + 1 :].nonzero().squeeze(1) for passage in passages]
     total = sum(map(len, wanted))
     if not total:
         raise InputError(
             f"no text has a token to draft at step {step}: give longer texts, or a lower --step"
         )
+
+    # 2. An even spread of them.
+    count = min(total, positions or total)
     taken = torch.zeros(total, dtype=torch.bool)
-    taken[
-        torch.linspace(0, total - 1, min(total, positions or total), dtype=torch.float64)
-        .round()
-        .long()
-    ] = True
+    taken[torch.linspace(0, total - 1, count, dtype=torch.float64).round().long()] = True
+    chosen = taken.split([len(rows) for rows in wanted])
+
+    # 3. Both models along each passage.
     p, q, group = [], [], []
-    numbered = enumerate(
-        zip(texts, wanted, taken.split([len(rows) for rows in wanted]), strict=True), start=1
-    )
-    for count, (text, rows, chosen) in numbered:
-        rows = rows[chosen]
+    for number, passage in enumerate(passages):
+        rows = wanted[number][chosen[number]]
         if len(rows):
-            features = target.features(text.tokens[None], head.taps, last=True)[0]  # [T, F]
-            given, last = target.parted(features, head.taps)
-            tokens = text.tokens.to(features.device)
-            *_, logits = KINDS[head.kind].rollout(head, target, tokens, given, step)
+            features = target.features(passage.tokens[None], head.taps, last=True)[0]  # [T, F]
+            inputs, last = target.parted(features, head.taps)
+            tokens = passage.tokens.to(features.device)
+            *_, draft_logits = KINDS[head.kind].rollout(head, target, tokens, inputs, step)
             p.append(target.output_logits(last[rows + step]).cpu())
-            q.append(logits[rows].cpu())
-            group.append(torch.full((len(rows),), text.group))
-        report(Step(count, len(texts), "logits"))
+            q.append(draft_logits[rows].cpu())
+            group.append(torch.full((len(rows),), passage.group))
+        report(Step(number + 1, len(passages), "logits"))
     return Logits(torch.cat(p), torch.cat(q), torch.cat(group))
 
 
 def _digest(config: AcceptanceConfig, questions: Sequence[Question]) -> str:
-    """Of the text file or the questions. Raises InputError for a file that cannot be read."""
+    """A hash of the text file or the questions. Raises InputError for an unreadable file."""
     if config.text is None:
-        return hashlib.sha256(
-            json.dumps([asdict(question) for question in questions]).encode()
-        ).hexdigest()
-    return hashlib.sha256(content_of(config.text)).hexdigest()
+        content = json.dumps([asdict(question) for question in questions]).encode()
+    else:
+        content = content_of(config.text)
+    return hashlib.sha256(content).hexdigest()
 
 
 def _read(
-    file: Path, config: AcceptanceConfig, identity: dict[str, Any]
-) -> tuple[Logits, dict[str, Any]]:
-    """Raises InputError for logits of other options, or of models that are others now; they may also be gone."""
-    tensors, about = read_tensors(
-        file, "delete it to collect the logits again, or choose another --out"
-    )
+    file: Path, config: AcceptanceConfig, identity: dict[str, object]
+) -> tuple[Logits, dict[str, object]]:
+    """The logits and the environment in a file.
+
+    identity: the options and text that its logits must come from. Raises InputError for a file that
+    is damaged, or of other options, texts or models. Models that are gone are not compared.
+    """
+    # 1. The file.
+    remedy = "delete it to collect the logits again, or choose another --out"
+    tensors, about = read_tensors(file, remedy)
     try:
         theirs, environment = json.loads(about["identity"]), json.loads(about["environment"])
         logits = Logits(*(tensors[name] for name in ("p", "q", "group")))
-        changes = [
-            f"{name} was {theirs.get(name)}, now {ours}"
-            for name, ours in identity.items()
-            if theirs.get(name) != ours
-        ]
+        changed = [name for name, ours in identity.items() if theirs.get(name) != ours]
+        changes = [f"{name} was {theirs.get(name)}, now {identity[name]}" for name in changed]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"{file} does not hold logits of an acceptance run: choose another --out"
         ) from error
+
+    # 2. What it was made from.
     if changes:
         raise InputError(
             f"{file} was made otherwise ({'; '.join(changes)}): choose another --out, or delete it"
@@ -170,7 +165,7 @@ def _read(
 
 
 def models_of(config: AcceptanceConfig, otherwise: str) -> str:
-    """The identities of target and head; `otherwise` where they are gone."""
+    """The identities of target and head; `otherwise` if their files are gone."""
     try:
         return " ".join(identity_of(name) for name in (config.target, config.head) if name)
     except InputError:

@@ -1,4 +1,4 @@
-"""What `treespec acceptance` is told, and the experiments that follow from it."""
+"""The options of `treespec acceptance`, and the cases that follow from them."""
 
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -28,8 +28,8 @@ DEFAULTS: Settings = {
 }
 GIVEN: Settings = {"temperature": "1", "draws": "2", "samples": 1000}  # for given laws
 
-# The experiments of two papers, each of a few sweeps: Hu et al. 2025, Figures 1 and 2; Khisti et al.
-# 2025, Section 5 and Figure 2. The grids between the ends are ours.
+# The experiments of two papers, each of one or two sweeps: Hu et al. 2025, Figures 1 and 2; Khisti
+# et al. 2025, Section 5 and Figure 2. The papers give the ends of the grids, we the values between.
 PRESETS: dict[str, tuple[Settings, ...]] = {
     "hu": (
         {"temperature": "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1", "draws": "2,4"},
@@ -64,16 +64,16 @@ PRESETS: dict[str, tuple[Settings, ...]] = {
 
 
 def _default(name: str) -> str:
-    """For the help of an option that presets and given laws settle too."""
+    """The default of an option that presets and given laws settle too, for its help."""
     given = f" (given laws: {GIVEN[name]})" if name in GIVEN else ""
     return f"the preset's, else {DEFAULTS[name]}{given}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceConfig(TextModelOptions, PlacementOptions, TextOptions):
-    """An option whose default is None follows from the preset, else from DEFAULTS.
+    """An option that is None takes the preset's value, else that of DEFAULTS (see `sweeps`).
 
-    Raises InputError for a number out of its range, and for models or laws that are missing.
+    Raises InputError for a number out of its range, and without models or laws.
     """
 
     out: str = option("folder for logits and rates; a rerun uses the logits that are there")
@@ -121,7 +121,8 @@ class AcceptanceConfig(TextModelOptions, PlacementOptions, TextOptions):
         whole=True,
     )
     draft_temperature: str | None = option(
-        "draft temperatures, separated by commas: same (as the target's), 1.2, or 1.2/2 for two draws with a law each",
+        "draft temperatures, separated by commas: same (as the target's), 1.2, or 1.2/2 for two "
+        "draws with a law each",
         None,
         least=0,
         most=100,
@@ -151,15 +152,16 @@ class AcceptanceConfig(TextModelOptions, PlacementOptions, TextOptions):
 
     @property
     def given_laws(self) -> bool:
+        """Whether the laws are given instead of collected from models."""
         return self.laws is not None or self.preset == "khisti-figure2"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: the target's and the draft's temperatures, the draws and the truncation.
+    """One comparison of schemes: temperatures, number of draws and truncation of both laws.
 
-    draft: the draft's temperature as tables name it. draft_temperatures: one for all draws, or one
-    per draw.
+    temperature: the target's. draft: the draft's as tables name it, such as "same" or "1.2/2".
+    draft_temperatures: one for all draws, or one per draw.
     """
 
     temperature: float
@@ -171,7 +173,7 @@ class Case:
 
 
 def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
-    """The configuration with every open option settled, one per sweep of the preset.
+    """The configuration with no option None, once per sweep of the preset.
 
     Options that were given win over the preset.
     """
@@ -179,22 +181,25 @@ def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
     settled = []
     for preset in PRESETS[config.preset] if config.preset else ({},):
         options = asdict(config)
-        options |= {
-            name: value for name, value in (usual | preset).items() if options[name] is None
-        }
+        values = usual | preset
+        options |= {name: value for name, value in values.items() if options[name] is None}
         settled.append(AcceptanceConfig(**options))
     return list(dict.fromkeys(settled))
 
 
 def cases(sweep: AcceptanceConfig) -> list[Case]:
-    """The cases of a settled sweep. Raises InputError.
+    """The cases of one of `sweeps`: every combination that fits.
 
-    A list of draft temperatures fits only that number of draws.
+    A list of draft temperatures (1.2/2) fits only its own number of draws. Raises InputError for a
+    part that is no number, and if nothing fits.
     """
+    # 1. The values of each option.
     temperatures = listed("temperature", sweep.temperature or "")
     drafts = listed("draft-temperature", sweep.draft_temperature or "")
     draws = listed("draws", sweep.draws or "")
-    found = []
+
+    # 2. Their combinations.
+    fitting = []
     for temperature, draft, count in product(temperatures, drafts, draws):
         if not (count.isdecimal() and int(count)):
             raise InputError(f"--draws {count!r} must be a whole number, at least 1")
@@ -205,11 +210,10 @@ def cases(sweep: AcceptanceConfig) -> list[Case]:
             laws = tuple(number("draft-temperature", part) for part in draft.split("/"))
         if len(laws) in (1, int(count)):
             called = draft if draft == "same" or len(laws) > 1 else laws[0]
-            found.append(
-                Case(target_temperature, called, laws, int(count), sweep.top_k or 0, sweep.top_p)
-            )
-    if not found:
+            truncation = (sweep.top_k or 0, sweep.top_p)
+            fitting.append(Case(target_temperature, called, laws, int(count), *truncation))
+    if not fitting:
         raise InputError(
             f"--draft-temperature {sweep.draft_temperature} has no list for --draws {sweep.draws}"
         )
-    return found
+    return fitting

@@ -1,92 +1,118 @@
-"""Plots of rates, where matplotlib is installed: whatever took three values or more becomes an axis."""
+"""Plots of rates, where matplotlib is installed: an axis for whatever takes three values."""
 
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from treespec.eval.acceptance.result import Coordinates, Row
 from treespec.eval.acceptance.table import in_order, label, place_of
 from treespec.files import writing
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Lines = dict[str, list[Row]]  # the rows of each line, by its name in the legend
 AXES = {"temperature": "temperature", "draft": "draft temperature", "draws": "number of draws"}
 
 
 def plot(sweeps: list[list[Row]], out: Path) -> list[str] | None:
-    """Write OUT/acceptance-1-by-….png and so on, with a panel a value of the rest.
+    """Write OUT/acceptance-1-by-….png and so on: a plot per sweep and axis.
 
-    Returns their names, None without matplotlib.
+    Returns the names of the files; None without matplotlib.
     """
+    # 1. Without the library, and plots of an earlier run.
     try:
-        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return None
     for old in out.glob("acceptance-*-by-*.png"):
         old.unlink()
+
+    # 2. The files.
     files = []
     for number, rows in enumerate(sweeps, start=1):
         for axis in axes(rows):
-            groups = panels(rows, axis)
-            figure = Figure(figsize=(3 + 4 * len(groups), 4), layout="constrained")
-            parts = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
-            names = dict.fromkeys(name for lines in groups.values() for name in lines)
-            colours = dict(zip(names, cycle(colormaps["tab20"].colors), strict=False))
-            legend: dict[str, Any] = {}
-            for part, (title, lines) in zip(parts, groups.items(), strict=True):
-                for name, points in lines.items():
-                    style: dict[str, Any] = (
-                        {"fmt": "--"} if name.startswith("α*") else {"fmt": "o-", "ms": 3}
-                    )
-                    style["color"] = colours[name]
-                    if axis in points[0]["at"]:
-                        x = [point["at"][axis] for point in points]
-                        errors = [point["rate"]["error"] or 0 for point in points]
-                        part.errorbar(
-                            x, [p["rate"]["value"] for p in points], errors, label=name, **style
-                        )
-                    else:
-                        part.axhline(
-                            points[0]["rate"]["value"], color=colours[name], ls="--", label=name
-                        )
-                legend |= dict(zip(*reversed(part.get_legend_handles_labels()), strict=True))
-                part.set(title=title, xlabel=AXES.get(axis, axis))
-            parts[0].set_ylabel("acceptance rate")
-            figure.legend(
-                legend.values(), legend.keys(), loc="outside right upper", fontsize="small"
-            )
+            titled = panels(rows, axis)
+            figure = Figure(figsize=(3 + 4 * len(titled), 4), layout="constrained")
+            draw(figure, titled, axis)
             files.append(f"acceptance-{number}-by-{axis}.png")
             with writing(out / files[-1]) as file:
                 figure.savefig(file, dpi=150, format="png")
     return files
 
 
+def draw(figure: "Figure", titled: dict[str, Lines], axis: str) -> None:
+    """The panels side by side, with one legend and one colour per line."""
+    # 1. Colours.
+    from matplotlib import colormaps
+
+    names = dict.fromkeys(name for lines in titled.values() for name in lines)
+    colours = dict(zip(names, cycle(colormaps["tab20"].colors), strict=False))
+
+    # 2. Panels.
+    parts = figure.subplots(1, len(titled), sharey=True, squeeze=False)[0]
+    handles: dict[str, Artist] = {}
+    for part, (title, lines) in zip(parts, titled.items(), strict=True):
+        for name, rows in lines.items():
+            draw_line(part, name, rows, axis, colours[name])
+        drawn, labels = part.get_legend_handles_labels()
+        handles |= dict(zip(labels, drawn, strict=True))
+        part.set(title=title, xlabel=AXES.get(axis, axis))
+
+    # 3. The legend.
+    parts[0].set_ylabel("acceptance rate")
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
+
+
+def draw_line(
+    part: "Axes", name: str, rows: list[Row], axis: str, colour: tuple[float, float, float]
+) -> None:
+    """Rates along the axis with error bars. α* is dashed, and level if it has no place there."""
+    rates = [row["rate"]["value"] for row in rows]
+    if axis not in rows[0]["at"]:
+        part.axhline(rates[0], color=colour, ls="--", label=name)
+        return
+    x = [row["at"][axis] for row in rows]
+    errors = [row["rate"]["error"] or 0 for row in rows]
+    style, size = ("--", None) if name.startswith("α*") else ("o-", 3)
+    part.errorbar(x, rates, errors, fmt=style, ms=size, color=colour, label=name)
+
+
 def axes(rows: list[Row]) -> list[str]:
-    """What takes three values or more among the places and the schemes' options."""
-    places = [row["at"] | options(row) for row in rows]
+    """The coordinates and options of schemes that take three values or more."""
+    places = [place_with_options(row) for row in rows]
     names = dict.fromkeys(name for place in places for name in place if name != "law")
     return [name for name in names if len({place.get(name) for place in places} - {None}) > 2]
 
 
-def panels(rows: list[Row], axis: str) -> dict[str, dict[str, list[Row]]]:
-    """Title -> line -> its rows along the axis; α* has no place on an axis that is an option of the schemes."""
-    is_option = any(axis in options(row) for row in rows)
-    found: dict[str, dict[str, list[Row]]] = {}
+def panels(rows: list[Row], axis: str) -> dict[str, Lines]:
+    """Title -> name of a line -> its rows along the axis.
+
+    α* has no value on an axis that is an option of the schemes, and stands in every panel.
+    """
+    is_option = any(axis in options_of(row) for row in rows)
+    titled: dict[str, Lines] = {}
     for row in in_order(rows):
-        place = row["at"] | options(row)
+        place = place_with_options(row)
         if axis in place or (is_option and row["optimum"]):
-            title = place_of(
-                row, [n for n, value in row["at"].items() if n != axis and value != "same"], ", "
-            )
-            own = [f"{name}={value:g}" for name, value in options(row).items() if name != axis]
-            name = " ".join([label(row).partition(":")[0], *own])
-            found.setdefault(title, {}).setdefault(name, []).append(row | {"at": place})
-    return found
+            fixed = [name for name, v in row["at"].items() if name != axis and v != "same"]
+            title = place_of(row, fixed, ", ")
+            others = [f"{name}={v:g}" for name, v in options_of(row).items() if name != axis]
+            name = " ".join([label(row).partition(":")[0], *others])
+            moved: Row = {**row, "at": place}
+            titled.setdefault(title, {}).setdefault(name, []).append(moved)
+    return titled
 
 
-def options(row: Row) -> dict[str, float]:
-    """Of a method such as is-lp:s=8,alphabet=50."""
-    _, _, rest = row["method"].partition(":")
-    return {
-        name: float(value)
-        for name, _, value in (part.partition("=") for part in rest.split(",") if part)
-    }
+def place_with_options(row: Row) -> Coordinates:
+    """The row's coordinates, its scheme's options among them."""
+    return {**row["at"], **options_of(row)}
+
+
+def options_of(row: Row) -> dict[str, float]:
+    """The options of a method such as is-lp:s=8,alphabet=50."""
+    _, _, options = row["method"].partition(":")
+    parts = [part.partition("=") for part in options.split(",") if part]
+    return {name: float(value) for name, _, value in parts}

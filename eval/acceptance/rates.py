@@ -1,6 +1,4 @@
-"""Every scheme's acceptance rate at collected positions, stated and measured, and the α* of its
-draws.
-"""
+"""Acceptance rates of schemes at collected positions, stated and measured, beside their α*."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,17 +13,17 @@ from treespec.sampling import SamplingParams, probs, sample
 from treespec.verify.rates import OPTIMA, measured
 from treespec.verify.scheme import Scheme
 
-ELEMENTS = 1 << 24  # of a [rows, V] tensor at a time
+ELEMENTS = 1 << 24  # most elements of a [rows, V] tensor: 64 MiB in float32
 
 
 @dataclass(frozen=True)
-class Column:
-    """One value a position, of a scheme or of α*; method is the verifier's name, or how draws are
-    made for their α*.
+class MethodRates:
+    """The acceptance rates of one scheme, or α*, at n positions.
 
-    values: [n] rates. errors: [n] their standard errors, None where a formula states them. hits:
-    [n] shares of sampled outputs that were draws, None for α*. drawn: how draws are made, where α*
-    of that is known.
+    method: the scheme's name, or for α* how its draws are made. drawn: how the draws are made,
+    where α* of that is known. values: [n] rates. errors: [n] their Monte-Carlo standard errors;
+    None: a formula states them. hits: [n] the share of sampled outputs that were draws; None for
+    α*.
     """
 
     method: str
@@ -36,50 +34,55 @@ class Column:
 
     @property
     def optimum(self) -> bool:
+        """Whether these rates are α*."""
         return self.hits is None
 
 
 def rate(
     logits: Logits, case: Case, schemes: dict[str, Scheme], samples: int, generator: torch.Generator
-) -> tuple[list[Column], dict[str, str]]:
-    """Every scheme and the α* of how their draws are made, at all positions, on the generator's
-    device.
+) -> tuple[list[MethodRates], dict[str, str]]:
+    """(the rates of every scheme and the α* of their draws, why others were left out, by name).
 
-    Also why schemes that do not take such draws or laws are left out, by name.
+    The generator's device computes. samples: Monte-Carlo samples per position.
     """
-    pieces: dict[tuple[str, bool], list[Column]] = {}
+    # 1. Positions in chunks, so that a [rows, V] tensor fits in memory.
+    chunks: dict[tuple[str, bool], list[MethodRates]] = {}
     refused: dict[str, str] = {}
     rows = max(1, ELEMENTS // logits.p.shape[1])
+    temperatures = (case.temperature, *case.draft_temperatures)
+    params = [SamplingParams(t, case.top_k, case.top_p) for t in temperatures]
     for p_logits, q_logits in zip(logits.p.split(rows), logits.q.split(rows), strict=True):
-        params = [
-            SamplingParams(t, case.top_k, case.top_p)
-            for t in (case.temperature, *case.draft_temperatures)
-        ]
-        p = probs(p_logits.to(generator.device), params[0])  # [b, V]
-        laws = [probs(q_logits.to(generator.device), one) for one in params[1:]]
-        q = laws[0] if len(laws) == 1 else torch.stack(laws, dim=1)  # [b, V] or [b, K, V]
-        columns = []
+        p = probs(p_logits.to(generator.device), params[0])  # [B, V]
+        laws = [probs(q_logits.to(generator.device), of_draw) for of_draw in params[1:]]
+        q = laws[0] if len(laws) == 1 else torch.stack(laws, dim=1)  # [B, V] or [B, K, V]
+
+        # 2. The schemes that take such draws and laws.
+        rated = []
         for name, scheme in schemes.items():
             try:
-                columns.append(_rated(name, scheme, p, q, case.draws, samples, generator))
+                rated.append(_rated(name, scheme, p, q, case.draws, samples, generator))
             except InputError as error:
                 refused[name] = str(error).partition(";")[0]
-        kinds = {column.drawn for column in columns} if q.dim() == 2 else set()
-        columns += [
-            Column(kind, kind, OPTIMA[kind](p, q, case.draws).cpu())
-            for kind in OPTIMA
-            if kind in kinds
-        ]
-        for column in columns:
-            pieces.setdefault((column.method, column.optimum), []).append(column)
-    return [_joined(found) for (name, _), found in pieces.items() if name not in refused], refused
+
+        # 3. α* of their draws; it is known for draws from one law.
+        drawn = {rates.drawn for rates in rated} if q.dim() == 2 else set()
+        for kind in OPTIMA:
+            if kind in drawn:
+                rated.append(MethodRates(kind, kind, OPTIMA[kind](p, q, case.draws).cpu()))
+        for rates in rated:
+            chunks.setdefault((rates.method, rates.optimum), []).append(rates)
+
+    # 4. All positions; a scheme refused in one chunk is left out everywhere.
+    joined = [_joined(parts) for (name, _), parts in chunks.items() if name not in refused]
+    return joined, refused
 
 
 def trials(
     scheme: Scheme, p: Tensor, q: Tensor, k: int, samples: int, generator: torch.Generator
 ) -> Tensor:
-    """[B] the share of samples whose output is one of the draws: draw, plan and sample as in
-    decoding.
+    """[B] the share of samples whose output is one of the draws, drawn and answered as in decoding.
+
+    p: [B, V]. q: [B, V] or [B, K, V]. k: draws at each of the B nodes.
     """
     every = torch.arange(len(p), device=p.device).repeat_interleave(samples)
     hits = []
@@ -98,23 +101,26 @@ def _rated(
     k: int,
     samples: int,
     generator: torch.Generator,
-) -> Column:
+) -> MethodRates:
+    """One scheme's rates, from its formula or by Monte Carlo.
+
+    Raises InputError if the scheme cannot draw so.
+    """
     values, errors = scheme.acceptance_rate(p, q, k), None
     if values is None:
         estimate = measured(scheme, p, q, k, generator, samples)
         values, errors = estimate.value, estimate.error.cpu()
     hits = trials(scheme, p, q, k, samples, generator)
-    return Column(name, scheme.drawing, values.cpu(), errors, hits.cpu())
+    return MethodRates(name, scheme.drawing, values.cpu(), errors, hits.cpu())
 
 
-def _joined(pieces: Sequence[Column]) -> Column:
-    def together(parts: Iterable[Tensor | None]) -> Tensor | None:
-        found = [part for part in parts if part is not None]
-        return torch.cat(found) if found else None
+def _joined(parts: Sequence[MethodRates]) -> MethodRates:
+    """The chunks of one method, end to end."""
 
-    first, values = pieces[0], torch.cat([piece.values for piece in pieces])
-    errors, hits = (
-        together(piece.errors for piece in pieces),
-        together(piece.hits for piece in pieces),
-    )
-    return Column(first.method, first.drawn, values, errors, hits)
+    def together(tensors: Iterable[Tensor | None]) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present) if present else None
+
+    values = torch.cat([part.values for part in parts])
+    errors, hits = together(p.errors for p in parts), together(p.hits for p in parts)
+    return MethodRates(parts[0].method, parts[0].drawn, values, errors, hits)

@@ -1,11 +1,10 @@
 """The acceptance lab: what schemes accept of a draft, and what any scheme could accept."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +12,10 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.eval.acceptance.collect import Logits, collected
 from treespec.eval.acceptance.config import AcceptanceConfig, Case, cases, sweeps
-from treespec.eval.acceptance.given_laws import read_laws
+from treespec.eval.acceptance.given_laws import Laws, read_laws
 from treespec.eval.acceptance.plot import plot
-from treespec.eval.acceptance.rates import Column, rate
+from treespec.eval.acceptance.rates import MethodRates, rate
+from treespec.eval.acceptance.result import AcceptanceResult, Coordinates, Mean, Row
 from treespec.eval.acceptance.table import report_of
 from treespec.eval.common import Step, listed
 from treespec.eval.report import markdown
@@ -26,70 +26,78 @@ from treespec.verify.registry import SCHEMES, scheme_by_name
 from treespec.verify.scheme import Scheme
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """Cases to rate schemes at. samples: Monte-Carlo samples per position."""
+
+    cases: list[Case]
+    schemes: dict[str, Scheme]
+    samples: int
+
+
 def accept(
     config: AcceptanceConfig, report: Callable[[Step], None] = lambda step: None
-) -> dict[str, Any]:
+) -> AcceptanceResult:
     """Collect logits, or take the given laws, then rate every scheme.
 
-    Writes and returns OUT/acceptance.json: {config, environment, left_out, plots, sweeps: [[row]]}. A row is
-    {at, method, optimum, drawn, positions, groups, rate, noise, gap, measured}. at: temperature, draft, draws and,
-    of given laws, which. optimum: whether it is α* of draws made like `drawn`. rate, gap (α* - α): {value, error},
-    the error over positions, by question. noise: the Monte-Carlo error of a rate that no formula states, else None.
-    measured: {value, error} of sampled outputs, the error from sampling. Also writes OUT/acceptance.md and plots.
-    Raises InputError for bad input.
+    Writes and returns OUT/acceptance.json; also writes OUT/acceptance.md and plots. Raises
+    InputError for bad input.
     """
     planned = [
-        (cases(sweep), _schemes(sweep.verifier or "all"), sweep.samples or 2)
+        Sweep(cases(sweep), schemes_of(sweep.verifier or "all"), sweep.samples or 2)
         for sweep in sweeps(config)
     ]
-    for case in (case for found, _, _ in planned for case in found):
+    for case in (case for sweep in planned for case in sweep.cases):
         for temperature in (case.temperature, *case.draft_temperatures):
-            SamplingParams(temperature, case.top_k, case.top_p)
+            SamplingParams(temperature, case.top_k, case.top_p)  # raises for a bad value
     laws = read_laws(config) if config.given_laws else None
     with locked(config.out):
-        return rated(Path(config.out), config, planned, laws, report)
+        return measure(config, planned, laws, report)
 
 
-def rated(
-    out: Path,
+def measure(
     config: AcceptanceConfig,
-    planned: list[tuple[list[Case], dict[str, Scheme], int]],
-    laws: dict[str, Any] | None,
+    planned: list[Sweep],
+    laws: Laws | None,
     report: Callable[[Step], None],
-) -> dict[str, Any]:
+) -> AcceptanceResult:
     """`accept` in a folder that no other process writes into."""
+    # 1. Logits of target and draft at n positions; a given pair of laws is one position.
     if laws:
-        p, q = (torch.tensor(laws[name], dtype=torch.float64).log() for name in "pq")
-        logits, environment = Logits(p, q, torch.arange(len(p))), {"torch": torch.__version__}
+        p = torch.tensor(laws["p"], dtype=torch.float64).log()
+        q = torch.tensor(laws["q"], dtype=torch.float64).log()
+        logits = Logits(p, q, torch.arange(len(p)))
+        environment: dict[str, object] = {"torch": torch.__version__}
     else:
         logits, environment = collected(config, report)
 
-    generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(
-        config.seed
-    )
-    total, done = sum(len(found) for found, _, _ in planned), 0
+    # 2. The rates of every case.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(config.seed)
+    total, done = sum(len(sweep.cases) for sweep in planned), 0
     left_out: dict[str, str] = {}
-    tables = []
-    for found, schemes, samples in planned:
-        rows: list[dict[str, Any]] = []
-        for case in found:
-            report(
-                Step(
-                    done, total, f"rates at temperature {case.temperature:g} of {case.draws} draws"
-                )
-            )
-            columns, refused = rate(logits, case, schemes, samples, generator)
+    tables: list[list[Row]] = []
+    for sweep in planned:
+        rows: list[Row] = []
+        for case in sweep.cases:
+            place = f"temperature {case.temperature:g} of {case.draws} draws"
+            report(Step(done, total, f"rates at {place}"))
+            rated, refused = rate(logits, case, sweep.schemes, sweep.samples, generator)
             left_out = refused | left_out
-            if not columns:
+            if not rated:
                 raise InputError("; ".join(refused.values()))
-            rows += _rows(columns, case, logits.group, samples, laws["at"] if laws else None)
+            names = laws["at"] if laws else None
+            rows += rows_of(rated, case, logits.group, sweep.samples, names)
             done += 1
         tables.append(rows)
+
+    # 3. The files.
+    out = Path(config.out)
     report(Step(total, total, "tables and plots"))
-    result = {
+    libraries = {"treespec": version("treespec"), "rates on": str(generator.device)}
+    result: AcceptanceResult = {
         "config": asdict(config),
-        "environment": environment
-        | {"treespec": version("treespec"), "rates on": str(generator.device)},
+        "environment": environment | libraries,
         "left_out": left_out,
         "plots": plot(tables, out),
         "sweeps": tables,
@@ -99,76 +107,102 @@ def rated(
     return result
 
 
-def average(values: Tensor, group: Tensor) -> dict[str, float | None]:
-    """The mean over positions [n] and its standard error, None for one group.
+def average(values: Tensor, group: Tensor) -> Mean:
+    """The mean over positions and its standard error.
 
-    group: [n] int64. The mean is a ratio of totals over groups, whose sizes differ; its error by linearisation.
+    values: [n]. group: [n] int64; groups differ in size, so the mean is a ratio of totals over
+    groups, and its error follows by linearisation: sqrt(G / (G - 1) · Σ_g (Σ_{i in g} (x_i -
+    mean))²) / n.
     """
     values = values.double()
     mean = values.mean()
     groups = len(group.unique())
-    off = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values - mean)
-    error = (
-        float((off.square().sum() * groups / (groups - 1)).sqrt() / len(values))
-        if groups > 1
-        else None
-    )
-    return {"value": float(mean), "error": error}
+    if groups == 1:
+        return {"value": float(mean), "error": None}
+    sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
+    sums.index_add_(0, group, values - mean)
+    spread = sums.square().sum() * groups / (groups - 1)
+    return {"value": float(mean), "error": float(spread.sqrt() / len(values))}
 
 
-def _rows(
-    columns: list[Column], case: Case, group: Tensor, samples: int, at: list[dict[str, Any]] | None
-) -> Iterator[dict[str, Any]]:
-    """A row a column; of given laws, a row a column and law."""
-    here = {"temperature": case.temperature, "draft": case.draft, "draws": case.draws}
+def rows_of(
+    rated: list[MethodRates],
+    case: Case,
+    group: Tensor,
+    samples: int,
+    law_names: Sequence[Coordinates] | None,
+) -> Iterator[Row]:
+    """A row per method; with given laws, a row per law and method.
+
+    group: [n] int64. law_names: what names each law; None: all positions are one place.
+    """
+    # 1. The places, and the positions [m] of each.
+    here: Coordinates = {
+        "temperature": case.temperature,
+        "draft": case.draft,
+        "draws": case.draws,
+    }
     every = torch.arange(len(group))
-    places = (
-        [(here, every)]
-        if at is None
-        else zip(({**a, **here} for a in at), every.split(1), strict=True)
-    )
-    optima = {column.drawn: column.values for column in columns if column.optimum}
-    for where, taken in places:
-        mean = partial(average, group=group[taken])
-        for column in columns:
-            noise = gap = measured = None
-            if column.errors is not None:
-                noise = float(column.errors[taken].square().sum().sqrt()) / len(taken)
-            if column.drawn in optima and not column.optimum:
-                gap = mean((optima[column.drawn] - column.values)[taken])
-            if column.hits is not None:
-                hits = column.hits[taken]
-                error = (hits * (1 - hits)).sum().div(samples - 1).sqrt() / len(hits)
-                measured = {"value": float(hits.mean()), "error": float(error)}
+    places = [(here, every)]
+    if law_names is not None:
+        places = [(name | here, one) for name, one in zip(law_names, every.split(1), strict=True)]
+
+    # 2. Each method at each place, beside the α* of its draws.
+    optima = {rates.drawn: rates.values for rates in rated if rates.optimum}
+    for at, positions in places:
+        mean = partial(average, group=group[positions])
+        for rates in rated:
+            noise = gap = None
+            if rates.errors is not None:
+                noise = float(rates.errors[positions].square().sum().sqrt()) / len(positions)
+            if rates.drawn in optima and not rates.optimum:
+                gap = mean((optima[rates.drawn] - rates.values)[positions])
             yield {
-                "at": where,
-                "method": column.method,
-                "optimum": column.optimum,
-                "drawn": column.drawn,
-                "positions": len(taken),
-                "groups": len(group[taken].unique()),
-                "rate": mean(column.values[taken]),
+                "at": at,
+                "method": rates.method,
+                "optimum": rates.optimum,
+                "drawn": rates.drawn,
+                "positions": len(positions),
+                "groups": len(group[positions].unique()),
+                "rate": mean(rates.values[positions]),
                 "noise": noise,
                 "gap": gap,
-                "measured": measured,
+                "measured": _measured(rates.hits, positions, samples),
             }
 
 
-def _schemes(verifiers: str) -> dict[str, Scheme]:
-    """The schemes that --verifier names, in the order of how they draw; all are the lossless ones."""
+def _measured(hits: Tensor | None, positions: Tensor, samples: int) -> Mean | None:
+    """The mean share of sampled outputs that were draws, and its error from sampling alone."""
+    if hits is None:
+        return None
+    shares = hits[positions]
+    variance = (shares * (1 - shares)).sum() / (samples - 1)
+    return {"value": float(shares.mean()), "error": float(variance.sqrt() / len(shares))}
+
+
+def schemes_of(verifiers: str) -> dict[str, Scheme]:
+    """The schemes that `--verifier` names, ordered by how they draw; `all`: every lossless one.
+
+    Raises InputError for an unknown or lossy scheme, and for one with draft temperatures of its
+    own.
+    """
+    # 1. Names.
     lossless = [name for name, scheme in SCHEMES.items() if scheme.lossless]
-    names = [
-        n for name in listed("verifier", verifiers) for n in (lossless if name == "all" else [name])
-    ]
+    names: list[str] = []
+    for name in listed("verifier", verifiers):
+        names += lossless if name == "all" else [name]
+
+    # 2. Schemes that can stand beside each other.
     schemes = {name: scheme_by_name(name, allow_lossy=True) for name in dict.fromkeys(names)}
     for name, scheme in schemes.items():
         if not scheme.lossless:
             raise InputError(
-                f"verifier {name} is not lossless: its rate cannot stand beside theirs; leave it out"
+                f"verifier {name} is not lossless: its rate is not comparable; leave it out"
             )
         if scheme.draft_temperatures:
             raise InputError(
-                f"verifier {name}: give temperatures of its draws by --draft-temperature, such as 1.2/2"
+                f"verifier {name}: give the temperatures of its draws by --draft-temperature, "
+                "such as 1.2/2"
             )
     order = [*OPTIMA, None]
     return dict(sorted(schemes.items(), key=lambda item: order.index(item[1].drawing)))

@@ -79,7 +79,7 @@ def measure_rows(
 
 
 def answer(row: Row, spec: Spec, question: Question, config: BenchConfig) -> Timed:
-    """All turns of a question as one answer; a turn's prompt holds the row's own earlier answers."""
+    """All turns of a question as one answer; each prompt holds the row's own earlier answers."""
     # 1. The turns, as far as the context has room.
     messages: list[dict[str, str]] = []
     turns: list[Timed] = []

@@ -70,9 +70,9 @@ def notes_of(result: BenchResult) -> list[str]:
     ]
     if config["batches"]:
         lines.append(
-            "Batches: one forward serves that number of texts; the next text takes the place of one "
-            "that has ended. Tokens/s: tokens of all texts by the clock, prefill included. By one token: over "
-            "one-token decoding with the same number of texts."
+            "Batches: one forward serves that number of texts; the next text takes the place of "
+            "one that has ended. Tokens/s: tokens of all texts by the clock, prefill included. By "
+            "one token: over one-token decoding with the same number of texts."
         )
 
     # 3. What does not hold for all rows.

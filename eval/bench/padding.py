@@ -29,9 +29,9 @@ Module = TypeVar("Module", bound=nn.Module)
 def pad(target: Target, layers: int) -> float:
     """Append `layers` copies of the target's last layer that write zeros into the residual stream.
 
-    Returns the largest change of a logit; 0.0: the logits are the same to the bit. Caches made before
-    the call have too few layers after it. Raises InputError, and leaves the target as it was, if the
-    logits change by more than rounding or the model does not run the copies.
+    Returns the largest change of a logit; 0.0: the logits are the same to the bit. Caches made
+    before the call have too few layers after it. Raises InputError, and leaves the target as it
+    was, if the logits change by more than rounding or the model does not run the copies.
     """
     # 1. The projections that write into the residual stream, found by running the last layer.
     if not layers:

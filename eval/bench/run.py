@@ -29,7 +29,7 @@ from treespec.target import Target
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured on each number of layers. added: those numbers, ascending."""
+    """The measurements to make. added: numbers of added layers, ascending; all are made on each."""
 
     drafts: dict[str, Draft]
     temperatures: list[float]

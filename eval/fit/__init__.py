@@ -1,1 +1,1 @@
-"""What is fitted to a target and its drafts: calibration, trees, skip sets."""
+"""Fits to a target and what drafts for it: calibrations, trees, skip sets."""

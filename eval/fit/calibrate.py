@@ -1,33 +1,40 @@
-"""Calibration of a head on given text or on the target's own answers, and its draft vocabulary, saved beside it."""
+"""A head's calibration, and a draft vocabulary if one is asked for, kept beside the head."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from treespec.draft.calibration import FILE, save_calibration
-from treespec.draft.fit.calibrate import Row, calibrate
+from treespec.draft.fit.calibrate import calibrate
 from treespec.draft.vocabulary import most_frequent, save_vocabulary
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.common import Step
 from treespec.eval.fit.calibrate_config import CalibrateConfig
+from treespec.eval.fit.features import rows_of
+from treespec.eval.loading import load_models
 from treespec.eval.questions import load_questions
-from treespec.eval.texts import content_of, texts_of
+from treespec.eval.texts import content_of, passages_of
 from treespec.files import check_writable
-from treespec.spec import Spec, load
 
 
 def calibrate_head(
     config: CalibrateConfig, report: Callable[[Step], None] = lambda step: None
 ) -> tuple[Path, float | None]:
-    """Returns the file written, and the coverage of a draft vocabulary if one was made. Raises InputError."""
-    if not Path(config.head).is_dir():
+    """Write HEAD/calibration.json; returns its path and the coverage of a new draft vocabulary.
+
+    The text is that of `--text`, or without it the target's own answers. Raises InputError for a
+    head that is no directory, and for text that cannot be read or is too short.
+    """
+    # 1. Files and questions, before a model is loaded.
+    file = Path(config.head) / FILE
+    if not file.parent.is_dir():
         raise InputError(f"--head {config.head} is no directory: its calibration is written there")
-    check_writable(Path(config.head) / FILE)
+    check_writable(file)
     if config.text:
         content_of(config.text)
     questions = [] if config.text else load_questions(config.questions)[0][: config.limit]
-    what = AcceptanceConfig(
+    text = AcceptanceConfig(
         out=config.head,
         target=config.target,
         head=config.head,
@@ -37,38 +44,23 @@ def calibrate_head(
         seed=config.seed,
         template=config.template,
     )
+
+    # 2. The draft vocabulary. It comes first: the head takes its rows when it is loaded.
     coverage = None
     if config.draft_vocab:
-        spec = loaded(config, None, report)
-        counted = [
-            text.tokens[text.counts]
-            for text in texts_of(replace(what, limit=None), spec, [], report)
-        ]
+        report(Step(0, 1, f"loading {config.target}"))
+        spec = load_models(config, None)
+        passages = passages_of(replace(text, limit=None), spec, [], report)
+        counted = [passage.tokens[passage.counts] for passage in passages]
         tokens, coverage = most_frequent(counted, config.draft_vocab, spec.target)
         save_vocabulary(tokens, coverage, config.head)
-    spec = loaded(
-        config, config.head, report
-    )  # with that vocabulary, whose rows it takes before it is packed
+
+    # 3. The calibration.
+    report(Step(0, 1, f"loading {config.target} and {config.head}"))
+    spec = load_models(config, config.head)
     assert spec.head
-    rows: list[Row] = []
-    for text in texts_of(what, spec, questions, report):
-        features = spec.target.features(text.tokens[None], spec.head.taps, last=True)[0]
-        rows.append((text.tokens.to(features.device), text.counts.to(features.device), features))
+    rows = list(rows_of(text, spec, questions, report))
     report(Step(len(questions), len(questions), "calibrating"))
-    save_calibration(
-        calibrate(spec.head, spec.target, rows, config.depth, config.positions, config.seed),
-        config.head,
-    )
-    return Path(config.head) / FILE, coverage
-
-
-def loaded(config: CalibrateConfig, head: str | None, report: Callable[[Step], None]) -> Spec:
-    report(Step(0, 1, f"loading {config.target}" + (f" and {head}" if head else "")))
-    return load(
-        config.target,
-        head,
-        template=config.template,
-        device_map=config.device_map,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    fitted = calibrate(spec.head, spec.target, rows, config.depth, config.positions, config.seed)
+    save_calibration(fitted, config.head)
+    return file, coverage

@@ -1,4 +1,4 @@
-"""What `treespec calibrate` is told."""
+"""The options of `treespec calibrate`."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from treespec.shared_options import PlacementOptions, TargetOptions, TextOptions
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig(TargetOptions, PlacementOptions, TextOptions):
-    """Raises InputError for a count that is too small, and for a draft vocabulary without a text."""
+    """Raises InputError for a number out of its range, and for --draft-vocab without --text."""
 
     head: str = option("draft head: a directory; calibration.json is written there")
     draft_vocab: int | None = option(
@@ -33,5 +33,6 @@ class CalibrateConfig(TargetOptions, PlacementOptions, TextOptions):
         super().__post_init__()
         if self.draft_vocab and not self.text:
             raise InputError(
-                "--draft-vocab needs --text: the target's few answers do not tell which tokens are frequent"
+                "--draft-vocab needs --text: the target's few answers do not tell which tokens are "
+                "frequent"
             )

@@ -1,4 +1,4 @@
-"""What `treespec skip` is told."""
+"""The options of `treespec skip`."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,11 @@ from treespec.shared_options import TREE, PlacementOptions, TargetOptions
 
 @dataclass(frozen=True, kw_only=True)
 class SkipConfig(TargetOptions, PlacementOptions):
-    """Raises InputError for a count that is too small."""
+    """Raises InputError for a number out of its range."""
 
     text: str = option(
-        "held-out text to continue: conversations (.jsonl, .json), or plain text under any other name"
+        "held-out text to continue: conversations (.jsonl, .json), or plain text under any other "
+        "name"
     )
     out: str = option("JSON file for the skip set, for --drafter self:FILE", "skip.json")
     trials: int = option("skip sets to try", 200, least=1, most=10**6)

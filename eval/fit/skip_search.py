@@ -1,11 +1,13 @@
-"""Which sublayers a target's drafts had best leave out, by Bayesian optimisation (Draft & Verify, 2309.08168, 3.2).
+"""The sublayers that a target had best skip when it drafts for itself, by Bayesian optimisation.
 
-The search is over 2 L yes-or-no choices, for the most tokens a second by the clock on prompts of held-out text.
+Draft & Verify (2309.08168, Section 3.2). The search is over 2 L yes-or-no choices, one per
+attention and MLP. It maximises measured tokens a second on prompts of held-out text.
 """
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -14,51 +16,75 @@ from treespec.draft.models.skip_set import SkipSet, save_skip_set
 from treespec.errors import InputError
 from treespec.eval.common import Step
 from treespec.eval.fit.skip_config import SkipConfig
+from treespec.eval.loading import load_models
 from treespec.eval.texts import CONVERSATIONS, content_of
 from treespec.files import check_writable
-from treespec.spec import Spec, load
+from treespec.spec import Spec
 from treespec.target import Target
 from treespec.text.conversations import encode_conversations, read_conversations
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+    from optuna.trial import FrozenTrial
+
+
+class Finding(TypedDict):
+    """What OUT holds. one_at_a_time: tokens/s of one-token decoding. layers: L of the target.
+
+    attention, mlp: numbers of the layers whose attention or MLP drafts skip.
+    """
+
+    target: str
+    architecture: str
+    tokens_per_second: float
+    one_at_a_time: float
+    trials: int
+    layers: int
+    attention: tuple[int, ...]
+    mlp: tuple[int, ...]
 
 
 def search_skip_set(
     config: SkipConfig, report: Callable[[Step], None] = lambda step: None
-) -> dict[str, Any]:
-    """Writes OUT and returns what it holds. Raises InputError."""
+) -> Finding:
+    """Write OUT and return what it holds.
+
+    Raises InputError without optuna, for files and models that cannot be used, and for text without
+    a prompt.
+    """
+    # 1. The target and the prompts; files are checked before.
     optuna()
     check_writable(config.out)
     content_of(config.text)
     report(Step(0, config.trials, f"loading {config.target}"))
-    baseline = load(
-        config.target,
-        template=config.template,
-        device_map=config.device_map,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    baseline = load_models(config, None)
     target = baseline.target
     refuse_what_cannot_skip(target)
     prompts = prompts_of(config, target)
 
+    # 2. The search, after a warm-up.
     def speed(skipped: SkipSet) -> float:
-        return tokens_per_second(
-            Spec(target, SkipProposer(target, skipped), config.tree), prompts, config
-        )
+        spec = Spec(target, SkipProposer(target, skipped), config.tree)
+        return tokens_per_second(spec, prompts, config)
 
-    speed(SkipSet(target.layers))  # warms up
-    plain = tokens_per_second(baseline, prompts, config)
-    best, found, tried = search(
-        speed, target.layers, config.trials, config.minutes, config.seed, report
-    )
-    about = {
+    speed(SkipSet(target.layers))
+    baseline_speed = tokens_per_second(baseline, prompts, config)
+    limits = (config.trials, config.minutes, config.seed)
+    best, best_speed, tried = search(speed, target.layers, *limits, report)
+
+    # 3. The file.
+    finding: Finding = {
         "target": config.target,
         "architecture": type(target.model).__name__,
-        "tokens_per_second": round(found, 3),
-        "one_at_a_time": round(plain, 3),
+        "tokens_per_second": round(best_speed, 3),
+        "one_at_a_time": round(baseline_speed, 3),
         "trials": tried,
+        "layers": best.layers,
+        "attention": best.attention,
+        "mlp": best.mlp,
     }
-    save_skip_set(best, config.out, about)
-    return {**about, "layers": best.layers, "attention": best.attention, "mlp": best.mlp}
+    save_skip_set(best, config.out, {**finding})
+    return finding
 
 
 def search(
@@ -69,57 +95,58 @@ def search(
     seed: int = 0,
     report: Callable[[Step], None] = lambda step: None,
 ) -> tuple[SkipSet, float, int]:
-    """The fastest skip set tried, its speed, and how many were tried; a Gaussian process chooses what to try next.
+    """(the fastest skip set tried, its speed, the number tried).
 
-    The first trials skip nothing, and every other attention, or sublayer, of the middle half. Raises InputError.
+    A Gaussian process chooses what to try next, after three fixed trials: nothing skipped; every
+    other attention of the middle half; every other attention and MLP of the middle half. minutes:
+    stop trying after them, but try one set at least. Raises InputError without optuna.
     """
+    # 1. The first trials.
     library = optuna()
     library.logging.set_verbosity(library.logging.WARNING)
-    study = library.create_study(
-        direction="maximize", sampler=library.samplers.GPSampler(seed=seed)
-    )
-    middle = range(layers // 4, layers - layers // 4, 2)
-    for skipped in (
-        SkipSet(layers),
-        SkipSet(layers, (*middle,)),
-        SkipSet(layers, (*middle,), (*middle,)),
-    ):
-        chosen = {"attention": skipped.attention, "mlp": skipped.mlp}
-        study.enqueue_trial(
-            {f"{part} {k}": int(k in chosen[part]) for part in chosen for k in range(layers)}
-        )
+    sampler = library.samplers.GPSampler(seed=seed)
+    study: Study = library.create_study(direction="maximize", sampler=sampler)
+    middle = (*range(layers // 4, layers - layers // 4, 2),)
+    for first in (SkipSet(layers), SkipSet(layers, middle), SkipSet(layers, middle, middle)):
+        study.enqueue_trial(choices_of(first))
 
-    def chosen_by(trial: Any) -> SkipSet:
-        return skip_set(layers, lambda name: trial.suggest_int(name, 0, 1))
+    # 2. One trial whatever its time, then the others.
+    def objective(trial: "Trial") -> float:
+        return speed(skip_set(layers, lambda name: trial.suggest_int(name, 0, 1)))
 
-    def show(study: Any, trial: Any) -> None:
-        report(
-            Step(
-                trial.number + 1,
-                trials,
-                f"{study.best_value:.1f} tokens/s at best, now {trial.value:.1f}",
-            )
-        )
+    def show(study: "Study", trial: "FrozenTrial") -> None:
+        text = f"{study.best_value:.1f} tokens/s at best, now {trial.value:.1f}"
+        report(Step(trial.number + 1, trials, text))
 
     seconds = None if minutes is None else 60 * minutes
-    for number, limit in ((1, None), (trials - 1, seconds)):  # one at least
-        study.optimize(
-            lambda trial: speed(chosen_by(trial)), n_trials=number, timeout=limit, callbacks=[show]
-        )
+    study.optimize(objective, n_trials=1, callbacks=[show])
+    study.optimize(objective, n_trials=trials - 1, timeout=seconds, callbacks=[show])
+
+    # 3. The best one. Trials that still wait in the queue were not tried.
     best = study.best_trial
-    tried = sum(trial.state.is_finished() for trial in study.trials)  # not those that still wait
-    return skip_set(layers, best.params.__getitem__), best.value, tried
+    tried = sum(trial.state.is_finished() for trial in study.trials)
+    return skip_set(layers, best.params.__getitem__), study.best_value, tried
+
+
+def choices_of(skipped: SkipSet) -> dict[str, int]:
+    """A skip set as the parameters of a trial: 1 for a sublayer that is skipped, else 0."""
+    sublayers = {"attention": skipped.attention, "mlp": skipped.mlp}
+    return {
+        f"{part} {layer}": int(layer in numbers)
+        for part, numbers in sublayers.items()
+        for layer in range(skipped.layers)
+    }
 
 
 def skip_set(layers: int, skips: Callable[[str], int]) -> SkipSet:
-    attention, mlp = (
-        tuple(k for k in range(layers) if skips(f"{part} {k}")) for part in ("attention", "mlp")
-    )
+    """The skip set of a trial. skips: the name of a parameter -> 1 or 0."""
+    attention = tuple(layer for layer in range(layers) if skips(f"attention {layer}"))
+    mlp = tuple(layer for layer in range(layers) if skips(f"mlp {layer}"))
     return SkipSet(layers, attention, mlp)
 
 
-def optuna() -> Any:
-    """The library, which is an extra. Raises InputError without it."""
+def optuna() -> ModuleType:
+    """The library, which an extra installs. Raises InputError without it."""
     try:
         import optuna
     except ImportError as error:
@@ -130,32 +157,43 @@ def optuna() -> Any:
 
 
 def tokens_per_second(spec: Spec, prompts: Iterable[list[int]], config: SkipConfig) -> float:
-    """Greedy, the prompts themselves not counted."""
-    stats = [
-        spec.generate(prompt, max_new_tokens=config.max_new_tokens).stats for prompt in prompts
-    ]
-    seconds = sum(one.seconds["total"] - one.seconds["prefill"] for one in stats)
-    return sum(one.new_tokens for one in stats) / seconds
+    """Tokens/s of greedy answers to all prompts, without prefill."""
+    length = config.max_new_tokens
+    stats = [spec.generate(prompt, max_new_tokens=length).stats for prompt in prompts]
+    seconds = sum(each.seconds["total"] - each.seconds["prefill"] for each in stats)
+    return sum(each.new_tokens for each in stats) / seconds
 
 
 def prompts_of(config: SkipConfig, target: Target) -> list[list[int]]:
-    """Conversations up to their first answer, or pieces of plain text. Raises InputError where there are none."""
+    """Token ids of prompts: conversations up to their first answer, or pieces of plain text.
+
+    Raises InputError for text without a prompt, and for a target without a tokenizer or room.
+    """
+    # 1. The longest prompt that leaves room for an answer.
     path, room = Path(config.text), target.context_length - config.max_new_tokens
     length = min(config.max_length, room)
     if room < 1:
         raise InputError(
-            f"--max-new-tokens is {config.max_new_tokens}, the target's context holds {target.context_length}: "
-            "leave room for a prompt"
+            f"--max-new-tokens is {config.max_new_tokens}, the target's context holds "
+            f"{target.context_length}: leave room for a prompt"
         )
     if target.tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer to read --text with")
+
+    # 2. Conversations keep the end of a prompt that is too long.
     if path.suffix in CONVERSATIONS:
-        found = read_conversations(path)[0][: config.limit]
-        examples, _ = encode_conversations(target.tokenizer, found, config.template, room)
-        prompts = [one.input_ids[: int(one.loss_mask.int().argmax())][-length:] for one in examples]
+        conversations = read_conversations(path)[0][: config.limit]
+        examples, _ = encode_conversations(target.tokenizer, conversations, config.template, room)
+        ends = [int(example.loss_mask.int().argmax()) for example in examples]
+        before = [example.input_ids[:end] for example, end in zip(examples, ends, strict=True)]
+        prompts = [tokens[-length:].tolist() for tokens in before]
+
+    # 3. Plain text is cut into pieces.
     else:
-        tokens = target.tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
-        prompts = list(torch.tensor(tokens, dtype=torch.int64).split(length))[: config.limit]
-    if not any(map(len, prompts)):
+        ids = target.tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+        pieces = torch.tensor(ids, dtype=torch.int64).split(length)
+        prompts = [piece.tolist() for piece in pieces[: config.limit]]
+    prompts = [prompt for prompt in prompts if prompt]
+    if not prompts:
         raise InputError(f"--text {config.text} holds no prompt: give conversations, or more text")
-    return [prompt.tolist() for prompt in prompts if len(prompt)]
+    return prompts

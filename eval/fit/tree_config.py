@@ -1,4 +1,4 @@
-"""What `treespec tree` is told."""
+"""The options of `treespec tree`."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ KINDS = ("medusa", "sequoia")
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig(TargetOptions, PlacementOptions, TextOptions):
-    """Raises InputError for a count that is too small, and for an unknown kind."""
+    """Raises InputError for a number out of its range, and for an unknown kind."""
 
     head: str = shared(DrafterOptions, "head")
     out: str = option("file for the tree, which --tree then reads; its name ends in .json")
@@ -21,7 +21,8 @@ class TreeConfig(TargetOptions, PlacementOptions, TextOptions):
         choices=KINDS,
     )
     nodes: int = option(
-        "nodes of the tree, root included; 0 (sequoia): the size and depth that decode fastest on this machine",
+        "nodes of the tree, root included; 0 (sequoia): the size and depth that decode fastest on "
+        "this machine",
         64,
         least=0,
         most=4096,
@@ -37,7 +38,8 @@ class TreeConfig(TargetOptions, PlacementOptions, TextOptions):
         super().__post_init__()
         if self.nodes == 1 or (self.nodes == 0 and self.kind != "sequoia"):
             raise InputError(
-                f"--nodes is {self.nodes}: give at least 2 (the root counts), or 0 with --kind sequoia"
+                f"--nodes is {self.nodes}: give at least 2 (the root counts), or 0 with "
+                "--kind sequoia"
             )
         if not self.out.endswith(".json"):
             raise InputError(

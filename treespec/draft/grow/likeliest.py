@@ -65,9 +65,8 @@ def grow_likeliest(
     grown = nodes.tree(kept)
     parents = grown.parents.cpu().numpy()
     chances = np.concatenate([[1.0], *promises])[kept]
-    pace.promise = Promise(
-        (pace.by_law,), pace.cost(len(kept), level, None, inner), parents, chances
-    )
+    cost = pace.cost(len(kept), level, None, inner)
+    pace.promise = Promise(pace.by_law, cost, parents, chances)
     return grown
 
 

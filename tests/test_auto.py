@@ -13,7 +13,8 @@ from models import GROUPED, TableConfig, TableModel, random_head, random_model, 
 
 from treespec.draft.calibration import Calibration
 from treespec.draft.fit.measure import times_for
-from treespec.draft.grow.auto import GRAIN, expansion, grow_auto, shape_for
+from treespec.draft.grow.likeliest import expansion, grow_likeliest
+from treespec.draft.grow.settled import GRAIN, shape_for
 from treespec.draft.pace.pace import Pace, Promise, bounded
 from treespec.draft.pace.times import NODES, Times, kept_times, key
 from treespec.draft.pairing import check_pair
@@ -235,15 +236,17 @@ def test_nodes_that_stand_best_first_see_what_is_above_them() -> None:
     for _ in range(40):
         pace = Pace(times(1e-5, 1e-5))
         pace.start(500.0)
-        growth = grow_auto(torch.tensor([1]), sharp(1, generator), AutoTree(nodes=20), SamplingParams(), pace, None)
+        growth = grow_likeliest(
+            torch.tensor([1]), sharp(1, generator), AutoTree(nodes=20), SamplingParams(), pace, None
+        )
         asked = next(growth)
         try:
             while True:
                 asked = growth.send(sharp(len(asked.tokens), generator))
         except StopIteration as end:
-            tree = end.value
-        assert torch.equal(tree.ancestors, ancestor_mask(tree.parents, int(tree.depth.max())))
-        shallow_last += bool(tree.depth[-1] < tree.depth.max())
+            grown = end.value
+        assert torch.equal(grown.ancestors, ancestor_mask(grown.parents, int(grown.depth.max())))
+        shallow_last += bool(grown.depth[-1] < grown.depth.max())
     assert shallow_last > 20
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
-from treespec.draft.grow.auto import best_of, likely
 from treespec.draft.grow.growth import Growth, grow_together
+from treespec.draft.grow.likeliest import best_of, likely
 from treespec.draft.grow.nodes import Nodes
 from treespec.draft.grow.static import grow_static
 from treespec.draft.pace.times import NODES, Times, kept_times, key

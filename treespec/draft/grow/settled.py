@@ -1,0 +1,94 @@
+"""Trees of drawn tokens, and of the likeliest, whose shape is settled before anything is drafted."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from treespec.draft.pace.pace import Pace, Promise, bounded
+from treespec.draft.pace.times import Times
+from treespec.trees.auto import AutoTree
+from treespec.trees.sequoia import best_trees
+from treespec.trees.static import StaticTree
+
+GRAIN = 0.1  # in the logarithm of trust
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree settled before anything is drafted. likeliest: of the likeliest tokens, not of draws.
+
+    inner: its nodes that have children. speed: tokens a second, as far as rates are trusted.
+    parents: [N]. chances: [N] Pr(a node is accepted | its parent is), as promised.
+    """
+
+    tree: StaticTree
+    likeliest: bool
+    inner: int
+    speed: float
+    parents: np.ndarray
+    chances: np.ndarray
+
+    def promise(self, pace: Pace) -> Promise:
+        draws = 0 if self.likeliest else self.tree.max_draws
+        cost = pace.cost(self.tree.size, self.tree.max_depth, draws, self.inner)
+        return Promise(pace.by_rates, cost, self.parents, self.chances)
+
+
+def shape_for(pace: Pace, tree: AutoTree, draws: int | None) -> Shape:
+    """The chain or Sequoia's tree with most tokens a second, by the rates as far as they can be
+    trusted.
+
+    draws: at a node, at most; None: any number; 0: the likeliest tokens are taken.
+    """
+    first, others = (round(math.log(trust) / GRAIN) for trust in pace.by_rates.factors.tolist())
+    rates = pace.rates[: draws or None]
+    return _shape(pace.times, rates, draws == 0, (first, others if len(rates) > 1 else 0), tree)
+
+
+@lru_cache(4096)
+def _shape(
+    times: Times, rates: tuple[float, ...], likeliest: bool, grains: tuple[int, int], tree: AutoTree
+) -> Shape:
+    """grains: of trust, on a grid that is fine enough."""
+    first, others = (math.exp(grain * GRAIN) for grain in grains)
+    trusted = np.array([[rates[0] * first, *(rate * others for rate in rates[1:])]])
+    known = tuple(bounded(trusted)[0].tolist())
+    forward = times.forward(min(times.nodes[-1], tree.nodes))
+    shapes = [_fastest(known[0], (), forward, times, 0 if likeliest else 1, tree.depth)]
+    if len(rates) > 1:
+        shapes.append(
+            _fastest(known[0], known[1:], forward, times, 0 if likeliest else 2, tree.depth)
+        )
+    found, speed = max(shapes, key=lambda one: one[1])
+    number = {path: node for node, path in enumerate(found.paths)}
+    parents = np.array([-1, *(number[path[:-1]] for path in found.paths[1:])])
+    chances = np.array([1.0, *(rates[path[-1]] for path in found.paths[1:])])
+    return Shape(found, likeliest, len(set(parents[1:].tolist())), speed, parents, chances)
+
+
+def _fastest(
+    first: float,
+    others: tuple[float, ...],
+    forward: np.ndarray,
+    times: Times,
+    draws: int,
+    depth: int,
+) -> tuple[StaticTree, float]:
+    """Of all sizes and depths the tree with most tokens a second (`trees.sequoia`), and how many."""
+    best = best_trees(torch.tensor([first, *others]), len(forward), depth)
+    levels, nodes = np.arange(1, depth + 1)[:, None], np.arange(2, len(forward) + 1)
+    inner = np.maximum(nodes / 2, levels) if others else levels
+    begin, step = times.levels(draws)
+    seconds = (
+        forward[1:]
+        + begin
+        + step * (levels - 1)
+        + times.row * (inner - levels)
+        + times.resting(draws)
+    )
+    speed = best.tokens[1:, 2:].numpy() / seconds
+    place = np.unravel_index(int(speed.argmax()), speed.shape)
+    return best.tree(int(place[1]) + 2, int(place[0]) + 1), float(speed[place])

@@ -94,6 +94,15 @@ def test_the_allotted_draws_are_the_best_of_all_pairs() -> None:
             assert np.array_equal(alike[row, m:], children[row, m:])
 
 
+def test_children_stand_in_the_drawn_places() -> None:
+    tops = np.array([[0.3, 0.2, 0.0, 0.0]])
+    draws = np.zeros((1, 5, 4))
+    draws[0, 2, :3] = 0.2, 0.1, 0.05
+    counts, children = allot(np.array([0.5]), tops, draws, price=0.01)
+    assert counts.tolist() == [[3, 2]]
+    assert children[0].tolist() == pytest.approx([0.1, 0.05, 0.025, 0.15, 0.1, 0, 0, 0])
+
+
 def test_the_drawn_five_node_tree_is_allotted(table: tuple[Target, EagleHead]) -> None:
     tops = np.array([[0.6]])
     draws = np.array([[[0.5, 0.0], [0.2, 0.0]]])  # without the top, with it

@@ -12,6 +12,7 @@ from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask, posit
 from treespec.trees.path_file import text_of
 from treespec.trees.policy import policy
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, layout
+from treespec.trees.tree import Rows, TokenTree
 
 CPU = torch.device("cpu")
 FIVE = torch.tensor([-1, 0, 0, 1, 2])  # the example drawn in trees/mask.py
@@ -30,6 +31,32 @@ def ancestors_one_by_one(parents):
 def test_the_drawn_five_node_mask():
     drawn = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
     assert ancestor_mask(FIVE, max_depth=2).int().tolist() == drawn
+
+
+def test_the_drawn_texts_of_a_batch_have_the_drawn_positions_and_columns():
+    depth = torch.tensor([0, 1, 1, 2, 2]).expand(2, 5)
+    mask = attention_mask(ancestor_mask(FIVE, 2).expand(2, 5, 5), depth, lengths=[3, 1])
+    assert mask[:, 4].int().tolist() == [[1, 1, 1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1, 0, 1]]
+    places = positions(depth, lengths=[3, 1])
+    assert places.tolist() == [[0, 1, 2, 3, 4, 4, 5, 5], [0, 1, 2, 1, 2, 2, 3, 3]]
+    for near in (window_mask(places, 5, window=2), chunk_mask(places, 5, chunk=4)):
+        assert (mask & near)[0, 4].nonzero().flatten().tolist() == [5, 7]  # its parent and itself
+
+
+def test_the_drawn_five_candidates_are_renumbered():
+    parents = torch.tensor([0, 0, 0, 0, 1, 1, 3])
+    assert connect(torch.tensor([0, 1, 3, 5, 6]), parents).tolist() == FIVE.tolist()
+
+
+def test_the_drawn_tree_with_extra_rows_is_one_forward():
+    links, depth = torch.tensor([-1, 0, 0]), torch.tensor([0, 1, 1])
+    mask = torch.tensor([[1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]).bool()
+    rows = Rows(torch.tensor([13, 14]), torch.tensor([1, 2]), mask, asked=1)
+    tree = TokenTree(torch.tensor([10, 11, 12]), links, depth, ancestor_mask(links, 1), rows=rows)
+    tokens, depths, seen = tree.forwarded()
+    assert (tokens.tolist(), depths.tolist()) == ([10, 11, 12, 13, 14], [0, 1, 1, 1, 2])
+    drawn = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
+    assert seen.int().tolist() == drawn
 
 
 @pytest.mark.parametrize(
@@ -87,6 +114,15 @@ def test_levels_number_every_child_once_and_name_its_draw():
         seen += [(*inner[row], int(k)) for row, k in zip(level.rows, level.columns, strict=True)]
     assert tuple(seen) == tree.paths
     assert [level.draws.tolist() for level in shape.levels] == [[3], [2, 2]]  # draw 1 of the root has no node
+
+
+def test_the_drawn_tree_is_laid_out_as_drawn():
+    shape = layout(StaticTree(((0,), (2,), (0, 0), (2, 1))), CPU)
+    assert shape.parents.tolist() == FIVE.tolist()
+    fields = ("nodes", "draws", "rows", "columns", "parent_rows")
+    drawn = [[[0], [3], [0, 0], [0, 2], [0]], [[1, 2], [1, 2], [0, 1], [0, 1], [0, 0]]]
+    assert [[getattr(level, name).tolist() for name in fields] for level in shape.levels] == drawn
+    assert [level.first for level in shape.levels] == [1, 3]
 
 
 def test_a_tree_file_means_its_paths(tmp_path):

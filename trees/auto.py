@@ -1,16 +1,18 @@
-"""A tree as large as it pays on a machine: nodes and levels are taken while they bring more than
-they cost.
+"""A tree as large as pays on this machine: each node and each level must earn its time.
 
-With R tokens a second so far, a tree that takes C seconds and is expected to bring E tokens is best
-where E - R C is largest (Dinkelbach 1967: the ratio of sums is then largest too). So a node is
-worth its place while it is reached with more than R (T(n + 1) - T(n)), and a level while it brings
-more than R times the head's step.
+Let the text run at R tokens a second so far. A tree that takes C seconds and yields E expected
+tokens is best where E - R C is largest; the ratio of all tokens to all seconds is then largest too
+(Dinkelbach 1967). So node n + 1 pays while Pr(it is reached) > R (T(n + 1) - T(n)), T(n) the
+seconds of a target forward over n nodes. A level pays while it adds more tokens than R times the
+seconds of a draft step.
 
-    reach of nodes, best first    1  .7  .5  .3  .2  .1
-    R T(n), n = 1 .. 6            1  1.1 1.2 1.5 2.0 2.5     E - R T   0  .6  1.0  1.0  .7  .3     three nodes
+    nodes n                       1   2   3   4   5   6
+    reach of the n-th best        1   .7  .5  .3  .2  .1
+    R T(n)                        1   1.1 1.2 1.5 2.0 2.5
+    E - R T(n)                    0   .6  1.0 1.0 .7  .3      take three nodes
 
 That holds for the likeliest tokens. The number of draws at a node must not depend on the drawn
-tokens, so for sampled children the tree is one of Sequoia's: the one with most tokens a second by
+tokens. So for sampled children the tree is one of Sequoia's: the one with most tokens a second by
 the acceptance rates so far.
 """
 
@@ -26,10 +28,12 @@ from treespec.trees.static import TreeError
 
 @dataclass(frozen=True)
 class AutoTree(Policy):
-    """nodes: limit on N, root included. depth: limit on levels of drafted tokens.
+    """Limits of the trees that the text's speed may choose.
 
-    topk: limit on the nodes expanded per level and on their children, where the likeliest tokens
-    are taken.
+    nodes: the largest N, root included.
+    depth: the largest number of levels of drafted tokens.
+    topk: where children are the likeliest tokens, the largest number of nodes expanded per level,
+    and of children per node.
     """
 
     name: ClassVar[str] = "auto"
@@ -49,10 +53,11 @@ class AutoTree(Policy):
 
 
 def best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> tuple[int, float]:
-    """The number of nodes, root included, with the largest worth E - R T, and that worth in tokens.
+    """The number of nodes, root included, with the largest E - R T, and that value in tokens.
 
-    reach: [M] Pr(a node is on the accepted path), without the root, descending. forward: [M + 1] or
-    more, seconds of the target's forward over 1, 2, … nodes. rate: R, tokens a second.
+    reach: [M] Pr(a node is on the accepted path), descending, without the root.
+    forward: seconds of the target's forward over 1, 2, … nodes.
+    rate: R, tokens a second.
     """
     expected = np.ones(len(reach) + 1)
     expected[1:] += reach.cumsum()

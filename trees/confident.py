@@ -1,13 +1,14 @@
-"""A chain that ends where the draft is unsure, as Draft & Verify's does (Zhang et al. 2024,
-2309.08168, section 3.3).
+"""A chain that ends where the draft is unsure (Zhang et al. 2024, Draft & Verify, 2309.08168).
 
-Drafting goes on while the draft law gave the last token at least the threshold γ. That token stays
-in the chain, so how many draws a node gets, one or none, is settled by what was drawn above it,
-before anything is drawn at it. After each verification γ follows how many of the drafted tokens
-were accepted:
+Section 3.3: drafting continues while the draft gave the last token at least probability γ. The
+unsure token stays in the chain. So the tokens above a node settle whether it gets a draw, before
+that draw is made, and the output keeps the target's law. After each verification γ moves towards a
+goal for the acceptance rate α:
 
-    α ← β₁ α + (1 - β₁) accepted / drafted γ ← β₂ γ + (1 - β₂) (γ + ε where α is below the goal,
-    else γ - ε; as it is where the chain was as long as it may be)
+    α ← β₁ α + (1 - β₁) accepted / drafted
+    γ ← β₂ γ + (1 - β₂) γ'      γ' = γ + ε   where α is below the goal
+                                     γ - ε   where it is not and the chain ended early
+                                     γ       where it is not and the chain had full depth
 """
 
 from dataclasses import dataclass
@@ -20,10 +21,15 @@ from treespec.trees.static import TreeError
 
 @dataclass(frozen=True)
 class ConfidentChain(Policy):
-    """depth: limit on the drafted tokens. threshold: the first γ. goal: the α that γ steers to.
+    """The chain's limits and the constants of the rule for γ.
 
-    step: ε. rate_memory: β₁. memory: β₂. The defaults are those of the released code for greedy
-    drafts; for sampled drafts it begins with γ = .5.
+    depth: the largest number of drafted tokens.
+    threshold: the first γ, a probability.
+    goal: the acceptance rate α that γ steers to.
+    step: ε. rate_memory: β₁. memory: β₂.
+
+    The defaults are those of the released code for greedy drafts. For sampled drafts that code
+    starts with γ = .5.
     """
 
     name: ClassVar[str] = "confident"
@@ -36,16 +42,8 @@ class ConfidentChain(Policy):
     memory: float = 0.9
 
     def __post_init__(self) -> None:
-        share = Range(least=0, most=1)
-        wrong = outside(
-            self,
-            depth=DEPTH,
-            threshold=share,
-            goal=share,
-            step=share,
-            rate_memory=share,
-            memory=share,
-        )
+        shares = ("threshold", "goal", "step", "rate_memory", "memory")
+        wrong = outside(self, depth=DEPTH, **dict.fromkeys(shares, Range(least=0, most=1)))
         if wrong:
             raise TreeError(f"confident chain: {wrong}")
 
@@ -60,7 +58,10 @@ class ConfidentChain(Policy):
     def update(
         self, threshold: float, rate: float, accepted: int, drafted: int
     ) -> tuple[float, float]:
-        """γ and α after a verification."""
+        """γ and α after a verification.
+
+        threshold, rate: γ and α before. accepted, drafted: tokens of the cycle's chain.
+        """
         rate = self.rate_memory * rate + (1 - self.rate_memory) * accepted / drafted
         step = self.step if rate < self.goal else -self.step if drafted < self.depth else 0.0
         return threshold + (1 - self.memory) * step, rate

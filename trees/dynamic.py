@@ -1,8 +1,7 @@
-"""EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858): expand the likeliest nodes, rerank, keep the
-best.
+"""EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858): expand the likeliest nodes, keep the best.
 
-Only for children that are a deterministic function of the text: ranking sampled tokens by their own
-probability would bias the output (`treespec.draft.grow.dynamic` refuses it).
+It needs children that are a deterministic function of the text. A choice among sampled tokens by
+their own probability would bias the output; `treespec.draft.grow.dynamic` refuses that.
 """
 
 from dataclasses import dataclass
@@ -18,9 +17,11 @@ from treespec.trees.static import TreeError
 
 @dataclass(frozen=True)
 class DynamicTree(Policy):
-    """depth: levels of drafted tokens. topk: nodes expanded per level, and children per node.
+    """The numbers of the tree.
 
-    nodes: N, root included.
+    depth: levels of drafted tokens.
+    topk: nodes expanded per level, and children per expanded node.
+    nodes: N after the rerank, root included.
     """
 
     name: ClassVar[str] = "dynamic"
@@ -40,17 +41,26 @@ class DynamicTree(Policy):
 
 
 def best_first(scores: Tensor, count: int) -> Tensor:
-    """[min(count, M)] numbers of the best candidates, best first; ties go to the earlier, shallower
-    one.
+    """[min(count, M)] numbers of the best candidates, best first. scores: [M].
+
+    Of equal scores the earlier candidate wins, which is the shallower one.
     """
     return scores.sort(descending=True, stable=True).indices[:count]
 
 
 def connect(kept: Tensor, parents: Tensor) -> Tensor:
-    """Renumber a kept part of a candidate tree.
+    """[N] int64 the parents of the kept candidates, in their new numbers; -1 for the root.
 
-    kept: [N] ascending candidate numbers, the root's 0 first, closed under parents. parents: [M]
-    candidate numbers. Returns parents [N] in the new numbers, -1 for the root.
+    Five of seven candidates, those in brackets. They get the numbers 0 to 4 in their order:
+
+             [0]              candidate   0  1  2  3  4  5  6        new number   0  1  2  3  4
+           /  |  \\            parent      0  0  0  0  1  1  3        kept         0  1  3  5  6
+        [1]   2   [3]                                                parents     -1  0  0  1  2
+        / \\        |
+       4   [5]    [6]
+
+    kept: [N] ascending candidate numbers, first the root's 0; with a node its parent is kept.
+    parents: [M] candidate numbers.
     """
     number = torch.full_like(parents, -1)
     number[kept] = torch.arange(len(kept), device=kept.device)

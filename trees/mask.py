@@ -1,4 +1,4 @@
-"""Who sees whom in a token tree.
+"""Masks: which nodes and which columns of the cache each node of a token tree attends to.
 
 The five-node example of this package, node 0 being the root:
 
@@ -9,6 +9,13 @@ The five-node example of this package, node 0 being the root:
     3   4           2    x . x
                     3    x x . x
 parents -1 0 0 1 2  4    x . x . x
+
+Below, two texts of 3 and 1 committed positions share a cache. Both have the example as their tree.
+A forward writes both trees at column 3, behind the longer text:
+
+    columns              0 1 2 | 3 4 5 6 7      `positions`       node 4 sees (`attention_mask`)
+    first text           a b c | 0 1 2 3 4      0 1 2 3 4 4 5 5   x x x x . x . x
+    second text          p . . | 0 1 2 3 4      0 1 2 1 2 2 3 3   x . . x . x . x
 """
 
 from collections.abc import Sequence
@@ -18,59 +25,69 @@ from torch import Tensor
 
 
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
-    """[N, N] bool: row i marks node i and the nodes above it. parents: [N] int64, parents[0] = -1.
+    """[N, N] bool: row i marks node i and its ancestors.
 
-    max_depth: no node lies deeper. Links are squared log2(max_depth) times, so there is no loop
-    over nodes.
+    parents: [N] int64, parents[0] = -1.
+    max_depth: a bound on the depth of all nodes. Squaring the mask log2(max_depth) times replaces a
+    loop over nodes.
     """
     n = len(parents)
     above = torch.eye(n, device=parents.device)
     above[torch.arange(1, n, device=parents.device), parents[1:]] = 1
     for _ in range(max(max_depth - 1, 0).bit_length()):
-        above = (above @ above).clamp_max(1)  # sums of many paths would overflow
+        above = (above @ above).clamp_max(1)  # path counts would overflow
     return above > 0
 
 
 def attention_mask(ancestors: Tensor, depth: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[B, N, end + N] bool: what each node sees of its own text's cache and of its own tree.
+    """[B, N, end + N] bool: the columns of its own text and of its own tree that each node sees.
 
-    ancestors: [B, N, N] bool. depth: [B, N] int64; a node stands at position length + depth.
-    lengths: committed positions of each of B texts; all trees are written at column `end`, behind
-    the longest.
+    ancestors: [B, N, N] bool.
+    depth: [B, N] int64. A node stands at position length + depth of its text.
+    lengths: committed positions of each of the B texts. The trees start at column `end`, the
+    longest of them.
     """
-    return torch.cat(
-        [committed(lengths, depth.device).expand(-1, depth.shape[1], -1), ancestors], dim=2
-    )
+    text_columns = committed(lengths, depth.device).expand(-1, depth.shape[1], -1)
+    return torch.cat([text_columns, ancestors], dim=2)
 
 
 def window_mask(places: Tensor, nodes: int, window: int) -> Tensor:
-    """[B, N, T] bool: what a sliding layer lets the last N of T columns see, to be and-ed.
+    """[B, N, T] bool: the columns inside the sliding window of each of the last N columns.
 
-    places: [B, T] as by `positions`. window: how many positions, a node's own included. A node's
-    own branch has consecutive depths, so a window over positions cuts its oldest ancestors, not its
-    siblings' columns.
+    A layer's mask is this one and `attention_mask`. In the drawing, a window of 2 leaves node 4 its
+    parent, node 2, and itself.
+
+    places: [B, T] positions of all columns (`positions`).
+    nodes: N.
+    window: positions that a node sees, its own included. Depths along a branch are consecutive, so
+    a window over positions cuts a node's oldest ancestors, whatever columns its siblings fill.
     """
     return places[:, None] > places[:, -nodes:, None] - window
 
 
 def chunk_mask(places: Tensor, nodes: int, chunk: int) -> Tensor:
-    """[B, N, T] bool: same chunk of `chunk` positions (Llama 4's local attention), as for
-    `window_mask`.
+    """[B, N, T] bool: the columns in the same chunk of positions (Llama 4's local attention).
+
+    In the drawing, chunks of 4 positions leave node 4 of the first text its parent and itself.
+
+    places, nodes: as for `window_mask`. chunk: positions of a chunk.
     """
     chunks = places // chunk
     return chunks[:, None] == chunks[:, -nodes:, None]
 
 
 def committed(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """[B, 1, end] bool: the columns of a cache that hold each text, up to the end of the longest."""
-    return (
-        torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
-    )[:, None]
+    """[B, 1, end] bool: the columns that hold each text. end: the length of the longest."""
+    columns = torch.arange(max(lengths), device=device)
+    ends = torch.tensor(lengths, device=device)[:, None, None]
+    return columns < ends
 
 
 def positions(depth: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[B, end + N] where the tokens of a cache's columns and of the trees behind them stand in
-    their texts.
+    """[B, end + N] int64: the position in its text of every cache column and of every tree node.
+
+    depth: [B, N] int64. lengths: as for `attention_mask`.
     """
     columns = torch.arange(max(lengths), device=depth.device).expand(len(depth), -1)
-    return torch.cat([columns, torch.tensor(lengths, device=depth.device)[:, None] + depth], dim=1)
+    roots = torch.tensor(lengths, device=depth.device)[:, None]
+    return torch.cat([columns, roots + depth], dim=1)

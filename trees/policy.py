@@ -4,7 +4,6 @@ import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
 from treespec.trees.auto import AutoTree
 from treespec.trees.confident import ConfidentChain
@@ -17,10 +16,10 @@ from treespec.trees.static import TreeError, balanced, chain, eagle, medusa
 
 @dataclass(frozen=True)
 class Form:
-    """One name of `--tree`. example: for the help.
+    """One form of a `--tree` value.
 
-    read: the text behind the name and a colon -> the policy; None for a text that is not
-    understood.
+    example: a value of this form, for the help.
+    read: turns the text after "name:" into the policy; None where that text is malformed.
     """
 
     example: str
@@ -28,23 +27,24 @@ class Form:
 
 
 def with_options(kind: type[Policy]) -> Form:
-    """`dynamic`, or with options, `dynamic:depth=6,topk=10`; the example shows the defaults."""
-    defaults = [
-        f"{option.name}={option.default}" for option in fields(kind) if option.default is not None
-    ]
-    return Form(f"{kind.name}[:{','.join(defaults)}]", lambda text: kind(**options_of(kind, text)))
+    """`dynamic`, or `dynamic:depth=6,topk=10`; the example shows the defaults."""
+    options = [option for option in fields(kind) if option.default is not None]
+    defaults = ",".join(f"{option.name}={option.default}" for option in options)
+    return Form(f"{kind.name}[:{defaults}]", lambda text: kind(**options_of(kind, text)))
 
 
 def fixed(name: str, tree: Callable[[], Policy]) -> Form:
-    """A tree without options."""
+    """The name of a tree without options."""
     return Form(name, lambda text: None if text else tree())
 
 
 def chain_of(text: str) -> Policy | None:
+    """The chain for `5`, its depth."""
     return chain(int(text)) if text.isdecimal() else None
 
 
 def balanced_of(text: str) -> Policy | None:
+    """The balanced tree for `2x4`, its children a node and its depth."""
     sizes = re.fullmatch(r"(\d+)x(\d+)", text)
     return balanced(int(sizes[1]), int(sizes[2])) if sizes else None
 
@@ -64,7 +64,10 @@ FORMS = f"{', '.join(form.example for form in POLICIES.values())}, or a JSON fil
 
 
 def policy(spec: str) -> Policy:
-    """The policy that a `--tree` value names; `FORMS` lists them. Raises TreeError."""
+    """The policy that a `--tree` value names; `FORMS` lists the forms.
+
+    Raises TreeError for an unknown name, a malformed value or a bad tree file.
+    """
     name, _, text = spec.partition(":")
     form = POLICIES.get(name)
     found = form.read(text) if form else balanced_of(spec)
@@ -77,10 +80,13 @@ def policy(spec: str) -> Policy:
     raise TreeError(f"unknown tree {spec!r}{hint}: choose {FORMS}")
 
 
-def options_of(kind: type[Policy], text: str) -> dict[str, Any]:
-    """`depth=6,topk=10` as arguments. Raises TreeError."""
+def options_of(kind: type[Policy], text: str) -> dict[str, float]:
+    """`depth=6,topk=10` as arguments of the policy.
+
+    Raises TreeError for an unknown option and for a value that is no number.
+    """
     known = {option.name: option for option in fields(kind)}
-    values: dict[str, Any] = {}
+    values: dict[str, float] = {}
     for part in text.split(",") if text else ():
         name, _, number = part.partition("=")
         read = int if name in known and known[name].type is int else float

@@ -1,13 +1,16 @@
-"""The range of a number that people give: finite, between two bounds."""
+"""The range of an option's number: finite, between two bounds."""
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
 class Range:
-    """least and most belong to the range, above and below do not. whole: only whole numbers do."""
+    """A range of finite numbers; None is no bound.
+
+    least, most: bounds that belong to the range. above, below: bounds that do not.
+    whole: whether only whole numbers belong to it.
+    """
 
     least: float | None = None
     most: float | None = None
@@ -15,8 +18,10 @@ class Range:
     below: float | None = None
     whole: bool = False
 
-    def __contains__(self, value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if self.whole and not isinstance(value, int):
             return False
         return (
             math.isfinite(value)
@@ -31,35 +36,35 @@ class Range:
         """Such as `1 to 64`, or `above 0 and below 1`."""
         if self.least is not None and self.most is not None:
             return f"{written(self.least)} to {written(self.most)}"
-        words = {
-            "at least": self.least,
-            "above": self.above,
-            "at most": self.most,
-            "below": self.below,
-        }
-        return " and ".join(
-            f"{word} {written(bound)}" for word, bound in words.items() if bound is not None
-        )
+        lower = {"at least": self.least, "above": self.above}
+        upper = {"at most": self.most, "below": self.below}
+        ends = (lower | upper).items()
+        return " and ".join(f"{word} {written(end)}" for word, end in ends if end is not None)
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number"
-        return f"{kind} {'from ' if self.least is not None and self.most is not None else ''}{self.bounds}"
+        closed = self.least is not None and self.most is not None
+        return f"{kind} {'from ' if closed else ''}{self.bounds}"
 
 
-NODES = Range(least=2, most=4096, whole=True)  # of any tree, root too: a mask has their square
-DEPTH = Range(
-    least=1, most=64, whole=True
-)  # levels: the draft model runs once for each, one after another
+# Nodes of a tree, root included; a mask has the square of their number.
+NODES = Range(least=2, most=4096, whole=True)
+# Levels of drafted tokens; the draft model runs once for each.
+DEPTH = Range(least=1, most=64, whole=True)
+# Children of a node.
 CHILDREN = Range(least=1, most=256, whole=True)
 
 
 def written(number: float) -> str:
-    """1,000,000 or 0.001."""
+    """A bound as people read it: 1,000,000 or 0.001."""
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
-def outside(options: Any, **ranges: Range) -> str | None:
-    """An error text for the first field of `options` that lies outside its range; None if all fit."""
+def outside(options: object, **ranges: Range) -> str | None:
+    """An error text for the first field of `options` outside its range; None if all fit.
+
+    A field that is None fits any range.
+    """
     for name, allowed in ranges.items():
         value = getattr(options, name)
         if value is not None and value not in allowed:

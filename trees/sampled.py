@@ -1,16 +1,16 @@
-"""A dynamic tree for sampled children: how many draws each node gets is settled before any of them
-is made.
+"""A dynamic tree for sampled children: the number of draws at a node is fixed before drawing.
 
-A node costs `price`, and what it brings is what the draft laws promise: at a node reached with
-probability r, j of the likeliest tokens and m sampled draws are worth r A(j, m) - price (j + m),
-and the best pair is taken. The count may depend on q, on the path and on earlier levels, never on
-what is drawn; and as no limit is shared between branches, verifiers that visit leaves first may
-have such a tree too.
+A node costs `price`, in expected tokens. At a node reached with probability r, j sure tokens (the
+likeliest of q) and m draws are worth r A(j, m) - price (j + m), A their acceptance rate. The node
+takes the best pair. The pair may depend on q, on the path and on earlier levels, never on the drawn
+tokens. No limit is shared between branches, so verifiers that visit leaves first may have such a
+tree too.
 
-    at every node A is .6 by the top and .2 by a draw, price .15
+    at every node A is .6 by the sure token and .2 by a draw; the price is .15
 
-    root 1 ─┬─ a .2                     a draw; .2 · .6 < .15: a leaf
-            └─ b .6 ── c .36 ── d .22   tops; .6 · .2 < .15: no draws; .22 · .6 < .15: a leaf
+    root 1 ─┬─ a .2                     a is drawn;          .2 · .6 < .15: a is a leaf
+            └─ b .6 ── c .36 ── d .22   b, c, d are sure;    .6 · .2 < .15: b has no draw
+                                                             .22 · .6 < .15: d is a leaf
 """
 
 from dataclasses import dataclass
@@ -22,16 +22,17 @@ from treespec.trees.ranges import DEPTH, NODES, Range, outside
 from treespec.trees.shape import Policy
 from treespec.trees.static import TreeError
 
-LEAST_PRICE = 1e-4  # of a node, in tokens: below it a tree takes more nodes than any pays for
+LEAST_PRICE = 1e-4  # tokens a node; a lower price gives trees larger than any machine pays for
 
 
 @dataclass(frozen=True)
 class SampledTree(Policy):
-    """nodes: mean N, root included. depth: limit on levels of drafted tokens.
+    """The tree's mean size, or the price of a node.
 
-    price: of a node, in expected tokens.
-
-    price None: the price at which trees have `nodes` nodes on average, by the head's calibration.
+    nodes: mean N, root included.
+    depth: the largest number of levels of drafted tokens.
+    price: of a node, in expected tokens. Default: the price at which trees have `nodes` nodes on
+    average, by the head's calibration.
     """
 
     name: ClassVar[str] = "sampled"
@@ -41,9 +42,8 @@ class SampledTree(Policy):
     price: float | None = None
 
     def __post_init__(self) -> None:
-        if wrong := outside(
-            self, nodes=NODES, depth=DEPTH, price=Range(least=LEAST_PRICE, most=1.0)
-        ):
+        prices = Range(least=LEAST_PRICE, most=1.0)
+        if wrong := outside(self, nodes=NODES, depth=DEPTH, price=prices):
             raise TreeError(f"sampled tree: {wrong}")
 
     @property
@@ -54,32 +54,41 @@ class SampledTree(Policy):
 def allot(
     reach: np.ndarray, tops: np.ndarray, draws: np.ndarray, price: float, even: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The draws and sure tokens of each of F nodes, and Pr(each child is reached).
+    """The numbers of draws and sure tokens at F nodes, and the reach of their children.
 
-    It runs on the host.
+    All arrays lie on the host. For three draws and two sure tokens at one node, J = M = 4:
+
+        place      0     1     2     3      4      5 6 7
+        child      draw  draw  draw  sure   sure   none
+        reach / r  draws[2, 0:3]     tops[0:2]     0
 
     reach: [F] Pr(the node is reached).
     tops: [F, J] Pr(the i-th likeliest token is output).
     draws: [F, J + 1, M] Pr(the i-th draw is accepted) beside 0 to J sure tokens.
-    price: of a node, in tokens.
-    even: whether any draw is accepted as readily as another, as by `optimal`.
+    price: of a node, in expected tokens.
+    even: whether every draw of a node has the same chance to be accepted, as with `optimal`.
 
-    Returns k [F, 2] int64, the numbers of draws and of sure tokens, and [F, J + M] the reach of the
-    children: of the draws, then of the sure tokens, then 0.
+    Returns [F, 2] int64, the number of draws and the number of sure tokens, and [F, J + M] the
+    probabilities that each child is reached.
     """
+    # 1. The worth of each pair (sure tokens, draws), and the best pair of each node.
     (f, j), m = tops.shape, draws.shape[2]
     worth = np.zeros((f, j + 1, m + 1))
     draws.cumsum(-1, out=worth[..., 1:])
     worth[:, 1:] += tops.cumsum(-1)[..., None]
     worth *= reach[:, None, None]
     worth -= (np.arange(j + 1)[:, None] + np.arange(m + 1)) * price
-    taken, number = np.divmod(worth.reshape(f, -1).argmax(-1)[:, None], m + 1)
-    own = np.take_along_axis(draws, taken[..., None], 1)[:, 0]  # [F, M]
+    sure, drawn = np.divmod(worth.reshape(f, -1).argmax(-1)[:, None], m + 1)  # [F, 1] each
+
+    # 2. The acceptance of each draw beside that many sure tokens; the mean of them if even.
+    accepted = np.take_along_axis(draws, sure[..., None], 1)[:, 0]  # [F, M]
     if even:
-        own = np.take_along_axis(own.cumsum(-1), (number - 1).clip(0), 1) / number.clip(1)
+        total = np.take_along_axis(accepted.cumsum(-1), (drawn - 1).clip(0), 1)
+        accepted = total / drawn.clip(1)
+
+    # 3. The children's reach: first the draws, then the sure tokens.
     place = np.arange(j + m)
-    children = np.take_along_axis(tops, (place - number).clip(0, j - 1), 1)
-    children[:, :m] = np.where(place[:m] < number, own, children[:, :m])
-    return np.concatenate([number, taken], 1), children * (
-        reach[:, None] * (place < number + taken)
-    )
+    children = np.take_along_axis(tops, (place - drawn).clip(0, j - 1), 1)
+    children[:, :m] = np.where(place[:m] < drawn, accepted, children[:, :m])
+    children = children * (reach[:, None] * (place < drawn + sure))
+    return np.concatenate([drawn, sure], 1), children

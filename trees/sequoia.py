@@ -1,13 +1,15 @@
-"""Sequoia's tree (Chen et al. 2024, 2402.12374): the best of all trees of a size and depth, by a
-dynamic programme.
+"""Sequoia's tree (Chen et al. 2024, 2402.12374): the best tree of a size and depth.
 
-rates[r] is the rate at which the r-th child of any node is accepted, from 0. A tree of n nodes,
-root too, and of depth at most d is expected to give G(n, d) tokens a cycle (section 3.1):
+rates[r] is the rate at which the r-th child of any node is accepted, counted from 0. The best tree
+of n nodes, root included, and of depth at most d yields G(n, d) tokens a cycle (section 3.1):
 
-    G(n, d) = 1 + C(n - 1, 0, d)      C(m, r, d): the best m nodes in the r-th subtree of a root and those after it
-    C(0, r, d) = 0; else C(m, r, d) = max over 1 <= j <= m of rates[r] G(j, d - 1) + C(m - j, r + 1, d)
+    G(n, d) = 1 + C(n - 1, 0, d)
+    C(m, r, d): the m best nodes below one parent, in the subtree of child r and of later children
+    C(0, r, d) = 0
+    C(m, r, d) = max over 1 <= j <= m of  rates[r] G(j, d - 1) + C(m - j, r + 1, d)
 
-    rates .6 .3      G(1, d) = 1; G(2, d) = 1 + .6; G(3, 1) = 1 + .6 + .3; G(3, 2) = 1 + .6 (1 + .6) = 1.96
+    rates .6 .3      G(1, d) = 1                G(3, 1) = 1 + .6 + .3
+                     G(2, d) = 1 + .6           G(3, 2) = 1 + .6 (1 + .6) = 1.96
 """
 
 from dataclasses import dataclass
@@ -21,52 +23,66 @@ from treespec.trees.static import StaticTree, TreeError
 
 @dataclass(frozen=True)
 class Best:
-    """tokens: [D + 1, N + 1] G(n, d); n = 0 is -inf.
+    """The solved programme, for every size up to N and every depth up to D.
 
-    first: [D + 1, R, N] nodes of the r-th subtree in C(m, r, d).
+    tokens: [D + 1, N + 1] G(n, d); -inf where no such tree exists, as for n = 0.
+    first: [D + 1, R, N] int64, the nodes of child r's subtree in C(m, r, d).
     """
 
     tokens: Tensor
     first: Tensor
 
     def tree(self, nodes: int, depth: int) -> StaticTree:
-        """The tree of `nodes` nodes, root included, and at most `depth` levels that attains
-        G(nodes, depth).
+        """The tree that attains G(nodes, depth).
+
+        nodes: N, root included. depth: limit on levels of drafted tokens.
+        Raises TreeError where no such tree exists.
         """
         if nodes < 2 or not self.tokens[depth, nodes].isfinite():
+            children = self.first.shape[1]
             raise TreeError(
-                f"no tree of {nodes} nodes is {depth} deep with {self.first.shape[1]} children a node"
+                f"no tree of {nodes} nodes is {depth} deep with {children} children a node"
             )
         return StaticTree(tuple(self._below((), nodes, depth)))
 
     def _below(self, path: tuple[int, ...], nodes: int, depth: int) -> list[tuple[int, ...]]:
-        found, rank, left = [], 0, nodes - 1
+        """The paths below a node whose subtree has `nodes` nodes, itself included."""
+        paths = []
+        rank, left = 0, nodes - 1
         while left:
             here = int(self.first[depth, rank, left])
-            found += [(*path, rank), *self._below((*path, rank), here, depth - 1)]
-            rank, left = rank + 1, left - here
-        return found
+            child = (*path, rank)
+            paths += [child, *self._below(child, here, depth - 1)]
+            rank += 1
+            left -= here
+        return paths
 
 
 def best_trees(rates: Tensor, nodes: int, depth: int) -> Best:
-    """The programme for all sizes up to `nodes`, root too, and depths up to `depth`. rates: [R]."""
-    known = rates.double().tolist()
+    """Solve the programme for all sizes up to `nodes`, root included, and depths up to `depth`.
+
+    rates: [R] acceptance rates (probabilities) by rank.
+    """
+    # 1. Start with roots alone.
+    rank_rates = rates.double().tolist()
     worth = np.full((depth + 1, nodes + 1), -np.inf)
     worth[:, 1] = 1
-    first = np.zeros((depth + 1, len(known), nodes), dtype=np.int64)
+    first = np.zeros((depth + 1, len(rank_rates), nodes), dtype=np.int64)
+
+    # 2. Of m nodes, a subtree of j leaves m - j to the later children: left[m, j].
     number = np.arange(1, nodes)
-    left = (
-        number[:, None] - number
-    )  # [m, j] of m nodes those that j in this subtree leave for the ones after it
+    left = number[:, None] - number
     room = np.where(left < 0, -np.inf, 0.0)
     left = left.clip(min=0)
+
+    # 3. Each depth from the one below it, each rank from the later ones.
     for d in range(1, depth + 1):
         after = np.full(nodes, -np.inf)  # C(m, r + 1, d), m < nodes
         after[0] = 0
         below = worth[d - 1, 1:nodes]
-        for r in range(len(known) - 1, -1, -1):
-            own = np.where(below > 0, known[r] * below.clip(min=0), -np.inf)
-            total = own + after[left] + room
+        for r in range(len(rank_rates) - 1, -1, -1):
+            subtree = np.where(below > 0, rank_rates[r] * below.clip(min=0), -np.inf)
+            total = subtree + after[left] + room
             best = total.argmax(1)
             after = np.concatenate([[0.0], total[number - 1, best]])
             first[d, r, 1:] = best + 1
@@ -75,10 +91,11 @@ def best_trees(rates: Tensor, nodes: int, depth: int) -> Best:
 
 
 def sequoia(rates: Tensor, nodes: int, depth: int) -> StaticTree:
-    """The best tree of `nodes` nodes, root included, and depth at most `depth`.
+    """The best tree of `nodes` nodes, root included, and of depth at most `depth`.
 
-    It has fewer nodes where R children a node leave no room for `nodes`. rates: [R]. Raises
-    TreeError for less than two nodes or one level.
+    The tree has fewer nodes where R children a node and `depth` levels hold fewer.
+    rates: [R] acceptance rates by rank.
+    Raises TreeError for less than two nodes or one level.
     """
     if nodes < 2 or depth < 1:
         raise TreeError(
@@ -91,12 +108,12 @@ def sequoia(rates: Tensor, nodes: int, depth: int) -> StaticTree:
 def best_shape(
     best: Best, forward: Tensor, begin: float, step: float, trust: float = 1.0
 ) -> tuple[int, int, float]:
-    """The nodes and depth with most tokens a second, G(n, d) / (T(n) + time to draft) (section
-    3.3), and how many.
+    """The nodes and depth with most tokens a second, and those tokens a second (section 3.3).
 
-    forward: [N] seconds T of the target's forward over 1, 2, … nodes. begin, step: seconds of the
-    first level of drafts and of each further one. trust: accepted tokens for one that G expects to
-    be.
+    The speed is G(n, d) / (T(n) + time to draft d levels).
+    forward: [N] seconds T of the target's forward over 1, 2, … nodes.
+    begin, step: seconds of the first level of drafts and of each further one.
+    trust: accepted tokens for each one that G expects.
     """
     depth, nodes = best.tokens.shape[0] - 1, min(best.tokens.shape[1] - 1, len(forward))
     drafting = begin + step * torch.arange(depth, dtype=torch.float64)

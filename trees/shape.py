@@ -1,14 +1,14 @@
-"""The seam of tree policies: what each says of itself."""
+"""The seam of tree policies: the capabilities that each policy states."""
 
 from dataclasses import Field
 from typing import Any, ClassVar, Protocol
 
 
 class Policy(Protocol):
-    """How many draws each node gets, and when a tree stops. A policy inherits the defaults below.
+    """How many draws each node gets, and where the tree stops.
 
-    A policy is a frozen dataclass: its fields are the options of its name. name: as `--tree` takes
-    it.
+    A policy is a frozen dataclass; its fields are its options. It inherits the defaults below.
+    name: the policy's name on the command line (`--tree`).
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -16,22 +16,20 @@ class Policy(Protocol):
 
     @property
     def max_depth(self) -> int:
-        """Levels of drafted tokens, at most."""
+        """The largest number of levels of drafted tokens."""
         ...
 
     @property
     def reranks(self) -> bool:
-        """Whether it keeps nodes by what was drafted, which only deterministic children allow."""
+        """Whether it keeps nodes by the drafted tokens, which only deterministic draws allow."""
         return False
 
     @property
     def timed(self) -> bool:
-        """Whether it chooses trees by measured times."""
+        """Whether it needs the measured times of forwards and draft steps."""
         return False
 
     def __str__(self) -> str:
-        """The kind of tree and its numbers."""
-        numbers = ", ".join(
-            f"{name}={value}" for name, value in vars(self).items() if value is not None
-        )
-        return f"{self.name} tree ({numbers})"
+        """The kind of tree and its options."""
+        options = [f"{name}={value}" for name, value in vars(self).items() if value is not None]
+        return f"{self.name} tree ({', '.join(options)})"

@@ -1,6 +1,4 @@
-"""Trees whose shape is fixed before anything is drawn: chains, balanced trees, EAGLE-1's tree, path
-lists.
-"""
+"""Trees of a fixed shape: chains, balanced trees, EAGLE-1's and Medusa's trees, lists of paths."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,20 +13,23 @@ from treespec.trees.mask import ancestor_mask
 from treespec.trees.ranges import DEPTH, NODES
 from treespec.trees.shape import Policy
 
-# EAGLE-1's default tree (Li et al. 2024, figure 7 and released configuration): levels of 4, 8, 8, 3, 2 nodes.
+# EAGLE-1's default tree: levels of 4, 8, 8, 3, 2 nodes (Li et al. 2024, figure 7, and the released
+# configuration).
 EAGLE_CHILDREN = {
     "": 4, "0": 3, "1": 2, "2": 2, "3": 1, "00": 3, "01": 2, "02": 2, "10": 1, "000": 3, "0000": 2,
 }  # fmt: skip
 
-# Medusa's 63 nodes for Vicuna-7B (Cai et al. 2024, released configuration), chosen as in `treespec.trees.medusa`.
+# Medusa's 63 nodes for Vicuna-7B (Cai et al. 2024, the released configuration).
+# `treespec.trees.medusa` is the method that chose them.
 MEDUSA_CHILDREN = {
-    "": 10, "0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1, "00": 10, "01": 3,
-    "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1, "000": 2,
+    "": 10, "0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1,
+    "00": 10, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1,
+    "000": 2,
 }  # fmt: skip
 
 
 class TreeError(ValueError):
-    """A tree that cannot be built; the message names the tree and the remedy."""
+    """A tree that cannot be built. The message names the tree and the remedy."""
 
     exit_code = 2
 
@@ -37,11 +38,11 @@ class TreeError(ValueError):
 class Level:
     """The frontier of one depth: F inner nodes and their C children.
 
-    nodes: [F] node numbers.
-    parent_rows: [F] row of each node's parent in the frontier above.
-    draws: [F] number of draws at each node, on the host.
-    first: number of the first child; the children are numbered first .. first + C - 1.
-    rows, columns: [C] the place of each child's draw in a [F, K] table.
+    nodes: [F] int64 node numbers.
+    parent_rows: [F] int64, the row of each node's parent in the frontier above.
+    draws: [F] int64, the number of draws at each node, on the host.
+    first: the number of the first child. The children are numbered first to first + C - 1.
+    rows, columns: [C] int64, the place of each child's draw in a table [F, K] of draws.
     """
 
     nodes: Tensor
@@ -57,7 +58,8 @@ class StaticTree(Policy):
     """A tree given by its paths: (0, 2) is the third draw below the first draw at the root.
 
     A gap in the ordinals, (0,) and (2,) without (1,), is a draw that is verified but has no node.
-    Raises TreeError for an empty tree or a path without its parent.
+    Raises TreeError for a tree without paths, for a path without its parent, and for a tree that is
+    too large or too deep.
     """
 
     name: ClassVar[str] = "static"
@@ -78,8 +80,8 @@ class StaticTree(Policy):
             )
         if len(paths) not in NODES or len(paths[-1]) not in DEPTH:
             raise TreeError(
-                f"the tree has {len(paths)} nodes and is {len(paths[-1])} deep, must have {NODES.bounds} nodes (the "
-                f"root counts) and be {DEPTH.bounds} deep"
+                f"the tree has {len(paths)} nodes and is {len(paths[-1])} deep, must have "
+                f"{NODES.bounds} nodes (the root counts) and be {DEPTH.bounds} deep"
             )
         object.__setattr__(self, "paths", tuple(paths))
 
@@ -97,27 +99,27 @@ class StaticTree(Policy):
 
     @property
     def max_draws(self) -> int:
-        """Draws at the node that has most."""
+        """K: the largest number of draws at a node."""
         return max(path[-1] + 1 for path in self.paths[1:])
 
     def draws(self, path: tuple[int, ...]) -> int:
-        """Draws at one node."""
+        """The number of draws at the node of a path."""
         return max(child[-1] + 1 for child in self.paths[1:] if child[:-1] == path)
 
     def narrowed(self, draws: int) -> "StaticTree":
-        """The part of the tree below the first few draws of every node."""
+        """The tree with only the first `draws` draws of every node."""
         return StaticTree(tuple(path for path in self.paths[1:] if max(path) < draws))
 
     def cut(self, depth: int) -> "StaticTree":
-        """The part of the tree down to a depth."""
+        """The tree without the levels below `depth`."""
         return StaticTree(tuple(path for path in self.paths[1:] if len(path) <= depth))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A static tree as tensors. parents, depth: [N] int64. ancestors: [N, N] bool.
+    """A static tree as tensors.
 
-    levels: frontiers, root first.
+    parents, depth: [N] int64. ancestors: [N, N] bool. levels: the frontiers, the root's first.
     """
 
     parents: Tensor
@@ -128,9 +130,17 @@ class Layout:
 
 @lru_cache
 def layout(tree: StaticTree, device: torch.device) -> Layout:
-    """Numbers the nodes level by level, a node's children in draw order; made once a tree and
-    device.
+    """The tree's tensors on a device, built once for each tree and device.
+
+    Nodes are numbered level by level, and the children of a node in draw order. The tree of (0,),
+    (2,), (0, 0) and (2, 1), whose draws 1 at the root and 0 at node 2 have no node:
+
+        0 ─┬─ draw 0: 1 ──── draw 0: 3       level 0   nodes 0     draws 3      first 1
+           ├─ draw 1                                   rows 0 0    columns 0 2
+           └─ draw 2: 2 ─┬─ draw 0           level 1   nodes 1 2   draws 1 2    first 3
+                         └─ draw 1: 4                  rows 0 1    columns 0 1  parent_rows 0 0
     """
+    # 1. Number the paths; list the children of each node.
     number = {path: i for i, path in enumerate(tree.paths)}
     children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for path in tree.paths[1:]:
@@ -139,8 +149,9 @@ def layout(tree: StaticTree, device: torch.device) -> Layout:
     def tensor(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), device=device)
 
+    # 2. One frontier per depth: its inner nodes, and the draw of each child.
     levels = []
-    above: dict[tuple[int, ...], int] = {}
+    above: dict[tuple[int, ...], int] = {}  # the row of each node in the frontier above
     for depth in range(tree.max_depth):
         inner = [path for path in tree.paths if len(path) == depth and path in children]
         below = [child for path in inner for child in children[path]]
@@ -156,13 +167,15 @@ def layout(tree: StaticTree, device: torch.device) -> Layout:
             )
         )
         above = row
+
+    # 3. Parents, depths and ancestors of all nodes.
     parents = tensor(number[path[:-1]] if path else -1 for path in tree.paths)
     depths = tensor(map(len, tree.paths))
     return Layout(parents, depths, ancestor_mask(parents, tree.max_depth), tuple(levels))
 
 
 def chain(depth: int) -> StaticTree:
-    """One draw after another, `depth` deep."""
+    """A chain: one draw at each of `depth` nodes."""
     if depth not in DEPTH:
         raise TreeError(f"a chain of {depth}: its depth must be {DEPTH}")
     return balanced(1, depth)
@@ -172,29 +185,32 @@ def balanced(children: int, depth: int) -> StaticTree:
     """Every node above `depth` has `children` children."""
     if not (children in NODES or children == 1) or depth not in DEPTH:
         raise TreeError(
-            f"a balanced tree of {children}x{depth}: children must be from 1 to {NODES.most}, depth {DEPTH.bounds}"
+            f"a balanced tree of {children}x{depth}: children must be from 1 to {NODES.most}, "
+            f"depth {DEPTH.bounds}"
         )
     if sum(children**d for d in range(depth + 1)) not in NODES:
         raise TreeError(
-            f"a balanced tree of {children}x{depth} has over {NODES.most:,} nodes: take fewer or less depth"
+            f"a balanced tree of {children}x{depth} has over {NODES.most:,} nodes: take fewer "
+            "children or less depth"
         )
-    return StaticTree(
-        tuple(p for d in range(1, depth + 1) for p in product(range(children), repeat=d))
-    )
+    levels = [product(range(children), repeat=d) for d in range(1, depth + 1)]
+    return StaticTree(tuple(path for level in levels for path in level))
 
 
 def eagle() -> StaticTree:
-    """EAGLE-1's 25 nodes and the root."""
+    """EAGLE-1's tree: 25 nodes and the root."""
     return by_children(EAGLE_CHILDREN)
 
 
 def medusa() -> StaticTree:
-    """Medusa's 63 nodes and the root."""
+    """Medusa's tree: 63 nodes and the root."""
     return by_children(MEDUSA_CHILDREN)
 
 
 def by_children(children: dict[str, int]) -> StaticTree:
-    """{path as digits: number of its children} as a tree."""
-    return StaticTree(
-        tuple((*map(int, parent), i) for parent, count in children.items() for i in range(count))
-    )
+    """The tree of {a path as digits: the number of its children}."""
+    paths = []
+    for digits, count in children.items():
+        parent = tuple(map(int, digits))
+        paths += [(*parent, ordinal) for ordinal in range(count)]
+    return StaticTree(tuple(paths))

@@ -1,4 +1,4 @@
-"""A token tree: what the drafter hands to the target and to the verifier."""
+"""A token tree: the draft that a target scores in one forward and a verifier judges."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,15 +10,14 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws made at B nodes, in draw order.
+    """The draws at B nodes, in draw order. A field that no scheme filled is None.
 
     tokens: [B, K] int64. A repeated token is a draw of its own; -1 is an absent draw.
-    sure: [B, K] bool, tokens that were taken for sure and not drawn; None: no scheme asked for
+    sure: [B, K] bool, the tokens that are taken from q for sure, not drawn.
+    uniforms: [B, K, 2] float64 in [0, 1), independent of the tokens; `optimal` scores draws with
     them.
-    uniforms: [B, K, 2] float64 in [0, 1), independent of the tokens, by which `optimal` scores its
-    draws.
-    places: [B, K] int64, the order in which `valued` drew the tokens before it moved repeats to the
-    end.
+    places: [B, K] int64, the place of each token in the order in which `valued` drew them, before
+    it moved repeats to the end.
     """
 
     tokens: Tensor
@@ -27,7 +26,7 @@ class Draws:
     places: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Draws":
-        """The same change to every field that is there."""
+        """Apply `change` to every field that is not None."""
 
         def changed(field: Tensor | None) -> Tensor | None:
             return None if field is None else change(field)
@@ -37,11 +36,11 @@ class Draws:
         )
 
     def rows(self, nodes: Tensor | slice) -> "Draws":
-        """The draws of some of the nodes."""
+        """The draws at these rows."""
         return self.each(lambda field: field[nodes])
 
     def columns(self, order: Tensor) -> "Draws":
-        """At each node the draws in these columns, [B, M] int64."""
+        """The draws in these columns of each row. order: [B, M] int64."""
 
         def taken(field: Tensor) -> Tensor:
             index = order if field.dim() == 2 else order[..., None].expand(-1, -1, field.shape[2])
@@ -52,10 +51,11 @@ class Draws:
 
 @dataclass(frozen=True)
 class Drafts:
-    """The laws and draws of the I inner nodes of a tree.
+    """The laws and the draws at the I inner nodes of a tree.
 
-    nodes: [I] int64 node numbers. q: [I, V] probabilities that the draws came from, or [I, K, V]
-    where each draw has a law of its own. draws: of I nodes.
+    nodes: [I] int64 node numbers.
+    q: [I, V] probabilities that a node's draws came from, or [I, K, V] with a law for each draw.
+    draws: one row for each of the I nodes.
     """
 
     nodes: Tensor
@@ -65,14 +65,14 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Rows:
-    """M extra tokens in the target's forward, behind a tree's N nodes.
+    """M extra tokens in the target's forward, behind a tree's N nodes (lookahead's n-gram pool).
 
-    They are not verified or kept.
+    The verifier does not judge them and the cache does not keep them.
 
     tokens: [M] int64.
-    depth: [M] int64 positions between the root and the row's token.
+    depth: [M] int64, positions from the root to the row's token.
     mask: [M, N + M] bool, the nodes and rows that each row sees. No node sees a row.
-    asked: the forward returns the logits of the first `asked` rows.
+    asked: number of rows, from the first, whose logits the forward returns.
     """
 
     tokens: Tensor
@@ -85,14 +85,15 @@ class Rows:
 class TokenTree:
     """N nodes; node 0 is the root, the last committed token.
 
-    tokens: [N] int64, -1 for a slot whose draw is absent.
+    tokens: [N] int64; -1 where a node's draw is absent.
     parents: [N] int64, parents[0] = -1 and parents[i] < i.
     depth: [N] int64, depth[0] = 0.
-    ancestors: [N, N] bool, row i marks node i and its ancestors.
-    drafts: None when the children are a deterministic function of the text (top-k, retrieval).
-    rows: further tokens that the drafter asks the target to score.
+    ancestors: [N, N] bool; row i marks node i and its ancestors.
+    drafts: the laws and draws; None where the children are a deterministic function of the text
+    (top-k, retrieval).
+    rows: extra tokens that the drafter asks the target to score; None: there are none.
 
-    The walk takes the first child that carries a token, so a repeated draw's slot is never reached.
+    A verifier takes a node's first child with a token, so it never reaches the node of a repeat.
     """
 
     tokens: Tensor
@@ -103,14 +104,16 @@ class TokenTree:
     rows: Rows | None = None
 
     def forwarded(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and depth [N + M] of nodes and rows, and the mask [N + M, N + M] of one forward.
+        """The tokens [N + M], depths [N + M] and mask [N + M, N + M] of the target's forward.
 
-        Two rows b, c behind the tree a of one node; b sees a, and c all:
+        A tree of three nodes, and two rows d and e. Row d sees the root and itself, row e also d:
 
-                a b c
-            a   x
-            b   x x
-            c   x x x
+            a ─┬─ b          a b c d e
+               └─ c      a   x
+                         b   x x
+                         c   x . x
+                         d   x . . x
+                         e   x . . x x
         """
         rows = self.rows
         if rows is None:
@@ -120,6 +123,6 @@ class TokenTree:
 
 
 def root_only(token: Tensor) -> TokenTree:
-    """The tree of one-token-at-a-time decoding. token: [1] int64."""
+    """The tree of one-token-at-a-time decoding: a root without children. token: [1] int64."""
     zero = torch.zeros(1, dtype=torch.int64, device=token.device)
     return TokenTree(token, zero - 1, zero, torch.ones(1, 1, dtype=torch.bool, device=token.device))

@@ -28,6 +28,10 @@ class Changed:
     def name(self):
         return self.scheme.name
 
+    @property
+    def chance(self):
+        return self.scheme.chance
+
     def draw(self, q, k, generator):
         return (self.drawing or type(self.scheme).draw)(self.scheme, q, k, generator)
 

@@ -1,7 +1,7 @@
 """The seam of tree policies: the capabilities that each policy states."""
 
 from dataclasses import Field
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 
 class Policy(Protocol):
@@ -11,7 +11,7 @@ class Policy(Protocol):
     name: the policy's name on the command line (`--tree`).
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
     name: ClassVar[str]
 
     @property

@@ -1,7 +1,7 @@
-"""What a verifier is told and what it answers, cycle by cycle: a witness that stands in its place and changes nothing.
+"""A witness: it stands in a verifier's place, changes nothing, and keeps what each cycle showed.
 
-Of the draws it keeps their places in the law that they are said to come from. `DRAWS` says what that law is under each
-scheme, once more and apart from the scheme's own code.
+Of the draws it keeps their places in the law that they are said to come from. The scheme says which
+draws chance makes (`Scheme.chance`); their laws are computed here once more, apart from its code.
 """
 
 from collections.abc import Iterator
@@ -16,29 +16,22 @@ from treespec.eval.certify.bets import ODDS, POWERS, on_odds, on_powers
 from treespec.sampling import TargetLaws
 from treespec.spec import Spec
 from treespec.trees.tree import Drafts, Draws, TokenTree
-from treespec.verify.scheme import Scheme
+from treespec.verify.scheme import Chance, Scheme
 from treespec.verify.walk import Verdict, Verifier
-
-# How the draws at a node come about, by the scheme's name. Beside them a node may have sure tokens.
-DRAWS = {
-    **dict.fromkeys(
-        ("single", "rrs", "kseq", "is-lp", "otm-lp", "optimal", "valued"), "independent"
-    ),
-    "rrs-wo": "without replacement",
-    "greedy": "the last",
-    "spechub": "the first",
-}
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """One verdict. tokens: n committed. draws: [m] places in the order of q of all draws of the tree.
+    """One cycle of one text. Places are numbers in [0, 1], uniform if the draws have their law.
 
-    first: [I] places, in the order of the tokens' numbers, of the first draw at each inner node, in drawing order.
-    repeated: [r] places in q of all but a node's first draw, with the tokens drawn there before in front.
+    tokens: the n committed tokens.
+    draws: [m] the place of each draw of the tree in its law, tokens ordered by q.
+    first: [I] the place of the first draw at each inner node, tokens ordered by number.
+    repeated: [r] the place of every draw but a node's first, with the tokens drawn earlier at the
+    node in front.
     hotter: [m, POWERS] bets that the draws come from a power of their law.
-    rarer: [r, ODDS] bets that all but a node's first draw repeat one more often, or less.
-    root_law: [V] q at the root, None where nothing was drawn there.
+    rarer: [r, ODDS] bets that draws repeat an earlier one more often, or less.
+    root_law: [V] q at the root; None where the root has no draws.
     """
 
     tokens: list[int]
@@ -52,11 +45,14 @@ class Cycle:
 
 @final
 class Witness:
-    """A verifier that asks another and keeps the cycles of each text, which its generator tells apart."""
+    """A verifier that returns the verdicts of another and keeps the cycles of each text.
+
+    texts: the cycles of each text, by its generator, in the order in which the texts begin.
+    """
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
-        self.texts: dict[torch.Generator, list[Cycle]] = {}  # in the order in which they begin
+        self.texts: dict[torch.Generator, list[Cycle]] = {}
         self.coins = torch.Generator().manual_seed(0)
 
     @property
@@ -79,20 +75,26 @@ class Witness:
         return verdict
 
     def cycle(self, tokens: list[int], drafts: Drafts | None) -> Cycle:
+        """What a cycle showed. tokens: its committed tokens. drafts: those of its tree."""
+        # 1. A tree without draws shows its tokens alone.
         nothing = torch.empty(0, dtype=torch.float64)
         if drafts is None:
             no_bets = nothing.view(0, len(POWERS)), nothing.view(0, len(ODDS))
             return Cycle(tokens, nothing, nothing, nothing, *no_bets, None)
+
+        # 2. The places of the draws, and bets on powers of their laws.
         at_root = drafts.q[drafts.nodes == 0].flatten(0, -2)[:1]
         root_law = at_root[0] if len(at_root) else None
-        laws, draws, is_first = drawn(self.scheme.name, drafts)
+        laws, draws, is_first = drawn(self.scheme.chance, drafts)
         by_law = placed(laws, laws, draws[:, None], self.coins)
         of_first, number = laws[is_first], torch.arange(laws.shape[-1], device=laws.device)
         by_number = placed(of_first, number.expand_as(of_first), draws[is_first, None], self.coins)
         places = by_law.squeeze(1).cpu(), by_number.squeeze(1).cpu()
         hotter = on_powers(laws, draws).cpu()
+
+        # 3. Independent draws repeat one another as often as chance says.
         repeated, rarer = nothing, nothing.view(0, len(ODDS))
-        if DRAWS.get(self.scheme.name) == "independent":
+        if self.scheme.chance == "independent":
             repeated, happened, chance = repeats_among(drafts, self.coins)
             repeated, rarer = repeated.cpu(), on_odds(happened, chance).cpu()
         return Cycle(tokens, *places, repeated, hotter, rarer, root_law)
@@ -100,36 +102,38 @@ class Witness:
 
 @contextmanager
 def watched(spec: Spec) -> Iterator[Witness]:
-    """Inside, all cycles of `spec` are seen."""
-    decoder = spec.decoder
-    own, decoder.verifier = decoder.verifier, Witness(decoder.verifier)
+    """Inside, a witness keeps all cycles of `spec`."""
+    decoder, verifier = spec.decoder, spec.decoder.verifier
+    witness = Witness(verifier)
+    decoder.verifier = witness
     try:
-        yield decoder.verifier
+        yield witness
     finally:
-        decoder.verifier = own
+        decoder.verifier = verifier
 
 
-def drawn(scheme: str, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
-    """The draws that chance made: [m, V] the law of each, not normalised; [m] tokens; [m] is it its node's first.
+def drawn(chance: Chance | None, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
+    """The m draws that chance made.
 
-    Nothing for a scheme that is not in `DRAWS`.
+    chance: as in `Scheme.chance`; None: there are no such draws.
+    Returns the law of each [m, V], not normalised, its token [m], and whether it is the first at
+    its node, [m] bool.
     """
+    # 1. Which draws chance made, and which tokens are sure.
     q, tokens = drafts.q, drafts.draws.tokens
     laws, draws, is_first = [q[:0].flatten(0, -2)], [tokens[:0, 0]], [tokens[:0, 0] >= 0]
     present = tokens >= 0
     sure = for_sure(drafts.draws)
-    left = q  # what the next draw comes from
-    kind = DRAWS.get(scheme)
-    by_chance = present & ~sure if kind else torch.zeros_like(present)
-    if kind == "the last":
-        by_chance &= present.sum(1, keepdim=True) - 1 == torch.arange(
-            tokens.shape[1], device=tokens.device
-        )
+    by_chance = present & ~sure if chance else torch.zeros_like(present)
+    if chance == "the last":
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        by_chance &= columns == present.sum(1, keepdim=True) - 1
         sure = present & ~by_chance
-    elif kind == "the first":
+    elif chance == "the first":
         by_chance[:, 1:] = False
-    if bool(sure.any()):
-        left = without(q, tokens, sure)
+
+    # 2. The law of the next draw at each node, a column of draws at a time.
+    left = without(q, tokens, sure) if bool(sure.any()) else q
     seen = torch.zeros_like(present[:, 0])
     for column in range(tokens.shape[1]):
         rows, token = by_chance[:, column], tokens[:, column]
@@ -138,55 +142,64 @@ def drawn(scheme: str, drafts: Drafts) -> tuple[Tensor, Tensor, Tensor]:
         draws.append(token[rows])
         is_first.append(~seen[rows])
         seen = seen | rows
-        if kind == "without replacement":
+        if chance == "without replacement":
             left = without(left, token[:, None], rows[:, None])
     return torch.cat(laws), torch.cat(draws), torch.cat(is_first)
 
 
 def repeats_among(drafts: Drafts, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Of independent draws from one law, all but the first of each node, [r] each:
+    """Whether independent draws repeat one another, for all but the first draw of each node.
 
-    their places with the tokens drawn before at the node in front; whether each repeats one of
-    them; and with what probability it was to. A scheme may hand its draws over in an order that
-    depends on them, so they are shuffled first.
+    A scheme's order of draws may depend on the tokens, so the draws of a node are shuffled first.
+    Returns, for r draws: the place of each, with the tokens drawn earlier at the node in front;
+    whether it repeats one of these; and the probability of that.
     """
+    # 1. The draws of one law, in random order.
     if drafts.q.dim() == 3:
         nothing = torch.empty(0, dtype=torch.float64)
         return nothing, nothing.bool(), nothing
     tokens, sure = drafts.draws.tokens, for_sure(drafts.draws)
     law, tokens = without(drafts.q, tokens, sure), tokens.masked_fill(sure, -1)
-    shuffle, coin = torch.rand((2, *tokens.shape), generator=generator, dtype=torch.float64).to(
-        law.device
-    )
+    uniforms = torch.rand((2, *tokens.shape), generator=generator, dtype=torch.float64)
+    shuffle, coin = uniforms.to(law.device)
     tokens = tokens.gather(1, shuffle.masked_fill(tokens < 0, 2).argsort(dim=1))
+
+    # 2. The mass of the distinct tokens before each draw, which is its chance to repeat one.
     again = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
-    share = law.gather(1, tokens.clamp(min=0)).double() / law.sum(
-        -1, keepdim=True, dtype=torch.float64
-    )
+    total = law.sum(-1, keepdim=True, dtype=torch.float64)
+    share = law.gather(1, tokens.clamp(min=0)).double() / total
     share = share.masked_fill(again | (tokens < 0), 0)
     before = share.cumsum(1) - share
     place = torch.where(again, coin * before, before + coin * (1 - before))
+
+    # 3. All but the first draw of each node.
     present = tokens[:, 1:] >= 0
     return place[:, 1:][present], again[:, 1:][present], before[:, 1:][present]
 
 
 def for_sure(draws: Draws) -> Tensor:
-    """[I, K] bool: there for sure, not by chance."""
+    """[I, K] bool: whether a token is sure, not drawn."""
     if draws.sure is None:
         return torch.zeros_like(draws.tokens, dtype=torch.bool)
     return (draws.tokens >= 0) & draws.sure
 
 
 def without(law: Tensor, tokens: Tensor, gone: Tensor) -> Tensor:
-    """[I, V] the law with no mass on those of the tokens [I, K] that are gone."""
+    """[I, V] the law without the mass of the tokens [I, K] that are `gone` [I, K]."""
     return law.scatter_reduce(1, tokens.clamp(min=0), (~gone).to(law.dtype), "prod")
 
 
 def placed(law: Tensor, order: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
-    """[..., 1] float64 the share of the mass that stands before the chosen token in an order, and a part of its own.
+    """[..., 1] float64 the place of the chosen token in its law: uniform if it has this law.
 
-    law, order: [..., V], the law need not sum to 1. chosen: [..., 1] int64. generator: of the coins that choose the
-    part, on the host. Tokens of equal order count as one with the chosen one. Uniform where the token has this law.
+    The place is the mass before the token in an order, plus a random part of its own mass. Tokens
+    of equal order count as one. Five tokens, the chosen one in brackets, a coin of .5:
+
+        order      1    2   [3]   4    5
+        law       .1   .2   .4   .2   .1        place .1 + .2 + .5 * .4 = .5
+
+    law, order: [..., V]; the law need not sum to 1. chosen: [..., 1] int64.
+    generator: for the coins, on the host.
     """
     at = order.gather(-1, chosen)
     before = (law * (order < at)).sum(-1, keepdim=True, dtype=torch.float64)

@@ -1,11 +1,11 @@
-"""The verifier of the default: whatever tree a cycle has, the best verification of that tree.
+"""The default verifier: for each cycle's tree the verification that accepts most.
 
-A tree is chosen anew each cycle from the text's past alone (`treespec.draft.grow.auto`), and each
-verifier is lossless for its tree, so the text keeps the target's law:
+    root alone, or the likeliest tokens     the walk over `topk`
+    a chain of draws                        block verification
+    a tree of draws without replacement     traversal verification
 
-    no tree, or the likeliest tokens     sample p, see whether it is a child
-    a chain of draws                     block verification
-    a tree of draws without replacement  traversal verification
+The tree of a cycle depends on the text's past alone (`treespec.draft.grow.auto`), and each of these
+verifiers is lossless for its trees. So the text keeps the target's law.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from treespec.verify.walk import Verdict, Walk
 @final
 @dataclass(frozen=True)
 class Auto:
-    """Children that are drawn are drawn as for `rrs-wo`."""
+    """Judges the trees of `auto`. Sampled children are drawn as for `rrs-wo`."""
 
     name: ClassVar[str] = "auto"
     scheme: ClassVar[Scheme] = RRSWithoutReplacement()

@@ -1,18 +1,24 @@
-"""Scores for independent draws of which the largest selects a token with the best law for p.
+"""Scores for K independent draws: the draw with the largest score has the best law x for p.
 
-Tokens lie on [0, 1] in ascending order of f = p/q, each on an interval as long as its q. K
-positions drawn uniformly have a maximum of density g(u) = K u^(K-1), so a score that is its own
-position selects by g. It may be exchanged for another position t, and where it is in such a way
-that E[g(score)] = f, the selected token's law is p:
+Lay the tokens on [0, 1] in ascending order of f = p/q, each on an interval of length q. A draw of q
+is then a uniform position. The largest of K positions has density g(u) = K u^(K-1). So if a draw's
+score is its position, the selected draw has law q times the mean of g over its token's interval. If
+instead E[g(score)] is f at each token, that law is p.
 
-    f > g ("over") on the left part [a, c) of a token's interval
-    f < g ("under") on the right part [c, b)
+A score is therefore exchanged, at random, for another position t. Scores stay uniform, so x is
+known exactly. g grows along a token's interval [a, b) and crosses f at c:
 
-over and under mass are matched in order, from the boundary of H* outwards, H* being the first
-tokens with the least p(H) - q(H)^K (the optimal rate is 1 plus that). On H* all over mass finds a
-match and what under mass does not adds to p; beyond it all under mass finds one and the over mass
-that does not is lost. This is the inverse-transform martingale coupling of Jourdain and Margheriti
-(2020); scores stay uniform, so that the selected token's law x is known exactly.
+      g |                   /         [a, c)  f > g: "over" mass, the token needs larger scores
+      f |- - - - - - - - /- -         [c, b)  f < g: "under" mass, it needs smaller scores
+        |            /
+        +-----|------|-------|
+              a      c       b
+
+Over and under mass are matched in order from the boundary of H* outwards. H* is the prefix of
+tokens with the least p(H) - q(H)^K; the optimal acceptance rate is 1 plus that difference. In H*
+all over mass finds a match, and the unmatched under mass raises x above p. Beyond H* all under mass
+finds a match, and the unmatched over mass is lost to the acceptance rate. This is the
+inverse-transform martingale coupling of Jourdain and Margheriti (2020).
 """
 
 from dataclasses import dataclass
@@ -22,15 +28,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 TINY = 1e-300
-NEWTON_STEPS = 5  # mass to 1e-14 for up to 64 draws
+NEWTON_STEPS = 5  # these find mass to 1e-14 for up to 64 draws
 
 
 @dataclass(frozen=True)
 class Coupling:
-    """Of M cells in ascending order of f, for B nodes, in float64.
+    """The coupling of M cells in ascending order of f, at B nodes, in float64.
 
-    draws: [B, 1] K >= 1. edges: [B, M + 1] ends of the cells. f: [B, M] p/q. switch: [B, M] c.
-    over, under: [B, M + 1] cumulated masses, 0 at the boundary of H*. density: [B, M] x/q.
+    A cell is a token, or several tokens of nearly equal f.
+    draws: [B, 1] K, at least 1.
+    edges: [B, M + 1] the ends of the cells' intervals.
+    f: [B, M] p/q. switch: [B, M] c.
+    over, under: [B, M + 1] cumulated masses, 0 at the boundary of H*.
+    density: [B, M] x/q.
     """
 
     draws: Tensor
@@ -43,10 +53,12 @@ class Coupling:
 
 
 def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
-    """p, q: [B, M] masses of the cells, q sums to 1, p to at most 1.
+    """The coupling of p and q.
 
-    draws: [B, 1] independent draws, at least 1.
+    p, q: [B, M] masses of the cells in ascending order of p/q; q sums to 1, p to at most 1.
+    draws: [B, 1] the number of independent draws, at least 1.
     """
+    # 1. The cells' intervals, and the boundary of H*.
     draws = draws.to(q.dtype)
     safe = q.clamp(min=TINY)
     f = p / safe
@@ -54,70 +66,81 @@ def couple(p: Tensor, q: Tensor, draws: Tensor) -> Coupling:
     power = edges**draws
     start, end, low, high = edges[:, :-1], edges[:, 1:], power[:, :-1], power[:, 1:]
     boundary = (below - power).argmin(-1, keepdim=True)
+
+    # 2. Where f = g. For one draw g is 1 everywhere, and the crossing is 0, 1 or infinite.
     share = f / draws
-    crossing = share ** (
-        1 / (draws - 1)
-    )  # f = g; for one draw g is 1 everywhere, and this 0, 1 or infinite
+    crossing = share ** (1 / (draws - 1))
     switch = crossing.clamp(start, end)
     at_switch = (crossing * share).clamp(low, high)  # switch^K
-    above, short = (
-        low.addcmul(f, switch - start) - at_switch,
-        high.addcmul(f, switch - end) - at_switch,
-    )
-    masses = _cumulated(torch.stack([above, short]).clamp_(min=0))
+
+    # 3. Over and under mass of each cell, cumulated from the boundary.
+    over_mass = low.addcmul(f, switch - start) - at_switch
+    under_mass = high.addcmul(f, switch - end) - at_switch
+    masses = _cumulated(torch.stack([over_mass, under_mass]).clamp_(min=0))
     over, under = masses - masses.gather(-1, boundary.expand(2, -1, -1))
+
+    # 4. x is p, plus the unmatched under mass, less the unmatched over mass.
     added = under.minimum(over[:, :1]).diff(dim=-1)
     lost = over.maximum(under[:, -1:]).diff(dim=-1)
-    return Coupling(
-        draws, edges, f, switch, over, under, (p + added).sub_(lost).clamp_(min=0).div_(safe)
-    )
+    density = (p + added).sub_(lost).clamp_(min=0).div_(safe)
+    return Coupling(draws, edges, f, switch, over, under, density)
 
 
 def _cumulated(masses: Tensor) -> Tensor:
-    """[..., M + 1] of the first 0 to M of [..., M]."""
+    """[..., M + 1] the sums of the first 0 to M masses [..., M]."""
     return pad(masses.cumsum(-1), (1, 0))
 
 
 def scores(of: Coupling, cells: Tensor, place: Tensor, coin: Tensor) -> Tensor:
-    """[B, K] the scores of draws that fell in the cells [B, K].
+    """[B, K] the scores of K draws, positions in [0, 1].
 
-    place, coin: [B, K] uniform in [0, 1).
+    cells: [B, K] int64, the cell of each draw.
+    place, coin: [B, K] uniform in [0, 1): the place in the cell, and the coin of the exchange.
     """
+    # 1. The positions.
     k = of.draws
     a, b, c, f = (x.gather(1, cells) for x in (of.edges[:, :-1], of.edges[:, 1:], of.switch, of.f))
     s = a + place * (b - a)
+
+    # 2. The cumulated over or under mass up to each, and the position t that it is matched with.
     is_over = s < c
     edge = torch.where(is_over, a, c)
-    mass = f * (s - edge) - (
-        s**k - edge**k
-    )  # over mass on [a, s], or less the under mass on [c, s]
+    mass = f * (s - edge) - (s**k - edge**k)  # over mass on [a, s], or -(under mass on [c, s])
     over, under = of.over.gather(1, cells) + mass, of.under.gather(1, cells) - mass
     matched = torch.where(is_over, over <= of.under[:, -1:], under >= of.over[:, :1])
     t = _partner(of, is_over, torch.where(is_over, over, under))
+
+    # 3. Exchange s for t with the probability that makes E[g(score)] = f.
     here, there = k * s ** (k - 1), k * t ** (k - 1)
     chance = (f - here).abs() / (there - here).abs().clamp(min=TINY)
     return torch.where(matched & (coin < chance), t, s)
 
 
 def _partner(of: Coupling, is_over: Tensor, mass: Tensor) -> Tensor:
-    """[B, K] where the cumulated mass of the other kind is `mass` [B, K]: under mass where this
-    is_over [B, K].
+    """[B, K] the position t at which the cumulated mass of the other kind equals `mass` [B, K].
 
-    With phi(t) = t^K - f t, least at c, that is a root of phi(t) - phi(c) = r on one side of c: by
-    Newton's method from the root of the parabola at c.
+    is_over: [B, K] bool, whether `mass` is over mass; t then lies in under mass.
+
+    phi(t) = t^K - f t is least at c. In the cell of t, with r the mass from c to t, t is the root
+    of phi(t) - phi(c) = r on one side of c. Newton's method starts from the root of the parabola
+    at c.
     """
+    # 1. The cell of t, and the side of c.
     k, most = of.draws, of.f.shape[1]
     over, under = (
         torch.searchsorted(x, mass, right=True).clamp_(1, most).sub_(1) for x in (of.over, of.under)
     )
     cell = torch.where(is_over, under, over)
-    c, f, left, right = (
-        x.gather(1, cell) for x in (of.switch, of.f, of.edges[:, :-1], of.edges[:, 1:])
-    )
+    rows = (of.switch, of.f, of.edges[:, :-1], of.edges[:, 1:])
+    c, f, left, right = (x.gather(1, cell) for x in rows)
     low, high = torch.where(is_over, c, left), torch.where(is_over, right, c)
-    rest = torch.where(
-        is_over, mass - of.under.gather(1, cell), of.over[:, 1:].gather(1, cell) - mass
-    ).clamp_(min=0)
+
+    # 2. The mass r between c and t.
+    under_rest = mass - of.under.gather(1, cell)
+    over_rest = of.over[:, 1:].gather(1, cell) - mass
+    rest = torch.where(is_over, under_rest, over_rest).clamp_(min=0)
+
+    # 3. The root.
     least = c * (c ** (k - 1) - f)
     step = (2 * rest / (k * (k - 1) * c ** (k - 2)).clamp_(min=TINY)).sqrt()
     t = (c + torch.where(is_over, step, -step)).clamp(low, high)

@@ -1,4 +1,7 @@
-"""Greedy multi-draft sampling (Hu et al. 2025, Towards Optimal Multi-Draft Speculative Decoding)."""
+"""Greedy multi-draft sampling.
+
+Hu et al. 2025, Towards Optimal Multi-Draft Speculative Decoding.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -20,42 +23,44 @@ from treespec.verify.laws import (
     without,
 )
 from treespec.verify.partial import LayerScheme, partial_draft
-from treespec.verify.scheme import Drawing
+from treespec.verify.scheme import Chance, Drawing
 
 
 def tops(q: Tensor, number: Tensor, width: int) -> Tensor:
-    """[B, width] the `number` [B, 1] likeliest tokens of q that it can draw, -1 beyond."""
+    """[B, width] the `number` [B, 1] likeliest tokens of q, -1 beyond and where q is 0."""
     best = keep_first(likeliest(q, width), number)
     return best.masked_fill(q.gather(1, best.clamp(min=0)) == 0, -1)
 
 
 def last_draw(tokens: Tensor) -> Tensor:
-    """[B, 1] the column of the sampled token among the draws [B, K]."""
+    """[B, 1] the column of the sampled draw among the draws [B, K]: the last one present."""
     return ((tokens >= 0).sum(-1, keepdim=True) - 1).clamp(min=0)
 
 
 def rate(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
-    """[B] p(best) + the overlap of p with q' = q without the best [B, K - 1], normalised: optimal
-    for this law.
+    """[B] the acceptance rate, p(best) + the overlap of p and q'. It is optimal for these draws.
+
+    best: [B, K - 1] the likeliest tokens. q' is q without them, normalised.
     """
     rest = without(q, best)
-    return (p - without(p, best)).sum(-1) + overlap(
-        p, rest * scale(rest, torch.ones_like(p[:, :1]))
-    )
+    last_law = rest * scale(rest, torch.ones_like(p[:, :1]))
+    return (p - without(p, best)).sum(-1) + overlap(p, last_law)
 
 
 @final
 @dataclass(frozen=True)
 class Greedy(LayerScheme):
-    """The k - 1 likeliest tokens, then one from q' = q without them. One draw: `single`.
+    """The k - 1 likeliest tokens, then one draw from q' = q without them, normalised.
 
-    The last draw is verified against q', the residual norm (p - q')+ includes the likeliest tokens.
-    Where q supports fewer than k tokens all of them are drawn, and taking the last one for the
-    sampled one is exact: q' is then one-hot, and the plan p.
+    The last draw is verified as a single draft of law q'. The residual norm (p - q')+ includes the
+    likeliest tokens, so each of them is accepted with its own probability. For one draw this is
+    `single`. Where q supports fewer than k tokens, all of them are draws. The plan then treats the
+    last of them as the sampled one, which is exact: q' is one-hot and the plan is p itself.
     """
 
     name: ClassVar[str] = "greedy"
     drawing: ClassVar[Drawing] = "greedy"
+    chance: ClassVar[Chance | None] = "the last"
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         width, number = counts(q, k)

@@ -1,4 +1,8 @@
-"""Importance sampling by a linear program (Khisti et al. 2025, Multi-Draft Speculative Sampling)."""
+"""Importance sampling by a linear program (Khisti et al. 2025, Multi-Draft Speculative Sampling).
+
+A linear program decides how one of two draws is selected, so that the selected token's law is as
+close to p as it can be. The selected token is verified as a single draft of that law.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,17 +26,18 @@ from treespec.verify.laws import (
     single_draft,
     without,
 )
-from treespec.verify.scheme import Drawing, Scheme
+from treespec.verify.scheme import Chance, Drawing, Scheme
 
 
 @dataclass(frozen=True)
 class Duel:
-    """How one of two draws is selected.
+    """How one of two draws is selected, by the ranks of their tokens.
 
-    law: [B, V] that of the selected token. order: [B, V] int64, the tokens by rank. wins: [B, s, s]
-    Pr(the token of rank i is selected from it and the token of rank j), 1 on the diagonal; beyond s
-    the lower rank wins. pairs: [B, s, s] Pr(the draws are those two tokens, in any order), 0 on the
-    diagonal.
+    law: [B, V] probabilities of the selected token.
+    order: [B, V] int64, the tokens by rank.
+    wins: [B, s, s] Pr(rank i is selected from the draws of ranks i and j), 1 on the diagonal. Where
+    a rank is s or more, the lower rank wins.
+    pairs: [B, s, s] Pr(the draws are ranks i and j, in any order), 0 on the diagonal.
     """
 
     law: Tensor
@@ -41,7 +46,7 @@ class Duel:
     pairs: Tensor
 
     def keeps(self, tokens: Tensor, rival: Tensor) -> Tensor:
-        """[B, K] Pr(each of the tokens [B, K] is selected over the rival [B, 1])."""
+        """[B, K] Pr(the token is selected over the rival). tokens: [B, K]. rival: [B, 1]."""
         s = self.wins.shape[-1]
         ranks = torch.arange(self.order.shape[-1], device=tokens.device).expand_as(self.order)
         rank = torch.empty_like(self.order).scatter_(1, self.order, ranks)
@@ -51,14 +56,19 @@ class Duel:
 
 
 def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
-    """The truncated program for draws from q1 and q2 against p, all [B, V]; s tokens are free."""
+    """The truncated program for draws from q1 and q2 against p, all [B, V].
+
+    s: ranks whose pairs the program decides. In all other pairs the lower rank wins.
+    """
+    # 1. Ranks, by the mass that a token has in excess where both draws are it.
     order = ascending(q1 * q2 - p)
     p, q1, q2 = (law.gather(1, order) for law in (p, q1, q2))
-    later1, later2 = (
-        law.sum(-1, keepdim=True) - law.cumsum(-1) for law in (q1, q2)
-    )  # mass of the ranks beyond
+
+    # 2. The law of the selected token where the lower rank always wins.
+    later1, later2 = (law.sum(-1, keepdim=True) - law.cumsum(-1) for law in (q1, q2))
     law = q1 * q2 + q1 * later2 + q2 * later1
 
+    # 3. The program for the pairs of the first s ranks.
     s = min(s, p.shape[-1])
     pairs = q1[:, :s, None] * q2[:, None, :s]
     pairs = (pairs + pairs.mT) * (1 - torch.eye(s, dtype=p.dtype, device=p.device))
@@ -69,66 +79,67 @@ def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
 
 
 def ascending(scores: Tensor) -> Tensor:
-    """[B, V] int64, the order of the scores.
-
-    NumPy sorts a row on the CPU in a fifth of torch's time.
-    """
+    """[B, V] int64 the tokens by ascending score. On a CPU NumPy takes a fifth of torch's time."""
     return torch.from_numpy(scores.numpy().argsort(-1)) if scores.is_cpu else scores.argsort(-1)
 
 
 def solve(room: Tensor, pairs: Tensor) -> Tensor:
-    """[B, s, s] the shares of the pairs that fill the room best. room: [B, s]; pairs: [B, s, s].
+    """[B, s, s] each token's share of its pairs, so that the shares fill the room best.
 
-    On the host.
-
-    The program: maximise the sum of t_i <= room_i, t_i at most what token i gets of its pairs.
+    The program: maximise the sum of t_i, where t_i is at most room_i and at most the mass that
+    token i gets of its pairs. It is solved on the host.
+    room: [B, s] the mass that p leaves to each token. pairs: [B, s, s] masses of the pairs.
     """
-    held = pairs.triu()  # the earlier token wins
+    # 1. The lower rank wins each pair. That is optimal where all tokens fit or none does.
+    held = pairs.triu()
     fits = held.sum(-1) <= room
-    rows = (fits.any(-1) & ~fits.all(-1)).tolist()  # elsewhere that is optimal
+    is_open = (fits.any(-1) & ~fits.all(-1)).tolist()
+
+    # 2. Elsewhere, move mass to tokens with room.
     masses, rooms = held.tolist(), room.clamp(min=0).tolist()
-    best = [
-        flow(mass, space) if row else mass
-        for mass, space, row in zip(masses, rooms, rows, strict=True)
-    ]
+    rows = zip(masses, rooms, is_open, strict=True)
+    best = [flow(mass, space) if open_row else mass for mass, space, open_row in rows]
     shares = torch.tensor(best, dtype=pairs.dtype, device=pairs.device) / pairs
     return shares.where(pairs > 0, torch.ones_like(pairs).triu())
 
 
 def flow(held: list[list[float]], room: list[float]) -> list[list[float]]:
-    """What each token i holds of its pair with each j, after the shortest ways (Edmonds and Karp)
-    to more room.
+    """The mass that each token i holds of its pair with each j, after a maximum flow.
 
-    held[i][j] can be passed from i to j. Ways lead from tokens that hold more than their room to
-    ones that hold less; where there are none left, no other holding fills more room.
+    Edmonds and Karp's algorithm. Token i can pass held[i][j] to token j. Paths lead from tokens
+    that hold more than their room to tokens that hold less. Where no path is left, no other holding
+    fills more room. Overwrites held.
     """
     over = [sum(held[i]) - room[i] for i in range(len(room))]
     while True:
+        # 1. Breadth first: the shortest path to a token with room.
         source: dict[int, int] = {i: i for i in range(len(room)) if over[i] > 0}
         for i in (queue := list(source)):
             if over[i] < 0:
                 break
-            found = [j for j, mass in enumerate(held[i]) if mass > 0 and j not in source]
-            source.update(dict.fromkeys(found, i))
-            queue += found
+            reached = [j for j, mass in enumerate(held[i]) if mass > 0 and j not in source]
+            source.update(dict.fromkeys(reached, i))
+            queue += reached
         else:
             return held
-        way = [i]
-        while source[way[-1]] != way[-1]:
-            way.append(source[way[-1]])
-        steps = [(giver, taker) for taker, giver in pairwise(way)]
-        mass = min(-over[i], over[way[-1]], *(held[giver][taker] for giver, taker in steps))
+        path = [i]
+        while source[path[-1]] != path[-1]:
+            path.append(source[path[-1]])
+
+        # 2. Pass the largest mass that every step of the path allows.
+        steps = [(giver, taker) for taker, giver in pairwise(path)]
+        mass = min(-over[i], over[path[-1]], *(held[giver][taker] for giver, taker in steps))
         over[i] += mass
-        over[way[-1]] -= mass
+        over[path[-1]] -= mass
         for giver, taker in steps:
             held[giver][taker] -= mass
             held[taker][giver] += mass
 
 
 def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor]:
-    """Pair by pair.
+    """[B, K] Pr(each draw is selected), and the law of the selected token [B, V].
 
-    Returns [B, K], Pr(each draw is selected), and the selected token's law [B, V].
+    The token selected from the first draws meets the next draw, one duel after another.
     """
     at = tokens.clamp(min=0)
     chosen = torch.zeros(tokens.shape, dtype=p.dtype, device=p.device)
@@ -147,31 +158,39 @@ def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor
 
 
 def verify(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> Tensor:
-    """[B, V] the plan over a whole alphabet."""
+    """[B, V] the plan where the draws may be any token of the alphabet."""
     chosen, law = select(p, q, tokens, s)
     return single_draft(p, law, tokens, chosen)
 
 
 def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
-    """[B] Pr(output is one of two draws): the selected one, or the other where that is refused."""
+    """[B] Pr(output is one of two draws): the selected one, or the other as a residual token."""
+    # 1. The selected token is refused with `refused`; the output then comes from `rest`.
     q1, q2 = laws_of(q, 2)
     new = duel(p, q1, q2, s)
     refused = 1 - ratio(p, new.law)
     rest = normalise((p - new.law).clamp_(min=0), p)
     refused, rest, q1, q2 = (law.gather(1, new.order) for law in (refused, rest, q1, q2))
+
+    # 2. Pr(a token loses to a draw that is refused), [B, V] by rank: the lower rank wins.
     lost = torch.stack([q1, q2], dim=1) * refused[:, None]
-    earlier = pad(lost.cumsum(-1)[..., :-1], (1, 0))  # [B, 2, V] refused mass of the ranks before
-    other = (earlier * torch.stack([q2, q1], dim=1)).sum(
-        1
-    )  # [B, V] Pr(this loses to a draw that is refused)
+    lower = pad(lost.cumsum(-1)[..., :-1], (1, 0))  # [B, 2, V] refused mass of the lower ranks
+    other = (lower * torch.stack([q2, q1], dim=1)).sum(1)
+
+    # 3. Among the first s ranks the program decides who wins.
     width = new.wins.shape[-1]
     other[:, :width] = (new.wins * new.pairs * refused[:, :width, None]).sum(1)
     return overlap(p, new.law) + (rest * other).sum(-1)
 
 
 def lump(p: Tensor, q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens inside [B, A] and, as token A, all others: p with 0 there, q, and [B, V] the new
-    numbers.
+    """Laws over a small alphabet: the tokens `inside` [B, A], and one token A for all others.
+
+    Returns p [B, A + 1], 0 at token A, q [B, A + 1] or [B, K, A + 1], and the new number of each
+    token, [B, V]. With tokens 1 and 3 of five inside:
+
+        token        0  1  2  3  4        p   .1 .4 .1 .3 .1   ->   .4 .3 0
+        number       2  0  2  1  2        q   .2 .2 .3 .1 .2   ->   .2 .1 .7
     """
     index = inside if q.dim() == 2 else inside[:, None].expand(-1, q.shape[1], -1)
     others = q.scatter(-1, index, 0).sum(-1, keepdim=True)
@@ -183,19 +202,23 @@ def lump(p: Tensor, q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @final
 @dataclass(frozen=True)
 class IsLp(Scheme):
-    """Independent draws; a linear program selects one, which is verified as a single draft of its
-    exact law.
+    """Independent draws; a linear program selects one, verified as a single draft of its law.
 
-    q: [B, V] or [B, K, V]. More than two draws: pair by pair, the selected one against the next.
-    s: tokens whose pairs the program decides; the others follow a fixed order.
-    alphabet: how many of the likeliest target tokens two draws can answer; the others are one token
-    to the program and come from p alone. None is all. Programs are solved on the host.
-    draft_temperatures: of each draw in order, as multiples of the sampling temperature; the last
-    repeats.
+    Of more than two draws, the token selected from the first ones meets the next draw. Programs are
+    solved on the host. q: [B, V], or [B, K, V] with a law for each draw.
+
+    s: number of tokens whose pairs the program decides; all other pairs follow a fixed order. More
+    tokens accept more and take longer.
+    alphabet: number of the target's likeliest tokens that several draws can answer. The program
+    treats all other tokens as one, and their output comes from p alone. Default: all tokens.
+    draft_temperatures: multiples of the sampling temperature, one for each draw in order; the last
+    one holds for all further draws.
+    Raises InputError for an option out of its range.
     """
 
     name: ClassVar[str] = "is-lp"
     drawing: ClassVar[Drawing] = "with replacement"
+    chance: ClassVar[Chance | None] = "independent"
     law_per_draw: ClassVar[bool] = True
     default_tree: ClassVar[StaticTree] = balanced(2, 3)
 
@@ -205,11 +228,9 @@ class IsLp(Scheme):
 
     def __post_init__(self) -> None:
         check_temperatures(self, self.draft_temperatures)
-        ranges = {
-            "s": Range(least=1, most=256, whole=True),
-            "alphabet": Range(least=1, most=10**7, whole=True),
-        }
-        if wrong := outside(self, **ranges):
+        sizes = Range(least=1, most=256, whole=True)
+        alphabets = Range(least=1, most=10**7, whole=True)
+        if wrong := outside(self, s=sizes, alphabet=alphabets):
             raise InputError(f"is-lp: {wrong}")
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
@@ -229,8 +250,9 @@ class IsLp(Scheme):
         return torch.where(several, plan, single_draft(p, laws_of(q, 1)[0], tokens[:, :1]))
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
-        """Exact for one and two draws; None beyond, as draws that lost may come out of the
-        residual.
+        """Exact for one and two draws.
+
+        None for more, where the residual may return any draw that lost.
         """
         if k > 2:
             return None

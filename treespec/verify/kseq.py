@@ -8,24 +8,23 @@ from torch import Tensor
 
 from treespec.trees.tree import Draws
 from treespec.verify.laws import answer, check, counts, independent, ratio, scale, subtract
-from treespec.verify.scheme import Drawing, Scheme
+from treespec.verify.scheme import Chance, Drawing, Scheme
 
 
 def shared(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, V] min(p/ρ, q) and its sum β [B, 1] in float64. rho: [B, 1]."""
+    """[B, V] min(p/ρ, q), and its sum β [B, 1] in float64. rho: [B, 1] ρ."""
     both = torch.minimum(p / rho.to(p.dtype), q)
     return both, both.sum(-1, keepdim=True).double()
 
 
 def smallest_rho(p: Tensor, q: Tensor, number: Tensor) -> Tensor:
-    """[B, 1] float64, the ρ in [1, K] that solves 1 - (1 - β)^K = ρβ for K = number [B, 1], rounded
-    up.
+    """[B, 1] float64: the ρ in [1, K] that solves 1 - (1 - β)^K = ρβ, rounded up.
 
-    The left side falls with ρ, the right side grows. Any ρ above the solution is lossless and
-    accepts less.
+    number: [B, 1] K. β depends on ρ (`shared`). The left side falls with ρ and the right side
+    grows, so bisection finds the solution. Any larger ρ is lossless too and accepts less.
     """
     low, high = torch.ones_like(number, dtype=torch.float64), number.clamp(min=1).double()
-    for _ in range(int(torch.finfo(p.dtype).bits * 0.85)):  # the mantissa's bits, and a few for K
+    for _ in range(int(torch.finfo(p.dtype).bits * 0.85)):  # the mantissa's bits and a few for K
         middle = (low + high) / 2
         _, beta = shared(p, q, middle)
         enough = 1 - (1 - beta) ** number <= middle * beta
@@ -36,14 +35,16 @@ def smallest_rho(p: Tensor, q: Tensor, number: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class KSeq(Scheme):
-    """Independent draws, each accepted with min(1, p/(ρq)) in order; else norm (p - min(q, p/ρ) ·
-    accepted/β).
+    """Independent draws, each accepted in its turn with min(1, p/(ρq)).
 
-    Accepts at least 1 - 1/e of the optimum for such draws. One draw: ρ = 1, `single`.
+    β is the probability to accept a draw. So 1 - (1 - β)^K is the acceptance rate, and where all
+    draws are refused the output comes from norm (p - min(q, p/ρ) (1 - (1 - β)^K)/β). The rate is at
+    least 1 - 1/e of the optimum for such draws. For one draw ρ is 1, and this is `single`.
     """
 
     name: ClassVar[str] = "kseq"
     drawing: ClassVar[Drawing] = "with replacement"
+    chance: ClassVar[Chance | None] = "independent"
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         check(self, q, counts(q, k)[0])
@@ -51,15 +52,21 @@ class KSeq(Scheme):
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         check(self, q, draws.tokens.shape[1])
+        # 1. The smallest ρ for the number of draws present.
         present = draws.tokens >= 0
         number = present.sum(-1, keepdim=True)
         q = q * scale(q, number > 0)
         rho = smallest_rho(p, q, number)
         both, beta = shared(p, q, rho)
+
+        # 2. Each draw is reached where all draws before it are refused.
         at = draws.tokens.clamp(min=0)
         each = ratio(p.gather(1, at), q.gather(1, at) * rho.to(p.dtype)) * present
-        reach = (1 - each).cumprod(-1)  # Pr(all up to a draw are refused)
-        accepted = each * reach.roll(1, -1).index_fill(1, at.new_zeros(1), 1)
+        refused = (1 - each).cumprod(-1)  # Pr(this draw and all before it are refused)
+        reached = refused.roll(1, -1).index_fill(1, at.new_zeros(1), 1)
+        accepted = each * reached
+
+        # 3. The residual is p less what the draws accept on average.
         paid = (1 - (1 - beta) ** number) / beta.clamp(min=torch.finfo(beta.dtype).tiny)
         return answer(p, subtract(p, both, paid.to(p.dtype)), draws.tokens, accepted)
 

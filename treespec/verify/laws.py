@@ -1,6 +1,6 @@
-"""What several schemes are made of: draws from a law, acceptance, residuals.
+"""The parts that schemes share: draws from a law, acceptance, residuals.
 
-A law is a [B, V] row of masses; where a plan uses it, it is normalised by its own sum.
+A law is a tensor [B, V] of masses. It need not sum to 1: a plan divides it by its own sum.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,10 +16,14 @@ from treespec.verify.scheme import Scheme
 
 
 def check(scheme: Scheme, q: Tensor, width: int) -> None:
-    """Raises InputError unless q is [B, V] and the scheme answers that many draws a node."""
+    """Raises InputError for a law per draw, and for more than `max_draws` draws a node.
+
+    width: draws at the widest node.
+    """
     if q.dim() != 2:
         raise InputError(
-            f"verifier {scheme.name} takes one draft law a node; for a law per draw take rrs or is-lp"
+            f"verifier {scheme.name} takes one draft law a node; for a law per draw take rrs or "
+            "is-lp"
         )
     if scheme.max_draws and width > scheme.max_draws:
         raise InputError(
@@ -29,18 +33,19 @@ def check(scheme: Scheme, q: Tensor, width: int) -> None:
 
 
 def check_temperatures(scheme: Scheme, multipliers: Sequence[float]) -> None:
-    """Raises InputError for draft temperatures that are none."""
+    """Raises InputError for a multiple of the temperature that is not positive or is above 100."""
     if not all(0 < multiplier <= 100 for multiplier in multipliers):
         raise InputError(
-            f"verifier {scheme.name}: draft-temperatures are {'/'.join(map(str, multipliers))}, multiples of the "
-            "sampling temperature; all must be positive and at most 100, such as 0.8/1.2"
+            f"verifier {scheme.name}: draft-temperatures are {'/'.join(map(str, multipliers))}, "
+            "multiples of the sampling temperature; all must be positive and at most 100, such as "
+            "0.8/1.2"
         )
 
 
 def counts(q: Tensor, k: int | Tensor) -> tuple[int, Tensor]:
-    """K, the draws at the widest node, and [B, 1] draws at each.
+    """K, the draws at the widest node, and the number of draws at each node, [B, 1].
 
-    A k on the host costs no synchronisation.
+    k: an int, or [B]. Where it lies on the host, the device does not wait.
     """
     if isinstance(k, int):
         return k, torch.full((len(q), 1), k, device=q.device)
@@ -48,76 +53,74 @@ def counts(q: Tensor, k: int | Tensor) -> tuple[int, Tensor]:
 
 
 def keep_first(tokens: Tensor, number: Tensor) -> Tensor:
-    """The first `number` [B, 1] draws of [B, K]; -1 beyond."""
+    """The draws [B, K] with -1 beyond the first `number` [B, 1]."""
     return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= number, -1)
 
 
 def independent(q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-    """Independent draws, repeats allowed.
-
-    q: [B, V], or [B, K, V] where each draw has its own law.
-    """
+    """k independent draws at each node; tokens may repeat. q: [B, V], or [B, K, V]."""
     width, number = counts(q, k)
     if q.dim() == 3:
         tokens = sample(first_laws(q, width), generator)
     else:
-        tokens = invert(
-            q,
-            torch.rand((len(q), width), generator=generator, dtype=torch.float64, device=q.device),
-        )
-    tokens = tokens.masked_fill_(
-        tokens >= q.shape[-1], -1
-    )  # nothing is drawn from a law that is not numbers
+        shape = (len(q), width)
+        uniforms = torch.rand(shape, generator=generator, dtype=torch.float64, device=q.device)
+        tokens = invert(q, uniforms)
+    # A law of NaN or of no mass gives V: the draw is absent.
+    tokens = tokens.masked_fill_(tokens >= q.shape[-1], -1)
     return Draws(keep_first(tokens, number))
 
 
 def laws_of(q: Tensor, k: int) -> Sequence[Tensor]:
-    """The [B, V] laws of k independent draws. q: [B, V], or [B, K, V]."""
+    """The laws [B, V] of k independent draws. q: [B, V], or [B, K, V]."""
     return first_laws(q, k).unbind(1) if q.dim() == 3 else [q] * k
 
 
 def first_laws(q: Tensor, k: int) -> Tensor:
-    """[B, k, V] of q [B, K, V]. Raises InputError where K is less."""
+    """The first k laws [B, k, V] of q [B, K, V]. Raises InputError where K is less than k."""
     if q.shape[1] < k:
         raise InputError(f"{k} draws but {q.shape[1]} draft laws: q must hold a law for every draw")
     return q[:, :k]
 
 
 def sample_if_any(law: Tensor, generator: torch.Generator) -> Tensor:
-    """[B, 1] one token a row, -1 where the row is empty: `sample` then answers V."""
+    """[B, 1] a token from each row of the law [B, V]; -1 where the row has no mass.
+
+    For such a row `sample` returns V.
+    """
     token = sample(law, generator)[:, None]
     return token.masked_fill_(token >= law.shape[-1], -1)
 
 
 def likeliest(scores: Tensor, k: int) -> Tensor:
-    """[B, k] the k best tokens, best first, -1 where V is less."""
+    """[B, k] the tokens of the k largest scores [B, V], largest first; -1 beyond V tokens."""
     best = largest(scores, min(k, scores.shape[-1]))[1]
     return pad(best, (0, k - best.shape[-1]), value=-1)
 
 
 def distinct(tokens: Tensor) -> Tensor:
-    """[B, K] draws in their order without the repeats, -1 behind them."""
+    """The draws [B, K] in their order without repeats; -1 fills the row."""
     repeat = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1) | (tokens < 0)
     return tokens.masked_fill(repeat, -1).gather(1, repeat.int().argsort(dim=-1, stable=True))
 
 
 def without(law: Tensor, tokens: Tensor) -> Tensor:
-    """[B, V] the law with no mass on the tokens [B, K]; -1 is none."""
+    """The law [B, V] with no mass on the tokens [B, K]; -1 stands for no token."""
     return law.scatter_reduce(1, tokens.clamp(min=0), (tokens < 0).to(law.dtype), "prod")
 
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:
-    """[B] the mass that p and q share: single-draft acceptance."""
+    """[B] the sum of min(p, q): the acceptance rate of a single draft."""
     return torch.minimum(p, q).sum(-1)
 
 
 def ratio(p: Tensor, q: Tensor) -> Tensor:
-    """min(1, p / q), and 0 / 0 = 0."""
+    """min(1, p/q), with 0/0 = 0."""
     return (p / q.clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1)
 
 
 def scale(q: Tensor, present: Tensor) -> Tensor:
-    """[B, 1] what makes q sum to 1 where a draw is present [B, 1], and to 0 elsewhere."""
+    """[B, 1] a factor: q times it sums to 1 where `present` [B, 1], and to 0 elsewhere."""
     return present / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
 
 
@@ -127,10 +130,10 @@ def subtract(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
 
 
 def normalise(rest: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
-    """[B, V] rest, scaled to a total of [B, 1]; p where nothing is left, which only rounding ever
-    asks for.
+    """[B, V] rest, scaled to sum to `total` [B, 1]. Overwrites rest.
 
-    A subnormal mass counts as nothing: its reciprocal is infinite. Overwrites rest.
+    Where rest has no mass, p takes its place; only rounding leads there. A subnormal mass counts as
+    none, because its reciprocal is infinite.
     """
     mass = rest.sum(-1, keepdim=True)
     empty = (mass < torch.finfo(p.dtype).tiny).to(p.dtype)
@@ -138,17 +141,20 @@ def normalise(rest: Tensor, p: Tensor, total: Tensor | float = 1.0) -> Tensor:
 
 
 def answer(p: Tensor, rest: Tensor, tokens: Tensor, accepted: Tensor) -> Tensor:
-    """[B, V] the plan: accepted [B, K] on the draws [B, K], what lacks to 1 in proportion to rest
-    [B, V].
+    """[B, V] the plan of draws that are accepted with known probabilities.
+
+    tokens: [B, K] the draws. accepted: [B, K] Pr(each is output). rest: [B, V] the residual, from
+    which the output comes with the remaining probability; it is overwritten.
     """
     refused = (1 - accepted.sum(-1, keepdim=True)).clamp(min=0)
     return normalise(rest, p, refused).scatter_add_(1, tokens.clamp(min=0), accepted)
 
 
 def single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = None) -> Tensor:
-    """[B, V] accept y, of law q, with min(1, p/q); else norm (p - q)+. No draw: p.
+    """[B, V] the plan for one draw y of law q: accepted with min(1, p/q), else norm (p - q)+.
 
-    chosen: [B, K] Pr(y is each of the tokens [B, K]); with a single column it may be left out.
+    Without a draw the plan is p.
+    tokens: [B, K]; y is one of them. chosen: [B, K] Pr(y is that token). Default: 1, for K = 1.
     """
     present = tokens >= 0
     at = tokens.clamp(min=0)
@@ -160,20 +166,21 @@ def single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = N
 
 
 def recursive_rejection(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> Tensor:
-    """[B, V] single-draft for one draw after another, each against what the ones before left of p.
+    """[B, V] the plan that verifies draws in turn, each against the residual of the ones before.
 
-    laws: K of [B, V], the one each draw came from, given those before it. tokens: [B, K].
+    laws: K laws [B, V], each that of a draw given the draws before it. tokens: [B, K].
     """
     accepted, left = rejections(p, laws, tokens)
     return answer(p, left, tokens, accepted)
 
 
 def rejections(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, K] Pr(each draw is accepted) by recursive rejection, and [B, V] what all leave of p, not
-    normalised.
+    """[B, K] Pr(each draw is accepted) by recursive rejection, and the last residual [B, V].
+
+    The residual is not normalised.
     """
-    left, mass = p, torch.ones_like(p[:, :1])  # not normalised
-    reach = mass  # Pr(all so far are refused)
+    left, mass = p, torch.ones_like(p[:, :1])  # the residual, not normalised, and its mass
+    reach = mass  # Pr(all draws so far are refused)
     accepted = []
     for token, q in zip(tokens.split(1, dim=1), laws, strict=True):
         present = token >= 0

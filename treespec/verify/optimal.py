@@ -1,12 +1,12 @@
-"""A verifier that reaches the optimal acceptance rate of its draws, for any number of them.
+"""A scheme that reaches the optimal acceptance rate α* of its draws, for any number of them.
 
-The likeliest tokens deterministically, then independent draws from the rest of q. Each of those
-carries a score; the largest selects one, which is verified as a single draft of the exact law of
-the selected (`coupling`).
+A node takes a few likeliest tokens for sure and makes independent draws from the rest of q. Each
+draw gets a score, and the largest score selects one draw. The law of the selected draw is known
+exactly (`coupling`), so it is verified as a single draft of that law.
 
 Global Resolution (Thomas and Pal 2025, 2511.15898) solves the transport of K draws from one law by
-a convex minimisation in at most V variables, to any accuracy. The coupling here is in closed form
-and reaches α* as it stands.
+a convex minimisation in at most V variables, to any accuracy. The coupling here has a closed form
+and reaches α* without iteration.
 """
 
 from dataclasses import dataclass
@@ -32,31 +32,41 @@ from treespec.verify.laws import (
     without,
 )
 from treespec.verify.partial import LayerScheme, partial_draft
-from treespec.verify.scheme import Drawing, SureScheme
+from treespec.verify.scheme import Chance, Drawing, SureScheme
 
-# Cells of p/q in a bucketed build: 64 an octave from 2^-8 to 2^6, each at most 1.6 % wide.
+# Cells of nearly equal p/q: 64 an octave from 2^-8 to 2^6, each at most 1.6 % wide. They are the
+# upper bits of p/q as a float32.
 SHIFT, LOWEST, CELLS = 17, (127 - 8) << 6, 14 << 6
 EXTRA = 4  # limit on independent draws, in multiples of the draws asked for
-LIKELY = 64  # the expected number of distinct draws is computed from the likeliest tokens; the others are small
+LIKELY = 64  # tokens that count in the expected number of distinct draws; all others are unlikely
 
 
 @final
 @dataclass(frozen=True)
 class Optimal(SureScheme, LayerScheme):
-    """α* of the law of the draws, exactly where `exact`, else short of it by 0.1 points at most on
+    """Sure tokens, then independent draws, of which a score selects one.
+
+    The acceptance rate is α* of these draws if `exact`, else at most 0.1 percentage points less on
     a model's laws.
 
-    threshold: the likeliest token is drawn for sure while it has more than this share of what is
-    left of q and another draw is to come; at 1 all draws are independent. extra: draw until as many
-    distinct tokens as asked for are expected, as a repeat takes no node. exact: sort all tokens by
-    p/q; else they are put into cells of nearly equal p/q, which is as lossless. first: verify the
-    first of the draws by itself, then the others against what it leaves; that accepts less in all
-    and more on the first, below which a tree may be deeper. Of all K draws the first k are distinct
-    or absent; the others, repeats and more than were expected, are verified like them.
+    threshold: the likeliest token is taken for sure while its share of the rest of q is larger than
+    this and another draw is to come. At 1 all draws are independent.
+    extra: 1: make so many draws that k distinct tokens are expected, because a repeat takes no
+    node. 0: make k draws.
+    exact: 1: sort all tokens by p/q. 0: sort them into cells of nearly equal p/q, which is faster
+    and as lossless.
+    first: 1: verify the first draw by itself, then select among the others for the residual. That
+    accepts less in all and more on the first draw, below which a tree may be deeper. 0: select
+    among all draws.
+
+    The first k of a node's draws are distinct or absent. Repeats and further draws follow them, and
+    are verified like them.
+    Raises InputError for an option out of its range.
     """
 
     name: ClassVar[str] = "optimal"
     accepted_in_turn: ClassVar[bool] = True
+    chance: ClassVar[Chance | None] = "independent"
 
     threshold: float = 0.35
     extra: int = 1
@@ -66,35 +76,36 @@ class Optimal(SureScheme, LayerScheme):
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
             raise InputError(
-                f"optimal: threshold is {self.threshold}, must lie in (0, 1]; 1 is no token for sure"
+                f"optimal: threshold is {self.threshold}, must lie in (0, 1]; at 1 no token is sure"
             )
         if not {self.extra, self.exact, self.first} <= {0, 1}:
             raise InputError(
-                f"optimal: extra is {self.extra}, exact {self.exact}, first {self.first}; each must be 0 or 1"
+                f"optimal: extra is {self.extra}, exact {self.exact}, first {self.first}; each "
+                "must be 0 or 1"
             )
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
+        # 1. The sure tokens, then draws from the rest of q, whose number is fixed before drawing.
         width, number = counts(q, k)
         check(self, q, width)
-        tops, repeated, rest = self.allot(q, number, width)
+        tops, number_drawn, rest = self.allot(q, number, width)
         drawn = independent(rest, self.most(width), generator).tokens
-        tokens = torch.cat([tops, keep_first(drawn, repeated)], dim=1)
-        uniforms = torch.rand(
-            (*tokens.shape, 2), generator=generator, dtype=torch.float64, device=q.device
-        )
+        tokens = torch.cat([tops, keep_first(drawn, number_drawn)], dim=1)
+        shape = (*tokens.shape, 2)
+        uniforms = torch.rand(shape, generator=generator, dtype=torch.float64, device=q.device)
         sure = (torch.arange(tokens.shape[1], device=q.device) < tops.shape[1]).expand_as(tokens)
+
+        # 2. Distinct tokens first, then absent ones, then repeats.
         repeats = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
-        order = (
-            (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)
-        )  # distinct, absent, repeats
+        order = (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)
         return Draws(tokens, sure, uniforms).columns(order)
 
     def draw_with_sure(
         self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator
     ) -> Draws:
-        """`drawn` distinct draws are expected.
+        """The draws that have a node, then the sure tokens, then further draws.
 
-        Those have a node each; behind them stand the sure tokens.
+        With `extra`, `drawn` is the expected number of distinct draws.
         """
         # 1. The sure tokens, and draws from the rest of q.
         tops = keep_first(likeliest(q, int(sure.max())), sure[:, None].to(q.device))
@@ -107,9 +118,8 @@ class Optimal(SureScheme, LayerScheme):
         end = width + tops.shape[1]
         tokens = torch.cat([others.tokens[:, :width], tops, others.tokens[:, width:]], dim=1)
         unused = others.uniforms.new_zeros((*tops.shape, 2))
-        uniforms = torch.cat(
-            [others.uniforms[:, :width], unused, others.uniforms[:, width:]], dim=1
-        )
+        with_node, without_node = others.uniforms[:, :width], others.uniforms[:, width:]
+        uniforms = torch.cat([with_node, unused, without_node], dim=1)
         place = torch.arange(tokens.shape[1], device=q.device)
         is_sure = ((place >= width) & (place < end)).expand_as(tokens)
 
@@ -130,44 +140,46 @@ class Optimal(SureScheme, LayerScheme):
         return "tops and tail" if usual else None
 
     def most(self, k: int) -> int:
-        """Independent draws at a node of k draws, at most; settled on the host."""
+        """The largest number of independent draws at a node of k draws."""
         return EXTRA * k if self.extra else k
 
     def allot(self, q: Tensor, number: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The sure tokens and the number of draws, fixed from q alone before any draw is made.
+        """The sure tokens and the number of draws, from q alone before any draw is made.
 
         number: [B, 1] distinct tokens to expect, at most `width`.
         Returns the sure tokens [B, width] with -1 beyond, the number of independent draws [B, 1],
-        and the rest of q that those come from, [B, V], not normalised.
+        and the rest of q [B, V] that the draws come from, not normalised.
         """
+        # 1. Sure tokens: the likeliest, while each has a large share of the rest of q. The last
+        #    draw is independent, because a draw accepts more than a sure token.
         best = likeliest(q, width + LIKELY)
         share = q.gather(1, best.clamp(min=0)).double() * (best >= 0)
-        left = (q.sum(-1, keepdim=True, dtype=torch.float64) - share.cumsum(-1) + share).clamp_(
-            min=0
-        )
-        another = (
-            torch.arange(best.shape[1], device=q.device) < number - 1
-        )  # a draw accepts more than a sure token
+        total = q.sum(-1, keepdim=True, dtype=torch.float64)
+        left = (total - share.cumsum(-1) + share).clamp_(min=0)
+        another = torch.arange(best.shape[1], device=q.device) < number - 1
         sure = ((share > self.threshold * left) & another & (self.threshold < 1)).cumprod(-1).bool()
         tops = best.masked_fill(~sure, -1)[:, :width]
+
+        # 2. The rest of q, and the distinct draws to expect from it.
         rest = without(q, tops)
         mass = rest.sum(-1, keepdim=True, dtype=torch.float64)
         number = (number - sure.sum(-1, keepdim=True)) * (mass > 0)
         if not self.extra:
             return tops, number, rest
+
+        # 3. The number of draws at which that many distinct tokens are expected.
         likely = (share.masked_fill(sure, 0) * scale(mass, number > 0))[..., None]
         times = torch.arange(1, self.most(width) + 1, device=q.device)
         distinct = (1 - (1 - likely) ** times).sum(1) + (1 - likely.sum(1)) * times  # [B, most]
-        return (
-            tops,
-            torch.maximum(number, (distinct < number).sum(-1, keepdim=True)) * (number > 0),
-            rest,
-        )
+        needed = torch.maximum(number, (distinct < number).sum(-1, keepdim=True))
+        return tops, needed * (number > 0), rest
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         q, drawn = self._sampled(q, draws)
         if not self.first:
             return single_draft(p, *self._selected(p, q, draws, drawn))
+
+        # The first draw by recursive rejection, then one selected of the others for its residual.
         lead = drawn & (drawn.cumsum(-1) == 1)
         token = draws.tokens.masked_fill(~lead, -1).amax(-1, keepdim=True)
         accepted, left = rejections(p, [q], token)
@@ -176,13 +188,13 @@ class Optimal(SureScheme, LayerScheme):
         return (rest * (1 - accepted)).scatter_add_(1, token.clamp(min=0), accepted)
 
     def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """For layer verification (`LayerScheme`), of which `first` is no part."""
+        """As in `LayerScheme`. The option `first` has no effect here."""
         q, drawn = self._sampled(q, draws)
         law, tokens, chosen = self._selected(p, q, draws, drawn)
         return partial_draft(p, law, tokens, chosen > 0, (tokens >= 0) & ~drawn)
 
     def _sampled(self, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """[B, V] the law of the independent draws, and which of the draws they are, [B, K] bool."""
+        """[B, V] the law of the independent draws, and [B, K] bool which draws these are."""
         check(self, q, draws.tokens.shape[1])
         assert draws.sure is not None
         drawn = (draws.tokens >= 0) & ~draws.sure
@@ -192,15 +204,15 @@ class Optimal(SureScheme, LayerScheme):
     def _selected(
         self, p: Tensor, q: Tensor, draws: Draws, drawn: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The law [B, V] of the selected one of the draws from q [B, V], all tokens, and [B, K] 1
-        for that one.
+        """The selected draw: its law [B, V], all tokens [B, K], and 1 in its column, [B, K].
+
+        q: [B, V] the law of the independent draws. drawn: [B, K] bool, which draws these are.
         """
         assert draws.uniforms is not None
         number = drawn.sum(-1, keepdim=True)
         cell, coupling = self.couple(p, q, number)
-        score = scores(
-            coupling, cell.gather(1, draws.tokens.clamp(min=0)), *draws.uniforms.unbind(-1)
-        )
+        cell_of_draw = cell.gather(1, draws.tokens.clamp(min=0))
+        score = scores(coupling, cell_of_draw, *draws.uniforms.unbind(-1))
         best = score.masked_fill(~drawn, -1).argmax(-1, keepdim=True)
         chosen = torch.zeros_like(score, dtype=p.dtype).scatter_(1, best, 1.0) * drawn
         return selected_law(q, number, cell, coupling), draws.tokens, chosen
@@ -217,7 +229,16 @@ class Optimal(SureScheme, LayerScheme):
         return chance + (1 - chance) * ((p - without(p, tops)).sum(-1) + overlap(p, law))
 
     def couple(self, p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Coupling]:
-        """[B, V] the cell of each token, and the coupling for `number` [B, 1] draws from q."""
+        """[B, V] int64 the cell of each token, and the coupling for `number` [B, 1] draws from q.
+
+        Five tokens, a cell for each by its rank (`exact`), or cells of nearly equal p/q:
+
+            token       0    1    2    3    4
+            p/q         2    .5   1    .25  4
+            rank        3    1    2    0    4
+            cell        576  448  512  384  640     64 an octave
+        """
+        # 1. The cell of each token.
         if self.exact:
             order = (p / q).argsort(-1)  # 0 / 0 and tokens that are never drawn come last
             ranks = torch.arange(q.shape[-1], device=q.device).expand_as(order)
@@ -227,18 +248,20 @@ class Optimal(SureScheme, LayerScheme):
             bits = (p / q).float().view(torch.int32)
             cell = bits.bitwise_right_shift_(SHIFT).sub_(LOWEST).clamp_(0, CELLS - 1).long()
             cells = CELLS
-        # q in float64: a float32 sum of many equal masses drifts by up to 3e-4, and the scores would not follow x.
+
+        # 2. The cells' masses. q in float64: a float32 sum of many equal masses drifts by up to
+        #    3e-4, and the scores would not follow x.
         mass_p, mass_q = (
             law.new_zeros(len(p), cells).scatter_add_(1, cell, law).double()
             for law in (p, q.double())
         )
         mass_q = mass_q / mass_q.sum(-1, keepdim=True).clamp(min=TINY)
+
+        # 3. Their coupling. No law x of a selected draw exceeds K q.
         number = number.clamp(min=1)
-        return cell, couple(
-            mass_p.minimum(number * mass_q), mass_q, number
-        )  # no x is more than K q
+        return cell, couple(mass_p.minimum(number * mass_q), mass_q, number)
 
 
 def selected_law(q: Tensor, number: Tensor, cell: Tensor, coupling: Coupling) -> Tensor:
-    """[B, V] the law x of the selected draw, 0 where there is none."""
+    """[B, V] the law x of the selected draw, 0 for a node without draws."""
     return q * (coupling.density * (number > 0)).to(q.dtype).gather(1, cell)

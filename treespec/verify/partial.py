@@ -1,6 +1,4 @@
-"""The seam of layer verification: a scheme's plan for a part of p, as mass on the draws and mass
-left over.
-"""
+"""The seam of layer verification: a scheme's plan for a part of p, as masses."""
 
 from typing import Protocol, TypeGuard
 
@@ -13,49 +11,53 @@ from treespec.verify.scheme import Scheme
 
 
 class LayerScheme(Scheme, Protocol):
-    """A scheme whose acceptance of a token, averaged over the draws, is a function of p and q in
-    closed form.
-    """
+    """A scheme whose mean acceptance of each token, over all draws, has a closed form in p, q."""
 
     @property
     def layered(self) -> bool:
         return True
 
     def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """[B, K] accepted mass on each draw, [B, V] what is left of p.
+        """The accepted mass on each draw, [B, K], and the mass left of p, [B, V].
 
-        p: [B, V] masses, at most 1 in all.
+        p: [B, V] masses, each row with a sum of at most 1.
 
         The rule: the sum over draws of Pr(draws | q) * accepted mass, plus the mass left, is p. The
-        accepted mass is at most 1 for any draws. The mass left depends on p and q alone.
+        accepted mass sums to at most 1 for any draws. The mass left depends on p and q alone.
         """
         ...
 
 
 def takes_layers(scheme: Scheme) -> TypeGuard[LayerScheme]:
+    """Whether the scheme is a `LayerScheme`, in the type checker's terms."""
     return scheme.layered
 
 
 def partial_draft(
     p: Tensor, law: Tensor, tokens: Tensor, chosen: Tensor, sure: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`partial` for one draw of a known law beside tokens that are drawn for sure.
+    """`partial` for one draw of a known law, beside sure tokens.
 
-    The draw takes min(1, p / law). Where it is refused, the sure tokens take their p from the mass
-    that it has not taken, 1 - the sum of min(p, law) on average, which is more than their p.
-    p: [B, V]. law: [B, V], that of the draw, 0 on the sure tokens. tokens: [B, K]. chosen, sure:
-    [B, K] bool, which of them is that draw and which are sure.
+    The draw accepts min(1, p/law). Where it is refused, the sure tokens take their p from the
+    refused mass. On average that mass is 1 - the sum of min(p, law), which is at least their p.
+
+    p: [B, V] masses.
+    law: [B, V] the law of the draw, 0 on the sure tokens.
+    tokens: [B, K]. chosen, sure: [B, K] bool, which token is the draw and which tokens are sure.
     """
+    # 1. The draw, as a single draft.
     at = tokens.clamp(min=0)
     mass = p.gather(1, at)
     weight = scale(law, chosen.any(-1, keepdim=True))
     accepted = ratio(mass, law.gather(1, at) * weight) * chosen
+
+    # 2. p without what the draw and the sure tokens take.
     left = without(subtract(p, law, weight), tokens.masked_fill(~sure, -1))
-    mass = mass * sure
-    untaken = (
-        (1 - p.sum(-1, keepdim=True)).clamp(min=0)
-        + mass.sum(-1, keepdim=True)
-        + left.sum(-1, keepdim=True)
-    )
+
+    # 3. The sure tokens' share of the refused mass.
+    sure_mass = mass * sure
+    outside = (1 - p.sum(-1, keepdim=True)).clamp(min=0)
+    mean_refused = outside + sure_mass.sum(-1, keepdim=True) + left.sum(-1, keepdim=True)
     refused = 1 - accepted.sum(-1, keepdim=True)
-    return accepted + refused * mass / untaken.clamp(min=torch.finfo(p.dtype).tiny), left
+    tiny = torch.finfo(p.dtype).tiny
+    return accepted + refused * sure_mass / mean_refused.clamp(min=tiny), left

@@ -15,22 +15,27 @@ from treespec.verify.laws import (
     overlap,
     recursive_rejection,
 )
-from treespec.verify.scheme import Drawing, Scheme
+from treespec.verify.scheme import Chance, Drawing, Scheme
 
 
 @final
 @dataclass(frozen=True)
 class RRS(Scheme):
-    """Independent draws, each verified against what the earlier ones left of p.
+    """Independent draws, verified one after another as in single-draft speculative sampling.
 
-    q: [B, V] or [B, K, V].
+    The first draw is verified against p. Each refused draw of law q replaces p by its residual
+    norm (p - q)+, against which the next draw is verified. Where all are refused, the output comes
+    from the last residual.
 
-    draft_temperatures: of each draw in order, as multiples of the sampling temperature; the last
-    repeats.
+    q: [B, V], or [B, K, V] with a law for each draw.
+    draft_temperatures: multiples of the sampling temperature, one for each draw in order; the last
+    one holds for all further draws. Default: all draws have the sampling temperature.
+    Raises InputError for a multiple that is not positive or is above 100.
     """
 
     name: ClassVar[str] = "rrs"
     drawing: ClassVar[Drawing] = "with replacement"
+    chance: ClassVar[Chance | None] = "independent"
     law_per_draw: ClassVar[bool] = True
 
     draft_temperatures: tuple[float, ...] = ()
@@ -45,8 +50,9 @@ class RRS(Scheme):
         return recursive_rejection(p, laws_of(q, draws.tokens.shape[1]), draws.tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        refused = torch.ones_like(p[:, 0])
+        all_refused = torch.ones_like(p[:, 0])
+        residual = p
         for law in laws_of(q, k):
-            refused = refused * (1 - overlap(p, law))
-            p = normalise((p - law).clamp_(min=0), p)
-        return 1 - refused
+            all_refused = all_refused * (1 - overlap(residual, law))
+            residual = normalise((residual - law).clamp_(min=0), residual)
+        return 1 - all_refused

@@ -23,13 +23,13 @@ from treespec.verify.laws import (
     sample_if_any,
     without,
 )
-from treespec.verify.scheme import Drawing, SureScheme
+from treespec.verify.scheme import Chance, Drawing, SureScheme
 
-SPARE = 4  # independent draws for one that is wanted
+SPARE = 4  # independent draws per wanted draw: so many hold enough distinct tokens
 
 
 def laws_of(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
-    """The [B, V] masses that each draw came from: q without the draws before it, not normalised."""
+    """The laws of K draws [B, K]: q [B, V] without the earlier draws, not normalised."""
     for token in tokens.split(1, dim=1):
         yield q
         q = without(q, token)
@@ -38,17 +38,20 @@ def laws_of(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
 @final
 @dataclass(frozen=True)
 class RRSWithoutReplacement(SureScheme):
-    """Draws one after another, each from q without the earlier ones and verified against that law.
+    """Distinct draws, each from q without the earlier ones, verified one after another.
 
-    Independent draws without their repeats are such draws; only where those run short q is searched
-    again.
+    As in `rrs`, each refused draw replaces p by its residual; the law of a draw is q without the
+    earlier draws. Independent draws without their repeats have the law of such draws. So `draw`
+    makes more independent draws than it needs, and samples one by one only where these hold too few
+    distinct tokens.
 
-    Sure tokens stand behind the draws, which are then from q without them. Their laws are one-hot,
-    so recursive rejection accepts each with its own share of what the draws leave of p.
+    Sure tokens stand behind the draws, and the draws come from q without them. The law of a sure
+    token is one-hot, so recursive rejection accepts it with its share of the residual.
     """
 
     name: ClassVar[str] = "rrs-wo"
     drawing: ClassVar[Drawing] = "without replacement"
+    chance: ClassVar[Chance | None] = "without replacement"
     accepted_in_turn: ClassVar[bool] = True
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
@@ -56,35 +59,36 @@ class RRSWithoutReplacement(SureScheme):
         check(self, q, width)
         if width == 1:
             return independent(q, k, generator)
-        tokens = keep_first(
-            distinct(independent(q, SPARE * width, generator).tokens)[:, :width], number
-        )
+        spare = independent(q, SPARE * width, generator).tokens
+        tokens = keep_first(distinct(spare)[:, :width], number)
         wanted = torch.arange(width, device=q.device) < number
-        for turn, short in enumerate(((tokens < 0) & wanted).any(0).tolist()):
-            if short:
-                more = sample_if_any(without(q, tokens[:, :turn]), generator)
-                tokens[:, turn : turn + 1] = torch.where(tokens < 0, more, tokens)[
-                    :, turn : turn + 1
-                ]
+        for column, is_short in enumerate(((tokens < 0) & wanted).any(0).tolist()):
+            if is_short:
+                more = sample_if_any(without(q, tokens[:, :column]), generator).squeeze(1)
+                present = tokens[:, column] >= 0
+                tokens[:, column] = torch.where(present, tokens[:, column], more)
         return Draws(keep_first(tokens, number))
 
     def draw_with_sure(
         self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator
     ) -> Draws:
-        """Absent draws stand behind all that are present."""
+        """The draws, then the sure tokens, then absent draws."""
         if not sure.any():
             tokens = self.draw(q, drawn, generator).tokens
             return Draws(tokens, sure=torch.zeros_like(tokens, dtype=torch.bool))
+
+        # 1. The sure tokens that q can draw, and draws from q without them.
         tops = keep_first(likeliest(q, int(sure.max())), sure[:, None].to(q.device))
         tops = tops.masked_fill(q.gather(1, tops.clamp(min=0)) == 0, -1)
-        others = (
-            tops[:, :0] if not drawn.any() else self.draw(without(q, tops), drawn, generator).tokens
-        )
+        others = tops[:, :0]
+        if drawn.any():
+            others = self.draw(without(q, tops), drawn, generator).tokens
+
+        # 2. Absent draws move to the end.
         tokens = torch.cat([others, tops], dim=1)
-        is_sure = (torch.arange(tokens.shape[1], device=q.device) >= others.shape[1]).expand_as(
-            tokens
-        )
-        return Draws(tokens, is_sure).columns((tokens < 0).int().argsort(dim=-1, stable=True))
+        is_sure = torch.arange(tokens.shape[1], device=q.device) >= others.shape[1]
+        present_first = (tokens < 0).int().argsort(dim=-1, stable=True)
+        return Draws(tokens, is_sure.expand_as(tokens)).columns(present_first)
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         check(self, q, draws.tokens.shape[1])
@@ -92,13 +96,13 @@ class RRSWithoutReplacement(SureScheme):
         return recursive_rejection(p, laws_of(q, tokens), tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
-        """None beyond one draw: only enumeration is known."""
+        """For one draw its overlap with p; None for more, where only enumeration is known."""
         check(self, q, k)
         return overlap(p, q) if k == 1 else None
 
 
 def without_sure(q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """q [B, V] without the sure tokens, and the draws [B, K] without them."""
+    """q [B, V] without the sure tokens, and the draws [B, K] with -1 in their place."""
     if draws.sure is None:
         return q, draws.tokens
     tops = draws.tokens.masked_fill(~draws.sure, -1)

@@ -10,20 +10,24 @@ from treespec.trees.static import StaticTree, chain
 from treespec.trees.tree import Draws
 from treespec.verify.laws import check, counts, independent, overlap, single_draft
 from treespec.verify.partial import LayerScheme, partial_draft
-from treespec.verify.scheme import Drawing
+from treespec.verify.scheme import Chance, Drawing
 
 
 @final
 @dataclass(frozen=True)
 class Single(LayerScheme):
-    """One draw x ~ q; accept with min(1, p/q), else sample norm (p - q)+.
+    """One draw x ~ q, accepted with probability min(1, p(x)/q(x)).
 
-    Raises InputError for two draws.
+    Where it is refused, the output comes from the residual norm (p - q)+. The acceptance rate is
+    the sum over x of min(p(x), q(x)), which is optimal for one draw.
+
+    Every method raises InputError for more than one draw a node.
     """
 
     name: ClassVar[str] = "single"
     max_draws: ClassVar[int | None] = 1
     drawing: ClassVar[Drawing] = "with replacement"
+    chance: ClassVar[Chance | None] = "independent"
     accepted_in_turn: ClassVar[bool] = True
     default_tree: ClassVar[StaticTree] = chain(5)
 
@@ -38,7 +42,8 @@ class Single(LayerScheme):
     def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         check(self, q, draws.tokens.shape[1])
         drawn = draws.tokens >= 0
-        return partial_draft(p, q, draws.tokens, drawn, torch.zeros_like(drawn))
+        no_sure_tokens = torch.zeros_like(drawn)
+        return partial_draft(p, q, draws.tokens, drawn, no_sure_tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         check(self, q, k)

@@ -1,4 +1,14 @@
-"""SpecHub (Sun et al. 2024): two draws of which one is the likeliest token."""
+"""SpecHub (Sun et al. 2024): two draws, one of which is the likeliest token of q, the hub.
+
+Let a be the likeliest token. The draws are pairs, and every pair holds a:
+
+    (i, a)  with probability q(i)              for each i but a
+    (a, j)  with probability q(a) q(j)/(1 - q(a))
+
+With one token in every pair, the transport from pairs to output tokens has a closed form. Each
+token i first takes what p(i) allows of its own two pairs; then a takes what p(a) allows of the
+mass that is left on all pairs.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -21,22 +31,22 @@ from treespec.verify.laws import (
     scale,
     without,
 )
-from treespec.verify.scheme import Drawing, Scheme
+from treespec.verify.scheme import Chance, Drawing, Scheme
 
 
 @final
 @dataclass(frozen=True)
 class SpecHub(Scheme):
-    """a = argmax q; a draw i ~ q gives the pair (i, a), and (a, j) with j ~ q without a where i is
-    a.
+    """A draw i ~ q and the likeliest token a; where i is a, a second draw from q without a.
 
-    At most two draws, else InputError. A node with one draw is `single`; so is one whose q is
-    one-hot, as there is no second token then.
+    A node with one draw is verified as by `single`. So is a node whose q is one-hot, because no
+    second token exists. Every method raises InputError for more than two draws a node.
     """
 
     name: ClassVar[str] = "spechub"
     max_draws: ClassVar[int | None] = 2
     drawing: ClassVar[Drawing] = "greedy"
+    chance: ClassVar[Chance | None] = "the first"
     default_tree: ClassVar[StaticTree] = eagle().narrowed(2)
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
@@ -51,43 +61,41 @@ class SpecHub(Scheme):
         check(self, q, draws.tokens.shape[1])
         first, second = pad(draws.tokens, (0, 2 - draws.tokens.shape[1]), value=-1).split(1, dim=1)
         pair = second >= 0
-        # The likelier of the two is a; of equals argmax takes the first.
+
+        # 1. Which of the draws is a: the likelier one, and of equals the first, as by argmax.
         q1, q2 = q.gather(1, first.clamp(min=0)), q.gather(1, second.clamp(min=0))
         top_first = pair & ((q1 > q2) | ((q1 == q2) & (first < second)))
         a = torch.where(top_first, first, second)  # [B, 1], -1 for a single draw
         i = torch.where(top_first, second, first)
         at_a, at_i = a.clamp(min=0), i.clamp(min=0)
 
-        # Masses of the pairs (i, a) and (a, i), [B, V] over i; a single draw is a pair of the first kind.
+        # 2. Masses of the pairs, [B, V] over i: (i, a), of which a single draw is one, and (a, i).
         second_top = without(q, a) * scale(q, first >= 0)
         q_a = q.gather(1, at_a) * scale(q, pair)
         first_top = second_top * (q_a * scale(second_top, pair))
         p_a = p.gather(1, at_a) * pair
 
-        # Steps 1 and 2: p pays for i, first where a is second.
+        # 3. p(i) pays for output i, first for the pairs (i, a), then for the pairs (a, i).
         p1 = without(p, a)
         p2 = (p1 - second_top).clamp_(min=0)
         p3 = (p2 - first_top).clamp_(min=0)
-        accept_i = torch.where(
-            top_first,
-            ratio(p2.gather(1, at_i), first_top.gather(1, at_i)),
-            ratio(p1.gather(1, at_i), second_top.gather(1, at_i)),
-        ) * (i >= 0)
+        accept_i_first = ratio(p1.gather(1, at_i), second_top.gather(1, at_i))
+        accept_i_second = ratio(p2.gather(1, at_i), first_top.gather(1, at_i))
+        accept_i = torch.where(top_first, accept_i_second, accept_i_first) * (i >= 0)
 
-        # Steps 3 and 4: p(a) pays for what is left of the pairs, first where a is first.
+        # 4. p(a) pays for the mass left on the pairs, first for (a, i), then for (i, a).
         left_first = (first_top - p2).clamp_(min=0).sum(-1, keepdim=True)
         left_second = (second_top - p1).clamp_(min=0).sum(-1, keepdim=True)
         p_a2 = (p_a - left_first).clamp(min=0)
         p_a3 = (p_a2 - left_second).clamp(min=0)
         accept_a = torch.where(top_first, ratio(p_a, left_first), ratio(p_a2, left_second)) * pair
 
-        # Step 5: the rest of p.
+        # 5. The residual is the rest of p.
         rest = p3.scatter_add_(1, at_a, p_a3)
-        return answer(
-            p, rest, torch.cat([i, a], 1), torch.cat([accept_i, (1 - accept_i) * accept_a], 1)
-        )
+        accepted = torch.cat([accept_i, (1 - accept_i) * accept_a], 1)
+        return answer(p, rest, torch.cat([i, a], 1), accepted)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        """That of `greedy`, though two draws have another law."""
+        """The rate of `greedy`, which has another law of two draws but accepts as much."""
         check(self, q, k)
         return rate(p, q, q.argmax(-1, keepdim=True)) if k == 2 else overlap(p, q)

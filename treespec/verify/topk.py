@@ -1,4 +1,4 @@
-"""Deterministic drafts (EAGLE-2 and 3, retrieval): the likeliest tokens, or any given set."""
+"""Deterministic drafts (EAGLE-2 and 3, retrieval): the likeliest tokens, or any fixed set."""
 
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -14,9 +14,10 @@ from treespec.verify.scheme import Scheme
 @final
 @dataclass(frozen=True)
 class TopK(Scheme):
-    """The k likeliest tokens; sample p and see whether it is a child. Optimal for this law.
+    """The k likeliest tokens of q. The output is sampled from p, and accepted if it is a draw.
 
-    q may be any scores [B, V], such as logits: only their order counts.
+    That is optimal for these draws. q may be any scores [B, V], such as logits: only their order
+    counts.
     """
 
     name: ClassVar[str] = "topk"

@@ -1,7 +1,16 @@
-"""Traversal verification of trees drawn without replacement (2505.12398): leaves first, and upwards
-where refused.
+"""Traversal verification of trees drawn without replacement (2505.12398): leaves are judged first.
+
+A node is judged after all nodes below it. Node numbers, and the order of judgement where the
+verifier refuses every node but the root:
+
+    0 ─┬─ 1 ─── 3         3, 1, 4, 2, then 0, which is never refused
+       └─ 2 ─── 4
+
+The verdict is the path to the first accepted node. A refused child gives its mass back: its parent
+continues with the residual of p, from which its next child gets a new chance.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -9,23 +18,29 @@ import torch
 from torch import Tensor
 
 from treespec.sampling import TargetLaws, sample
-from treespec.trees.tree import TokenTree
+from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.laws import check, normalise
 from treespec.verify.rrs_wo import RRSWithoutReplacement, without_sure
 from treespec.verify.scheme import Scheme
-from treespec.verify.walk import Verdict, follow
+from treespec.verify.walk import Verdict, children_by_token, follow
 
 
 @final
 @dataclass(frozen=True)
 class Traversal:
-    """Judges each node after all that is below it: on a chain it is block verification, at depth 1
-    `rrs-wo`.
+    """Accepts at least as much as the walk over `rrs-wo`, because it looks at whole subtrees.
 
-    A child has weight w_c = min(1, w p/q), the root 1. A node below which all is refused is kept
-    with its weight. Where it is refused its parent goes on with p <- norm (w p - q)+, w <- S / (S +
-    1 - w), S the mass of (w p - q)+, and q without it. A draw without a node is a leaf that nothing
-    follows. The host waits at the start, at each refused draw and at the end.
+    On a chain this is block verification, at depth 1 it is `rrs-wo`. The weight w of a node is the
+    probability to accept it where all nodes below it are refused:
+
+        root      w = 1
+        child     w_c = min(1, w p/q)           p, q: the parent's laws at the child's token
+        refused   p <- norm (w p - q)+          the parent, after a child is refused
+                  w <- S / (S + 1 - w)          S: the mass of (w p - q)+
+                  q <- q without the child's token, normalised
+
+    A draw without a node is a leaf; no token follows it. The host waits at the start, at each
+    refused draw and at the end. Raises InputError for a law per draw.
     """
 
     name: ClassVar[str] = "traversal"
@@ -38,62 +53,103 @@ class Traversal:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return follow(tree, sample(p[:], generator))
-        laws, tokens, nodes = tree.drafts.q, tree.drafts.draws.tokens, tree.drafts.nodes
-        check(self.scheme, laws, tokens.shape[1])
-        laws, drawn = without_sure(laws, tree.drafts.draws)
-        at, sure = tokens.clamp(min=0), drawn < 0  # of a token for sure the law is one-hot
-        inner = p[nodes]
-        odds = (inner.gather(1, at).double() / laws.gather(1, at).masked_fill(sure, 1)).tolist()
-        draws, is_sure, totals = tokens.tolist(), sure.tolist(), laws.sum(-1).tolist()
-        row_of = {node: row for row, node in enumerate(nodes.tolist())}
-        child_of: dict[tuple[int, int], int] = {}
-        for node, (parent, token) in enumerate(
-            torch.stack([tree.parents, tree.tokens]).mT.tolist()
-        ):
-            child_of.setdefault((parent, token), node)
-        uniform = torch.rand(
-            len(p) + tokens.numel(), generator=generator, dtype=torch.float64, device=p.device
-        )
-        coins = iter(uniform.tolist())
-
-        def keep(node: int | None, weight: float) -> Verdict | None:
-            """The verdict below a draw; None where the draw and all below it are refused.
-
-            node: the draw's; None for a draw without a node. weight: the draw's.
-            """
-            if node is None:
-                return Verdict([], []) if next(coins) < weight else None
-            row, scale = row_of.get(node), weight
-            own = p[node] if row is None else inner[row]
-            law = own  # law * scale is w p
-            if row is not None:
-                q, total, chances = laws[row], totals[row], odds[row]
-                for k, token in enumerate(draws[row]):
-                    if token < 0:
-                        continue
-                    child = child_of.get((node, token))
-                    chance = chances[k] if is_sure[row][k] else chances[k] * total
-                    below = keep(child, min(1.0, scale * chance))
-                    if below:
-                        return Verdict(
-                            [child, *below.path] if child else [], [token, *below.tokens]
-                        )
-                    if is_sure[row][k]:
-                        law = (law * scale).index_fill_(0, at[row, k : k + 1], 0)
-                    else:
-                        law = (law * scale).sub_(q, alpha=1 / total).clamp_(min=0)
-                        q = q.index_fill(0, at[row, k : k + 1], 0)
-                    sums = torch.stack([law.sum(), q.sum().clamp(min=torch.finfo(q.dtype).tiny)])
-                    odd = law[at[row]].double() / q[at[row]].masked_fill(sure[row], 1)
-                    left, total, *chances = torch.cat([sums, odd]).tolist()
-                    scale = 1 / max(left + (1 - weight), torch.finfo(law.dtype).tiny)
-                    weight = left * scale
-            if node == 0 or next(coins) < weight:
-                return Verdict(
-                    [], sample(normalise(law[None].clone(), own[None]), generator).tolist()
-                )
-            return None
-
-        verdict = keep(0, 1.0)
+        check(self.scheme, tree.drafts.q, tree.drafts.draws.tokens.shape[1])
+        verdict = _Judge(tree, tree.drafts, p, generator).verdict(0, 1.0)
         assert verdict
         return verdict
+
+
+@final
+class _Judge:
+    """The judge of one tree: the numbers that the host needs, and a coin for each node and draw."""
+
+    def __init__(
+        self,
+        tree: TokenTree,
+        drafts: Drafts,
+        p: Tensor | TargetLaws,
+        generator: torch.Generator,
+    ) -> None:
+        # 1. On the device: each inner node's laws. A sure token's law is one-hot, so its q is 1.
+        tokens = drafts.draws.tokens
+        self.q, drawn = without_sure(drafts.q, drafts.draws)  # [I, V], not normalised
+        self.at, self.sure = tokens.clamp(min=0), drawn < 0  # [I, K]
+        self.p, self.inner_p = p, p[drafts.nodes]
+        at_p = self.inner_p.gather(1, self.at).double()
+        at_q = self.q.gather(1, self.at).masked_fill(self.sure, 1)
+
+        # 2. On the host: p/q and the sums of q, the draws, and where they have nodes.
+        self.odds: list[list[float]] = (at_p / at_q).tolist()
+        self.draws: list[list[int]] = tokens.tolist()
+        self.is_sure: list[list[bool]] = self.sure.tolist()
+        self.totals: list[float] = self.q.sum(-1).tolist()
+        self.row_of = {node: row for row, node in enumerate(drafts.nodes.tolist())}
+        self.child_of = children_by_token(tree)
+
+        # 3. One coin for each node and each draw.
+        coins = torch.rand(
+            len(p) + tokens.numel(), generator=generator, dtype=torch.float64, device=p.device
+        )
+        self.coins: Iterator[float] = iter(coins.tolist())
+        self.generator = generator
+
+    def verdict(self, node: int | None, weight: float) -> Verdict | None:
+        """The verdict at or below a draw; None where the draw and all nodes below it are refused.
+
+        node: the draw's node, None if it has none. weight: w of the draw.
+        """
+        # 1. A draw without a node is a leaf.
+        if node is None:
+            return Verdict([], []) if next(self.coins) < weight else None
+
+        # 2. The children come first. Where all are refused they change the node's p and w.
+        row = self.row_of.get(node)
+        p = self.p[node] if row is None else self.inner_p[row]
+        rest = p
+        if row is not None:
+            below, rest, weight = self._below(node, row, weight)
+            if below:
+                return below
+
+        # 3. Then the node itself, with a token from its residual. The root is never refused.
+        if node == 0 or next(self.coins) < weight:
+            law = normalise(rest[None].clone(), p[None])
+            return Verdict([], sample(law, self.generator).tolist())
+        return None
+
+    def _below(self, node: int, row: int, weight: float) -> tuple[Verdict | None, Tensor, float]:
+        """Judge a node's draws in turn: the first verdict, else the residual [V] and the weight.
+
+        The residual is not normalised. row: the node's row in the tree's drafts.
+        """
+        rest, q = self.inner_p[row], self.q[row]
+        odds, total = self.odds[row], self.totals[row]
+        scale = weight  # rest * scale is w p
+        for column, token in enumerate(self.draws[row]):
+            if token < 0:
+                continue
+            # 1. The child's weight, and the verdict below it.
+            child, is_sure = self.child_of.get((node, token)), self.is_sure[row][column]
+            chance = odds[column] if is_sure else odds[column] * total
+            below = self.verdict(child, min(1.0, scale * chance))
+            if below:
+                path = [child, *below.path] if child else []
+                return Verdict(path, [token, *below.tokens]), rest, weight
+
+            # 2. It is refused: w p less the law of the draw, and q without its token.
+            place = self.at[row, column : column + 1]
+            if is_sure:
+                rest = (rest * scale).index_fill_(0, place, 0)
+            else:
+                rest = (rest * scale).sub_(q, alpha=1 / total).clamp_(min=0)
+                q = q.index_fill(0, place, 0)
+
+            # 3. The new weight, and p/q at the draws to come.
+            tiny_q, tiny = torch.finfo(q.dtype).tiny, torch.finfo(rest.dtype).tiny
+            sums = torch.stack([rest.sum(), q.sum().clamp(min=tiny_q)])
+            at = self.at[row]
+            at_odds = rest[at].double() / q[at].masked_fill(self.sure[row], 1)
+            mass, total, *odds = torch.cat([sums, at_odds]).tolist()
+            scale = 1 / max(mass + (1 - weight), tiny)
+            weight = mass * scale
+        return None, rest, weight

@@ -15,12 +15,14 @@ from treespec.verify.scheme import Scheme
 @final
 @dataclass(frozen=True)
 class Typical(Scheme):
-    """The k likeliest tokens of q.
+    """The k likeliest tokens of q; a draw x passes if p(x) > min(epsilon, delta exp(-H(p))).
 
-    A draw x passes if p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats.
+    H is the entropy in nats. The output is the passing draw with the largest p; where none passes,
+    it is sampled from p. This is lossy: the text is likelier than the target's own. q may be any
+    scores [B, V], and plans do not look at it.
 
-    The passing draw that p likes best is output; where none passes, p is sampled. Lossy: the text
-    is likelier than the target's own. q may be any scores [B, V], and plans do not look at it.
+    epsilon: the absolute threshold, a probability. delta: the factor of the relative threshold.
+    Raises InputError where either lies outside (0, 1].
     """
 
     name: ClassVar[str] = "typical"
@@ -43,14 +45,13 @@ class Typical(Scheme):
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         at = draws.tokens.clamp(min=0)
-        mass, best = (p.gather(1, at) * (draws.tokens >= 0)).max(
-            -1, keepdim=True
-        )  # [B, 1]; only the best can matter
+        # The draw with the largest p [B, 1]; if it does not pass, none does.
+        mass, best = (p.gather(1, at) * (draws.tokens >= 0)).max(-1, keepdim=True)
         chosen = torch.zeros_like(p).scatter_(1, at.gather(1, best), 1.0)
         return chosen.where(mass > self.threshold(p), p)
 
     def threshold(self, p: Tensor) -> Tensor:
-        """[B, 1] the probability above which a draw passes."""
+        """[B, 1] the probability that a draw must exceed to pass."""
         entropy = torch.special.entr(p).sum(-1, keepdim=True)
         return (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
 

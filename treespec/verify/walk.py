@@ -1,6 +1,4 @@
-"""The seam of verifiers, and the walk: sample the plan at every node, follow the tokens that are
-children.
-"""
+"""The seam of verifiers, and the walk: sample the plan at a node, descend while it is a child."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +14,10 @@ from treespec.verify.scheme import Scheme
 
 @dataclass(frozen=True)
 class Verdict:
-    """path: accepted nodes from the root down, without the root.
+    """What a cycle commits.
 
-    tokens: theirs, and the one after them.
+    path: the accepted nodes from the root down, without the root.
+    tokens: their tokens, then one more token from the target's law.
     """
 
     path: list[int]
@@ -26,10 +25,11 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Keeps a path of a tree. name: as `--verifier` takes it. scheme: whose draws the tree holds.
+    """Judges a drafted tree: which path is accepted, and which token follows it.
 
-    paced: whether it verifies whatever tree a cycle has, so that each cycle's tree may be chosen by
-    what it costs.
+    name: the verifier's name on the command line (`--verifier`).
+    scheme: the scheme that makes the tree's draws.
+    paced: whether it judges any kind of tree, so that each cycle's tree may be chosen by its cost.
     """
 
     @property
@@ -49,14 +49,13 @@ class Verifier(Protocol):
 @final
 @dataclass(frozen=True)
 class Walk:
-    """Samples the plan at the root, goes to the child with that token, and so on; at a leaf it
-    samples p.
+    """Samples the scheme's plan at the root and moves to the child with that token, until none is.
 
-    Lossless for every lossless scheme: each output token has the target's law given the text before
-    it. Where a scheme's draws are a function of the text, a node's draws are its children. On a CPU
-    the walk computes laws and plans only for the nodes of its path, one after another. On another
-    device it samples the plan at all nodes at once and uses the path's samples, so that the host
-    waits once.
+    Of a leaf the plan is p. The walk is lossless for every lossless scheme: each output token has
+    the target's law given the text before it. Where a scheme's draws are a function of the text,
+    the children of a node are its draws.
+    On a CPU the walk computes the plans of the nodes on its path, one after another. On other
+    devices it samples the plans of all nodes at once, so that the host waits once.
     """
 
     scheme: Scheme
@@ -79,69 +78,80 @@ class Walk:
     def step_by_step(
         self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
     ) -> Verdict:
-        child: dict[tuple[int, int], int] = {}
-        for node, (parent, token) in enumerate(
-            torch.stack([tree.parents, tree.tokens]).mT.tolist()
-        ):
-            child.setdefault((parent, token), node)
-        row_of = (
-            {node: row for row, node in enumerate(tree.drafts.nodes.tolist())}
-            if tree.drafts
-            else {}
-        )
+        child_of = children_by_token(tree)
+        inner = tree.drafts.nodes.tolist() if tree.drafts else []
+        row_of = {node: row for row, node in enumerate(inner)}
         path, tokens = [0], []
         while True:
-            at = path[-1]
-            tokens.append(int(sample(self.plan_at(tree, p, at, row_of.get(at)), generator)))
-            following = child.get((at, tokens[-1]))
-            if following is None:
+            node = path[-1]
+            plan = self.plan_at(tree, p, node, row_of.get(node))
+            tokens.append(int(sample(plan, generator)))
+            child = child_of.get((node, tokens[-1]))
+            if child is None:
                 return Verdict(path[1:], tokens)
-            path.append(following)
+            path.append(child)
 
     def plans(self, tree: TokenTree, p: Tensor | TargetLaws) -> Tensor:
-        """[N, V] the law of the output at every node."""
+        """[N, V] the plan at every node: probabilities of the output token."""
         if tree.drafts:
             nodes = tree.drafts.nodes
-            return p[:].index_copy(
-                0, nodes, self.scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws)
-            )
+            plans = self.scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws)
+            return p[:].index_copy(0, nodes, plans)
         if self.scheme.lossless:
-            return p[:]  # the plan is p
+            return p[:]  # draws are a function of the text: the plan is p
         return self.scheme.plan(p[:], p[:], Draws(children_of(tree)))
 
     def plan_at(
         self, tree: TokenTree, p: Tensor | TargetLaws, node: int, row: int | None
     ) -> Tensor:
-        """[1, V] the law of the output at one node.
+        """[1, V] the plan at one node.
 
-        row: the node's row in the tree's drafts; None: it has none.
+        row: the node's row in the tree's drafts; None: it has no draws.
         """
         law = p[node : node + 1]
         if tree.drafts and row is not None:
-            return self.scheme.plan(
-                law, tree.drafts.q[row : row + 1], drawn_at(row, tree.drafts.draws)
-            )
+            draws = drawn_at(row, tree.drafts.draws)
+            return self.scheme.plan(law, tree.drafts.q[row : row + 1], draws)
         if self.scheme.lossless:
             return law
         return self.scheme.plan(law, law, Draws(children_of(tree)[node : node + 1]))
 
 
 def drawn_at(row: int, draws: Draws) -> Draws:
-    """The draws of one node, without the columns that only other nodes fill."""
+    """The draws of one row, without the columns that only other rows fill."""
     tokens = draws.tokens[row : row + 1]
     width = 1 + max((i for i, token in enumerate(tokens[0].tolist()) if token >= 0), default=0)
     return draws.each(lambda field: field[row : row + 1, :width])
 
 
 def children_of(tree: TokenTree) -> Tensor:
-    """[N, N] the token of each node in the row of its parent, -1 elsewhere."""
+    """[N, N] int64: row i holds the tokens of i's children, each in its own node's column.
+
+    The example tree, whose nodes 0 to 4 carry the tokens r a b c d; a dot is -1:
+
+        0 ─┬─ 1 ─── 3        row 0    . a b . .
+           └─ 2 ─── 4        row 1    . . . c .
+                             row 2    . . . . d
+                             row 3    . . . . .
+                             row 4    . . . . .
+    """
     rows = torch.arange(len(tree.parents), device=tree.parents.device)
     return tree.tokens.where(tree.parents == rows[:, None], -1)
 
 
+def children_by_token(tree: TokenTree) -> dict[tuple[int, int], int]:
+    """{(node, token): the node's first child with that token}, on the host."""
+    child_of: dict[tuple[int, int], int] = {}
+    links = torch.stack([tree.parents, tree.tokens]).mT.tolist()
+    for node, (parent, token) in enumerate(links):
+        child_of.setdefault((parent, token), node)
+    return child_of
+
+
 def follow(tree: TokenTree, choice: Tensor) -> Verdict:
-    """The path along the tokens chosen at the nodes, [N] int64; at temperature 0 they are the
-    target's own.
+    """The path from the root along the tokens chosen at the nodes.
+
+    choice: [N] int64, an output token for each node; at temperature 0 the target's likeliest.
     """
     return follow_all([tree], [choice])[0]
 
@@ -152,11 +162,12 @@ def follow_all(trees: Sequence[TokenTree], choices: Sequence[Tensor]) -> list[Ve
         torch.stack([next_nodes(tree, choice), choice])
         for tree, choice in zip(trees, choices, strict=True)
     ]
-    following, chosen = torch.cat(steps, dim=1).tolist()
-    verdicts, first = [], 0
+    next_of, chosen = torch.cat(steps, dim=1).tolist()
+    verdicts = []
+    first = 0  # where the tree's nodes begin
     for tree in trees:
         path = [0]
-        while (node := following[first + path[-1]]) >= 0:
+        while (node := next_of[first + path[-1]]) >= 0:
             path.append(node)
         verdicts.append(Verdict(path[1:], [chosen[first + node] for node in path]))
         first += len(tree.tokens)
@@ -164,7 +175,7 @@ def follow_all(trees: Sequence[TokenTree], choices: Sequence[Tensor]) -> list[Ve
 
 
 def next_nodes(tree: TokenTree, choice: Tensor) -> Tensor:
-    """[N] the first child of each node that carries its chosen token, -1 for none."""
+    """[N] int64: each node's first child that carries its chosen token [N], -1 for none."""
     rows = torch.arange(len(choice), device=choice.device)
     child = (tree.parents == rows[:, None]) & (tree.tokens == choice[:, None])  # [N, N]
     return torch.where(child.any(1), child.int().argmax(1), -1)

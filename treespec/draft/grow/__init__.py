@@ -1,1 +1,1 @@
-"""Growing a tree, one policy a file."""
+"""How trees grow from draft logits: one grower for each policy."""

@@ -1,5 +1,6 @@
-"""A chain that ends where the draft is unsure (`treespec.trees.confident`); the host waits once a
-level.
+"""Growing a chain that ends where the draft is unsure (`treespec.trees.confident`).
+
+The host waits once a level.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,10 @@ from treespec.verify.scheme import Scheme
 
 @final
 class ConfidentGrower(Grower[ConfidentChain]):
-    """threshold, rate: γ and α of one text. levels: of the chain that is being verified."""
+    """Grows the chains of one text.
+
+    threshold, rate: the text's γ and α. levels: drafted tokens of the chain under verification.
+    """
 
     def __init__(self, policy: ConfidentChain, means: Means) -> None:
         super().__init__(policy, means)
@@ -35,17 +39,15 @@ class ConfidentGrower(Grower[ConfidentChain]):
         self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
     ) -> Growth:
         scheme, depth = self.means.scheme_at(params), self.policy.depth
-        grown = yield from grow_confident(
-            root, logits, depth, self.threshold, scheme, params, generator
-        )
-        self.levels = len(grown.tokens) - 1
-        return grown
+        growth = grow_confident(root, logits, depth, self.threshold, scheme, params, generator)
+        chain = yield from growth
+        self.levels = len(chain.tokens) - 1
+        return chain
 
     def feedback(self, path: Sequence[int]) -> None:
         if self.levels:
-            self.threshold, self.rate = self.policy.update(
-                self.threshold, self.rate, len(path), self.levels
-            )
+            updated = self.policy.update(self.threshold, self.rate, len(path), self.levels)
+            self.threshold, self.rate = updated
         self.levels = 0
 
 
@@ -58,21 +60,27 @@ def grow_confident(
     params: SamplingParams,
     generator: torch.Generator,
 ) -> Growth:
-    """root: [1] int64. logits: [1, V] draft logits of its child.
+    """The growth of a confident chain.
 
-    Confidence is at temperature 1, as published.
+    root: [1] int64. logits: [1, V] draft logits of its child.
+    threshold: γ. A token's confidence is its probability at temperature 1, as in the paper.
     """
     tokens, laws, draws = [root], [], []
     for level in range(1, depth + 1):
+        # 1. Draw the next token.
         q = logits if scheme.deterministic else draft_laws(logits, scheme, params, 1)
         drawn = scheme.draw(q, 1, generator)
         laws.append(q)
         draws.append(drawn)
         tokens.append(drawn.tokens[:, 0])
+
+        # 2. Stop below an unsure token, which stays in the chain.
         last = tokens[-1].clamp_min(0)
         if level == depth or not float(logits.float().softmax(-1)[0, last]) >= threshold:
             break
         logits = yield Frontier(last, torch.zeros_like(last))
+
+    # 3. The chain as a tree.
     number = torch.arange(len(tokens), device=logits.device)
     ancestors = number[:, None] >= number
     drafts = None if scheme.deterministic else Drafts(number[:-1], torch.cat(laws), stack(draws))

@@ -1,4 +1,7 @@
-"""EAGLE-2's tree, a level at a time. Candidates are numbered level by level, the root being 0."""
+"""Growing EAGLE-2's tree (`treespec.trees.dynamic`), a level at a time.
+
+Candidates are numbered level by level; the root is 0.
+"""
 
 from typing import final
 
@@ -18,15 +21,17 @@ from treespec.verify.scheme import Scheme
 
 @final
 class DynamicGrower(Grower[DynamicTree]):
+    """Grows dynamic trees."""
+
     @staticmethod
     def fits(policy: DynamicTree, scheme: Scheme, model: DraftModel) -> None:
-        """Keeping nodes by what was drafted is harmless only where the draws are a function of q."""
+        """Raises InputError also for sampled draws: a choice by drafted tokens biases them."""
         check_one_law(model)
         if not scheme.deterministic:
             raise InputError(
-                f"the dynamic tree cannot go with verifier {scheme.name}: it keeps children by the probability of "
-                "what was drawn, which biases sampled draws; take --tree eagle (or another static tree), "
-                "or --verifier topk"
+                f"the dynamic tree cannot go with verifier {scheme.name}: it keeps children by the "
+                "probability of what was drawn, which biases sampled draws; take --tree eagle (or "
+                "another static tree), or --verifier topk"
             )
         check_width(policy.topk, scheme)
         check_depth(policy.max_depth, model, "dynamic:depth=")
@@ -38,41 +43,46 @@ class DynamicGrower(Grower[DynamicTree]):
 
 
 def grow_dynamic(root: Tensor, logits: Tensor, tree: DynamicTree) -> Growth:
-    """root: [1] int64. logits: [1, V] draft logits of its children."""
+    """The growth of a dynamic tree.
+
+    root: [1] int64. logits: [1, V] draft logits of its children.
+    """
+    # 1. The root is candidate 0.
     device = logits.device
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     tokens, parents, depths, scores = [root], [zero], [zero], []
-    frontier, above = (
-        zero,
-        zero.float(),
-    )  # candidate numbers and path log-probabilities of the frontier
+    frontier = zero  # [F] candidate numbers
+    above = zero.float()  # [F] log-probabilities of the paths to them
     count = 1
     for level in range(1, tree.depth + 1):
+        # 2. The likeliest children of each frontier node are candidates.
         children, path_scores = expand(above, logits, tree.topk)  # [F, K]
         width = children.numel()
         tokens.append(children.flatten())
         parents.append(frontier.repeat_interleave(children.shape[1]))
         depths.append(torch.full((width,), level, device=device))
         scores.append(path_scores.flatten())
+
+        # 3. The likeliest of them are the next frontier.
         if level < tree.depth:
             best = best_first(scores[-1], tree.topk)
             frontier, above = count + best, scores[-1][best]
             count += width
             logits = yield Frontier(tokens[-1][best], best // children.shape[1])
+
+    # 4. Keep the likeliest of all candidates. No child is likelier than its parent, and of equals
+    #    the parent comes first, so a kept node's parent is kept.
     kept = 1 + best_first(torch.cat(scores), tree.nodes - 1)
     kept = torch.cat([zero, kept.sort().values])
-    links = connect(kept, torch.cat(parents))
-    return TokenTree(
-        torch.cat(tokens)[kept], links, torch.cat(depths)[kept], ancestor_mask(links, tree.depth)
-    )
+    links, depth = connect(kept, torch.cat(parents)), torch.cat(depths)[kept]
+    return TokenTree(torch.cat(tokens)[kept], links, depth, ancestor_mask(links, tree.depth))
 
 
 def expand(scores: Tensor, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """The likeliest children of each frontier node.
+    """The likeliest children of each frontier node, K = min(topk, V) of them.
 
-    scores: [F] log-probability of the path to each node. logits: [F, V] draft logits.
-    Returns tokens [F, K] int64 and the log-probabilities [F, K] of the paths to them, K = min(topk,
-    V).
+    scores: [F] log-probabilities of the paths to the nodes. logits: [F, V] draft logits.
+    Returns the children's tokens [F, K] int64 and the log-probabilities [F, K] of their paths.
     """
     law = logits.float().log_softmax(-1)
     best, tokens = largest(law, min(topk, law.shape[-1]))

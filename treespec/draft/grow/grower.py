@@ -1,4 +1,4 @@
-"""The seam of policies: a grower shapes the trees of one text by one policy."""
+"""The seam of growers: each grows the trees of one text by one policy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class DraftModel:
-    """What the pairing rules ask of a draft model; names and small files tell it before weights are
-    read.
+    """What the pairing rules ask about a draft model, known before its weights are read.
 
-    several: models that take turns. trained: it is a head. deepest: levels that it drafts; None:
-    any number.
-    calibrated: whether a head's calibration.json is there.
+    several: whether these are several models that take turns.
+    trained: whether it is a trained head.
+    deepest: the largest number of levels that it drafts; None: any number.
+    calibrated: whether the head's directory has a calibration.json.
     """
 
     several: bool = False
@@ -36,9 +36,11 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class Means:
-    """What trees are grown with.
+    """What a grower needs besides its policy.
 
-    times: measured costs, asked for at the first cycle that needs them.
+    scheme: makes the draws.
+    calibration: the head's acceptance rates, where it has any.
+    times: returns the measured seconds; called at the first cycle that needs them.
     """
 
     scheme: Scheme
@@ -46,13 +48,14 @@ class Means:
     times: Callable[[], Times] | None = None
 
     def scheme_at(self, params: SamplingParams) -> Scheme:
-        """At temperature 0 the likeliest tokens are taken, whatever the scheme."""
+        """The scheme of a cycle: at temperature 0 the likeliest tokens, whatever the scheme."""
         return TopK() if params.greedy else self.scheme
 
 
 class Grower(Generic[P]):
-    """Grows the trees of one text by a policy of type P, and keeps what that policy learns from the
-    text.
+    """Grows the trees of one text by a policy of type P.
+
+    It keeps the state that the policy learns from the text, such as a threshold.
     """
 
     def __init__(self, policy: P, means: Means) -> None:
@@ -60,27 +63,28 @@ class Grower(Generic[P]):
 
     @staticmethod
     def fits(policy: P, scheme: Scheme, model: DraftModel) -> None:
-        """Raises InputError for a scheme or draft model that the policy does not go with."""
+        """Raises InputError for a scheme or draft model that the policy cannot be paired with."""
         raise NotImplementedError
 
     def rests(self, params: SamplingParams) -> bool:
-        """Whether the text goes without drafts this cycle. Asked once a cycle, before `grow`."""
+        """Whether the text has no drafts in this cycle. Called once a cycle, before `grow`."""
         return False
 
     def grow(
         self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
     ) -> Growth:
-        """root: [1] int64. logits: [1, V] draft logits of its children."""
+        """Grow the tree of one cycle.
+
+        root: [1] int64, the last committed token. logits: [1, V] draft logits of its children.
+        """
         raise NotImplementedError
 
     def feedback(self, path: Sequence[int]) -> None:
-        """A cycle has ended. path: the accepted nodes, without the root."""
+        """Learn from a verdict. path: the accepted nodes, without the root."""
 
 
 def check_one_law(model: DraftModel) -> None:
-    """Raises InputError for draft models that take turns, where a policy looks at one draft law a
-    node.
-    """
+    """Raises InputError for draft models that take turns: the policy needs one law a node."""
     if model.several:
         raise InputError(
             "draft models that take turns need a tree of fixed shape: take --tree eagle or 2x4"
@@ -90,18 +94,21 @@ def check_one_law(model: DraftModel) -> None:
 def check_depth(levels: int, model: DraftModel, form: str) -> None:
     """Raises InputError for a tree of more levels than the model drafts.
 
-    form: of the --tree that is offered.
+    form: the start of the `--tree` value that the error offers, such as `chain:`.
     """
     if model.deepest is not None and levels > model.deepest:
         raise InputError(
-            f"the tree is {levels} deep, the head drafts {model.deepest} tokens: take --tree {form}{model.deepest}"
+            f"the tree is {levels} deep, the head drafts {model.deepest} tokens: take --tree "
+            f"{form}{model.deepest}"
         )
 
 
 def check_width(draws: int, scheme: Scheme) -> None:
-    """Raises InputError for more draws a node than the scheme answers."""
-    if scheme.max_draws and draws > scheme.max_draws:
+    """Raises InputError for a tree with more draws a node than the scheme answers."""
+    most = scheme.max_draws
+    if most and draws > most:
+        remedy = "chain:5" if most == 1 else f"balanced:{most}x3"
         raise InputError(
-            f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, this tree makes {draws}; "
-            f"take --tree {'chain:5' if scheme.max_draws == 1 else f'balanced:{scheme.max_draws}x3'}"
+            f"verifier {scheme.name} answers at most {most} draws a node, this tree makes {draws}; "
+            f"take --tree {remedy}"
         )

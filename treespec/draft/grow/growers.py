@@ -1,4 +1,4 @@
-"""Which grower grows the trees of which policy."""
+"""The table of growers: policy -> grower."""
 
 from typing import Any
 
@@ -26,10 +26,10 @@ GROWERS: dict[type, type[Grower[Any]]] = {
 
 
 def check_fit(policy: Policy, scheme: Scheme, model: DraftModel) -> None:
-    """Raises InputError for a policy, scheme and draft model that may not go together."""
+    """Raises InputError where policy, scheme and draft model cannot be paired."""
     GROWERS[type(policy)].fits(policy, scheme, model)
 
 
 def new_grower(policy: Policy, means: Means) -> Grower[Any]:
-    """The grower of one text."""
+    """A grower for one text."""
     return GROWERS[type(policy)](policy, means)

@@ -1,4 +1,4 @@
-"""Trees that grow together: a level of all texts is one step of the draft model."""
+"""Trees of several texts that grow together: one draft step extends all of them by a level."""
 
 from collections.abc import Generator, Sequence
 from typing import Protocol, TypeVar
@@ -9,24 +9,27 @@ from treespec.draft.proposer import Frontier
 from treespec.trees.tree import TokenTree, root_only
 
 Grown = TypeVar("Grown")
-Growing = Generator[
-    Frontier, Tensor, Grown
-]  # gives a frontier, is sent the [F, N] draft logits of its children
+# A generator that yields a frontier of F nodes and is sent the draft logits [F, V] below them.
+Growing = Generator[Frontier, Tensor, Grown]
 Growth = Growing[TokenTree]
 
 
 def ungrown(root: Tensor) -> Growth:
-    """The root alone, for a text without drafts. root: [1] int64."""
+    """A tree of the root alone, for a text without drafts. root: [1] int64."""
     yield from ()
     return root_only(root)
 
 
 class Extends(Protocol):
-    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]: ...
+    """The part of a proposer that grows trees by a level."""
+
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        """For each text the draft logits [F, V] below its frontier; None is a finished tree."""
+        ...
 
 
 def grow_together(proposer: Extends, growths: Sequence[Growing[Grown]]) -> list[Grown]:
-    """What each text's growth returns; those that have ended wait for the others."""
+    """Run the growth of each text, a level of all texts at a time, and return the trees."""
     grown: dict[int, Grown] = {}
 
     def step(row: int, logits: Tensor | None) -> Frontier | None:

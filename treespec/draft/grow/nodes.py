@@ -1,5 +1,6 @@
-"""The nodes of a tree that grows level by level, kept on the host so that no device waits for its
-shape.
+"""The nodes of a tree that grows level by level.
+
+They lie on the host, so that the device never waits for the tree's shape.
 """
 
 from typing import final
@@ -14,7 +15,14 @@ from treespec.trees.tree import Drafts, TokenTree
 
 @final
 class Nodes:
-    """Numbered in the order in which they are added, the root being 0."""
+    """A growing tree. Nodes are numbered in the order in which they are added; the root is 0.
+
+    Two levels added to a root, `add([a, b], [0, 0])` and `add([c, d], [1, 2])`:
+
+        0 ─┬─ 1 ─── 3      tokens     root  a b  c d
+           └─ 2 ─── 4      parents    -1    0 0  1 2
+                           depths     0     1 1  2 2
+    """
 
     def __init__(self, root: Tensor) -> None:
         """root: [1] int64, on the device that the tree is for."""
@@ -23,38 +31,46 @@ class Nodes:
         self.parents, self.depths = [np.array([-1])], [np.zeros(1, dtype=np.int64)]
 
     def add(self, tokens: np.ndarray, parents: np.ndarray) -> None:
-        """One more level. tokens: [M] int64. parents: [M] their numbers."""
+        """Add a level. tokens: [M] int64. parents: [M] int64, the numbers of their parents."""
         self.depths.append(np.full(len(tokens), len(self.depths)))
         self.tokens.append(tokens)
         self.parents.append(parents)
         self.count += len(tokens)
 
     def frontier(self, places: np.ndarray, rows: np.ndarray) -> Frontier:
-        """Nodes [F] of the last level, by their place in it, and the rows of their parents in the
-        frontier above.
+        """F nodes of the last level.
+
+        places: [F] their places in the level. rows: [F] the rows of their parents in the frontier
+        above.
         """
-        return Frontier(self._given(self.tokens[-1][places]), self._given(rows))
+        return Frontier(self._on_device(self.tokens[-1][places]), self._on_device(rows))
 
     def tree(self, kept: np.ndarray | None = None, drafts: Drafts | None = None) -> TokenTree:
-        """kept: [N] numbers of the nodes to keep, parents before children, the root's 0 first; None
-        is all.
+        """The nodes as a token tree.
+
+        kept: [N] numbers of the nodes to keep, parents before children, first the root's 0.
+        Default: all nodes.
         """
+        # 1. Join the levels, and renumber what is kept.
         tokens, parents, depths = (
-            np.concatenate(x) for x in (self.tokens, self.parents, self.depths)
+            np.concatenate(levels) for levels in (self.tokens, self.parents, self.depths)
         )
         if kept is not None:
             number = np.zeros(self.count, dtype=np.int64)
             number[kept] = np.arange(len(kept))
             tokens, parents, depths = tokens[kept[1:] - 1], number[parents[kept]], depths[kept]
             parents[0] = -1
+
+        # 2. A node's ancestors are its parent's ancestors and itself.
         above = np.eye(len(parents), dtype=bool)
         for depth in range(1, int(depths.max()) + 1):
             (level,) = np.nonzero(depths == depth)
             above[level] |= above[parents[level]]
-        everything = torch.cat([self.root, self._given(tokens)])
-        return TokenTree(
-            everything, self._given(parents), self._given(depths), self._given(above), drafts
-        )
 
-    def _given(self, x: np.ndarray) -> Tensor:
-        return torch.from_numpy(x).to(self.root.device)
+        # 3. Copy the tree to the device.
+        all_tokens = torch.cat([self.root, self._on_device(tokens)])
+        links, levels = self._on_device(parents), self._on_device(depths)
+        return TokenTree(all_tokens, links, levels, self._on_device(above), drafts)
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.root.device)

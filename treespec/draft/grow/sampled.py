@@ -1,6 +1,4 @@
-"""The sampled tree, level by level: a node that is less likely to be reached than it costs has no
-children.
-"""
+"""Growing the sampled tree (`treespec.trees.sampled`), a level at a time."""
 
 from dataclasses import dataclass
 from typing import final
@@ -25,24 +23,22 @@ from treespec.verify.scheme import Scheme, SureScheme, takes_sure_tokens
 
 @final
 class SampledGrower(Grower[SampledTree]):
-    """At temperature 0 no draw is sampled: the tree is the dynamic one of the same nodes and depth."""
+    """Grows sampled trees; at temperature 0, dynamic trees of the same nodes and depth."""
 
     @staticmethod
     def fits(policy: SampledTree, scheme: Scheme, model: DraftModel) -> None:
-        """A node gets sure tokens and draws, whose number follows from the head's calibration."""
+        """Raises InputError also for a scheme without sure tokens and a model not calibrated."""
         check_one_law(model)
         if not scheme.sure_tokens:
             raise InputError(
-                f"the sampled tree cannot go with verifier {scheme.name}: it takes tops and draws from the rest of the "
-                "draft law, which rrs-wo, traversal and optimal answer; take one of them, or --tree eagle"
+                f"the sampled tree cannot go with verifier {scheme.name}: it takes tops and draws "
+                "from the rest of the draft law, which rrs-wo, traversal and optimal answer; take "
+                "one of them, or --tree eagle"
             )
         check_depth(policy.max_depth, model, "sampled:depth=")
         if not model.calibrated:
-            remedy = (
-                "make it with treespec calibrate, or take"
-                if model.trained
-                else "without a head take"
-            )
+            make_it = "make it with treespec calibrate, or take"
+            remedy = make_it if model.trained else "without a head take"
             raise InputError(
                 f"the sampled tree needs a head's calibration.json: {remedy} --tree eagle"
             )
@@ -56,14 +52,16 @@ class SampledGrower(Grower[SampledTree]):
         assert calibration
         assert takes_sure_tokens(scheme)
         price = tree.price or calibration.price(tree.nodes, params.temperature)
-        return grow_sampled(
-            root, logits, Sampled(scheme, calibration, tree.depth, price), params, generator
-        )
+        by = Sampled(scheme, calibration, tree.depth, price)
+        return grow_sampled(root, logits, by, params, generator)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a sampled tree is grown by. price: of a node, in expected tokens."""
+    """What a sampled tree grows by.
+
+    depth: the largest number of levels. price: of a node, in expected tokens.
+    """
 
     scheme: SureScheme
     calibration: Calibration
@@ -78,19 +76,26 @@ def grow_sampled(
     params: SamplingParams,
     generator: torch.Generator,
 ) -> Growth:
-    """root: [1] int64. logits: [1, V] draft logits of its children."""
+    """The growth of a sampled tree. A node that is reached less often than its price is a leaf.
+
+    root: [1] int64. logits: [1, V] draft logits of its children.
+    """
     nodes, laws, draws, inner = Nodes(root), [], [], []
     frontier, reach = np.zeros(1, dtype=np.int64), np.ones(1)  # node numbers, Pr(reached)
     for level in range(1, by.depth + 1):
+        # 1. The numbers of draws and sure tokens, fixed before drawing.
         q = probs(logits, params)
-        k, child_reach = allot(
-            reach, *by.calibration.chances(outline(q), level - 1), by.price, by.scheme.equal_draws
-        )
+        tops, accepted = by.calibration.chances(outline(q), level - 1)
+        k, child_reach = allot(reach, tops, accepted, by.price, by.scheme.equal_draws)
+
+        # 2. The nodes that have any.
         (some,) = np.nonzero(k.any(-1))
         if not len(some):
             break
         if len(some) < len(q):
             q, k, child_reach, frontier = q[some], k[some], child_reach[some], frontier[some]
+
+        # 3. Their draws; of repeats and further draws none has a node.
         number, sure = torch.from_numpy(k).unbind(-1)
         drawn = by.scheme.draw_with_sure(q, number, sure, generator)
         slots = drawn.tokens[:, : child_reach.shape[1]].cpu().numpy()
@@ -98,6 +103,8 @@ def grow_sampled(
         laws.append(q)
         draws.append(drawn)
         inner.append(frontier)
+
+        # 4. The next frontier: the children that are likely enough.
         first = nodes.count
         nodes.add(slots[row, column], frontier[row])
         reach = child_reach[row, column]
@@ -106,6 +113,8 @@ def grow_sampled(
             break
         frontier, reach = first + likely, reach[likely]
         logits = yield nodes.frontier(likely, some[row[likely]])
+
+    # 5. The tree, with the laws and draws of all levels.
     if not inner:
         return nodes.tree()
     numbers = torch.from_numpy(np.concatenate(inner)).to(logits.device)

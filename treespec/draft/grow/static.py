@@ -1,4 +1,4 @@
-"""A tree whose shape is fixed: a level's draws at all its nodes at once."""
+"""Growing a tree of fixed shape: one draft step and one batch of draws for each level."""
 
 from dataclasses import replace
 from typing import final
@@ -21,13 +21,15 @@ LAST = 1 << 30  # the place of an absent draw: behind all others
 
 @final
 class StaticGrower(Grower[StaticTree]):
+    """Grows trees of fixed shape."""
+
     @staticmethod
     def fits(policy: StaticTree, scheme: Scheme, model: DraftModel) -> None:
-        """Draft models that take turns have a law for each draw, so their scheme has to take one."""
+        """Raises InputError also for models that take turns if the scheme needs one law a node."""
         if model.several and not (scheme.deterministic or scheme.law_per_draw):
             raise InputError(
-                f"verifier {scheme.name} takes one draft law a node, several draft models have one each: "
-                "take --verifier rrs, is-lp or topk"
+                f"verifier {scheme.name} takes one draft law a node, several draft models have one "
+                "each: take --verifier rrs, is-lp or topk"
             )
         check_width(policy.max_draws, scheme)
         check_depth(policy.max_depth, model, "chain:")
@@ -48,23 +50,30 @@ def grow_static(
     params: SamplingParams,
     generator: torch.Generator,
 ) -> Growth:
-    """root: [1] int64.
+    """The growth of a tree of fixed shape.
 
+    root: [1] int64.
     logits: [1, V] draft logits of its children, or [1, M, V] of M models (`draft_laws`).
     """
     tokens = [root]
     laws, draws, nodes = [], [], []
     fixed = layout(tree, logits.device)
     for above, level in zip((None, *fixed.levels[:-1]), fixed.levels, strict=True):
+        # 1. The draft logits below the level's inner nodes. A child whose draw is absent is
+        #    drafted for as token 0.
         if above:
             frontier = tokens[-1][level.nodes - above.first].clamp_min(0)
             logits = yield Frontier(frontier, level.parent_rows)
+
+        # 2. The draws at all of these nodes.
         k = int(level.draws.max())
         if scheme.deterministic:
             q = in_turns(logits, k) if logits.dim() == 3 else logits
         else:
             q = draft_laws(logits, scheme, params, k)
         drawn = scheme.draw(q, level.draws, generator)  # [F, K]
+
+        # 3. The children's tokens, and what the verifier needs.
         tokens.append(drawn.tokens[level.rows, level.columns])
         if not scheme.deterministic:
             laws.append(q)
@@ -75,35 +84,38 @@ def grow_static(
 
 
 def draft_laws(logits: Tensor, scheme: Scheme, params: SamplingParams, k: int) -> Tensor:
-    """The laws of k draws at F nodes: [F, V], or [F, K, V] where each draw has a model or a
-    temperature of its own.
+    """The laws of k draws at F nodes, as probabilities.
 
-    logits: [F, V], or [F, M, V] of M models, of which the draws take turns.
+    [F, V], or [F, K, V] where each draw has a model or a temperature of its own.
+    logits: [F, V], or [F, M, V] of M models; draw i uses model i modulo M.
     """
     multipliers = scheme.draft_temperatures
     if logits.dim() == 3:
         scale = logits.new_tensor([*multipliers, *multipliers[-1:] * k][:k] or [1.0] * k)
-        return probs(logits[:, torch.arange(k) % logits.shape[1]].float() / scale[:, None], params)
+        in_turn = logits[:, torch.arange(k) % logits.shape[1]]
+        return probs(in_turn.float() / scale[:, None], params)
     if not multipliers:
         return probs(logits, params)
-    laws = [
-        probs(logits, replace(params, temperature=params.temperature * m)) for m in multipliers[:k]
-    ]
+    hotter = [replace(params, temperature=params.temperature * m) for m in multipliers[:k]]
+    laws = [probs(logits, one_draw) for one_draw in hotter]
     return torch.stack(laws + laws[-1:] * (k - len(laws)), dim=1)
 
 
 def in_turns(logits: Tensor, k: int) -> Tensor:
-    """[F, V] scores by whose order k draws are the models' likeliest tokens by turns.
+    """[F, V] scores that rank the models' likeliest tokens first, the models taking turns.
+
+    The k largest scores are k, k - 1, … Each model in its turn gives its likeliest token that no
+    turn before has given. Two models over five tokens, k = 4:
+
+        likeliest of model 0     d b a c e         turns     0: d  1: b  0: a  1: c
+        likeliest of model 1     d b c a e         scores    a 2, b 3, c 1, d 4, e 0
 
     logits: [F, M, V].
-
-    A token that a model before has brought gives its turn away to that model's next.
     """
     models, size = logits.shape[1:]
     scores = torch.zeros_like(logits[:, 0])
-    finite = logits.clamp_min(
-        torch.finfo(logits.dtype).min
-    )  # padding ranks last, but before taken tokens
+    # The lowest finite value ranks padding last, but before tokens that are already taken.
+    finite = logits.clamp_min(torch.finfo(logits.dtype).min)
     for draw in range(min(k, size)):
         left = finite[:, draw % models].masked_fill(scores > 0, -torch.inf)
         scores.scatter_(1, left.argmax(-1, keepdim=True), float(k - draw))
@@ -111,7 +123,7 @@ def in_turns(logits: Tensor, k: int) -> Tensor:
 
 
 def stack(draws: list[Draws]) -> Draws:
-    """Draws of several levels as one table, the narrower ones filled up with absent draws."""
+    """The draws of several levels as one table. Absent draws pad the narrower levels."""
 
     def joined(fields: list[Tensor | None], fill: float) -> Tensor | None:
         present = [field for field in fields if field is not None]
@@ -126,9 +138,18 @@ def stack(draws: list[Draws]) -> Draws:
 
 
 def table(levels: list[Tensor], fill: float = 0.0) -> Tensor:
-    """[F, V], or [F, K, ...] of several levels as one; the narrower ones are filled up in K."""
-    widest = max(x.shape[1] for x in levels)
-    short = [(0, 0) * (x.dim() - 2) + (0, widest - x.shape[1]) for x in levels]
-    return torch.cat(
-        [pad(x, by, value=fill) if any(by) else x for x, by in zip(levels, short, strict=True)]
-    )
+    """[I, V] or [I, K, ...]: the rows of several levels. `fill` pads the narrower levels in K.
+
+    Levels [1, 3] and [2, 2]:
+
+        a b c          a b c
+        d e      ->    d e .
+        f g            f g .
+    """
+    widest = max(level.shape[1] for level in levels)
+    padded = []
+    for level in levels:
+        missing = widest - level.shape[1]
+        behind = (0, 0) * (level.dim() - 2) + (0, missing)
+        padded.append(pad(level, behind, value=fill) if missing else level)
+    return torch.cat(padded)

@@ -1,19 +1,19 @@
-"""The cache of B texts: a forward writes N nodes in every row, and each text keeps its accepted ones.
+"""The cache of B texts: a forward writes N nodes into each row, and each text keeps accepted ones.
 
-A layer's storage is [B, heads, capacity, head_dim], so that the columns of one KV head lie together. A forward writes
-all rows at the same columns, behind the longest text. `commit` moves a text's accepted nodes to its own end and
-forgets the rest:
+A layer's storage is [B, KV heads, capacity, head_dim], so that the columns of one KV head lie
+together. A forward writes all rows at the same columns, behind the longest text. `commit` moves a
+text's accepted nodes to the text's end and forgets all others:
 
-    committed      a forward over 4 nodes       commit([[0, 2], [0, 1, 3]])
-    | a b c d      | a b c d 0 1 2 3            | a b c d 0 2
-    | p q          | p q . . 0 1 2 3            | p q 0 1 3
+    committed      a forward over 5 nodes       commit([[0, 2], [0, 1, 4]])
+    | a b c d      | a b c d 0 1 2 3 4          | a b c d 0 2
+    | p q          | p q . . 0 1 2 3 4          | p q 0 1 4
 
 Gaps are masked but must stay finite: 0 · NaN is NaN.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -33,16 +33,19 @@ class TreeLayer(CacheLayerMixin):
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate storage for the rows of [B, heads, N, D]."""
-        b, heads, _, _ = key_states.shape
-        self._hold(
-            *(x.new_zeros(b, heads, self.capacity, x.shape[3]) for x in (key_states, value_states))
-        )
+        """Allocate storage for keys and values like these, [B, KV heads, N, D]."""
+        b, heads = key_states.shape[:2]
+        keys = key_states.new_zeros(b, heads, self.capacity, key_states.shape[3])
+        values = value_states.new_zeros(b, heads, self.capacity, value_states.shape[3])
+        self._hold(keys, values)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write [B, heads, N, D] at `length`; returns all columns, [B, heads, length + N, D]."""
+        """Write keys and values [B, KV heads, N, D] at `length`.
+
+        Returns those of all columns, [B, KV heads, length + N, D]. The call is transformers'.
+        """
         end = self.length + key_states.shape[-2]
         self.reserve(end)
         if not self.is_initialized:
@@ -54,23 +57,26 @@ class TreeLayer(CacheLayerMixin):
 
     @property
     def storage(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, [B, heads, capacity, D] each."""
+        """Keys and values, [B, KV heads, capacity, D] each."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
 
     def reserve(self, columns: int) -> None:
-        """Double the capacity until `columns` fit; the storage is copied once."""
+        """Double the capacity until `columns` columns fit; the storage is copied once."""
         capacity = self.capacity
         while capacity < columns:
             capacity *= 2
         if capacity > self.capacity:
-            self.fill([(self, len(self.storage[0]) if self.is_initialized else 0)], capacity)
+            rows = len(self.storage[0]) if self.is_initialized else 0
+            self.fill([(self, rows)], capacity)
 
     def fill(self, parts: Sequence[tuple["TreeLayer", int]], capacity: int) -> None:
-        """Join layers into this one. parts: (layer, its batch rows); rows of a layer without storage are zeros.
+        """Join layers into this one.
 
-        An interrupt leaves this layer as it was: storage and capacity change at the end, together.
+        parts: (layer, number of its batch rows). Rows of a layer without storage are zeros.
+        Storage and capacity change together at the end, so an interrupt leaves this layer as it
+        was.
         """
         storages = [layer.storage for layer, _ in parts if layer.is_initialized]
         if not storages:
@@ -87,28 +93,24 @@ class TreeLayer(CacheLayerMixin):
         self._hold(*storage)
 
     def put(self, row: int, other: "TreeLayer") -> None:
-        """Write the only row of another layer in the place of a row."""
+        """Replace a batch row by the only row of another layer."""
         if other.is_initialized:
             self.reserve(other.length)
             for states, new in zip(self.storage, other.storage, strict=True):
                 states[row, :, : other.length] = new[0, :, : other.length]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these batch rows, in this order; an interrupt leaves the layer as it was."""
+        """Keep these batch rows, in this order. An interrupt leaves the layer as it was."""
         if self.is_initialized:
             index = torch.tensor(rows, device=self.device)
             self._hold(*(states.index_select(0, index) for states in self.storage))
 
     def _hold(self, keys: Tensor, values: Tensor) -> None:
-        """[rows, heads, capacity, D] each."""
+        """Make these the storage, [B, KV heads, capacity, D] each."""
         self.dtype, self.device = keys.dtype, keys.device
         # One statement without a call, which CPython does not interrupt.
-        self.keys, self.values, self.capacity, self.is_initialized = (
-            keys,
-            values,
-            keys.shape[2],
-            True,
-        )
+        parts = keys, values, keys.shape[2], True
+        self.keys, self.values, self.capacity, self.is_initialized = parts
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -122,11 +124,13 @@ class TreeLayer(CacheLayerMixin):
 
 @final
 class TreeCache(Cache):
-    """The `Cache` that a transformers model is given: one `TreeLayer` a layer. lengths: committed positions by text.
+    """The `Cache` of a transformers model, with a `TreeLayer` for each layer.
 
-    `select` and `join` empty the lengths while they move batch rows. So a cache without lengths is one whose change was
-    interrupted, and `Decoder` makes a new one. All other changes leave committed columns alone, and `rewind` makes the
-    cache whole again.
+    lengths: committed positions of each text.
+
+    `select`, `put` and `join` empty the lengths while they move batch rows. So a cache without
+    lengths is one whose change was interrupted, and `Decoder` makes a new one. All other changes
+    leave committed columns alone; after an interrupt, `rewind` makes the cache whole again.
     """
 
     def __init__(self, layers: int, capacity: int = 512) -> None:
@@ -140,21 +144,21 @@ class TreeCache(Cache):
         return max(self.lengths, default=0)
 
     def reserve(self, columns: int) -> None:
-        """Allocate `columns` in every layer at once, where the length is known beforehand."""
+        """Allocate `columns` columns in every layer, where the length is known beforehand."""
         for layer in self.tree_layers:
             layer.reserve(columns)
 
     @torch.no_grad()
     def commit(self, nodes: Sequence[Sequence[int]]) -> None:
-        """Keep each text's accepted nodes of the last forward, in ascending order; others are forgotten."""
+        """Keep each text's accepted nodes of the last forward, and forget all others.
+
+        nodes: for each text the numbers of its accepted nodes, ascending.
+        """
         # 1. List the columns to move: (batch row, from, to). Nodes already in place are not copied.
         end, moves = self.end, []
         for row, (length, kept) in enumerate(zip(self.lengths, nodes, strict=True)):
-            moves += [
-                (row, end + node, length + i)
-                for i, node in enumerate(kept)
-                if end + node != length + i
-            ]
+            columns = [(end + node, length + i) for i, node in enumerate(kept)]
+            moves += [(row, source, place) for source, place in columns if source != place]
 
         # 2. Copy them in every layer. Layers of equal shape and device share one index.
         if moves:
@@ -167,13 +171,11 @@ class TreeCache(Cache):
                     kind = device, heads, capacity = states.device, *states.shape[1:3]
                     if kind not in flat:
                         head = row * heads + torch.arange(heads)[:, None]  # [heads, moves]
-                        flat[kind] = (
-                            (head * capacity + torch.stack([source, place])[:, None])
-                            .flatten(1)
-                            .to(device)
-                        )
-                    columns = states.flatten(0, 2)
-                    columns.index_copy_(0, flat[kind][1], columns.index_select(0, flat[kind][0]))
+                        index = head * capacity + torch.stack([source, place])[:, None]
+                        flat[kind] = index.flatten(1).to(device)
+                    sources, places = flat[kind]
+                    entries = states.flatten(0, 2)
+                    entries.index_copy_(0, places, entries.index_select(0, sources))
 
         # 3. Set the new lengths.
         self.rewind([length + len(kept) for length, kept in zip(self.lengths, nodes, strict=True)])
@@ -204,7 +206,7 @@ class TreeCache(Cache):
         self.rewind(kept)
 
     def put(self, row: int, other: "TreeCache") -> None:
-        """Write the only text of another cache in the place of a row's text. The other rows are not copied."""
+        """Replace a row's text by the only text of another cache. No other row is copied."""
         lengths, self.lengths = list(self.lengths), []
         for layer, new in zip(self.tree_layers, other.tree_layers, strict=True):
             layer.put(row, new)
@@ -217,7 +219,6 @@ class TreeCache(Cache):
         texts = [len(cache.lengths) for cache in caches]
         joined, self.lengths = [length for cache in caches for length in cache.lengths], []
         for layers in zip(*(cache.tree_layers for cache in caches), strict=True):
-            layers[0].fill(
-                list(zip(layers, texts, strict=True)), max(layer.capacity for layer in layers)
-            )
+            capacity = max(layer.capacity for layer in layers)
+            layers[0].fill(list(zip(layers, texts, strict=True)), capacity)
         self.rewind(joined)

@@ -1,8 +1,9 @@
 """Any transformers decoder as the target: one forward scores a whole tree.
 
-No model code is copied. Trees pass through what every decoder already accepts: an explicit 4D attention
-mask (a dict of them where layer types alternate), explicit `position_ids`, and a `Cache` of ours. What
-cannot hold a tree is refused by name, and the first forward after loading is checked against the plain model.
+No model code is copied. Every decoder accepts an explicit 4D attention mask (a dict of masks where
+layer types alternate), explicit `position_ids`, and a `Cache`; these carry the tree. A model that
+cannot score a tree is refused by name. After loading, a small tree's logits are checked against the
+plain model's.
 """
 
 import logging
@@ -27,7 +28,7 @@ from treespec.model.inspect import (
     refuse_what_cannot_branch,
     refusing,
 )
-from treespec.model.masks import additive_masks, together, unpadded
+from treespec.model.masks import Masks, additive_masks, together, unpadded
 from treespec.model.output import rows_of_output, scaled
 from treespec.model.plain import understand
 from treespec.model.taps import captured, tapped
@@ -41,9 +42,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TreeOutput:
-    """logits: [N, V]. features: [N, H], or [N, taps * H] where a head taps several layers.
+    """The target's forward over one tree.
 
-    rows: [asked, V] logits of the tree's extra rows, where it has any.
+    logits: [N, V].
+    features: [N, H] hidden states after the final norm, or [N, taps * H] for a head that taps
+    layers.
+    rows: [asked, V] logits of the tree's extra rows, if it has any.
     """
 
     logits: Tensor
@@ -53,10 +57,14 @@ class TreeOutput:
 
 @final
 class Target:
-    """A decoder and its tokenizer. It holds no text: caches, masks and positions are arguments.
+    """A decoder and its tokenizer. It has no state of a text: that is the cache's.
 
-    vocab_size: V. feature_width: H of the hidden states that enter the output embedding.
-    The model's sdpa attention is set to `tree_attention`. Raises InputError if the model cannot hold a tree.
+    vocab_size: V.
+    feature_width: H, the width of the hidden states that enter the output embedding.
+    context_length: positions that the model scores exactly.
+
+    A model with sdpa attention gets `tree_attention` instead. Raises InputError for a model that
+    cannot score a tree.
     """
 
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
@@ -69,8 +77,11 @@ class Target:
 
     def _read(self, model: PreTrainedModel) -> None:
         """Read layers, sizes, windows and end tokens from the model and its config."""
+        # 1. Can it score a tree?
         refuse_what_cannot_branch(model)
         stack_query_heads(model)
+
+        # 2. Sizes and tokens.
         self.decoder = decoder_of(model)
         self.config = model.config.get_text_config()
         self.dtype = model.dtype
@@ -79,17 +90,20 @@ class Target:
         self.vocab_size, self.feature_width = model.get_output_embeddings().weight.shape
         self.context_length, why = context_length(self.config)
         if why:
-            log.warning(
-                "%s: texts end at %d tokens: %s", type(model).__name__, self.context_length, why
-            )
+            name = type(model).__name__
+            log.warning("%s: texts end at %d tokens: %s", name, self.context_length, why)
+
+        # 3. Layers and the device of their inputs.
         hook = getattr(model, "_hf_hook", None)
         self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
         self.windows = layer_windows(self.config)
         self.stack = layers_of(self.decoder, self.layers)
-        self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)  # entries
-        self.repeats_masks = (
-            True  # once for all layers; no model that computes with masks takes them so
-        )
+
+        # 4. Masks: the entries that one may have in a prefill, and whether its rows are repeated
+        #    once for all layers. A model that computes with masks does not take repeated rows;
+        #    `understand` finds out.
+        self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)
+        self.repeats_masks = True
 
     @classmethod
     def load(
@@ -103,52 +117,60 @@ class Target:
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
     ) -> "Target":
-        """A directory or a hub id, placed by accelerate. Raises InputError for what cannot be loaded.
+        """The model and tokenizer of a directory or hub id.
 
-        trust_remote_code: run the Python files that the directory or repository brings.
+        device_map, max_memory, offload_folder: placement by accelerate, as in `from_pretrained`.
+        dtype: of the weights. Default: that of the checkpoint.
+        attn_implementation: `sdpa` or `eager`. Default: transformers' choice.
+        trust_remote_code: whether Python files of the directory or repository may run.
+        Raises InputError for a model that cannot be loaded or cannot score a tree.
         """
+        # 1. Leave out what is not given: transformers' own defaults hold.
         path = os.path.expanduser(path)
-        options = {
+        placement = {
             "device_map": device_map,
             "max_memory": max_memory,
             "offload_folder": offload_folder,
         }
-        options = {name: value for name, value in options.items() if value is not None}
-        model = load_model(
-            path, trust_remote_code, dtype=dtype, attn_implementation=attn_implementation, **options
-        )
+        options = {name: value for name, value in placement.items() if value is not None}
+
+        # 2. The model, then its tokenizer.
+        options |= {"dtype": dtype, "attn_implementation": attn_implementation}
+        model = load_model(path, trust_remote_code, **options)
         target = cls(model, load_tokenizer(path, trust_remote_code))
         target.trust_remote_code = trust_remote_code
         return target
 
     def new_cache(self, capacity: int = 512) -> TreeCache:
+        """An empty cache of one text. capacity: columns to allocate; it grows by itself."""
         return TreeCache(self.layers, capacity)
 
     @property
     def embed_scale(self) -> float:
         """The factor on the model's embeddings (Gemma, Granite)."""
-        own = getattr(self.model.get_input_embeddings(), "embed_scale", 1.0)
-        return float(own) * getattr(self.config, "embedding_multiplier", 1.0)
+        scale = getattr(self.model.get_input_embeddings(), "embed_scale", 1.0)
+        return float(scale) * getattr(self.config, "embedding_multiplier", 1.0)
 
     def embeddings(self, tokens: Tensor) -> Tensor:
-        """[...] tokens -> [..., H] the first layer's input, on the device of the features."""
+        """[..., H] the first layer's input for tokens [...], on the device of the features."""
         rows = self.model.get_input_embeddings()(tokens.to(self.device)).to(self.output_device)
         return rows * getattr(self.config, "embedding_multiplier", 1.0)
 
     def output_rows(self, tokens: Tensor) -> nn.Linear:
-        """A copy of the output embedding for the tokens [N] alone, H -> N, on the device of the features.
+        """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N.
 
-        Raises InputError for an output embedding that is offloaded, or no plain linear layer (any more).
+        It lies on the device of the features. Raises InputError for an output embedding that is
+        offloaded, or is no plain linear layer.
         """
         return rows_of_output(self.model, tokens, self.output_device)
 
     def output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
-        """[..., H] hidden states after the final norm -> [..., V] logits, by the model's own output path.
+        """[..., V] logits of hidden states [..., H] after the final norm, by the model's own path.
 
-        output: `output_rows`, for the logits of those tokens alone.
+        output: `output_rows` of N tokens, for logits [..., N]. Default: all tokens.
         """
         logits = (output or self.model.get_output_embeddings())(hidden)
-        logits = logits.to(hidden.device)  # a tied output may lie elsewhere
+        logits = logits.to(hidden.device)  # an output tied to the input may lie on its device
         return scaled(logits, self.config)
 
     @torch.no_grad()
@@ -160,50 +182,58 @@ class Target:
         chunk: int | None = None,
         counts: Sequence[int] | None = None,
     ) -> Tensor:
-        """Commit a stretch of each text, in chunks. tokens: [B, P] int64. Returns features [B, P, H].
+        """Append tokens to each text and commit them, in chunks. Returns features [B, P, H].
 
-        chunk: tokens per forward. Default: a power of two (16 to 512) whose mask stays small compared with the
-        weights; few shapes, because oneDNN caches memory for each.
-        counts: tokens to commit of each text, default all; the rest of its row is padding, also in the features.
+        tokens: [B, P] int64.
+        taps: layers whose inputs are the features. Default: hidden states after the final norm.
+        chunk: tokens per forward. Default: a power of two (16 to 512) whose mask stays small
+        compared with the weights; few shapes, because oneDNN caches memory for each.
+        counts: tokens to commit of each text; further columns of its row are padding, also in the
+        features. Default: all P.
         """
+        # 1. Allocate the columns once.
         b, length = tokens.shape
         cache.reserve(cache.end + length)
-        whole: Tensor | None = None
-        for one in causal_chunks(
-            cache, counts or [length] * b, lambda columns: chunk or self.rows_beside(columns)
-        ):
-            features = self._hidden(cache, tokens[:, one.columns], one.depth, one.causal, taps)[1]
-            if whole is None:
-                whole = features.new_empty(b, length, features.shape[-1])
-            whole[:, one.columns] = features
-        assert whole is not None
-        return whole
+
+        # 2. Forward each chunk and collect its features.
+        all_features: Tensor | None = None
+        size = self.rows_beside if chunk is None else lambda columns: chunk
+        for part in causal_chunks(cache, counts or [length] * b, size):
+            new_tokens = tokens[:, part.columns]
+            features = self._hidden(cache, new_tokens, part.depth, part.causal, taps)[1]
+            if all_features is None:
+                all_features = features.new_empty(b, length, features.shape[-1])
+            all_features[:, part.columns] = features
+        assert all_features is not None
+        return all_features
 
     def rows_beside(self, columns: int) -> int:
-        """New positions per forward, 16 to 512 by powers of two, whose mask over a cache of `columns` stays small."""
+        """New positions per forward whose mask over a cache of `columns` columns stays small.
+
+        A power of two from 16 to 512.
+        """
         room = max(16, min(512, self.mask_room // (columns + 512)))
         return 1 << (room.bit_length() - 1)
 
     @torch.no_grad()
     def features(self, tokens: Tensor, taps: tuple[int, ...] = (), last: bool = False) -> Tensor:
-        """[B, T] tokens, padded on the right with anything -> [B, T, H] features, without a cache; for training.
+        """[B, T, H] features of whole texts, without a cache, as training needs them.
 
-        last: append the last hidden state to the tapped ones.
+        tokens: [B, T] int64; any padding on the right.
+        last: whether the hidden states after the final norm follow the tapped layers' inputs.
         """
         with captured(self.stack, taps) as inputs:
-            hidden = self.decoder(
-                input_ids=tokens.to(self.device), use_cache=False
-            ).last_hidden_state
+            output = self.decoder(input_ids=tokens.to(self.device), use_cache=False)
+        hidden = output.last_hidden_state
         if not taps:
             return hidden
         tapped = [inputs[k].to(hidden.device) for k in taps]
         return torch.cat([*tapped, hidden] if last else tapped, dim=-1)
 
     def parted(self, features: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Split `features(…, last=True)`, [..., F], into the head's features and the last hidden state."""
-        return (features[..., : -self.feature_width] if taps else features), features[
-            ..., -self.feature_width :
-        ]
+        """Split `features(…, last=True)` [..., F] into the head's features and the last state."""
+        last = features[..., -self.feature_width :]
+        return (features[..., : -self.feature_width] if taps else features), last
 
     @torch.no_grad()
     def forward_tree(
@@ -216,31 +246,40 @@ class Target:
     def forward_trees(
         self, cache: TreeCache, trees: Sequence[TokenTree], taps: tuple[int, ...] = ()
     ) -> list[TreeOutput]:
-        """The one forward of a cycle: a tree for each text of the cache, written behind it for `cache.commit` to keep.
+        """The one forward of a cycle: a tree for each text of the cache.
 
-        A tree's extra rows are written behind its nodes. Smaller trees are padded with nodes of token 0 that no other
-        node sees.
+        The trees' keys and values are written behind the longest text, for `cache.commit` to keep.
+        A tree's extra rows are written behind its nodes. Smaller trees are padded with nodes of
+        token 0 that no other node sees. Trees of five nodes and of three:
+
+            columns   | a b c | 0 1 2 3 4 |
+                      | p . . | 0 1 2 . . |
+
+        trees: one for each text. taps: as for `prefill`.
         """
-        given, depths, seen = zip(*(tree.forwarded() for tree in trees), strict=True)
-        tokens, depth = together(given).clamp_min(0), together(depths)  # [B, N + M]
+        # 1. One batch of tokens, depths and masks.
+        all_tokens, depths, seen = zip(*(tree.forwarded() for tree in trees), strict=True)
+        tokens, depth = together(all_tokens).clamp_min(0), together(depths)  # [B, N + M]
         if len(trees) == 1:
             ancestors = seen[0][None]
         else:
-            ancestors = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device).repeat(
-                len(trees), 1, 1
-            )
+            itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device)
+            ancestors = itself.repeat(len(trees), 1, 1)
             for row, mask in enumerate(seen):
                 ancestors[row, : len(mask), : len(mask)] = mask
+
+        # 2. The forward.
         hidden, features = self._hidden(cache, tokens, depth, ancestors, taps)
-        nodes = [len(tree.tokens) for tree in trees]
-        sizes = [
-            n + (tree.rows.asked if tree.rows else 0) for n, tree in zip(nodes, trees, strict=True)
-        ]
+
+        # 3. Logits of each tree's nodes and of the rows that it asks for.
+        sizes = [len(tree.tokens) + (tree.rows.asked if tree.rows else 0) for tree in trees]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
-        return [
-            TreeOutput(row[:n], known[:n], row[n:] if tree.rows else None)
-            for row, known, n, tree in zip(logits, features, nodes, trees, strict=True)
-        ]
+        outputs = []
+        for tree, tree_logits, tree_features in zip(trees, logits, features, strict=True):
+            n = len(tree.tokens)
+            rows = tree_logits[n:] if tree.rows else None
+            outputs.append(TreeOutput(tree_logits[:n], tree_features[:n], rows))
+        return outputs
 
     def _hidden(
         self,
@@ -250,7 +289,10 @@ class Target:
         ancestors: Tensor,
         taps: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
-        """One forward of the decoder over [B, N] nodes: hidden states after the final norm, and features."""
+        """One forward over B trees of N nodes: hidden states after the final norm, and features.
+
+        tokens, depth: [B, N] int64. ancestors: [B, N, N] bool.
+        """
         places = positions(depth, cache.lengths)
         seen = attention_mask(ancestors, depth, cache.lengths)
         return self._forward(cache, tokens, places, seen, taps)
@@ -259,11 +301,15 @@ class Target:
     def forward_nodes(
         self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor
     ) -> Tensor:
-        """[B, N, H] hidden states, after the final norm, of nodes below those that earlier calls have written.
+        """[B, N, H] hidden states after the final norm, of nodes below nodes of earlier calls.
 
-        tokens: [B, N] int64. seen: [B, N, T] bool, which columns each node attends to: T - N earlier ones and the N
-        that this call writes. places: [B, T] positions of the tokens of all T columns. Two texts with a root; the
-        first has two children, the second has one and a padding node:
+        tokens: [B, N] int64.
+        places: [B, T] int64, the positions of all T columns.
+        seen: [B, N, T] bool, the columns that each node sees: T - N earlier columns, and the N
+        columns that this call writes.
+
+        Two texts, each with a root r from an earlier call. The first has two nodes x and y below
+        it, the second x and a padding node:
 
             columns   | a b c | r | x y |   places 0 1 2 3 4 4   x sees a b c r x, y sees a b c r y
                       | p q . | r | x . |          0 1 . 2 3 3   x sees p q r x
@@ -276,12 +322,14 @@ class Target:
     def _forward(
         self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        return tapped(self.decoder, self.stack, cache, *self._given(tokens, places, seen), taps)
+        inputs = self._inputs(tokens, places, seen)
+        return tapped(self.decoder, self.stack, cache, *inputs, taps)
 
-    def _given(self, tokens: Tensor, places: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Tokens, positions [B, N] and masks, as the decoder takes them."""
-        # Learned positions end at the context length; a node beyond it is never kept.
-        own = places[:, -tokens.shape[1] :].clamp_max(self.context_length - 1)
-        repeated = repeats(self.config, tokens.shape[1]) if self.repeats_masks else 1
+    def _inputs(self, tokens: Tensor, places: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Masks]:
+        """Tokens [B, N], positions [B, N] and masks, as the decoder takes them."""
+        # Learned positions end at the context length. A node beyond it is never kept.
+        n = tokens.shape[1]
+        node_places = places[:, -n:].clamp_max(self.context_length - 1)
+        repeated = repeats(self.config, n) if self.repeats_masks else 1
         masks = additive_masks(self.windows, places, seen, self.dtype, self.device, repeated)
-        return tokens.to(self.device), own.to(self.device), masks
+        return tokens.to(self.device), node_places.to(self.device), masks

@@ -1,1 +1,1 @@
-"""How a transformers decoder holds a tree."""
+"""How a transformers decoder scores a tree: its layers, masks, attention, weights."""

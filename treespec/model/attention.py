@@ -1,10 +1,14 @@
-"""Scaled dot-product attention under a tree mask, without a copy of the keys and values for every query head.
+"""Scaled dot-product attention under a tree mask, without copies of keys and values.
 
-transformers repeats a cache for grouped heads where a mask is given, a pass over all of it at every layer. Here the
-query heads that share a key-value head stand below one another instead. Three heads a group, two nodes:
+Where query heads share a KV head and a mask is given, transformers copies the keys and values for
+each query head, at every layer. Here the query heads of a group are stacked as further rows of one
+head instead. Two query heads a and b of one KV head, over five nodes:
 
-    query head    a a b b c c  of one key-value head
-    node          0 1 0 1 0 1     and the mask's rows 0 1 repeated three times, once for all layers
+    row           0 1 2 3 4 5 6 7 8 9
+    query head    a a a a a b b b b b
+    node          0 1 2 3 4 0 1 2 3 4       the mask's rows 0 to 4, repeated once
+
+The repeated mask is built once a forward and used by all layers.
 """
 
 from typing import Any
@@ -31,20 +35,27 @@ def tree_attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query: [B, heads, N, D]; key, value: [B, key-value heads, T, D]. Returns [B, N, heads, D].
+    """Attention over N nodes. Returns [B, N, heads, D].
 
-    attention_mask: [B or 1, 1, N, T], additive, or its rows repeated for each head of a group (`repeats`).
-    transformers' own function runs where the mask is missing or of another shape, and beyond `most_nodes`.
+    query: [B, heads, N, D]. key, value: [B, KV heads, T, D].
+    attention_mask: [B or 1, 1, N, T], additive, or with its rows repeated for each query head of a
+    group (`repeats`).
+    transformers' own function runs where the mask is missing or of another shape, and for more than
+    `most_nodes` nodes.
     """
+    # 1. Is stacking possible, and does it pay?
     n, groups = query.shape[2], query.shape[1] // key.shape[1]
-    own = None if attention_mask is None else attention_mask[:, :, :n]
-    plain = own is None or own.shape[1] > 1 or options.get("position_bias") is not None
+    mask = None if attention_mask is None else attention_mask[:, :, :n]
+    plain = mask is None or mask.shape[1] > 1 or options.get("position_bias") is not None
     if plain or groups == 1 or n > most_nodes(key.shape[1], key.shape[3]):
-        return sdpa_attention_forward(module, query, key, value, own, **options)
-    assert own is not None
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    # 2. One head of groups * N rows, under the repeated mask.
+    assert mask is not None
     assert attention_mask is not None
     stacked = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
-    mask = attention_mask if attention_mask.shape[2] == groups * n else own.repeat(1, 1, groups, 1)
+    is_repeated = attention_mask.shape[2] == groups * n
+    mask = attention_mask if is_repeated else mask.repeat(1, 1, groups, 1)
     out = F.scaled_dot_product_attention(
         stacked, key, value, attn_mask=mask, scale=options.get("scaling")
     )
@@ -52,21 +63,23 @@ def tree_attention(
 
 
 def most_nodes(heads: int, width: int) -> int:
-    """Nodes up to which stacking query heads pays: beyond, repeating the mask copies more than the keys and values.
+    """The largest number of nodes for which stacking query heads pays.
 
-    heads: KV heads. width: of a head.
+    For more nodes the repeated mask is larger than the copied keys and values.
+    heads: KV heads. width: D, the size of a head.
     """
     return max(128, 2 * heads * width)
 
 
 def repeats(config: PreTrainedConfig, nodes: int) -> int:
-    """How often to repeat each row of a mask over `nodes` for a model's layers; 1 where layers differ."""
+    """How often to repeat the rows of a mask over `nodes` nodes, for all layers of a model.
+
+    1 where the model does not use `tree_attention`, and where its layers differ.
+    """
     try:
         heads, queries = getattr(config, "num_key_value_heads", None), config.num_attention_heads
         width = getattr(config, "head_dim", None)
-    except (
-        Exception
-    ):  # Gemma 4: sizes differ from layer to layer, the config raises an error of its own
+    except Exception:  # Gemma 4: sizes differ by layer, and its config raises an error of its own
         return 1
     if config._attn_implementation != NAME or not heads:
         return 1
@@ -75,9 +88,9 @@ def repeats(config: PreTrainedConfig, nodes: int) -> int:
 
 
 def stack_query_heads(model: PreTrainedModel) -> None:
-    """Let a decoder that was loaded with transformers' sdpa attention use `tree_attention`.
+    """Let a decoder with transformers' sdpa attention use `tree_attention`.
 
-    The decoder alone: beside it a model may have an audio tower that takes no other attention than its own.
+    Other parts of the model keep their attention: an audio tower may accept no other.
     """
     if model.config.get_text_config()._attn_implementation == "sdpa":
         AttentionInterface.register(NAME, tree_attention)

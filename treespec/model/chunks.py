@@ -1,6 +1,4 @@
-"""New positions of several texts, through a model in chunks: a prompt, or what a head has yet to
-see.
-"""
+"""Chunks of new positions of several texts: how a prompt goes through a model or a head."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,16 +12,16 @@ from treespec.trees.mask import attention_mask
 
 @dataclass(frozen=True)
 class Chunk:
-    """Up to n new positions of each of B texts, one behind another. Texts with fewer are padded.
+    """Up to n new positions of each of B texts, as a chain. Shorter texts are padded.
 
-    Three new positions of one text and one of the other, behind the committed ones (lengths 2 and
-    4):
+    The first text has committed 2 positions and has three new ones, the second 4 and one:
 
-        | a b . . | 0 1 2 |    row 1 sees  a b 0 1          positions  2 3 4
-        | p q r s | 0 . . |    row 0 sees  p q r s 0                   4 . .
+        | a b . . | 0 1 2 |    position 1 of the first sees    a b 0 1        positions  2 3 4
+        | p q r s | 0 . . |    position 0 of the second sees   p q r s 0                 4 . .
 
-    lengths: committed positions. taken: how many of the n each text has. columns: where they stand
-    among the new ones.
+    columns: the chunk's place among all new positions.
+    lengths: committed positions of each text.
+    taken: positions of the chunk that each text has; the others are padding.
     """
 
     columns: slice
@@ -34,14 +32,12 @@ class Chunk:
 
     @property
     def positions(self) -> Tensor:
-        """[B, n] in their texts."""
+        """[B, n] int64: the position in its text of each new token."""
         return torch.tensor(self.lengths, device=self.depth.device)[:, None] + self.depth
 
     @property
     def seen(self) -> Tensor:
-        """[B, n, T] bool: the columns of the cache, and of the chunk behind it, that each position
-        sees.
-        """
+        """[B, n, T] bool: the columns of cache and chunk that each new position sees."""
         return attention_mask(self.causal, self.depth, self.lengths)
 
 
@@ -51,10 +47,10 @@ def causal_chunks(
     size: Callable[[int], int],
     device: torch.device | None = None,
 ) -> Iterator[Chunk]:
-    """Chunks for the caller to forward, one by one; the cache commits each before the next.
+    """Yield chunks for the caller to forward. The cache commits each chunk before the next.
 
-    counts: new positions of each text. size: (columns of the cache) -> positions of the next chunk,
-    at most.
+    counts: new positions of each text.
+    size: (columns of the cache) -> the largest number of positions in the next chunk.
     """
     start, texts = 0, len(counts)
     while start < max(counts):

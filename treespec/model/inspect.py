@@ -1,21 +1,21 @@
-"""What a model says of itself: whether it can hold a tree, its layers, windows and end tokens."""
+"""What a model and its config tell: can it score a tree, its layers, windows and end tokens."""
 
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from treespec.errors import InputError, first_line
 
-TREE_COLUMNS = 1024  # of the cache behind the longest text: more nodes than a tree has
+TREE_COLUMNS = 1024  # cache columns behind the longest text that a tree may fill
 HOLDS_TREE = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
-    """Raise InputError, with the reason, for a model whose forward cannot score a tree."""
+    """Raises InputError, with the reason, for a model whose forward cannot score a tree."""
+    # 1. Find the first reason.
     name, config = type(model).__name__, model.config.get_text_config()
     reason = None
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - HOLDS_TREE)
@@ -23,29 +23,43 @@ def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
         reason = "it is an encoder-decoder; treespec takes decoder-only models"
     elif foreign or getattr(model, "_is_stateful", False):
         layers = ", ".join(foreign) or "recurrent"
-        reason = f"its {layers} layers carry one state from token to token, which cannot branch into a tree"
+        reason = (
+            f"its {layers} layers carry one state from token to token, which cannot branch into a "
+            "tree"
+        )
     elif not _takes(model, "past_key_values"):
         reason = "its forward takes no cache of keys and values, which a tree is written into"
     elif getattr(config, "alibi", False) or not _takes(model, "position_ids"):
-        reason = "it places tokens by their column in the cache (ALiBi), where siblings cannot share a position"
+        reason = (
+            "it places tokens by their column in the cache (ALiBi), where siblings cannot share a "
+            "position"
+        )
     elif "local" in str(getattr(config, "attention_types", "")):
-        reason = "its local attention counts columns of the cache, where siblings cannot share a position"
+        reason = (
+            "its local attention counts columns of the cache, where siblings cannot share a "
+            "position"
+        )
     elif "flash" in str(config._attn_implementation) or "flex" in str(config._attn_implementation):
-        reason = f"its attention ({config._attn_implementation}) takes no tree mask; load it with sdpa or eager"
+        reason = (
+            f"its attention ({config._attn_implementation}) takes no tree mask; load it with sdpa "
+            "or eager"
+        )
+
+    # 2. Tell it.
     if reason:
         raise InputError(f"{name} cannot be a target: {reason}")
 
 
 @contextmanager
 def refusing(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, whatever a model's code or config raises becomes an InputError that names the model."""
+    """Inside, any error of a model's code or config becomes an InputError that names the model."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{type(model).__name__} cannot be a target: {what}") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{type(model).__name__} cannot be a target: {reason}") from error
 
 
 def _takes(model: PreTrainedModel, argument: str) -> bool:
@@ -60,7 +74,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end a text: generation_config's, else the config's."""
+    """The tokens that end a text: those of generation_config, else those of the config."""
     settings = (getattr(model, "generation_config", None), model.config.get_text_config())
     for eos in (getattr(s, "eos_token_id", None) for s in settings):
         if eos is not None:
@@ -71,50 +85,58 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
 LENGTH_DEPENDENT = "beyond, its rotary factors depend on the longest position of a forward"
 
 
-def context_length(config: Any) -> tuple[int, str | None]:
-    """Positions of a text that a model scores exactly, and why they are fewer than its config promises.
+def context_length(config: PreTrainedConfig) -> tuple[int, str | None]:
+    """The number of positions that a model scores exactly, and why its config promises more.
 
-    Some rotary embeddings compute their factors from the longest position of a forward: of `longrope` (Phi-3) beyond
-    `original_max_position_embeddings`, of `dynamic` NTK beyond `max_position_embeddings`. There the tokens of a chunk,
-    the leaves of a tree and the other texts of a batch would change a text's logits. All other types (linear, llama3,
-    yarn, proportional) have fixed factors. Llama 4 scales queries by their column in the cache, which for a node of a
-    tree is not its position: the scale is 1 below `floor_scale` columns.
+    The reason is None where it does not.
+
+    Some rotary embeddings compute their factors from the longest position of a forward: `longrope`
+    (Phi-3) beyond `original_max_position_embeddings`, and `dynamic` NTK beyond
+    `max_position_embeddings`. There the other tokens of a chunk, the leaves of a tree and the other
+    texts of a batch would change a text's logits. All other types (linear, llama3, yarn,
+    proportional) have fixed factors.
+
+    Llama 4 scales queries by their column in the cache, which is not a tree node's position. The
+    scale is 1 below `floor_scale` columns.
+
+    Raises InputError where no position is exact.
     """
+    # 1. What the config promises.
     promised: int = getattr(config, "max_position_embeddings", None) or 1 << 30
     limits = [(promised, "")]
+
+    # 2. Rotary factors that depend on the longest position.
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in [parameters, *parameters.values()]:
         kind = str(rope.get("rope_type", rope.get("type", ""))) if isinstance(rope, dict) else ""
         if kind == "longrope":
-            original = rope.get("original_max_position_embeddings")
-            original = (
-                original or getattr(config, "original_max_position_embeddings", None) or promised
-            )
+            name = "original_max_position_embeddings"
+            original = rope.get(name) or getattr(config, name, None) or promised
             limits.append((original, LENGTH_DEPENDENT))
         elif "dynamic" in kind:
             limits.append((promised, LENGTH_DEPENDENT))
-    if getattr(config, "attn_temperature_tuning", False) and (
-        floor := getattr(config, "floor_scale", None)
-    ):
+
+    # 3. Queries that are scaled by column.
+    floor = getattr(config, "floor_scale", None)
+    if getattr(config, "attn_temperature_tuning", False) and floor:
         columns = int(floor) - 1 - TREE_COLUMNS
-        limits.append(
-            (columns, f"from {floor} on, its attention scales queries by their column in the cache")
-        )
+        reason = f"from {floor} on, its attention scales queries by their column in the cache"
+        limits.append((columns, reason))
+
+    # 4. The smallest limit counts.
     length, why = min(limits, key=lambda limit: (limit[0], not limit[1]))
     if length < 1:
         raise InputError(f"no position of a text is scored exactly: {why}")
     return length, why or None
 
 
-def layer_windows(config: Any) -> dict[str, int | None]:
-    """Layer type -> window or chunk, for every type of attention layer that the model has."""
+def layer_windows(config: PreTrainedConfig) -> dict[str, int | None]:
+    """{layer type: its window or chunk in positions, None for full attention}."""
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
         window = None
-    kinds = set(
-        getattr(config, "layer_types", None)
-        or ["sliding_attention" if window else "full_attention"]
-    )
+    only_kind = "sliding_attention" if window else "full_attention"
+    kinds = set(getattr(config, "layer_types", None) or [only_kind])
     sizes = {
         "sliding_attention": window,
         "chunked_attention": getattr(config, "attention_chunk_size", None),
@@ -123,7 +145,7 @@ def layer_windows(config: Any) -> dict[str, int | None]:
 
 
 def layers_of(decoder: nn.Module, layers: int) -> nn.ModuleList:
-    """The stack with that number of layers. Raises InputError where there is none."""
+    """The module list with that number of layers. Raises InputError where there is none."""
     stacks = (m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == layers)
     if (stack := next(stacks, None)) is None:
         raise InputError(

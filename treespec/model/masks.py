@@ -1,13 +1,15 @@
-"""Batching texts into one forward: padding, gathering, and the attention masks of each layer type."""
+"""Batching texts into one forward: padding, gathering, and the masks of each layer type."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from treespec.trees.mask import chunk_mask, window_mask
+
+# As a decoder takes them: one mask, or one for each layer type.
+Masks = Tensor | dict[str, Tensor]
 
 
 def additive_masks(
@@ -17,39 +19,50 @@ def additive_masks(
     dtype: torch.dtype,
     device: torch.device,
     repeated: int = 1,
-) -> Any:
-    """Additive [B, 1, N, T] masks by layer type, or one tensor where the model has one layer type.
+) -> Masks:
+    """Additive masks [B, 1, N, T] by layer type; one tensor for a model of one layer type.
 
-    windows: by layer type (`layer_windows`). places: [B, T] positions. seen: [B, N, T] bool by the tree and the cache.
-    repeated: how often each mask's rows stand below one another (`attention.repeats`).
+    An entry is 0 where a node sees a column, else the lowest number of the dtype. Two committed
+    columns and a tree of three nodes, positions 0 1 | 2 3 3, under a window of 2 positions:
+
+                 full               sliding
+        node 0   0 0 | 0 - -        - 0 | 0 - -
+        node 1   0 0 | 0 0 -        - - | 0 0 -
+        node 2   0 0 | 0 - 0        - - | 0 - 0
+
+    windows: window or chunk of each layer type (`layer_windows`).
+    places: [B, T] positions of all columns.
+    seen: [B, N, T] bool, the columns that each node sees without windows.
+    repeated: how often the N rows of a mask are repeated (`attention.repeats`).
     """
     masks = {}
     for kind, window in windows.items():
+        # 1. What this layer type sees.
         near = {"sliding_attention": window_mask, "chunked_attention": chunk_mask}.get(kind)
-        unseen = ~(seen & near(places, seen.shape[1], window) if near and window else seen).to(
-            device
-        )
-        additive = torch.zeros(unseen.shape, dtype=dtype, device=device)
-        masks[kind] = additive.masked_fill_(unseen, torch.finfo(dtype).min)[:, None].repeat(
-            1, 1, repeated, 1
-        )
+        visible = seen & near(places, seen.shape[1], window) if near and window else seen
+        hidden = ~visible.to(device)
+
+        # 2. As numbers to add to the attention scores.
+        additive = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        additive = additive.masked_fill_(hidden, torch.finfo(dtype).min)
+        masks[kind] = additive[:, None].repeat(1, 1, repeated, 1)
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 
 def together(rows: Sequence[Tensor]) -> Tensor:
-    """[n, ...] of each text -> [B, N, ...], padded with zeros; a single text is not copied."""
+    """[B, N, ...] from [n, ...] of each text, padded with zeros. A single text is not copied."""
     return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)
 
 
 def unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """[B, N, ...] -> [sum of sizes, ...]: the first `sizes[row]` entries of each batch row, concatenated."""
+    """[sum of sizes, ...]: the first `sizes[row]` entries of each batch row of [B, N, ...]."""
     if min(sizes) == rows.shape[1]:
         return rows.flatten(0, 1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
 
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """Gather in each text: [B, N, ...] and indices [B, F] -> [B, F, ...]."""
+    """[B, F, ...]: the entries of [B, N, ...] at the indices `rows` [B, F] of each text."""
     b, n = x.shape[:2]
     if b > 1:
         rows = rows + torch.arange(0, b * n, n, device=rows.device)[:, None]

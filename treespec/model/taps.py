@@ -1,20 +1,26 @@
-"""A decoder's forward, with what goes into the layers that a head taps."""
+"""A decoder's forward that also returns the inputs of the layers that a head taps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from treespec.model.masks import Masks
+
+Hook = Callable[[nn.Module, tuple, dict], None]
+
 
 @contextmanager
 def captured(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """Inside, layer k's input (transformers' hidden_states[k]) is put under k in the dict, for every tap."""
+    """Inside, the dict receives the input of each tapped layer of a forward.
+
+    taps: layer numbers k. The input of layer k is transformers' hidden_states[k], [B, N, H].
+    """
     inputs: dict[int, Tensor] = {}
 
-    def keep(k: int) -> Any:
+    def keep(k: int) -> Hook:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             inputs[k] = args[0] if args else kwargs["hidden_states"]
 
@@ -34,10 +40,16 @@ def tapped(
     cache: Cache,
     tokens: Tensor,
     positions: Tensor,
-    masks: Any,
+    masks: Masks,
     taps: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """The decoder over [B, N] nodes behind a cache: hidden states after the final norm, and features."""
+    """One forward of the decoder over B trees of N nodes, behind a cache.
+
+    tokens, positions: [B, N] int64. masks: as from `additive_masks`. taps: as for `captured`.
+    Returns the hidden states after the final norm [B, N, H], and the features: these same states,
+    or the tapped inputs side by side, [B, N, taps * H].
+    """
+    # 1. The forward, with the inputs of the tapped layers.
     with captured(layers, taps) as inputs:
         hidden = decoder(
             input_ids=tokens,
@@ -46,6 +58,8 @@ def tapped(
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
+
+    # 2. The features.
     if not taps:
         return hidden, hidden
     return hidden, torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1)

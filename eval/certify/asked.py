@@ -1,4 +1,4 @@
-"""What a certificate asks of sampled texts, but for how they compare with plain ones."""
+"""The questions that a certificate asks about sampled texts by themselves."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,7 +9,7 @@ from treespec.eval.certify.bets import lost
 from treespec.eval.certify.numbers import Places, Sample, successive, successive_draws
 from treespec.eval.certify.tests import independent, least_correlation, least_gap, uniform
 
-# A statistic: the p-value of numbers, and the least fault that n of them find at an error.
+# A statistic: the p-value of numbers, and the smallest fault that n numbers find at an error.
 Statistic = tuple[Callable[[Tensor], float], Callable[[int, float], float | None]]
 GAP: Statistic = (uniform, least_gap)
 PAIRS: Statistic = (independent, least_correlation)
@@ -19,7 +19,12 @@ BET: Statistic = (lost, lambda n, error: None)
 def all_questions(
     mine: Sequence[Places], ours: Sequence[Sample]
 ) -> list[tuple[str, Tensor, Statistic]]:
-    """The name of each question, its numbers, none where it has no sense, and its statistic."""
+    """The name of each question, its numbers and its statistic.
+
+    A question without meaning for a scheme has no numbers. mine: places of the texts' tokens.
+    ours: the texts.
+    """
+    # 1. The numbers of all texts together.
     cycles = [cycle for text in ours for cycle in text.cycles]
     by_ratio = joined(text.by_ratio for text in mine)
     by_p = joined(text.by_p for text in mine)
@@ -31,6 +36,8 @@ def all_questions(
     token_pairs = joined(successive(text.by_number) for text in mine)
     cycle_pairs = joined(successive(text.first) for text in mine)
     draw_pairs = joined(successive_draws(text.cycles) for text in ours)
+
+    # 2. The questions.
     return [
         ("tokens follow the target's law, by p/q", by_ratio, GAP),
         ("tokens follow the target's law, by p", by_p, GAP),
@@ -46,6 +53,6 @@ def all_questions(
 
 
 def joined(rows: Iterable[Tensor]) -> Tensor:
-    """Rows of one width as one tensor."""
+    """Tensors of one width as one; an empty one for none."""
     tensors = list(rows)
     return torch.cat(tensors) if tensors else torch.empty(0)

@@ -1,8 +1,8 @@
-"""Bets against a law: p-values that are sharp where it is known how a law would be wrong.
+"""Bets against a law: sharp p-values where the likely faults of a law are known.
 
-A bet on another law multiplies its stake by Pr(what happened) under that law, over Pr(the same)
-under the law in question. While the latter holds, the stake is a martingale: it grows to 1 / p or
-more with probability p at most (Ville 1939), even where each event depends on those before it.
+A bet on another law multiplies its stake by Pr(the event) under that law, divided by Pr(the event)
+under the law in question. If the law in question holds, the stake is a martingale: it reaches 1 / p
+with probability at most p (Ville 1939), even where each event depends on the events before it.
 """
 
 import math
@@ -10,12 +10,12 @@ import math
 import torch
 from torch import Tensor
 
-ODDS = (0.01, 0.5, 2.0)  # times as large: of a draw that repeats another one
-POWERS = (0.5, 0.95, 1.05, 2.0)  # of the law of a draw: hotter below 1, colder above
+ODDS = (0.01, 0.5, 2.0)  # factors on the odds that a draw repeats another one
+POWERS = (0.5, 0.95, 1.05, 2.0)  # powers of the law of a draw: hotter below 1, colder above
 
 
 def lost(bets: Tensor) -> float:
-    """p-value by bets that share one stake evenly. bets: [n, A] log growth per event and bet."""
+    """p-value of A bets that share one stake evenly. bets: [n, A] log growth by event and bet."""
     if not len(bets):
         return 1.0
     stake = bets.double().sum(0).logsumexp(0) - math.log(bets.shape[1])

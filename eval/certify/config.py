@@ -1,4 +1,4 @@
-"""What `treespec certify` is told."""
+"""The options of `treespec certify`."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from treespec.shared_options import (
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyConfig(TargetOptions, PlacementOptions, TreeOptions, QuestionOptions):
-    """Raises InputError for a number out of its range and unless one drafter option is given."""
+    """Raises InputError for a number out of its range, and unless one drafter option is given."""
 
     out: str = option("JSON file for the report", "certificate.json")
     temperature: float = option("temperature of the sampled texts; above 0", 1.0, above=0, most=100)
@@ -48,6 +48,7 @@ class CertifyConfig(TargetOptions, PlacementOptions, TreeOptions, QuestionOption
         self.check_one_source()
         if self.temperature <= 0:
             raise InputError(
-                f"--temperature is {self.temperature:g}: greedy answers are tested anyway, give one above 0"
+                f"--temperature is {self.temperature:g}: greedy answers are tested anyway, give "
+                "one above 0"
             )
         super().__post_init__()

@@ -1,28 +1,34 @@
-"""Sampled texts as numbers: where each token stands in the law of the plain model, and in that of the draft.
+"""Sampled texts as numbers: the place of each token in the plain model's law and in the draft's.
 
-Nothing that the verifier computed goes in: p is of the plain model's forward over the whole text. q serves as an order
-alone, so it needs to be a function of what stands before the token, not the draft's very own law.
+Nothing comes from the verifier: p is that of the plain model's forward over the whole text. q only
+orders the tokens. So any function of the text before a token serves; it need not be the law that
+the draft used.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from treespec.draft.trained.kinds import KINDS
 from treespec.eval.certify.witness import Cycle, placed
+from treespec.heads.head import Head
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
+from treespec.target import Target
 
-AT_ONCE = 1 << 23  # probabilities that are held in one tensor
+AT_ONCE = 1 << 23  # probabilities in one tensor
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled text. group: number of its prompt and law. cycles: those of the verifier, none of a plain text."""
+    """A sampled text.
+
+    group: the number of its pair of prompt and law. params: the law.
+    cycles: what the witness kept; none for a plain text.
+    """
 
     group: int
     prompt: list[int]
@@ -33,9 +39,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Places:
-    """A text's numbers in [0, 1]. Of its n tokens: by_ratio, by_p, by_number are the places in the plain law, ordered
-    by p/q, by p and by the tokens' numbers; rank is the place in q, ordered by q. Of its cycles' first tokens, [c]:
-    first is by_number, first_by_ratio is ordered by p over the q told at the root, where there is one.
+    """The places of a text's tokens, numbers in [0, 1] (`placed`).
+
+    by_ratio, by_p, by_number: [n] places in the plain law, tokens ordered by p/q, by p, by number.
+    rank: [n] places in q, tokens ordered by q.
+    first: [c] by_number of the first token of each cycle.
+    first_by_ratio: places of these tokens in the plain law, ordered by p over the root's q; only of
+    cycles whose root has draws.
     """
 
     by_ratio: Tensor
@@ -48,76 +58,96 @@ class Places:
 
 @torch.no_grad()
 def places(spec: Spec, samples: Sequence[Sample]) -> list[Places]:
-    """The numbers of texts that were sampled by one law."""
+    """The places of texts that were sampled by one law."""
     coins = torch.Generator().manual_seed(len(samples))
     longest = max(len(sample.output) for sample in samples)
     size = max(1, AT_ONCE // (longest * spec.target.vocab_size))
-    return [
-        found
-        for start in range(0, len(samples), size)
-        for found in _of(spec, samples[start : start + size], coins)
-    ]
+    all_places: list[Places] = []
+    for start in range(0, len(samples), size):
+        all_places += _places(spec, samples[start : start + size], coins)
+    return all_places
 
 
-def _of(spec: Spec, samples: Sequence[Sample], coins: torch.Generator) -> Iterator[Places]:
+def _places(spec: Spec, samples: Sequence[Sample], coins: torch.Generator) -> Iterator[Places]:
+    """The places of the texts of one forward."""
     target, head = spec.target, spec.head
-    # 1. One plain forward over the texts, filled up on the right.
+    # 1. One plain forward over the texts, padded on the right.
     texts = [sample.prompt + sample.output for sample in samples]
     longest = max(map(len, texts))
-    rows = torch.tensor([text + [0] * (longest - len(text)) for text in texts]).to(
-        target.output_device
-    )
+    padded = [text + [0] * (longest - len(text)) for text in texts]
+    rows = torch.tensor(padded).to(target.output_device)
     taps = head.taps if head else ()
-    given, last = target.parted(target.features(rows, taps, last=True), taps)
+    features, last = target.parted(target.features(rows, taps, last=True), taps)
     for row, (sample, tokens) in enumerate(zip(samples, texts, strict=True)):
         # 2. The laws p and q [n, V] of each new token, and the token [n, 1].
         first, end = len(sample.prompt) - 1, len(tokens) - 1
         p = probs(target.output_logits(last[row, first:end]), sample.params)
-        q = draft_law(
-            head, target, rows[row, : end + 1], given[row, : end + 1], first, sample.params
-        )
+        known, known_features = rows[row, : end + 1], features[row, : end + 1]
+        q = draft_law(head, target, known, known_features, first, sample.params)
         chosen = rows[row, first + 1 : end + 1, None]
         number = torch.arange(p.shape[1], device=p.device).expand_as(p)
-        # 3. Their places.
+
+        # 3. The places of all tokens.
         orders = (p / q.clamp(min=torch.finfo(q.dtype).tiny), p, number)
         by_ratio, by_p, by_number = (
             placed(p, order, chosen, coins).squeeze(1).cpu() for order in orders
         )
         rank = placed(q, q, chosen, coins).squeeze(1).cpu()
+
+        # 4. The places of the first token of each cycle.
         begins = starts(sample)
         drafted = [(at, cycle.root_law) for at, cycle in begins if cycle.root_law is not None]
         first_by_ratio = by_p[:0]
         if drafted:
             at = torch.tensor([at for at, _ in drafted], device=p.device)
-            told = torch.stack([law for _, law in drafted])
-            order = p[at] / told.clamp(min=torch.finfo(told.dtype).tiny)
+            root_q = torch.stack([law for _, law in drafted])
+            order = p[at] / root_q.clamp(min=torch.finfo(root_q.dtype).tiny)
             first_by_ratio = placed(p[at], order, chosen[at], coins).squeeze(1).cpu()
-        of_cycles = by_number[[at for at, _ in begins]]
-        yield Places(by_ratio, by_p, by_number, rank, of_cycles, first_by_ratio)
+        first_by_number = by_number[[at for at, _ in begins]]
+        yield Places(by_ratio, by_p, by_number, rank, first_by_number, first_by_ratio)
 
 
 def starts(sample: Sample) -> list[tuple[int, Cycle]]:
-    """Which of the new tokens each cycle begins with; none where the text is not what the cycles say."""
-    said = [token for cycle in sample.cycles for token in cycle.tokens]
-    if said[: len(sample.output)] != sample.output:
+    """Where in the output each cycle begins. Nothing for an output that the cycles did not commit.
+
+    Two cycles of three and two tokens, of which the text keeps the first four, begin at 0 and 3:
+
+        cycles    a b c | d e         output    a b c d
+    """
+    committed = [token for cycle in sample.cycles for token in cycle.tokens]
+    if committed[: len(sample.output)] != sample.output:
         return []
-    found, at = [], 0
+    begins, at = [], 0
     for cycle in sample.cycles:
-        found.append((at, cycle))
+        if at < len(sample.output):
+            begins.append((at, cycle))
         at += len(cycle.tokens)
-    return [(at, cycle) for at, cycle in found if at < len(sample.output)]
+    return begins
 
 
 def draft_law(
-    head: Any, target: Any, tokens: Tensor, features: Tensor, first: int, params: SamplingParams
+    head: Head | None,
+    target: Target,
+    tokens: Tensor,
+    features: Tensor,
+    first: int,
+    params: SamplingParams,
 ) -> Tensor:
-    """[n, V] a law of each token behind `first`: a head's first draft step, without a head that of `repeats`.
+    """[n, V] a law for each token behind position `first`: a head's first draft step, or `repeats`.
 
-    tokens: [T]. features: [T, F] what a head is given.
+    Row t of a draft step is the law of token t + 2. For five tokens and first = 1:
+
+        tokens         0  1 | 2  3  4        n = 3
+        rows of q             0  1  2        the law of token 2 is row 0
+
+    With first = 0 token 1 has no row; a uniform law stands for it.
+    tokens: [T]. features: [T, F] the head's input.
     """
+    # 1. Without a head.
     if head is None:
         return repeats(tokens[None], first, target.vocab_size)[0]
-    # Row t drafts token t + 2: a token behind a single one has no row, and any law will do.
+
+    # 2. With a head: its first draft step at each position.
     drafted = next(KINDS[head.kind].rollout(head, target, tokens, features, 1), None)
     even = torch.full((1, target.vocab_size), 1 / target.vocab_size, device=tokens.device)
     if drafted is None:
@@ -127,10 +157,10 @@ def draft_law(
 
 
 def repeats(tokens: Tensor, first: int, vocab_size: int) -> Tensor:
-    """[B, T - first - 1, V] a law after each token from `first` on, as drafters without a model go by, more or less.
+    """[B, T - first - 1, V] a law after each token from `first` on, for drafters without a model.
 
-    tokens: [B, T]. It is proportional to how often a token followed the same one before, its share of the text so
-    far, and 1 / V.
+    A token's mass is proportional to the sum of three terms: how often it followed the same token
+    before, its share of the text so far, and 1 / V. tokens: [B, T].
     """
     b, length = tokens.shape
     last = torch.arange(first, length - 1, device=tokens.device)
@@ -142,12 +172,15 @@ def repeats(tokens: Tensor, first: int, vocab_size: int) -> Tensor:
 
 
 def successive(numbers: Tensor) -> Tensor:
-    """[n - 1, 2] each number [n] with the one before it."""
+    """[n - 1, 2] the pairs of successive numbers [n]."""
     return numbers.unfold(0, 2, 1) if len(numbers) > 1 else numbers.new_empty(0, 2)
 
 
 def successive_draws(cycles: Sequence[Cycle]) -> Tensor:
-    """[m, 2] the first draws at successive nodes of a tree, and at the same place of successive trees of a text."""
+    """[m, 2] pairs of places of first draws.
+
+    At successive nodes of a tree, and at the same node of successive trees of a text.
+    """
     pairs = [successive(cycle.first) for cycle in cycles]
     for before, now in pairwise(cycles):
         both = min(len(before.first), len(now.first))

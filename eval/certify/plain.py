@@ -1,21 +1,21 @@
-"""The plain side of a certificate: `model.generate`, stripped of what the model's own generation config adds."""
+"""The plain side of a certificate: `model.generate` without the model's own generation config."""
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from random import Random
-from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec
+from treespec.text.ending import Ending
 from treespec.text.prefix import common_prefix
 
-AT_ONCE = 16  # texts of one prompt
-# Fields of a generation config that treespec has options of its own for, or that change no token.
+AT_ONCE = 16  # texts of one prompt in one call
+# Fields of a generation config that are options of treespec, or that change no token.
 OWN = {"do_sample", "temperature", "top_k", "top_p", "min_p", "max_length", "max_new_tokens"}
 OWN |= {
     "bos_token_id",
@@ -35,34 +35,30 @@ OWN |= {
 OWN |= {"output_attentions", "output_hidden_states", "disable_compile"}
 
 
-def own_settings(model: Any) -> dict[str, Any]:
-    """What the model's generation config would change in a plain answer and treespec does not apply."""
+def own_settings(model: PreTrainedModel) -> dict[str, object]:
+    """The settings of the model's generation config that change answers and treespec ignores."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return {}
-    settings, nothing = (
-        config.to_dict(),
-        GenerationConfig().to_dict() | {"num_beams": 1, "repetition_penalty": 1.0},
-    )
-    neutral: tuple[Any, ...] = (None, False, 0, [], {})
-    return {
-        name: value
-        for name, value in settings.items()
-        if name not in OWN
-        and not name.startswith("_")
-        and value not in neutral
-        and value != nothing.get(name)
-    }
+    defaults = GenerationConfig().to_dict() | {"num_beams": 1, "repetition_penalty": 1.0}
+    neutral: tuple[object, ...] = (None, False, 0, [], {})
+    settings = {}
+    for name, value in config.to_dict().items():
+        is_ours = name in OWN or name.startswith("_")
+        if not is_ours and value not in neutral and value != defaults.get(name):
+            settings[name] = value
+    return settings
 
 
 @contextmanager
-def fresh(model: Any) -> Iterator[None]:
-    """Inside, `model.generate` applies what it is given and nothing else."""
-    own, model.generation_config = model.generation_config, GenerationConfig()
+def fresh(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, `model.generate` applies its arguments and nothing else."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = before
 
 
 @torch.no_grad()
@@ -74,14 +70,18 @@ def plain_texts(
     number: int = 1,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Answers by `model.generate`, which end where those of `spec` do: at its stop tokens and stop strings."""
+    """Answers of `model.generate`, which end at the stop tokens and stop strings of `spec`.
+
+    tokens: the largest length. number: answers to the one prompt. seed: of torch's own generator.
+    """
+    # 1. The options of one law.
     device, model = spec.target.device, spec.target.model
     texts: list[list[int]] = []
 
-    def ending() -> Any:
+    def ending() -> Ending:
         return spec.request(prompt, max_new_tokens=tokens)[0].ending
 
-    options: dict[str, Any] = {"do_sample": False}
+    options: dict[str, object] = {"do_sample": False}
     if not params.greedy:
         options = {
             "do_sample": True,
@@ -89,6 +89,8 @@ def plain_texts(
             "top_k": params.top_k,
             "top_p": params.top_p,
         }
+
+    # 2. Answers, several at a time, cut where ours would end.
     with fresh(model), torch.random.fork_rng():
         torch.manual_seed(seed)
         while len(texts) < number:
@@ -108,17 +110,21 @@ def plain_texts(
 
 
 @torch.no_grad()
-def greedy_answer(spec: Spec, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Where the greedy answer leaves that of model.generate, if it does, and whether rounding explains it.
+def greedy_answer(spec: Spec, prompt: list[int], tokens: int) -> dict[str, object]:
+    """Where the greedy answer differs from model.generate's, and whether rounding explains it.
 
-    It does in a lower precision than float32, where the two tokens' logits are closer than the same logits are when
-    the plain model computes them from another shape (twice their largest difference).
+    Rounding explains a difference in a lower precision than float32 if the logits of the two tokens
+    are close: within twice the largest difference that the plain model shows between two shapes of
+    the same forward.
     """
+    # 1. The two answers.
     model = spec.target.model
     ours = spec.generate(prompt, max_new_tokens=tokens).token_ids
     [theirs] = plain_texts(spec, prompt, tokens, SamplingParams())
     if ours == theirs:
         return {"different_at": None, "explained": True}
+
+    # 2. At the first difference: the two tokens' logits, and the same logits from other shapes.
     at = common_prefix(ours, theirs)
     margin = noise = math.inf
     if at < min(len(ours), len(theirs)) and spec.target.dtype != torch.float32:
@@ -126,19 +132,19 @@ def greedy_answer(spec: Spec, prompt: list[int], tokens: int) -> dict[str, Any]:
         once = model(prefix).logits[0, -1].float()
         again = [model(prefix.repeat(3, 1)).logits[0, -1].float()]
         if (cut := prefix.shape[1] // 2) > 0:
-            cached = model(
-                prefix[:, cut:],
-                past_key_values=model(prefix[:, :cut], use_cache=True).past_key_values,
-            )
+            cache = model(prefix[:, :cut], use_cache=True).past_key_values
+            cached = model(prefix[:, cut:], past_key_values=cache)
             again.append(cached.logits[0, -1].float())
         noise = max(float((once - other).abs().max()) for other in again)
         margin = abs(float(once[theirs[at]] - once[ours[at]]))
+
+    # 3. Is the margin within rounding?
     explained = margin <= 2 * noise and math.isfinite(margin)
     return {"different_at": at, "margin": margin, "noise": noise, "explained": explained}
 
 
 def seeds(seed: int, side: int) -> Iterator[int]:
-    """Seeds of the texts of one side, all different: torch's generator on a CPU takes the last 32 bits of one."""
+    """Seeds of the texts of one side, all different in the 32 bits that torch uses on a CPU."""
     first = Random(seed << 1 | side).getrandbits(32)
     for number in count():
         yield (first + number) % (1 << 32)
@@ -147,11 +153,13 @@ def seeds(seed: int, side: int) -> Iterator[int]:
 def spread(
     prompts: Sequence[list[int]], copies: int, batch: int
 ) -> list[list[tuple[int, list[int]]]]:
-    """Numbered prompts, several copies of each, in stretches of 8 texts or more.
+    """`copies` copies of each prompt with its number, in stretches of 8 texts or more.
 
-    Alone the copies of a prompt follow one another and reuse it; in a batch the prompts alternate.
+    With batch 1 the copies of a prompt follow one another, so that they reuse its prefix. In larger
+    batches the prompts alternate.
     """
     numbered = list(enumerate(prompts))
-    texts = [one for one in numbered for _ in range(copies)] if batch == 1 else numbered * copies
+    in_turn = [text for text in numbered for _ in range(copies)]
+    texts = in_turn if batch == 1 else numbered * copies
     stretch = max(8, 2 * batch)
     return [texts[start : start + stretch] for start in range(0, len(texts), stretch)]

@@ -1,17 +1,19 @@
-"""A certificate: is what treespec says the target's own, tested on a target, head, verifier and tree at hand.
+"""A certificate: a test that a target, head, verifier and tree generate the target's own text.
 
-Greedy answers must be those of `model.generate`, token for token. Sampled texts are put to eleven questions, or five
-where the draft is not drawn. Half of them are sampled by the whole law and half by a truncated one, half alone and
-half in batches; a place in a law is uniform whatever the law, so that all of them answer the same questions:
+Greedy answers must be those of `model.generate`, token for token. Sampled texts answer eleven
+questions, or five where the draft is not sampled. Half of the texts have the whole law and half a
+truncated one; half are sampled alone and half in batches. A token's place in its law is uniform
+whatever the law, so all texts answer the same questions:
 
-    tokens           uniform by p/q, uniform by p, each independent of the one before
-    cycles           their first tokens uniform by p over the q that was told; each independent of the cycle before
-    draws            uniform by the q that they are said to come from; independent of draws before, in repeats too;
-                     bets that they come from a power of q, or repeat more or less often, are lost
+    tokens           uniform by p/q and by p; independent of the token before
+    cycles           first tokens uniform by p over the root's q; independent of the cycle before
+    draws            uniform by the q that they are said to come from; independent of the draws
+                     before, also in repeats; bets that they come from a power of q, or repeat more
+                     or less often, are lost
     plain sampling   texts of `model.generate` look alike
 
-The error is shared among the questions (`asked`). `tests` and `bets` have the statistics,
-docs/verification.md what they find.
+The questions share the error (`asked`). `tests` and `bets` hold the statistics, and
+docs/verification.md says what they find.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +42,11 @@ Report = Callable[[Step], None]
 
 
 def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[str, Any]:
-    """Runs all tests and writes the report; `passed` in it is the verdict. Raises InputError for bad input."""
+    """Run all tests and write the report; its field `passed` is the verdict.
+
+    report: called with each step of the work. Raises InputError for bad input.
+    """
+    # 1. Questions and models.
     check_writable(config.out)
     questions = load_questions(config.questions)[0][: config.limit]
     report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
@@ -56,22 +62,28 @@ def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[s
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
     )
-    prompts = [
-        spec.encode([{"role": "user", "content": question.turns[0]}]) for question in questions
-    ]
-    found = examine(spec, prompts, config, report)
-    found = {
+
+    # 2. The tests.
+    first_turns = [question.turns[0] for question in questions]
+    prompts = [spec.encode([{"role": "user", "content": turn}]) for turn in first_turns]
+    verdict = examine(spec, prompts, config, report)
+
+    # 3. The report.
+    certificate = {
         "config": asdict(config),
         "environment": describe(spec.target),
         "promised": promised(config),
-        **found,
+        **verdict,
     }
-    write_json(config.out, found)
-    return found
+    write_json(config.out, certificate)
+    return certificate
 
 
 def promised(config: CertifyConfig) -> dict[str, float]:
-    """What the tests of all tokens can tell, said before any is drawn: texts that end early leave a little less."""
+    """The faults that tests of all tokens find, known before sampling.
+
+    Texts that end early leave fewer tokens, and a little less is found.
+    """
     error = config.error / TESTS
     finds = {
         "finds": least_gap(config.tokens, error),
@@ -86,7 +98,7 @@ def examine(
     config: CertifyConfig,
     report: Report = lambda step: None,
 ) -> dict[str, Any]:
-    """The tests of one configured `spec`."""
+    """Run the tests of one `spec` on these prompts."""
     answers = []
     for number, prompt in enumerate(prompts, 1):
         answers.append(greedy_answer(spec, prompt, config.greedy_tokens))
@@ -96,7 +108,7 @@ def examine(
 
 
 def laws(config: CertifyConfig) -> list[SamplingParams]:
-    """The whole law and the truncated one, where that is another."""
+    """The whole law, and the truncated law if it differs."""
     whole = SamplingParams(config.temperature)
     truncated = SamplingParams(config.temperature, config.top_k, config.top_p)
     return [whole] if truncated == whole else [whole, truncated]
@@ -108,14 +120,19 @@ def sample(
     config: CertifyConfig,
     report: Report = lambda step: None,
 ) -> list[Sample]:
-    """`config.tokens` tokens of texts by each law, alone and in batches, and their cycles."""
+    """Sample texts of `config.tokens` tokens in all, with their cycles.
+
+    Each pair of a law and a batch size has an equal part.
+    """
+    # 1. The pairs, and the copies of each prompt.
     batches = [1] if config.batch == 1 else [1, config.batch]
-    cells = [
-        (number, params, batch) for number, params in enumerate(laws(config)) for batch in batches
-    ]
+    numbered = list(enumerate(laws(config)))
+    cells = [(number, params, batch) for number, params in numbered for batch in batches]
     copies = -(-config.tokens // (len(cells) * len(prompts) * config.length))
     samples: list[Sample] = []
     seed, total = seeds(config.seed, OURS), len(cells) * len(prompts) * copies
+
+    # 2. Sample them under a witness.
     for number, params, batch in cells:
         for texts in spread(prompts, copies, batch):
             with watched(spec) as witness:
@@ -143,7 +160,7 @@ def sample_plain(
     config: CertifyConfig,
     report: Report = lambda step: None,
 ) -> list[Sample]:
-    """As many texts of each prompt and law by `model.generate`."""
+    """The same number of texts of each prompt and law, by `model.generate`."""
     samples: list[Sample] = []
     seed = seeds(config.seed, PLAIN)
     for number, params in enumerate(laws(config)):
@@ -156,29 +173,32 @@ def sample_plain(
 
 
 def numbers(spec: Spec, samples: Sequence[Sample]) -> list[Places]:
-    """Those of all texts, in their order."""
-    of: dict[int, Places] = {}
+    """The places of all texts, in the texts' order."""
+    places_of: dict[int, Places] = {}
     for params in {sample.params for sample in samples}:
         rows = [row for row, sample in enumerate(samples) if sample.params == params]
-        of |= dict(zip(rows, places(spec, [samples[row] for row in rows]), strict=True))
-    return [of[row] for row in range(len(samples))]
+        same_law = places(spec, [samples[row] for row in rows])
+        places_of |= dict(zip(rows, same_law, strict=True))
+    return [places_of[row] for row in range(len(samples))]
 
 
 def judge(
     spec: Spec,
-    answers: list[dict[str, Any]],
+    answers: list[dict[str, object]],
     ours: Sequence[Sample],
     plain: Sequence[Sample],
     config: CertifyConfig,
 ) -> dict[str, Any]:
-    """The verdict of each test on greedy answers and on the texts of both sides.
+    """The verdict of each test, on greedy answers and on the texts of both sides.
 
-    plain: [] leaves out the comparison with plain texts.
+    answers: as from `greedy_answer`. ours, plain: the sampled texts; an empty `plain` leaves out
+    the comparison of both sides.
     """
+    # 1. A question without numbers is not asked, such as one about draws where none are sampled.
     mine = numbers(spec, ours)
-    # 1. A question without numbers, such as of draws that are not drawn, is not asked.
     asked = [(name, rows, by) for name, rows, by in all_questions(mine, ours) if len(rows)]
-    # 2. The others and the comparison with plain texts share the error.
+
+    # 2. All other questions and the comparison with plain texts share the error.
     error = config.error / (len(asked) + 1)
     tests = [
         question(name, rows, error, p_value(rows), least(len(rows), error))
@@ -189,15 +209,10 @@ def judge(
         ranks = [text.rank for text in mine], [text.rank for text in theirs]
         groups = [text.group for text in ours], [text.group for text in plain]
         p_value, finds = exchangeable(*ranks, groups, error)
-        tests.append(
-            question(
-                "texts look like model.generate's, by the draft's rank",
-                ranks[0],
-                error,
-                p_value,
-                finds,
-            )
-        )
+        name = "texts look like model.generate's, by the draft's rank"
+        tests.append(question(name, ranks[0], error, p_value, finds))
+
+    # 3. Greedy answers must be equal, but for rounding.
     greedy = {
         "test": "greedy answers are model.generate's, token for token",
         "answers": len(answers),
@@ -215,9 +230,9 @@ def judge(
 
 
 def question(
-    name: str, numbers: Sequence[Any] | Tensor, error: float, p_value: float, finds: float | None
-) -> dict[str, Any]:
-    """One test in the report."""
+    name: str, numbers: Sequence[Tensor] | Tensor, error: float, p_value: float, finds: float | None
+) -> dict[str, object]:
+    """One test of the report. finds: the smallest fault that it finds with probability POWER."""
     return {
         "test": name,
         "samples": len(numbers),

@@ -9,7 +9,6 @@ plain model's.
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -28,7 +27,8 @@ from treespec.model.inspect import (
     refuse_what_cannot_branch,
     refusing,
 )
-from treespec.model.masks import Masks, additive_masks, together, unpadded
+from treespec.model.masks import Masks, additive_masks, batched, unpadded
+from treespec.model.output import TreeOutput as TreeOutput
 from treespec.model.output import rows_of_output, scaled
 from treespec.model.plain import understand
 from treespec.model.taps import captured, tapped
@@ -38,21 +38,6 @@ from treespec.trees.mask import attention_mask, positions
 from treespec.trees.tree import TokenTree
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TreeOutput:
-    """The target's forward over one tree.
-
-    logits: [N, V].
-    features: [N, H] hidden states after the final norm, or [N, taps * H] for a head that taps
-    layers.
-    rows: [asked, V] logits of the tree's extra rows, if it has any.
-    """
-
-    logits: Tensor
-    features: Tensor
-    rows: Tensor | None = None
 
 
 @final
@@ -119,20 +104,14 @@ class Target:
     ) -> "Target":
         """The model and tokenizer of a directory or hub id.
 
-        device_map, max_memory, offload_folder: placement by accelerate, as in `from_pretrained`.
-        dtype: of the weights. Default: that of the checkpoint.
-        attn_implementation: `sdpa` or `eager`. Default: transformers' choice.
-        trust_remote_code: whether Python files of the directory or repository may run.
+        Options are those of `from_pretrained`; without them transformers' defaults hold.
         Raises InputError for a model that cannot be loaded or cannot score a tree.
         """
-        # 1. Leave out what is not given: transformers' own defaults hold.
+        # 1. The options that are given.
         path = os.path.expanduser(path)
-        placement = {
-            "device_map": device_map,
-            "max_memory": max_memory,
-            "offload_folder": offload_folder,
-        }
-        options = {name: value for name, value in placement.items() if value is not None}
+        names = ("device_map", "max_memory", "offload_folder")
+        placement = zip(names, (device_map, max_memory, offload_folder), strict=True)
+        options = {name: value for name, value in placement if value is not None}
 
         # 2. The model, then its tokenizer.
         options |= {"dtype": dtype, "attn_implementation": attn_implementation}
@@ -208,10 +187,7 @@ class Target:
         return all_features
 
     def rows_beside(self, columns: int) -> int:
-        """New positions per forward whose mask over a cache of `columns` columns stays small.
-
-        A power of two from 16 to 512.
-        """
+        """New positions per forward, a power of two (16 to 512) with a small mask (`prefill`)."""
         room = max(16, min(512, self.mask_room // (columns + 512)))
         return 1 << (room.bit_length() - 1)
 
@@ -249,24 +225,12 @@ class Target:
         """The one forward of a cycle: a tree for each text of the cache.
 
         The trees' keys and values are written behind the longest text, for `cache.commit` to keep.
-        A tree's extra rows are written behind its nodes. Smaller trees are padded with nodes of
-        token 0 that no other node sees. Trees of five nodes and of three:
-
-            columns   | a b c | 0 1 2 3 4 |
-                      | p . . | 0 1 2 . . |
+        A tree's extra rows are written behind its nodes.
 
         trees: one for each text. taps: as for `prefill`.
         """
         # 1. One batch of tokens, depths and masks.
-        all_tokens, depths, seen = zip(*(tree.forwarded() for tree in trees), strict=True)
-        tokens, depth = together(all_tokens).clamp_min(0), together(depths)  # [B, N + M]
-        if len(trees) == 1:
-            ancestors = seen[0][None]
-        else:
-            itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device)
-            ancestors = itself.repeat(len(trees), 1, 1)
-            for row, mask in enumerate(seen):
-                ancestors[row, : len(mask), : len(mask)] = mask
+        tokens, depth, ancestors = batched([tree.forwarded() for tree in trees])
 
         # 2. The forward.
         hidden, features = self._hidden(cache, tokens, depth, ancestors, taps)

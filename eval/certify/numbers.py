@@ -14,10 +14,8 @@ from torch import Tensor
 
 from treespec.draft.trained.kinds import KINDS
 from treespec.eval.certify.witness import Cycle, placed
-from treespec.heads.head import Head
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
-from treespec.target import Target
 
 AT_ONCE = 1 << 23  # probabilities in one tensor
 
@@ -83,7 +81,7 @@ def _places(spec: Spec, samples: Sequence[Sample], coins: torch.Generator) -> It
         first, end = len(sample.prompt) - 1, len(tokens) - 1
         p = probs(target.output_logits(last[row, first:end]), sample.params)
         known, known_features = rows[row, : end + 1], features[row, : end + 1]
-        q = draft_law(head, target, known, known_features, first, sample.params)
+        q = draft_law(spec, known, known_features, first, sample.params)
         chosen = rows[row, first + 1 : end + 1, None]
         number = torch.arange(p.shape[1], device=p.device).expand_as(p)
 
@@ -126,12 +124,7 @@ def starts(sample: Sample) -> list[tuple[int, Cycle]]:
 
 
 def draft_law(
-    head: Head | None,
-    target: Target,
-    tokens: Tensor,
-    features: Tensor,
-    first: int,
-    params: SamplingParams,
+    spec: Spec, tokens: Tensor, features: Tensor, first: int, params: SamplingParams
 ) -> Tensor:
     """[n, V] a law for each token behind position `first`: a head's first draft step, or `repeats`.
 
@@ -144,6 +137,7 @@ def draft_law(
     tokens: [T]. features: [T, F] the head's input.
     """
     # 1. Without a head.
+    head, target = spec.head, spec.target
     if head is None:
         return repeats(tokens[None], first, target.vocab_size)[0]
 

@@ -49,6 +49,26 @@ def additive_masks(
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 
+def batched(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [B, N], depths [B, N] and ancestors [B, N, N] of B trees (`TokenTree.forwarded`).
+
+    Smaller trees are padded with nodes of token 0 that see only themselves. Trees of five nodes
+    and of three, behind texts of three tokens and of one:
+
+        columns   | a b c | 0 1 2 3 4 |
+                  | p . . | 0 1 2 . . |
+    """
+    all_tokens, depths, seen = zip(*trees, strict=True)
+    tokens, depth = together(all_tokens).clamp_min(0), together(depths)
+    if len(trees) == 1:
+        return tokens, depth, seen[0][None]
+    itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=depth.device)
+    ancestors = itself.repeat(len(trees), 1, 1)
+    for row, mask in enumerate(seen):
+        ancestors[row, : len(mask), : len(mask)] = mask
+    return tokens, depth, ancestors
+
+
 def together(rows: Sequence[Tensor]) -> Tensor:
     """[B, N, ...] from [n, ...] of each text, padded with zeros. A single text is not copied."""
     return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)

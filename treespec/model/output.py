@@ -1,10 +1,27 @@
 """From hidden states to logits, by a model's own output path."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from treespec.errors import InputError
+
+
+@dataclass(frozen=True)
+class TreeOutput:
+    """The target's forward over one tree.
+
+    logits: [N, V].
+    features: [N, H] hidden states after the final norm, or [N, taps * H] for a head that taps
+    layers.
+    rows: [asked, V] logits of the tree's extra rows, if it has any.
+    """
+
+    logits: Tensor
+    features: Tensor
+    rows: Tensor | None = None
 
 
 def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device) -> nn.Linear:

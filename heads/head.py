@@ -6,8 +6,6 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from treespec.heads.layers import KeyValues
-
 Config = dict[str, Any]  # the fields of a config.json
 Tensors = dict[str, Tensor]  # by name, as a checkpoint holds them
 Stored = tuple[Config, Tensors]  # what a head's directory holds
@@ -111,39 +109,3 @@ class Head(Protocol):
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Self: ...
-
-
-class FeatureHead(Head, Protocol):
-    """A head that extrapolates features, and takes its own features to draft on: EAGLE's."""
-
-    @property
-    def embed_scale(self) -> float:
-        """What its embeddings are multiplied by, as the target's are."""
-        ...
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """[..., F] the target's features -> [..., H] the features that `step` takes."""
-        ...
-
-    def step(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        cache: KeyValues | None = None,
-    ) -> Tensor:
-        """[B, T] tokens, [B, T, H] features one position before -> [B, T, H] the next features."""
-        ...
-
-    def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
-        """[..., H] features of `step` -> [..., N] logits of its draft tokens."""
-        ...
-
-
-def shared(own: nn.Embedding | None, weight: nn.Parameter) -> nn.Embedding:
-    """A head's embedding, whose weight is `weight` itself where the two are equal. own: before."""
-    own = own or nn.Embedding.from_pretrained(weight)
-    if own.weight.device == weight.device and torch.equal(own.weight, weight):
-        own.weight = weight
-    return own

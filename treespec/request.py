@@ -29,6 +29,13 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]
 
 
+class BatchOptions(Options, total=False):
+    """The options of `Spec.generate`: of each answer, and of several together."""
+
+    batch: int | None
+    seed: int | Sequence[int] | None
+
+
 OPTIONS = tuple(Options.__annotations__)
 
 

@@ -4,7 +4,7 @@ A configuration states a shared option again only where its default or its meani
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from treespec.errors import InputError
 from treespec.options import (
@@ -22,9 +22,6 @@ from treespec.options import (
     either,
     option,
 )
-
-if TYPE_CHECKING:
-    from treespec.spec import Spec
 
 DRAFTER = f"drafter in place of --head: {either(DRAFTER_FORMS.values())}"
 TREE = f"shape of the drafted tree: {either([*TREE_FORMS.values(), TREE_FILE])}"
@@ -116,23 +113,6 @@ class TreeOptions(DrafterOptions):
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(TargetOptions, PlacementOptions, TreeOptions):
     """What decodes: a target, and what drafts for it. Without a drafter: one token at a time."""
-
-    def load(self) -> "Spec":
-        """`treespec.load` with these options. Raises InputError, HeadError and TreeError."""
-        from treespec.spec import load  # it imports torch, which `--help` must not
-
-        return load(
-            self.target,
-            self.head,
-            self.tree,
-            self.verifier,
-            drafter=self.drafter,
-            allow_lossy=self.allow_lossy,
-            template=self.template,
-            device_map=self.device_map,
-            dtype=self.dtype,
-            trust_remote_code=self.trust_remote_code,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

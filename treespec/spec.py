@@ -20,8 +20,9 @@ from treespec.heads.head import Head
 from treespec.loading import calibration_of, load_sources
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
-from treespec.request import Options, asked, refuse_unknown, seed_of, seeds_of, whole
+from treespec.request import BatchOptions, Options, asked, refuse_unknown, seed_of, seeds_of, whole
 from treespec.sampling import SamplingParams
+from treespec.shared_options import ModelOptions
 from treespec.stats import Stats
 from treespec.stream import Output, Stream, output_of
 from treespec.target import Target
@@ -154,32 +155,11 @@ class Spec:
         return Stream((piece for _, piece in self.decoder.run([text], params)), text.stats)
 
     @overload
-    def generate(
-        self,
-        prompt: Prompts,
-        *,
-        batch: int | None = None,
-        seed: int | Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> list[Output]: ...
+    def generate(self, prompt: Prompts, **options: Unpack[BatchOptions]) -> list[Output]: ...
     @overload
-    def generate(
-        self,
-        prompt: Single,
-        *,
-        batch: int | None = None,
-        seed: int | Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Output: ...
+    def generate(self, prompt: Single, **options: Unpack[BatchOptions]) -> Output: ...
     @overload
-    def generate(
-        self,
-        prompt: Arrays,
-        *,
-        batch: int | None = None,
-        seed: int | Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Any: ...
+    def generate(self, prompt: Arrays, **options: Unpack[BatchOptions]) -> Any: ...
     def generate(
         self,
         prompt: Prompt | Prompts,
@@ -294,3 +274,19 @@ def load(
     source = sources[named] if named else None
     calibration = calibration_of(source, named) if source and named else None
     return Spec(model, source, tree, verifier, template, allow_lossy, calibration)
+
+
+def load_options(options: ModelOptions) -> Spec:
+    """`load` with the options that commands share. Raises as `load` does."""
+    return load(
+        options.target,
+        options.head,
+        options.tree,
+        options.verifier,
+        drafter=options.drafter,
+        allow_lossy=options.allow_lossy,
+        template=options.template,
+        device_map=options.device_map,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    )

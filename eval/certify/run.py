@@ -31,7 +31,7 @@ from treespec.eval.environment import describe
 from treespec.eval.questions import load_questions
 from treespec.files import check_writable, write_json
 from treespec.sampling import SamplingParams
-from treespec.spec import Spec
+from treespec.spec import Spec, load_options
 
 TESTS = 11  # of sampled texts, at most
 OURS, PLAIN = 0, 1  # sides, for the seeds
@@ -44,7 +44,7 @@ def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[s
     check_writable(config.out)
     questions = load_questions(config.questions)[0][: config.limit]
     report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
-    spec = config.load()
+    spec = load_options(config)
     prompts = [
         spec.encode([{"role": "user", "content": question.turns[0]}]) for question in questions
     ]

@@ -5,8 +5,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from treespec.heads.eagle import EagleHead
+from treespec.heads.features import FeatureHead
 from treespec.heads.formats.engines import Served, check_layer, llama_fields
-from treespec.heads.head import Config, FeatureHead, Stored, Tensors
+from treespec.heads.head import Config, Stored, Tensors
 
 ROTARY = ("default", "linear", "dynamic")  # that SafeAILab/EAGLE computes
 

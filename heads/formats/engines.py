@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from treespec.heads.head import Config, FeatureHead
+from treespec.heads.features import FeatureHead
+from treespec.heads.head import Config
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,9 @@ class Work:
     @cached_property
     def local(self) -> Local:
         """The target, loaded when it is asked for."""
-        return Local(self.config.load(), self.config)
+        from treespec.spec import load_options
+
+        return Local(load_options(self.config), self.config)
 
     def on(self, rows: Sequence[Row]) -> None:
         """Answer the rows that are not in the files."""

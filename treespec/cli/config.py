@@ -74,6 +74,8 @@ def refuse_unused(config: ModelOptions) -> None:
 def load_spec(config: ModelOptions) -> "Spec":
     """Check, then load what answers."""
     begin(config)
-    spec = config.load()
+    from treespec.spec import load_options
+
+    spec = load_options(config)
     end_notice()
     return spec

@@ -5,13 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from treespec.draft.per_text import PerText
 
 if TYPE_CHECKING:
     from treespec.cache import TreeCache  # transformers comes with it, and with heads
     from treespec.heads.head import Head
+
+
+PREFILL_AT = 32  # more new tokens than any accepted path: this is a prompt, run it at once
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,20 @@ class Frontier:
 
     tokens: Tensor
     parent_rows: Tensor
+
+
+def aligned(
+    frontiers: Sequence[Frontier | None], device: torch.device
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Frontiers of B texts side by side: [B, F] tokens, [B, F] parent rows, and the nodes of each.
+
+    Shorter frontiers are padded with 0; None has no nodes.
+    """
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    tokens = [frontier.tokens if frontier else nothing for frontier in frontiers]
+    parents = [frontier.parent_rows if frontier else nothing for frontier in frontiers]
+    sizes = [len(row) for row in tokens]
+    return pad_sequence(tokens, batch_first=True), pad_sequence(parents, batch_first=True), sizes
 
 
 class Proposer(PerText, Protocol):

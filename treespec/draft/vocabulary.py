@@ -16,7 +16,7 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.files import read_json, write_text
 from treespec.heads import checksum
-from treespec.heads.head import FeatureHead, Head
+from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.trees.tree import Drafts, TokenTree
 
@@ -39,16 +39,11 @@ def restrict(head: Head, target: Target, tokens: Tensor) -> None:
     head.restrict(tokens, target)
 
 
-def draft_logits(head: FeatureHead, target: Target, hidden: Tensor) -> Tensor:
-    """[..., H] features of a head -> [..., V] the logits that it drafts by, -inf outside its
-    vocabulary.
-    """
-    logits = head.logits(hidden, target)
-    return (
-        logits
-        if head.vocabulary is None
-        else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
-    )
+def whole(logits: Tensor, head: Head, target: Target) -> Tensor:
+    """[..., N] logits of a head's draft tokens -> [..., V], -inf for tokens it does not draft."""
+    if head.vocabulary is None:
+        return logits
+    return spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
 
 
 def spread(rows: Tensor, vocabulary: Tensor, size: int, fill: float = 0.0) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
-from treespec.draft.proposer import Frontier
-from treespec.model.masks import rows_of, together, unpadded
+from treespec.draft.proposer import Frontier, aligned
+from treespec.model.masks import rows_of, unpadded
 from treespec.target import Target
 from treespec.trees.mask import committed
 
@@ -42,16 +42,13 @@ class Branch:
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         """For each text [F, V] logits for the children of its frontier, [0, V] where it has none."""
-        nothing = torch.empty(0, dtype=torch.int64, device=self.seen.device)
-        tokens = together([f.tokens if f else nothing for f in frontiers])  # [B, F]
-        above = together([f.parent_rows if f else nothing for f in frontiers])
+        tokens, above, sizes = aligned(frontiers, self.seen.device)
         b, n = tokens.shape
         own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
         self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
         self.places = torch.cat([self.places, self.after.expand(b, n)], dim=1)
         self.after = self.after + 1
         hidden = self.model.forward_nodes(self.cache, tokens, self.places, self.seen)
-        sizes = [len(f.tokens) if f else 0 for f in frontiers]
         return list(self.model.output_logits(unpadded(hidden, sizes)).split(sizes))
 
 

@@ -11,12 +11,10 @@ from torch.nn.functional import pad
 
 from treespec.cache import TreeCache
 from treespec.draft.models.branch import Branch
-from treespec.draft.proposer import Frontier, Proposer
+from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer
 from treespec.errors import InputError
 from treespec.model.masks import together
 from treespec.target import Target
-
-PREFILL_AT = 32  # more new tokens than any accepted path: this is a prompt, run it at once
 
 
 @final

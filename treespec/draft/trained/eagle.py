@@ -9,16 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from treespec.cache import TreeCache
-from treespec.draft.proposer import Frontier, Proposer
+from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer, aligned
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead, config_for
-from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.features import FeatureHead
 from treespec.model.chunks import causal_chunks
 from treespec.model.masks import rows_of, together, unpadded
 from treespec.target import Target
 from treespec.trees.mask import committed
 
-PREFILL_AT = 32  # more new pairs than any accepted path: this is a prompt, run it at once
 MOST_WAITING = 96  # pairs, while a text rests without drafts
 
 
@@ -96,12 +95,12 @@ class EagleProposer(Proposer):
     Texts with fewer pairs or frontier nodes are padded with ones that no node sees.
     """
 
-    head: EagleHead | Eagle3Head
+    head: FeatureHead
     per_text = ("waiting", "cache")
 
     def __init__(
         self,
-        head: EagleHead | Eagle3Head,
+        head: FeatureHead,
         target: Target,
         chunk: int | None = None,
     ) -> None:
@@ -180,9 +179,7 @@ class EagleProposer(Proposer):
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        nothing = torch.empty(0, dtype=torch.int64, device=self.frontier.device)
-        tokens = together([f.tokens if f else nothing for f in frontiers])  # [B, F]
-        above = together([f.parent_rows if f else nothing for f in frontiers])
+        tokens, above, sizes = aligned(frontiers, self.frontier.device)
         b, n = tokens.shape
         own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
         self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
@@ -192,7 +189,6 @@ class EagleProposer(Proposer):
         self.frontier = self._forward(
             tokens, rows_of(self.frontier, above), self.positions, self.seen
         )
-        sizes = [len(f.tokens) if f else 0 for f in frontiers]
         logits = self.head.logits(unpadded(self.frontier, sizes), self.target)
         return list(logits.split(sizes))
 

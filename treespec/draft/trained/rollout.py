@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeLayer
-from treespec.draft.vocabulary import draft_logits
-from treespec.heads.head import FeatureHead
+from treespec.draft.vocabulary import whole
+from treespec.heads.features import FeatureHead
 from treespec.target import Target
 
 
@@ -39,4 +39,4 @@ def rollout(
         hidden = head.step(following[None], hidden[None], positions, seen, cache)[0]
         cache.length += rollouts
         seen = torch.cat([seen, own], dim=1)
-        yield draft_logits(head, target, hidden.to(features.dtype))
+        yield whole(head.logits(hidden.to(features.dtype), target), head, target)

@@ -1,18 +1,19 @@
 """The input of Medusa's and Hydra's heads: a hidden state for the last position of each of B texts."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import final
+from typing import ClassVar, Protocol, final
 
 import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
 from treespec.draft.per_text import PerText
+from treespec.draft.proposer import PREFILL_AT, Proposer
 from treespec.heads.hydra import HydraHead
 from treespec.model.chunks import causal_chunks
 from treespec.model.masks import together
-
-PREFILL_AT = 32  # more states than any accepted path: this is a prompt, run it at once
+from treespec.target import Target
 
 
 @final
@@ -99,3 +100,36 @@ def stacked(states: Sequence[Tensor | None]) -> Tensor:
     """[B, H] the states, 0 where one is None. At least one is not."""
     zeros = torch.zeros_like(next(state for state in states if state is not None))
     return torch.stack([zeros if state is None else state for state in states])
+
+
+class StateProposer(Proposer, Protocol):
+    """Drafts with heads that take the state of each text's last position; one text at first.
+
+    A subclass has `start`, `extend` and `new`.
+    """
+
+    target: Target
+    observed: LastStates | PrefixStates
+    per_text: ClassVar[tuple[str, ...]] = ("observed",)
+
+    @abstractmethod
+    def start(self, states: Tensor, roots: Tensor) -> Tensor:
+        """[B, 1, N] draft logits for the children of the roots. states: [B, H]. roots: [B] int64."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.observed.lengths
+
+    @torch.no_grad()
+    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
+        known = self.observed.known()
+        if all(state is None for state in known):
+            return [None] * len(known)
+        logits = self.start(stacked(known), roots)
+        return [None if state is None else row for row, state in zip(logits, known, strict=True)]
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        self.observed.observe(features)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        self.observed.rewind(lengths)

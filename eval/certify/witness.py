@@ -17,7 +17,7 @@ from treespec.sampling import TargetLaws
 from treespec.spec import Spec
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.scheme import Scheme
-from treespec.verify.walk import Verdict, Verifier
+from treespec.verify.walk import Verdict, Verifier, is_paced
 
 # How the draws at a node come about, by the scheme's name. Beside them a node may have sure tokens.
 DRAWS = {
@@ -69,7 +69,7 @@ class Witness:
 
     @property
     def paced(self) -> bool:
-        return self.verifier.paced
+        return is_paced(self.verifier)
 
     def __call__(
         self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator

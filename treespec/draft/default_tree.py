@@ -8,7 +8,7 @@ from treespec.trees.shape import Policy
 from treespec.verify.rrs import RRS
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
-from treespec.verify.walk import Verifier, Walk
+from treespec.verify.walk import Verifier, Walk, is_paced
 
 
 def default_tree(
@@ -37,7 +37,7 @@ def verifier_for(verifier: Verifier, several: bool, tree: Policy | None) -> Veri
     """The verifier that `auto` stands for: itself, unless the tree or several draft models need
     another one.
     """
-    if not verifier.paced:
+    if not is_paced(verifier):
         return verifier
     if several:
         return Walk(RRS())

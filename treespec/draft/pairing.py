@@ -15,7 +15,7 @@ from treespec.errors import InputError
 from treespec.options import GIVEN, HEADS
 from treespec.trees.shape import Policy
 from treespec.verify.scheme import Scheme
-from treespec.verify.walk import Verifier
+from treespec.verify.walk import Verifier, is_paced
 
 
 def check_named(drafter: str, verifier: Verifier, tree: Policy | None) -> None:
@@ -31,7 +31,7 @@ def check_named(drafter: str, verifier: Verifier, tree: Policy | None) -> None:
         return
     several = kind == "model" and "+" in value and not Path(value).exists()
     verifier = verifier_for(verifier, several, tree)
-    default = default_tree(verifier.scheme, several=several, paced=verifier.paced)
+    default = default_tree(verifier.scheme, several=several, paced=is_paced(verifier))
     check_pair(tree or default, verifier.scheme, several)
     if tree is not None:  # a default is as deep as the head
         check_fit(tree, verifier.scheme, model_of(kind, value, several))
@@ -98,7 +98,7 @@ def check_given(name: str, verifier: Verifier, tree: object) -> None:
     Raises InputError for a scheme that needs draft laws, and for a tree. The rule is the same at
     temperature 0, where all schemes agree.
     """
-    if not (verifier.scheme.deterministic or verifier.paced):
+    if not (verifier.scheme.deterministic or is_paced(verifier)):
         raise InputError(
             f"{name} hands over given tokens, which have no draft law for verifier {verifier.name}: "
             "take --verifier topk, or auto"

@@ -21,7 +21,7 @@ from treespec.draft.tree_drafter import TreeDrafter
 from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.trees.shape import Policy
-from treespec.verify.walk import Verifier
+from treespec.verify.walk import Verifier, is_paced
 
 
 class Source(Protocol):
@@ -104,7 +104,7 @@ class Model:
     ) -> Drafter:
         scheme, deepest = verifier.scheme, self.proposer.max_depth
         policy = tree or default_tree(
-            scheme, deepest, calibration, self.law_per_draw, verifier.paced
+            scheme, deepest, calibration, self.law_per_draw, is_paced(verifier)
         )
         return TreeDrafter(self.proposer.new(), policy, scheme, calibration, times)
 
@@ -133,7 +133,7 @@ class WholeTrees:
     ) -> Drafter:
         if self.original.given:
             check_given(self.name, verifier, tree)
-        return self.original.paced(times) if verifier.paced else self.original.new()
+        return self.original.paced(times) if is_paced(verifier) else self.original.new()
 
 
 Drafting: TypeAlias = Source | Head | Proposer | Drafter

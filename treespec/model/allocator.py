@@ -1,4 +1,9 @@
-"""Freed memory stays in the process: fresh blocks cost a page fault every 4 KiB, more than the arithmetic on them."""
+"""Keep freed memory in the process. Each fresh 4 KiB page costs a page fault, which takes longer
+than the arithmetic on it.
+
+Only treespec's command line and its scripts call this. `import treespec` leaves the allocator of
+its host program as it is.
+"""
 
 import ctypes
 import sys
@@ -8,10 +13,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """For the whole process: blocks up to 32 MiB come from the heap, and up to 1 GiB of it stays when free.
+    """For the whole process: the heap serves blocks up to 32 MiB, and keeps up to 1 GiB when freed.
 
-    A sample from [26, 8192] probabilities takes a tenth of the time. Only glibc is asked, elsewhere nothing
-    happens.
+    A sample from [26, 8192] probabilities then takes a tenth of the time. Only glibc on Linux has
+    these settings; elsewhere the call does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:

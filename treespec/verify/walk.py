@@ -26,24 +26,26 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Keeps a path of a tree. name: as `--verifier` takes it. scheme: whose draws the tree holds.
-
-    paced: whether it verifies whatever tree a cycle has, so that each cycle's tree may be chosen by
-    what it costs.
-    """
+    """Keeps a path of a tree. name: as `--verifier` takes it. scheme: whose draws the tree holds."""
 
     @property
     def name(self) -> str: ...
     @property
     def scheme(self) -> Scheme: ...
-    @property
-    def paced(self) -> bool: ...
 
     def __call__(
         self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
     ) -> Verdict:
         """p: [N, V] probabilities."""
         ...
+
+
+def is_paced(verifier: Verifier) -> bool:
+    """Whether a verifier takes any tree, so that each cycle's tree may be chosen by its cost.
+
+    It says so by an attribute `paced`; without one it does not.
+    """
+    return getattr(verifier, "paced", False)
 
 
 @final

@@ -53,7 +53,7 @@ class EagleHead(FeatureHead):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the features that it takes and gives; the embedding may have the target's."""
+        """The dtype of features that `step` takes; the embedding may have the target's dtype."""
         return next(self.layers.parameters()).dtype
 
     @property
@@ -81,7 +81,7 @@ class EagleHead(FeatureHead):
         return target.output_logits(hidden, self.output)
 
     def restrict(self, tokens: Tensor, target: OutputPath) -> None:
-        """From now on draft only these of the target's tokens, [N] int64 ascending."""
+        """Draft only these of the target's tokens from now on, [N] int64 ascending."""
         self.drafted, self.output = tokens, target.output_rows(tokens)
 
 
@@ -90,11 +90,11 @@ def config_for(
 ) -> Config:
     """The head's config.json for a target: the same widths, head counts and rotary settings.
 
-    width: of the hidden states that enter the target's output embedding, which for some models
-    (OPT) is not `hidden_size`. Targets without rotary positions or gated layers get Llama's
-    defaults.
+    width: of the hidden states that enter the target's output embedding. In some models (OPT) it
+    differs from `hidden_size`. For targets without rotary positions or gated layers the head takes
+    Llama's defaults.
     """
-    # 1. sizes
+    # 1. Sizes.
     heads = target.num_attention_heads
     if width % heads:
         heads = 1
@@ -115,7 +115,7 @@ def config_for(
         "bias": True,
     }
 
-    # 2. rotary positions and the scale of the embeddings
+    # 2. Rotary positions, and the scale of the embeddings.
     rope = fields.get("rope_parameters") or {}
     if "full_attention" in rope:  # parameters by layer type
         rope = rope["full_attention"]
@@ -126,7 +126,7 @@ def config_for(
     if embed_scale != 1.0:
         config["embed_scale"] = embed_scale
 
-    # 3. KV heads must divide the heads
+    # 3. The KV heads must divide the heads.
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         config["num_key_value_heads"] = heads
     return config

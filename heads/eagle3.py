@@ -1,8 +1,9 @@
 """The head of EAGLE-3 (Li et al. 2025, 2503.01840): tapped features in, logits of its own out.
 
 `fc` fuses the target's features at position t, tapped at three layers, into one. The head sees it
-with the embedding of token t + 1, and its logits are for token t + 2. Where it drafts on, the
-feature at t + 1 is its layer's output before the last norm, which need not resemble the target's.
+with the embedding of token t + 1, and its logits are for token t + 2. To draft deeper, it takes its
+layer's output before the last norm as the feature at t + 1. Training does not compare that feature
+with the target's.
 Five tokens:
 
     position      0    1    2    3    4
@@ -99,7 +100,7 @@ class Eagle3Head(FeatureHead):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the features that it takes and gives; the embedding may have the target's."""
+        """The dtype of features that `step` takes; the embedding may have the target's dtype."""
         return self.norm.weight.dtype
 
     @property
@@ -108,7 +109,7 @@ class Eagle3Head(FeatureHead):
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """[Vd] int64, the target's tokens that it drafts; None is all."""
+        """[Vd] int64: the target's token for each draft token; None: all V, in order."""
         if self.d2t is None:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
@@ -153,11 +154,11 @@ class Eagle3Head(FeatureHead):
         return self.lm_head(self.norm(hidden))
 
     def settle_taps(self, layers: int) -> None:
-        """Where the config names no taps, take the published ones for `layers` target layers."""
+        """If the config names no taps, take the published ones for a target of `layers` layers."""
         self.taps = self.taps or default_taps(layers)
 
     def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
-        """From now on draft only these tokens, [N] int64 ascending: cut lm_head, d2t and t2d."""
+        """Draft only these tokens from now on, [N] int64 ascending: cut lm_head, d2t and t2d."""
         drafted = self.vocabulary
         rows = tokens if drafted is None else torch.isin(drafted, tokens).nonzero().squeeze(1)
         output = nn.Linear(self.hidden_size, len(rows), bias=False, device="meta")
@@ -177,7 +178,7 @@ class Eagle3Head(FeatureHead):
         self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:
-        """Raises ValueError where d2t and t2d do not say the same."""
+        """Raises ValueError unless d2t and t2d name the same tokens."""
         if self.d2t is None or self.t2d is None:
             return
         for name, tensor, dtype in (("d2t", self.d2t, torch.int64), ("t2d", self.t2d, torch.bool)):
@@ -193,11 +194,12 @@ class Eagle3Head(FeatureHead):
             raise ValueError(f"d2t leads to token {int(twice[0])} twice")
         if len(other := ((times > 0) != self.t2d).nonzero()):
             raise ValueError(
-                f"t2d does not mark the tokens that d2t leads to: they differ at token {int(other[0])}"
+                "t2d does not mark the tokens that d2t leads to: they differ at token "
+                f"{int(other[0])}"
             )
 
     def _draft(self, tokens: Tensor | None) -> None:
-        """Set d2t and t2d for these tokens of the target, [Vd]; None is all, without either."""
+        """Set d2t and t2d for these tokens of the target, [Vd]; None: all, without either."""
         d2t = t2d = None
         if tokens is not None and len(tokens) != self.vocab_size:
             d2t = tokens - torch.arange(len(tokens), device=tokens.device)
@@ -233,10 +235,9 @@ def config_for(
 def default_taps(layers: int) -> tuple[int, int, int]:
     """The published taps for `layers` target layers: the inputs of a low, middle and high layer.
 
-    In a target of less than 7 layers they would not be three: there, the inputs of the last three.
+    In a target of fewer than 7 layers these are not distinct and ascending; there, take the inputs
+    of the last three layers.
     """
-    return (
-        (2, layers // 2, layers - 3)
-        if layers >= 7
-        else (max(layers - 3, 0), max(layers - 2, 0), layers - 1)
-    )
+    if layers >= 7:
+        return 2, layers // 2, layers - 3
+    return max(layers - 3, 0), max(layers - 2, 0), layers - 1

@@ -1,7 +1,7 @@
 """What the heads of EAGLE-1 and EAGLE-3 share: they extrapolate features of the target.
 
-A step sees the feature at position t with the embedding of token t + 1, and gives the feature at
-t + 1. A head takes its own features to draft on.
+A step takes the feature at position t and the embedding of token t + 1, and returns the feature at
+t + 1. To draft deeper, the head takes the features that it returned.
 """
 
 from abc import ABC, abstractmethod
@@ -59,7 +59,7 @@ class FeatureHead(nn.Module, ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Of the features that the head takes and gives; its embedding may have the target's."""
+        """The dtype of features that `step` takes; the embedding may have the target's dtype."""
 
     @property
     @abstractmethod
@@ -69,7 +69,7 @@ class FeatureHead(nn.Module, ABC):
     @property
     @abstractmethod
     def attention(self) -> Attention:
-        """The decoder layer's."""
+        """The attention of the decoder layer."""
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -85,10 +85,10 @@ class FeatureHead(nn.Module, ABC):
 
     @abstractmethod
     def restrict(self, tokens: Tensor, target: OutputPath) -> None:
-        """From now on draft only these of the target's tokens, [N] int64 ascending."""
+        """Draft only these of the target's tokens from now on, [N] int64 ascending."""
 
     def settle_taps(self, layers: int) -> None:
-        """Where the config names no taps, take the published ones for `layers` target layers."""
+        """If the config names no taps, take the published ones for a target of `layers` layers."""
 
     def fill(self, tensors: Tensors) -> None:
         """Take a checkpoint's tensors, whose names and shapes are right.
@@ -125,7 +125,7 @@ class FeatureHead(nn.Module, ABC):
         return embeddings.to(dtype)
 
     def share_embedding(self, weight: nn.Parameter) -> None:
-        """Take the target's embedding [V, H] in place of an equal copy of it, or of none."""
+        """Take the target's embedding [V, H], if the head has none or an equal copy."""
         own = self.embed_tokens or nn.Embedding.from_pretrained(weight)
         if own.weight.device == weight.device and torch.equal(own.weight, weight):
             own.weight = weight

@@ -1,6 +1,4 @@
-"""The options of `generate` and `stream`, checked one by one: how an answer is drawn and where it
-ends.
-"""
+"""The options of `generate` and `stream`: how an answer is drawn, and where it ends."""
 
 import difflib
 import math
@@ -107,7 +105,8 @@ def seeds_of(value: object, prompts: int) -> list[int | None]:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if len(value) != prompts:
             raise InputError(
-                f"there are {len(value)} seeds for {prompts} prompts: give one seed, or one for each"
+                f"there are {len(value)} seeds for {prompts} prompts: give one seed, or one for "
+                "each"
             )
         return list(value)
     first = whole("seed", value)

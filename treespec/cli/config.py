@@ -1,4 +1,4 @@
-"""What chat and generate are told: what decodes, and how it samples."""
+"""The options of chat and generate: what decodes, and how it samples."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -50,7 +50,10 @@ class AnswerConfig(ModelOptions, SamplingOptions):
 
 
 def begin(config: ModelOptions) -> None:
-    """Announce the load and check what needs no weights. Raises InputError, HeadError, TreeError."""
+    """Announce the load and check what needs no weights.
+
+    Raises InputError, HeadError and TreeError.
+    """
     if config.head is not None and config.drafter is not None:
         raise InputError(
             f"both --head {config.head} and --drafter {config.drafter} are given: leave out one"
@@ -64,7 +67,7 @@ def begin(config: ModelOptions) -> None:
 
 
 def refuse_unused(config: ModelOptions) -> None:
-    """Raises InputError for an option about drafts where nothing drafts."""
+    """Raises InputError for an option about drafts without a source of drafts."""
     given = [f"--tree {config.tree}"] if config.tree is not None else []
     given += [f"--verifier {config.verifier}"] if config.verifier != ModelOptions.verifier else []
     if given:

@@ -15,7 +15,7 @@ from treespec.trees.mask import committed
 
 @final
 class Branch:
-    """The levels of one cycle. They stand one behind another in the cache, and none is committed:
+    """The drafted levels of one cycle, one behind another in the cache; none is committed:
 
         | texts | level 1 | level 2 | ...
 
@@ -25,23 +25,20 @@ class Branch:
     def __init__(
         self, model: Target, cache: TreeCache, lengths: Sequence[int], places: Tensor | None = None
     ) -> None:
-        """lengths: of the B texts. places: [B, T] the position in its text of the token in each
-        column.
+        """lengths: of the B texts. places: [B, T] the position in its text of each column's token.
 
-        -1 marks an empty column. Default: column i holds position i, as far as is committed.
+        -1 marks an empty column. Default: committed column i holds position i.
         """
         device = model.output_device
         if places is None:
             held = committed(cache.lengths, device)[:, 0]
             places = torch.where(held, torch.arange(cache.end, device=device), -1)
         self.model, self.cache, self.places = model, cache, places
-        self.seen = places[:, None] >= 0  # [B, F, T] by the frontiers
-        self.after = torch.tensor(lengths, device=device)[
-            :, None
-        ]  # [B, 1] position of the next level
+        self.seen = places[:, None] >= 0  # [B, F, T] columns that each frontier node sees
+        self.after = torch.tensor(lengths, device=device)[:, None]  # [B, 1] next level's position
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        """For each text [F, V] logits for the children of its frontier, [0, V] where it has none."""
+        """For each text [F, V] logits for the children of its frontier; [0, V] without one."""
         tokens, above, sizes = aligned(frontiers, self.seen.device)
         b, n = tokens.shape
         own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)

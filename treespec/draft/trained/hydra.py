@@ -1,4 +1,4 @@
-"""Hydra's heads as a proposer: a node's logits depend on the state and on the tokens of its path."""
+"""Hydra's heads as a proposer: logits depend on the state and the tokens of a node's path."""
 
 from collections.abc import Iterator, Sequence
 from typing import final
@@ -19,7 +19,7 @@ from treespec.target import Target
 def new_hydra(target: Target, heads: int = 4, kind: str = "hydra") -> HydraHead:
     """Untrained heads for a target, in float32, with its output embedding.
 
-    Published: one block, four for Hydra++.
+    As published, Hydra has one block and Hydra++ four.
     """
     llama = config_for(target.config, target.feature_width, target.vocab_size)
     config = {name: value for name, value in llama.items() if name not in ("architectures", "bias")}
@@ -48,9 +48,8 @@ class HydraProposer(StateProposer):
         self.observed: PrefixStates | LastStates = (
             PrefixStates(head, target.output_device) if plus else LastStates()
         )
-        self.inputs = torch.empty(
-            0
-        )  # [B, F, (level + 2) H] state and embeddings along the path to each frontier node
+        # [B, F, (level + 2) H] the state, and the embeddings along the path to each frontier node.
+        self.inputs = torch.empty(0)
         self.level = 0
 
     def start(self, states: Tensor, roots: Tensor) -> Tensor:
@@ -63,9 +62,8 @@ class HydraProposer(StateProposer):
         tokens, above, sizes = aligned(frontiers, self.inputs.device)
         if self.vocabulary is not None:
             tokens = self.vocabulary[tokens]
-        self.inputs = torch.cat(
-            [rows_of(self.inputs, above), self._embedded(tokens, self.inputs)], dim=-1
-        )
+        embedded = self._embedded(tokens, self.inputs)
+        self.inputs = torch.cat([rows_of(self.inputs, above), embedded], dim=-1)
         self.level += 1
         logits = self.head.step(self.level, unpadded(self.inputs, sizes))
         return list(logits.split(sizes))
@@ -85,9 +83,8 @@ def hydra_rollout(
     rows = len(tokens) - steps - 1
     if rows <= 0:
         return
-    inputs = head.states(
-        features[None, :rows].to(head.dtype), torch.arange(rows, device=features.device)
-    )[0]
+    positions = torch.arange(rows, device=features.device)
+    inputs = head.states(features[None, :rows].to(head.dtype), positions)[0]
     embedded = target.embeddings(tokens).to(head.dtype)
     for i in range(steps):
         inputs = torch.cat([inputs, embedded[i + 1 : i + 1 + rows]], dim=-1)

@@ -1,4 +1,4 @@
-"""The input of Medusa's and Hydra's heads: a hidden state for the last position of each of B texts."""
+"""The input of Medusa's and Hydra's heads: a hidden state for the last position of each text."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from treespec.target import Target
 
 @final
 class LastStates(PerText):
-    """The target's own hidden states. lengths: observed positions of each text; one text at first."""
+    """The target's own hidden states; one text at first. lengths: observed positions, by text."""
 
     per_text = ("lengths", "last")
 
@@ -48,8 +48,8 @@ class LastStates(PerText):
 class PrefixStates(PerText):
     """Outputs of Hydra++'s prefix layer, which attends over the hidden states up to a position.
 
-    Observed states wait until `known` runs the layer over them; those of a prompt do not wait.
-    Texts with fewer waiting states are padded with ones that no position sees.
+    Observed states wait until `known` runs the layer over them; those of a prompt run at once.
+    Texts with fewer waiting states are padded with states that no position sees.
     """
 
     per_text = ("waiting", "done", "cache")
@@ -58,14 +58,13 @@ class PrefixStates(PerText):
         self.head, self.chunk = head, chunk
         self.nothing = torch.empty(0, head.hidden_size, dtype=head.dtype, device=device)
         self.cache = TreeCache(layers=1)
-        self.waiting = [self.nothing]  # [n, H] states of each text
+        self.waiting = [self.nothing]  # [n, H] states, by text
         self.done = LastStates()
 
     @property
     def lengths(self) -> list[int]:
-        return [
-            done + len(states) for done, states in zip(self.done.lengths, self.waiting, strict=True)
-        ]
+        texts = zip(self.done.lengths, self.waiting, strict=True)
+        return [done + len(states) for done, states in texts]
 
     def observe(self, features: Sequence[Tensor]) -> None:
         """Each text grew by n positions. features: [n, H] hidden states."""
@@ -78,9 +77,8 @@ class PrefixStates(PerText):
     def known(self) -> list[Tensor | None]:
         """For each text the state [H] of its last position, or None if that is not known."""
         layer, counts = self.cache.tree_layers[0], [len(states) for states in self.waiting]
-        for chunk in causal_chunks(
-            self.cache, counts, lambda columns: self.chunk, self.nothing.device
-        ):
+        device = self.nothing.device
+        for chunk in causal_chunks(self.cache, counts, lambda columns: self.chunk, device):
             features = together([states[chunk.columns] for states in self.waiting])  # [B, n, H]
             hidden = self.head.states(features, chunk.positions, chunk.seen[:, None], layer)
             layer.length += features.shape[1]
@@ -114,7 +112,7 @@ class StateProposer(Proposer, Protocol):
 
     @abstractmethod
     def start(self, states: Tensor, roots: Tensor) -> Tensor:
-        """[B, 1, N] draft logits for the children of the roots. states: [B, H]. roots: [B] int64."""
+        """[B, 1, N] draft logits for the children of the roots. states: [B, H]. roots: [B]."""
 
     @property
     def lengths(self) -> list[int]:

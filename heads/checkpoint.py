@@ -124,7 +124,7 @@ def head_folder(path: str | Path) -> Path:
         raise HeadError(str(error)) from error
     try:
         return Path(snapshot_download(str(path), local_files_only=local))
-    except Exception as error:  # hub errors are many; each says in its first line what is wrong
+    except Exception as error:  # of many kinds; its first line gives the reason
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise HeadError(f"no directory {path}, and the hub did not give it: {line}") from error
 

@@ -69,7 +69,7 @@ def commit_of(name: str) -> str:
     try:
         file = hf_hub_download(name, "config.json", local_files_only=only_cached(name))
         return Path(file).parent.name
-    except Exception as error:  # hub errors are many; each says in its first line what is wrong
+    except Exception as error:  # of many kinds; its first line gives the reason
         raise InputError(
             f"no directory {name}, and the hub did not give it: {first_line(error)}"
         ) from error

@@ -45,7 +45,7 @@ class Stats:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """α at depth 1, 2, …: the share of cycles that accept it, of those accepting the one above."""
+        """α at depth 1, 2, …: Pr(a cycle accepts this depth | it accepted the one above)."""
         reached = [self.cycles, *self.accepted_by_depth]
         return [b / a for a, b in pairwise(reached) if a]
 

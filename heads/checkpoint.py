@@ -1,7 +1,7 @@
 """Head directories: `config.json` with a file of tensors, by the names of `treespec.heads.tensors`.
 
-Each file carries a checksum, which `load_head` verifies. Each is written under a temporary name and
-renamed, so a kill leaves the old file or the new one.
+Each file carries a checksum, which `load_head` verifies. `save_head` writes each file under a
+temporary name and renames it, so a kill leaves the old file or the new one.
 """
 
 import json
@@ -26,13 +26,13 @@ from treespec.heads.tensors import HeadError, read_tensors
 def load_head(
     path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Head:
-    """The head in a directory or hub repository. dtype: default: the file's own.
+    """The head in a directory or hub repository. dtype: of its weights; default: the file's own.
 
-    The formats of other projects are read too (`treespec.heads.formats`).
+    It also reads the formats of other projects (`treespec.heads.formats`).
     Raises HeadError for a missing or corrupt file, and for missing, unknown or misshapen tensors,
     by name.
     """
-    # 1. what the directory holds, as treespec's head of that kind has it
+    # 1. The directory's content, as treespec's head of that kind has it.
     folder = head_folder(path)
     config, tensors = _config(folder), read_tensors(folder)
     try:
@@ -41,7 +41,7 @@ def load_head(
     except Exception as error:  # a file may say anything
         raise HeadError(f"{folder}: {_line(error)}") from error
 
-    # 2. the tensors against those that the config describes
+    # 2. Compare the tensors with those that the config describes.
     try:
         with torch.device("meta"):
             described = kind.build(config)
@@ -61,10 +61,11 @@ def load_head(
             )
     if broken := [name for name, value in tensors.items() if not value.isfinite().all()]:
         raise HeadError(
-            f"{folder}: {_names(broken)} hold values that are not finite; fetch or train the head again"
+            f"{folder}: {_names(broken)} hold values that are not finite; fetch or train the head "
+            "again"
         )
 
-    # 3. the head itself: some of its buffers follow from the config, and are on no meta device
+    # 3. Build the head itself: some of its buffers follow from the config.
     head = kind.build(config)
     try:
         head.fill(tensors)
@@ -78,6 +79,7 @@ def save_head(head: Head, path: str | Path) -> None:
 
     Raises HeadError where it cannot be written.
     """
+    # 1. Tensors and config, each with its checksum.
     path = Path(path)
     tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
     about = {"format": "pt"}
@@ -87,6 +89,8 @@ def save_head(head: Head, path: str | Path) -> None:
         "model.safetensors": lambda file: save_file(tensors, file, metadata=about),
         "config.json": lambda file: file.write_text(config, encoding="utf-8"),
     }
+
+    # 2. Write each file under a temporary name, then rename it.
     for name, write in writes.items():
         temporary = path / f".{name}.{os.getpid()}.tmp"
         try:
@@ -120,7 +124,7 @@ def head_folder(path: str | Path) -> Path:
         raise HeadError(str(error)) from error
     try:
         return Path(snapshot_download(str(path), local_files_only=local))
-    except Exception as error:  # hub errors are many; each says in its first line what is wrong
+    except Exception as error:  # of many kinds; its first line gives the reason
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise HeadError(f"no directory {path}, and the hub did not give it: {line}") from error
 
@@ -140,8 +144,8 @@ def _config(folder: Path) -> Config:
         raise HeadError(f"{file} holds no fields: it is the configuration of no head")
     if not checksum.intact(config):
         raise HeadError(
-            f"{file} is not as it was written, its checksum does not match: fetch or train the head again, or, if you "
-            f"have edited it, delete its field {checksum.FIELD!r}"
+            f"{file} is not as it was written, its checksum does not match: fetch or train the "
+            f"head again, or, if you have edited it, delete its field {checksum.FIELD!r}"
         )
     config.pop(checksum.FIELD, None)
     return config

@@ -1,17 +1,19 @@
-"""Checksums inside the files that they protect, so that both are always written together.
+"""Checksums inside the files that they protect, so that both are written together.
 
 A JSON object carries its checksum as one more field, a safetensors file as metadata of its header.
-A file without one comes from another project or an older treespec, and is read as it is.
+A file without a checksum comes from another project or an older treespec, and passes.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 FIELD = "checksum"
+Fields = dict[str, Any]  # a JSON object
 
 
 def of_fields(fields: Mapping[str, object]) -> str:
@@ -31,11 +33,11 @@ def of_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> st
 
 
 def sealed(fields: Mapping[str, object]) -> dict[str, object]:
-    """The same fields, the checksum last."""
+    """The same fields, and the checksum as the last."""
     content = {name: value for name, value in fields.items() if name != FIELD}
     return {**content, FIELD: of_fields(content)}
 
 
 def intact(fields: Mapping[str, object]) -> bool:
-    """Whether a JSON object is what was written; True where it carries no checksum."""
+    """Whether a JSON object is as it was written. Without a checksum it counts as intact."""
     return fields.get(FIELD, of_fields(fields)) == of_fields(fields)

@@ -13,9 +13,8 @@ from treespec.heads.head import Config, OutputPath, Tensors
 class ResBlock(nn.Module):
     """x + SiLU(W x + b) with W zero at the start.
 
-    For several inputs side by side: R x + r + SiLU(W x + b).
-
-    R passes on the first input at the start.
+    For several inputs side by side: R x + r + SiLU(W x + b), where R passes on the first input at
+    the start.
     """
 
     def __init__(self, width: int, inputs: int = 1) -> None:
@@ -51,10 +50,9 @@ class DepthHeads(nn.Module):
     def __init__(self, config: Config, name: str) -> None:
         super().__init__()
         heads, blocks = f"{name}_num_heads", f"{name}_num_layers"
-        if missing := [
-            field for field in (heads, "hidden_size", "vocab_size") if field not in config
-        ]:
-            raise ValueError(f"{missing[0]} is missing")
+        for field in (heads, "hidden_size", "vocab_size"):
+            if field not in config:
+                raise ValueError(f"{field} is missing")
         self.config = config
         self.max_depth, self.blocks = int(config[heads]), int(config.get(blocks, 1))
         self.hidden_size, self.vocab_size = int(config["hidden_size"]), int(config["vocab_size"])
@@ -73,17 +71,17 @@ class DepthHeads(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the states that the heads take."""
+        """The dtype of the states that the heads take."""
         return next(self.parameters()).dtype
 
     def settle_taps(self, layers: int) -> None:
-        """Nothing to settle: all depths are drafted from the last hidden state."""
+        """Nothing to settle: the heads draft all depths from the last hidden state."""
 
     def share_embedding(self, weight: nn.Parameter) -> None:
         """Nothing to share."""
 
     def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
-        """From now on draft only these tokens, [N] int64 ascending: cut the output layers."""
+        """Draft only these tokens from now on, [N] int64 ascending: cut the output layers."""
         self.vocabulary = tokens
         for layer in self.output_layers:
             layer.out_features = len(tokens)

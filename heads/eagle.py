@@ -17,44 +17,35 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
-from treespec.heads.head import Config, OutputPath, Tensors, shared
-from treespec.heads.layers import DecoderLayer, KeyValues, Rotary
+from treespec.heads.features import Attend, FeatureHead
+from treespec.heads.head import Config, OutputPath
+from treespec.heads.layers import Attention, DecoderLayer
 
 
 @final
-class EagleHead(nn.Module):
+class EagleHead(FeatureHead):
     """One decoder layer over fc(cat(embedding, feature)), with the published parameter names.
 
     config: the content of config.json, Llama's fields plus `bias` (of fc, true if absent),
     `qkv_bias` (false if absent) and `embed_scale` (1 if absent; for targets that scale their
     embeddings).
-    vocabulary: [N] int64 ascending, the target's tokens that it drafts; None is all. output: their
+    drafted: [N] int64 ascending, the target's tokens that it drafts; None is all. output: their
     rows of the target's output embedding. Neither is saved with the weights.
     """
 
     kind: str = "eagle"
     known_as: ClassVar[str] = "an EAGLE-1 or EAGLE-2 head"
     optional: ClassVar[frozenset[str]] = frozenset()
-    taps: tuple[int, ...] = ()
-    max_depth: int | None = None
-    lacks_embedding = False
+    embed_tokens: nn.Embedding
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config
         llama = LlamaConfig(**config)
+        super().__init__(config, llama)
         width = llama.hidden_size
-        self.embed_scale = float(config.get("embed_scale", 1.0))
-        self.embed_tokens = nn.Embedding(llama.vocab_size, width).requires_grad_(False)
         self.fc = nn.Linear(2 * width, width, bias=config.get("bias", True))
         self.layers = nn.ModuleList([DecoderLayer(llama, config.get("qkv_bias", False))])
-        self.rotary = Rotary(llama)
-        self.vocabulary: Tensor | None = None
         self.output: nn.Module | None = None
-
-    @property
-    def hidden_size(self) -> int:
-        return self.fc.out_features
+        self.drafted: Tensor | None = None
 
     @property
     def feature_size(self) -> int:
@@ -62,56 +53,36 @@ class EagleHead(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the features that it takes and gives; the embedding may have the target's."""
+        """The dtype of features that `step` takes; the embedding may have the target's dtype."""
         return next(self.layers.parameters()).dtype
 
     @property
-    def vocab_size(self) -> int:
-        return self.embed_tokens.num_embeddings
+    def vocabulary(self) -> Tensor | None:
+        return self.drafted
+
+    @property
+    def attention(self) -> Attention:
+        (layer,) = self.layers
+        assert isinstance(layer, DecoderLayer)
+        return layer.self_attn
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., H] the target's features -> [..., H] the features that `step` takes: the same."""
         return features
 
-    def step(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        cache: KeyValues | None = None,
-    ) -> Tensor:
-        """[B, T] tokens and [B, T, H] features -> [B, T, H] the features that follow.
+    def extrapolate(self, embeddings: Tensor, features: Tensor, attend: Attend) -> Tensor:
+        """[B, T, H] embeddings and features -> [B, T, H] the features that follow."""
+        return self.layers[0](self.fc(torch.cat([embeddings, features], dim=-1)), attend)
 
-        tokens: int64, each the one after its feature. positions: [T] or [B, T] of the features.
-        mask: [T, P + T] or [B, 1, T, P + T], what each position attends to; None is causal.
-        """
-        embeddings = self.embed_tokens(tokens)
-        if self.embed_scale != 1.0:
-            embeddings = embeddings * self.embed_scale
-        x = self.fc(torch.cat([embeddings.to(features.dtype), features], dim=-1))
-        return self.layers[0](x, self.rotary(positions, x.dtype), mask, cache)
-
-    forward = step  # what a call of the module runs, as in training
+    forward = FeatureHead.step  # what a call of the module runs, as in training
 
     def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
         """[..., H] features of `step` -> [..., N] logits, by the target's output path."""
         return target.output_logits(hidden, self.output)
 
-    def settle_taps(self, layers: int) -> None:
-        """Nothing to settle: its features are the last hidden states."""
-
-    def share_embedding(self, weight: nn.Parameter) -> None:
-        """Take the target's embedding [V, H] in place of an equal copy of it."""
-        self.embed_tokens = shared(self.embed_tokens, weight)
-
     def restrict(self, tokens: Tensor, target: OutputPath) -> None:
-        """From now on draft only these of the target's tokens, [N] int64 ascending."""
-        self.vocabulary, self.output = tokens, target.output_rows(tokens)
-
-    def fill(self, tensors: Tensors) -> None:
-        """Take a checkpoint's tensors, which have the names and shapes of this head."""
-        self.load_state_dict(tensors, assign=True)
+        """Draft only these of the target's tokens from now on, [N] int64 ascending."""
+        self.drafted, self.output = tokens, target.output_rows(tokens)
 
 
 def config_for(
@@ -119,11 +90,11 @@ def config_for(
 ) -> Config:
     """The head's config.json for a target: the same widths, head counts and rotary settings.
 
-    width: of the hidden states that enter the target's output embedding, which for some models
-    (OPT) is not `hidden_size`. Targets without rotary positions or gated layers get Llama's
-    defaults.
+    width: of the hidden states that enter the target's output embedding. In some models (OPT) it
+    differs from `hidden_size`. For targets without rotary positions or gated layers the head takes
+    Llama's defaults.
     """
-    # 1. sizes
+    # 1. Sizes.
     heads = target.num_attention_heads
     if width % heads:
         heads = 1
@@ -144,7 +115,7 @@ def config_for(
         "bias": True,
     }
 
-    # 2. rotary positions and the scale of the embeddings
+    # 2. Rotary positions, and the scale of the embeddings.
     rope = fields.get("rope_parameters") or {}
     if "full_attention" in rope:  # parameters by layer type
         rope = rope["full_attention"]
@@ -155,7 +126,7 @@ def config_for(
     if embed_scale != 1.0:
         config["embed_scale"] = embed_scale
 
-    # 3. KV heads must divide the heads
+    # 3. The KV heads must divide the heads.
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         config["num_key_value_heads"] = heads
     return config

@@ -1,8 +1,9 @@
 """The head of EAGLE-3 (Li et al. 2025, 2503.01840): tapped features in, logits of its own out.
 
 `fc` fuses the target's features at position t, tapped at three layers, into one. The head sees it
-with the embedding of token t + 1, and its logits are for token t + 2. Where it drafts on, the
-feature at t + 1 is its layer's output before the last norm, which need not resemble the target's.
+with the embedding of token t + 1, and its logits are for token t + 2. To draft deeper, it takes its
+layer's output before the last norm as the feature at t + 1. Training does not compare that feature
+with the target's.
 Five tokens:
 
     position      0    1    2    3    4
@@ -14,7 +15,7 @@ Five tokens:
     and gives     b2   b3   b4                 the laws of d, e and the token after e
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, final
 
 import torch
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from treespec.heads import eagle
-from treespec.heads.head import Config, OutputPath, Tensors, shared
-from treespec.heads.layers import MLP, Attention, KeyValues, RMSNorm, Rotary
+from treespec.heads.features import Attend, FeatureHead
+from treespec.heads.head import Config, OutputPath, Tensors
+from treespec.heads.layers import MLP, Attention, RMSNorm
 from treespec.heads.unrolled import UnrolledAttention
 
 TAPS = 3
@@ -48,9 +50,7 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
 
-    def forward(
-        self, embeddings: Tensor, features: Tensor, attend: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, features: Tensor, attend: Attend) -> Tensor:
         """[B, T, H] embeddings and features -> [B, T, H]. attend: [B, T, 2H] -> [B, T, H]."""
         normed = self.hidden_norm(features)
         x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
@@ -59,7 +59,7 @@ class Eagle3Layer(nn.Module):
 
 
 @final
-class Eagle3Head(nn.Module):
+class Eagle3Head(FeatureHead):
     """Parameter names are the published checkpoint's.
 
     config: the content of config.json, Llama's fields plus `draft_vocab_size` Vd (V if absent),
@@ -67,41 +67,32 @@ class Eagle3Head(nn.Module):
     they follow from the target's depth), `qkv_bias` and `norm_before_residual` (false if absent)
     and `embed_scale` (1 if absent). Where Vd is not V, d2t [Vd] int64 says that draft token i is
     the target's i + d2t[i], and t2d [V] bool marks these.
-    embed_tokens: None where the file has none and no target has given its own yet.
     """
 
     kind: str = "eagle3"
     known_as: ClassVar[str] = "an EAGLE-3 head"
     optional: ClassVar[frozenset[str]] = frozenset({EMBEDDING})
-    max_depth: int | None = None
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config
+        # 1. What the config says.
         llama = LlamaConfig(**config)
-        width, self.vocab_size = llama.hidden_size, llama.vocab_size
+        super().__init__(config, llama)
+        width = llama.hidden_size
         drafted = config.get("draft_vocab_size") or self.vocab_size
         if drafted > self.vocab_size:
             raise ValueError(f"draft_vocab_size is {drafted}, of a vocabulary of {self.vocab_size}")
         self.taps = tuple(int(k) for k in config.get("eagle_aux_hidden_state_layer_ids") or ())
-        self.embed_scale = float(config.get("embed_scale", 1.0))
-        self.embed_tokens: nn.Embedding | None = nn.Embedding(
-            self.vocab_size, width
-        ).requires_grad_(False)
+
+        # 2. The modules, by their published names.
         tapped = (len(self.taps) or TAPS) * (config.get("target_hidden_size") or width)
         self.fc = nn.Linear(tapped, width, bias=False)
         residual = config.get("norm_before_residual", False)
         self.midlayer = Eagle3Layer(llama, config.get("qkv_bias", False), residual)
         self.norm = RMSNorm(width, eps=llama.rms_norm_eps)
         self.lm_head = nn.Linear(width, drafted, bias=False)
-        self.rotary = Rotary(llama)
         self.d2t: Tensor | None
         self.t2d: Tensor | None
         self._draft(None if drafted == self.vocab_size else torch.arange(drafted))
-
-    @property
-    def hidden_size(self) -> int:
-        return self.fc.out_features
 
     @property
     def feature_size(self) -> int:
@@ -109,21 +100,19 @@ class Eagle3Head(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the features that it takes and gives; the embedding may have the target's."""
+        """The dtype of features that `step` takes; the embedding may have the target's dtype."""
         return self.norm.weight.dtype
 
     @property
-    def lacks_embedding(self) -> bool:
-        return self.embed_tokens is None
+    def attention(self) -> Attention:
+        return self.midlayer.self_attn
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """[Vd] int64, the target's tokens that it drafts; None is all."""
-        return (
-            None
-            if self.d2t is None
-            else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        )
+        """[Vd] int64: the target's token for each draft token; None: all V, in order."""
+        if self.d2t is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def forward(self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int) -> list[Tensor]:
         """Draft from every position at once, on its own features (training-time test, section 3.2).
@@ -140,20 +129,15 @@ class Eagle3Head(nn.Module):
             step 1    d  e          and is wanted where counts[t + s]
             step 2    e
         """
-        hidden, attention, logits = (
-            self.fuse(features),
-            UnrolledAttention(self.midlayer.self_attn),
-            [],
-        )
+        hidden, unrolled = self.fuse(features), UnrolledAttention(self.attention)
+        logits = []
         for step in range(min(steps, counts.shape[1])):
             rows = counts.shape[1] - step
-            angles = self.rotary(
-                torch.arange(step, step + rows, device=hidden.device), hidden.dtype
-            )
-            embeddings = self._embedded(tokens[:, step + 1 : step + 1 + rows], hidden.dtype)
-            hidden = self.midlayer(
-                embeddings, hidden[:, :rows], lambda x, angles=angles: attention(x, angles)
-            )
+            positions = torch.arange(step, step + rows, device=hidden.device)
+            angles = self.rotary(positions, hidden.dtype)
+            attend = partial(unrolled, angles=angles)
+            embeddings = self.embedded(tokens[:, step + 1 : step + 1 + rows], hidden.dtype)
+            hidden = self.extrapolate(embeddings, hidden[:, :rows], attend)
             logits.append(self.lm_head(self.norm(hidden[counts[:, step:]])))
         return logits
 
@@ -161,37 +145,20 @@ class Eagle3Head(nn.Module):
         """[..., F] the target's features -> [..., H] the features that a step takes."""
         return self.fc(features)
 
-    def step(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        cache: KeyValues | None = None,
-    ) -> Tensor:
-        """[B, T] tokens and [B, T, H] features -> [B, T, H] the features that follow, not normed.
-
-        tokens: int64, each the one after its feature. positions: [T] or [B, T] of the features.
-        mask: [T, P + T] or [B, 1, T, P + T], what each position attends to; None is causal.
-        """
-        angles, attention = self.rotary(positions, features.dtype), self.midlayer.self_attn
-        embeddings = self._embedded(tokens, features.dtype)
-        return self.midlayer(embeddings, features, lambda x: attention(x, angles, mask, cache))
+    def extrapolate(self, embeddings: Tensor, features: Tensor, attend: Attend) -> Tensor:
+        """[B, T, H] embeddings and features -> [B, T, H] the features that follow, not normed."""
+        return self.midlayer(embeddings, features, attend)
 
     def logits(self, hidden: Tensor, target: OutputPath | None = None) -> Tensor:
         """[..., H] features of `step` -> [..., Vd] logits of its tokens; `target` is not used."""
         return self.lm_head(self.norm(hidden))
 
     def settle_taps(self, layers: int) -> None:
-        """Where the config names no taps, take the published ones for `layers` target layers."""
+        """If the config names no taps, take the published ones for a target of `layers` layers."""
         self.taps = self.taps or default_taps(layers)
 
-    def share_embedding(self, weight: nn.Parameter) -> None:
-        """Take the target's embedding [V, H] in place of an equal copy of it, or of none."""
-        self.embed_tokens = shared(self.embed_tokens, weight)
-
     def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
-        """From now on draft only these tokens, [N] int64 ascending: cut lm_head, d2t and t2d."""
+        """Draft only these tokens from now on, [N] int64 ascending: cut lm_head, d2t and t2d."""
         drafted = self.vocabulary
         rows = tokens if drafted is None else torch.isin(drafted, tokens).nonzero().squeeze(1)
         output = nn.Linear(self.hidden_size, len(rows), bias=False, device="meta")
@@ -211,7 +178,7 @@ class Eagle3Head(nn.Module):
         self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:
-        """Raises ValueError where d2t and t2d do not say the same."""
+        """Raises ValueError unless d2t and t2d name the same tokens."""
         if self.d2t is None or self.t2d is None:
             return
         for name, tensor, dtype in (("d2t", self.d2t, torch.int64), ("t2d", self.t2d, torch.bool)):
@@ -227,11 +194,12 @@ class Eagle3Head(nn.Module):
             raise ValueError(f"d2t leads to token {int(twice[0])} twice")
         if len(other := ((times > 0) != self.t2d).nonzero()):
             raise ValueError(
-                f"t2d does not mark the tokens that d2t leads to: they differ at token {int(other[0])}"
+                "t2d does not mark the tokens that d2t leads to: they differ at token "
+                f"{int(other[0])}"
             )
 
     def _draft(self, tokens: Tensor | None) -> None:
-        """Set d2t and t2d for these tokens of the target, [Vd]; None is all, without either."""
+        """Set d2t and t2d for these tokens of the target, [Vd]; None: all, without either."""
         d2t = t2d = None
         if tokens is not None and len(tokens) != self.vocab_size:
             d2t = tokens - torch.arange(len(tokens), device=tokens.device)
@@ -240,12 +208,6 @@ class Eagle3Head(nn.Module):
             )
         self.register_buffer("d2t", d2t)
         self.register_buffer("t2d", t2d)
-
-    def _embedded(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, T] int64 -> [B, T, H]."""
-        assert self.embed_tokens is not None, "a head without an embedding takes its target's first"
-        embeddings = self.embed_tokens(tokens)
-        return (embeddings if self.embed_scale == 1.0 else embeddings * self.embed_scale).to(dtype)
 
 
 def config_for(
@@ -273,10 +235,9 @@ def config_for(
 def default_taps(layers: int) -> tuple[int, int, int]:
     """The published taps for `layers` target layers: the inputs of a low, middle and high layer.
 
-    In a target of less than 7 layers they would not be three: there, the inputs of the last three.
+    In a target of fewer than 7 layers these are not distinct and ascending; there, take the inputs
+    of the last three layers.
     """
-    return (
-        (2, layers // 2, layers - 3)
-        if layers >= 7
-        else (max(layers - 3, 0), max(layers - 2, 0), layers - 1)
-    )
+    if layers >= 7:
+        return 2, layers // 2, layers - 3
+    return max(layers - 3, 0), max(layers - 2, 0), layers - 1

@@ -1,20 +1,20 @@
-"""The seam of draft heads: what every kind offers to those who train it or draft with it."""
+"""The seam of draft heads: what training and drafting may ask of a head of any kind."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from treespec.heads.layers import KeyValues
+from treespec.heads import checksum
 
-Config = dict[str, Any]  # the fields of a config.json
+Config = checksum.Fields  # of a config.json
 Tensors = dict[str, Tensor]  # by name, as a checkpoint holds them
 Stored = tuple[Config, Tensors]  # what a head's directory holds
 
 
 class OutputPath(Protocol):
-    """The target's way from hidden states to logits, as far as a head uses it."""
+    """The part of the target that turns hidden states into logits."""
 
     def output_logits(self, hidden: Tensor, output: nn.Module | None = None) -> Tensor:
         """[..., H] hidden states -> [..., V] logits; [..., N] with `output` from `output_rows`."""
@@ -29,9 +29,7 @@ class Head(Protocol):
     """A `torch.nn.Module` that drafts for one target. Its shapes follow from its config."""
 
     known_as: ClassVar[str]  # in messages: "an EAGLE-3 head"
-    optional: ClassVar[
-        frozenset[str]
-    ]  # tensors that a checkpoint may lack, because the target has them
+    optional: ClassVar[frozenset[str]]  # tensors a checkpoint may lack, as the target has them
     config: Config  # the content of its config.json
 
     @property
@@ -71,7 +69,7 @@ class Head(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the features that it takes; its embedding may have the target's."""
+        """The dtype of the features that it takes; its embedding may have the target's dtype."""
         ...
 
     @property
@@ -80,7 +78,7 @@ class Head(Protocol):
         ...
 
     def settle_taps(self, layers: int) -> None:
-        """Where the config names no taps, take the published ones for `layers` target layers."""
+        """If the config names no taps, take the published ones for a target of `layers` layers."""
         ...
 
     def share_embedding(self, weight: nn.Parameter) -> None:
@@ -88,7 +86,7 @@ class Head(Protocol):
         ...
 
     def restrict(self, tokens: Tensor, target: OutputPath) -> None:
-        """From now on draft only these of the target's tokens, [N] int64 ascending."""
+        """Draft only these of the target's tokens from now on, [N] int64 ascending."""
         ...
 
     def fill(self, tensors: Tensors) -> None:
@@ -98,7 +96,7 @@ class Head(Protocol):
         """
         ...
 
-    # As every `torch.nn.Module` has them.
+    # Of every `torch.nn.Module`.
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
@@ -111,39 +109,3 @@ class Head(Protocol):
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Self: ...
-
-
-class FeatureHead(Head, Protocol):
-    """A head that extrapolates features, and takes its own features to draft on: EAGLE's."""
-
-    @property
-    def embed_scale(self) -> float:
-        """What its embeddings are multiplied by, as the target's are."""
-        ...
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """[..., F] the target's features -> [..., H] the features that `step` takes."""
-        ...
-
-    def step(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        cache: KeyValues | None = None,
-    ) -> Tensor:
-        """[B, T] tokens, [B, T, H] features one position before -> [B, T, H] the next features."""
-        ...
-
-    def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
-        """[..., H] features of `step` -> [..., N] logits of its draft tokens."""
-        ...
-
-
-def shared(own: nn.Embedding | None, weight: nn.Parameter) -> nn.Embedding:
-    """A head's embedding, whose weight is `weight` itself where the two are equal. own: before."""
-    own = own or nn.Embedding.from_pretrained(weight)
-    if own.weight.device == weight.device and torch.equal(own.weight, weight):
-        own.weight = weight
-    return own

@@ -20,12 +20,13 @@ SECONDS = 10.0  # for the hub's first answer
 def only_cached(name: str) -> bool:
     """Whether to load a repository from the cache alone, because the hub cannot be reached.
 
-    Raises ValueError, with a line that says why, for a name that neither the cache nor the hub has.
+    Raises ValueError for a name that neither the cache nor the hub has.
     """
+    # 1. Ask the hub with one request, never repeated.
     try:
-        get_hf_file_metadata(
-            hf_hub_url(name, "config.json"), timeout=SECONDS
-        )  # one request, never repeated
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=SECONDS)
+
+    # 2. The hub answered, but it gives no such repository.
     except GatedRepoError as error:
         raise ValueError(
             f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and log in"
@@ -34,13 +35,14 @@ def only_cached(name: str) -> bool:
         if places.cached(name):
             return True
         raise ValueError(
-            f"{name} is neither a directory nor a repository of the hub (private ones take `hf auth login`)"
+            f"{name} is neither a directory nor a repository of the hub (private ones take `hf "
+            "auth login`)"
         ) from error
     except (EntryNotFoundError, HfHubHTTPError):
-        return False  # what it lacks, or why it refuses, the loader says better
-    except (
-        Exception
-    ) as error:  # no network, in the words of whichever HTTP client the hub's library uses
+        return False  # the loader says better what is missing, or why the hub refuses
+
+    # 3. No network: each HTTP client that the hub's library may use raises errors of its own.
+    except Exception as error:
         if places.cached(name):
             return True
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"

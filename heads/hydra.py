@@ -8,8 +8,8 @@ embeddings e:
     head 0 of     c:h0,b       d:h1,c       e:h2,d
     head 1 of     d:h0,b,c     e:h1,c,d
 
-Hydra++ (section 4.2; `hydra_head_arch` "prefix-mlp") replaces h by the output of a decoder layer of
-its own, with a final norm, over all hidden states up to position t.
+Hydra++ (section 4.2; `hydra_head_arch` "prefix-mlp") has a decoder layer of its own with a final
+norm. It runs over all hidden states up to position t, and its output takes the place of h.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ class HydraHead(DepthHeads):
     known_as: ClassVar[str] = "Hydra or Hydra++ heads"
 
     def __init__(self, config: Config) -> None:
-        # 1. the kind, and how many heads of how many blocks
+        # 1. The kind, the number of heads, and their blocks.
         kind = kind_of(config)
         super().__init__(config, "hydra")
         if not config.get("grounded_heads", True):
@@ -90,14 +90,14 @@ class HydraHead(DepthHeads):
         plus = kind == "hydra++"
         width = self.hidden_size
 
-        # 2. the prefix layer, and the blocks; head i takes the state and the i + 1 tokens after it
+        # 2. The prefix layer and the blocks. Head i takes the state and the i + 1 tokens after it.
         self.prefix_embeding_layer = Prefix(LlamaConfig(**config)) if plus else None
         self.hydra_mlp = nn.ModuleList()
         for i in range(self.max_depth):
             blocks = [ResBlock(width, i + 2), *(ResBlock(width) for _ in range(self.blocks - 1))]
             self.hydra_mlp.append(in_line(blocks, gaps=plus))
 
-        # 3. the output layers
+        # 3. The output layers.
         outputs = [nn.Linear(width, self.vocab_size) for _ in range(self.max_depth)]
         self.hydra_lm_head = nn.ModuleList(
             in_line([output], gaps=True) if plus else output for output in outputs

@@ -115,8 +115,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None
-    ) -> Tensor:
-        x = x + self.self_attn(x, angles, mask, cache)
+    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """[B, T, H] -> [B, T, H]. attend: `self_attn` at given positions, with mask and cache."""
+        x = x + attend(x)
         return x + self.mlp(self.post_attention_layernorm(x))

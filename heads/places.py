@@ -1,4 +1,4 @@
-"""Is a name a directory, a mistyped one or a hub id? The disk alone answers, at once."""
+"""Is a name a directory, a mistyped directory or a hub id? The disk alone tells."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,17 +9,15 @@ from huggingface_hub import try_to_load_from_cache
 def mistyped(name: str | Path, what: str = "directory") -> str | None:
     """Why a name is neither a directory nor a hub id, with the most similar name; None: a hub id.
 
-    what: what the directory should be, such as "head directory". A name is meant as a path if it
-    looks like one, or if a directory beside it has a similar name.
+    what: the word for the directory in the message, such as "head directory". A name counts as a
+    path if it looks like one, or if a directory beside it has a similar name.
     """
     path, text = Path(name).expanduser(), str(name)
     if path.is_file():
         return f"{name} is a file, not a {what}"
     similar = nearest(path)
-    looks = (
-        text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1 or not text
-    )
-    if not looks and (similar is None or cached(text)):
+    like_a_path = text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1
+    if text and not like_a_path and (similar is None or cached(text)):
         return None
     return f"no {what} at {name}" + (f"; did you mean {similar}?" if similar else "")
 

@@ -46,9 +46,8 @@ class HeadKind(Generic[H]):
     outputs: Callable[[H, Tensor, torch.Generator], Tensor] | None = None
 
 
-HEADS: dict[
-    str, HeadKind[Any]
-] = {  # in the order in which a directory is asked; EAGLE-1's has no mark of its own
+# In the order in which `kind_of` tries them. EAGLE-1's directories have no mark of their own.
+HEADS: dict[str, HeadKind[Any]] = {
     "medusa": HeadKind(
         MedusaHead,
         MedusaHead.known_as,
@@ -89,11 +88,11 @@ HEADS: dict[
 def kind_of(config: Config, names: Collection[str]) -> str:
     """The kind of head that a directory holds, by its config.json and the names of its tensors.
 
-    Configs of several projects leave out what has the project's default, so the names count too.
+    Several projects leave fields at their defaults out of the config, so the names count too.
     """
     return next(name for name, kind in HEADS.items() if kind.recognises(config, names))
 
 
 def levels_of(config: Config, names: Collection[str]) -> int | None:
-    """Levels that the head of a directory drafts; None: any number, or its files do not tell."""
+    """Levels that the head in a directory drafts; None: any number, or its files do not tell."""
     return HEADS[kind_of(config, names)].levels(config, names)

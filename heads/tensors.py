@@ -1,4 +1,4 @@
-"""The tensors of a head directory. Of a pickle only tensors are loaded."""
+"""The tensors of a head directory. From a pickle it loads nothing but tensors."""
 
 import json
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from treespec.heads import checksum
 
-FILES = (  # the first that is there
+FILES = (  # `read_tensors` takes the first that exists
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -53,10 +53,8 @@ def tensor_names(folder: Path) -> set[str] | None:
 def _sharded(index: Path) -> dict[str, Tensor]:
     try:
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        wanted = {
-            file for name, file in places.items() if name.startswith("medusa_head.")
-        }  # not the model around it
-        names = sorted(wanted or set(places.values()))
+        of_heads = {places[name] for name in places if name.startswith("medusa_head.")}
+        names = sorted(of_heads or set(places.values()))  # without the model around the heads
         outside = [name for name in names if not inside(name)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HeadError(
@@ -64,7 +62,8 @@ def _sharded(index: Path) -> dict[str, Tensor]:
         ) from error
     if outside:
         raise HeadError(
-            f"{index} names {outside[0]!r}, a file outside the head's folder, which is not read; fetch the head again"
+            f"{index} names {outside[0]!r}, a file outside the head's folder, which is not read; "
+            "fetch the head again"
         )
     return {name: value for file in names for name, value in _loaded(index.parent / file).items()}
 
@@ -106,8 +105,7 @@ def _pickled(file: Path) -> dict[str, Tensor]:
         raise HeadError(
             f"{file} holds more than tensors and is not loaded: {type(error).__name__}"
         ) from error
-    if not isinstance(tensors, dict) or not all(
-        isinstance(value, Tensor) for value in tensors.values()
-    ):
+    named = isinstance(tensors, dict)
+    if not named or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise HeadError(f"{file} is no file of tensors by name; fetch or train the head again")
     return tensors

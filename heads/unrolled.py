@@ -1,18 +1,18 @@
 """Attention for training, where drafts start at every position of a text at once.
 
 Step 0 is causal over the pairs of the text, whose features are the target's. At a later step, row t
-sees pairs 0 to t, and of each step since then only its own entry, whose feature the head drafted
-(Li et al. 2025, 2503.01840, section 3.2). Five rows at step 2; rows 3 and 4 have left, because the
-text has no further token for them:
+sees pairs 0 to t. Of every step since step 0 it sees only its own entry, whose feature the head
+drafted (Li et al. 2025, 2503.01840, section 3.2). Five rows at step 2; rows 3 and 4 have left,
+because the text has no further token for them:
 
              step 0      step 1      step 2
     row 0    x . . . .   x . . . .   x . .
     row 1    x x . . .   . x . . .   . x .
     row 2    x x x . .   . . x . .   . . x
 
-So a later step adds one score per row, and needs no mask of all rows by all columns. The columns of
-step 0 are scored in blocks of rows, which the backward pass computes again: memory grows with rows
-times steps, not with rows squared.
+A later step therefore adds one score per row, and needs no mask of all rows by all columns. The
+columns of step 0 are scored in blocks of rows. The backward pass computes each block again, so
+memory grows with rows times steps, not with rows squared.
 """
 
 from typing import final
@@ -29,7 +29,7 @@ ROWS = 256  # per block
 
 @final
 class UnrolledAttention:
-    """`attention` over all steps so far; each call is the next step, over the same rows or fewer."""
+    """Attention over all steps so far. Each call is the next step, on the same rows or fewer."""
 
     def __init__(self, attention: Attention, rows: int = ROWS) -> None:
         """rows: rows per block, default 256; fewer take less memory."""

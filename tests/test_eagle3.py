@@ -15,7 +15,7 @@ from treespec.draft.proposer import Frontier
 from treespec.draft.sources import fit, source_of
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.trained.kinds import KINDS
-from treespec.draft.vocabulary import draft_logits, save_vocabulary
+from treespec.draft.vocabulary import save_vocabulary, whole
 from treespec.errors import InputError
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.eagle3 import default_taps
@@ -257,7 +257,9 @@ def test_a_rollout_is_what_the_head_drafts_from_each_position_alone():
         for logits in together:
             n = len(known)
             hidden = head.step(tokens[1 : n + 1][None], known[None], torch.arange(n))[0, -1:]
-            torch.testing.assert_close(logits[start], draft_logits(head, model, hidden[0]), rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                logits[start], whole(head.logits(hidden[0], model), head, model), rtol=0, atol=1e-4
+            )
             known = torch.cat([known, hidden])
 
 

@@ -10,13 +10,14 @@ from test_command_line import Terminal
 from test_pairing import refused
 
 from treespec.cli import main
-from treespec.cli.config import ModelConfig, begin
+from treespec.cli.config import begin
 from treespec.draft.trained.eagle import new_head
 from treespec.draft.trained.hydra import new_hydra, new_hydra_plus
 from treespec.draft.trained.medusa import new_medusa
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.options import DTYPES
+from treespec.shared_options import ModelOptions
 from treespec.target import Target
 
 PROMPT = ["--prompt", "x"]
@@ -95,7 +96,7 @@ def test_a_tree_or_verifier_without_a_drafter_is_refused():
         ({"verifier": "rrs", "tree": "2x4"}, "^--tree 2x4 and --verifier rrs: nothing drafts"),
     ]:
         with pytest.raises(InputError, match=words):
-            begin(ModelConfig(target="nowhere", **options))
+            begin(ModelOptions(target="nowhere", **options))
 
 
 def test_a_heads_folder_may_have_an_at_sign_and_a_finished_evaluation_loads_nothing(tmp_path, monkeypatch, capsys):

@@ -13,7 +13,7 @@ from treespec.draft.fit.calibrate import outcomes
 from treespec.draft.pace.times import Times
 from treespec.draft.trained.eagle import EagleProposer, new_head
 from treespec.draft.tree_drafter import TreeDrafter
-from treespec.draft.vocabulary import FILE, draft_logits, load_vocabulary, most_frequent, restrict, save_vocabulary
+from treespec.draft.vocabulary import FILE, load_vocabulary, most_frequent, restrict, save_vocabulary, whole
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.packed import PackedLinear
@@ -93,7 +93,7 @@ def test_the_law_over_all_tokens_is_that_of_the_draft_tokens(half):
     model, head = half
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(4))
     for params in (SamplingParams(1.0), SamplingParams(0.7, top_k=40), SamplingParams(1.3, top_p=0.8)):
-        law = probs(draft_logits(head, model, hidden), params)
+        law = probs(whole(head.logits(hidden, model), head, model), params)
         alone = probs(model.output_logits(hidden)[:, head.vocabulary], params)
         torch.testing.assert_close(law[:, head.vocabulary], alone)
         torch.testing.assert_close(law.sum(-1), torch.ones(3))

@@ -6,7 +6,13 @@ spec.generate("text").text
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from treespec.errors import InputError
+    from treespec.spec import Spec, load
+
+    __version__: str
 
 # Imported when first asked for: the command line must not wait for torch.
 _LATER = {"load": "treespec.spec", "Spec": "treespec.spec", "InputError": "treespec.errors"}
@@ -14,7 +20,7 @@ _LATER = {"load": "treespec.spec", "Spec": "treespec.spec", "InputError": "trees
 __all__ = ["InputError", "Spec", "__version__", "load"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "__version__":
         from importlib.metadata import version
 

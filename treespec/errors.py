@@ -1,11 +1,11 @@
-"""Errors meant for people: the command line prints the line and exits with 2, without a traceback."""
+"""Errors for people: the command line prints one line, without a traceback, and exits with 2."""
 
 
 class InputError(ValueError):
-    """Something the user gave cannot be used. The message says what, where, and what to do instead.
+    """An input that cannot be used. The message says what, where, and what to do instead.
 
-    `heads` and `trees` stand below this package and raise errors of their own; whatever carries
-    `exit_code = 2` is treated alike.
+    `heads` and `trees` stand below this package and raise errors of their own. The command line
+    treats every error with `exit_code = 2` alike.
     """
 
     exit_code = 2
@@ -16,14 +16,13 @@ class SupersededError(InputError):
 
     def __init__(self) -> None:
         super().__init__(
-            "this stream was superseded: its Spec has begun another text since. Finish or close a stream before the "
-            "next text begins, or take spec.new() for a second stream"
+            "this stream was superseded: its Spec has begun another text since. Finish or close a "
+            "stream before the next text begins, or take spec.new() for a second stream"
         )
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says, or else its name. A line that ends with a colon says what only with the next one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        type(error).__name__
-    ]
+    """The first line of an error's message, or its class. After a colon the next line follows."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = lines or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

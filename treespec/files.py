@@ -1,7 +1,7 @@
 """Files that survive a kill: written whole or not at all, checked when read, locked while written.
 
-A file is first written under a temporary name beside its own, `.NAME.PID.tmp`, and then renamed. A
-killed process leaves that temporary behind; `remove_leftovers` deletes it at the next start.
+`writing` gives a temporary name beside the file's own, `.NAME.PID.tmp`, and renames it at the end.
+A killed process leaves that temporary behind; `remove_leftovers` deletes it at the next start.
 """
 
 import json
@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -50,9 +49,9 @@ def writing(path: str | Path) -> Iterator[Path]:
 
 
 def check_writable(path: str | Path) -> None:
-    """Raises InputError, before any work, where `writing` would fail in the end.
+    """Raises InputError, before any work, if `writing` would fail in the end.
 
-    Writes nothing itself, but deletes temporaries of killed processes in the file's folder.
+    It writes nothing, but deletes temporaries of killed processes in the file's folder.
     """
     path = Path(path).absolute()
     try:
@@ -95,7 +94,7 @@ def write_json(path: str | Path, fields: Mapping[str, object]) -> None:
     write_text(path, json.dumps(checksum.sealed(fields), indent=2, ensure_ascii=False) + "\n")
 
 
-def read_json(path: str | Path, remedy: str) -> dict[str, Any]:
+def read_json(path: str | Path, remedy: str) -> checksum.Fields:
     """The fields of a JSON object, without its checksum.
 
     remedy: advice about a damaged file, such as "delete it to measure again". Raises InputError for
@@ -147,11 +146,11 @@ def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, Tensor], dict
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Inside the block this process alone writes into the folder. A missing folder is made.
+    """Inside the block this process alone writes into the folder. It makes a missing folder.
 
-    The lock is the operating system's: it ends with the process, however that ends. Raises
-    InputError with the id of the process that holds it. Temporaries of killed processes are deleted
-    once the lock is held.
+    The operating system holds the lock and releases it when the process ends, however that
+    happens. With the lock, it deletes temporaries of killed processes. Raises InputError with the
+    id of the process that holds the lock.
     """
     # 1. The folder and its lock file.
     folder = Path(folder)

@@ -1,7 +1,7 @@
-"""What a target, head or other source of drafts is, whatever its path: records know models by it.
+"""The identity of a target, head or other source of drafts, by which records know it.
 
-A model that is trained again at the same path gets another identity, one that is moved or named by another path keeps
-its own.
+A model that is trained again at the same path gets another identity. A model that is moved, or
+named by another path, keeps its own.
 """
 
 import hashlib
@@ -14,38 +14,27 @@ from treespec.errors import InputError, first_line
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
 
-SUFFIXES = {
-    ".json",
-    ".jinja",
-    ".model",
-    ".txt",
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".npy",
-    ".py",
-}  # what models are loaded from
+# Of files that models are loaded from.
+SUFFIXES = {".json", ".jinja", ".model", ".txt", ".safetensors", ".bin", ".pt", ".npy", ".py"}
 BLOCK = 1 << 16  # bytes
-BLOCKS = 256  # of a file: all of one of up to 16 MiB, 16 MiB of a larger one
+BLOCKS = 256  # read of a file: all of up to 16 MiB, or 16 MiB of a larger one
 
 
 def identity_of(name: str | Path) -> str:
-    """A digest of a file, of a directory's own files (not those of its folders), or a hub repository's commit.
+    """A digest of a file or of a directory's own files, or the commit of a hub repository.
 
-    Of a large file its size, its first block and evenly spaced other blocks count: 16 MiB a file, so that 16 GB of
-    weights take about a tenth of a second. The first block holds a safetensors header, and in it our own checksum of
-    all tensors. Weights of others that differ in a few small tensors alone may keep their identity.
-    Raises InputError where there is no such file, directory or repository.
+    A directory's subfolders do not count. Of a large file it reads the first block and evenly
+    spaced other blocks, 16 MiB in all: 16 GB of weights take about a tenth of a second. The first
+    block holds a safetensors header, and in it our own checksum of all tensors. Weights of other
+    projects that differ in a few small tensors alone may keep their identity.
+    Raises InputError if there is no such file, directory or repository.
     """
     path = Path(name).expanduser()
     try:
         if path.is_dir():
-            files = sorted(
-                file
-                for file in path.iterdir()
-                if file.suffix in SUFFIXES and not file.name.startswith(".")
-            )
-            return digest({file.name: sampled(file) for file in files if file.is_file()})
+            files = [file for file in path.iterdir() if not file.name.startswith(".")]
+            files = [file for file in files if file.suffix in SUFFIXES and file.is_file()]
+            return digest({file.name: sampled(file) for file in files})
         if path.is_file():
             return digest({"": sampled(path)})
     except OSError as error:
@@ -58,7 +47,7 @@ def identity_of(name: str | Path) -> str:
 
 
 def digest(parts: dict[str, str]) -> str:
-    """Of digests by name, short enough to be read aloud."""
+    """A digest of digests by name, short enough to read aloud."""
     return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:16]
 
 
@@ -69,20 +58,18 @@ def sampled(file: Path) -> str:
     whole = size <= BLOCKS * BLOCK
     with file.open("rb", buffering=0) as data:
         for number in range(BLOCKS):
-            data.seek(
-                number * BLOCK if whole else number * (size - BLOCK) // (BLOCKS - 1), os.SEEK_SET
-            )
+            start = number * BLOCK if whole else number * (size - BLOCK) // (BLOCKS - 1)
+            data.seek(start, os.SEEK_SET)
             content.update(data.read(BLOCK))
     return content.hexdigest()
 
 
 def commit_of(name: str) -> str:
-    """The commit of a hub repository that loading takes: the newest one, or offline the one in the cache."""
+    """The commit of a hub repository that loading takes: the newest, or offline the cached one."""
     try:
-        return Path(
-            hf_hub_download(name, "config.json", local_files_only=only_cached(name))
-        ).parent.name
-    except Exception as error:  # hub errors are many; each says in its first line what is wrong
+        file = hf_hub_download(name, "config.json", local_files_only=only_cached(name))
+        return Path(file).parent.name
+    except Exception as error:  # of many kinds; its first line gives the reason
         raise InputError(
             f"no directory {name}, and the hub did not give it: {first_line(error)}"
         ) from error

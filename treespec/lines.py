@@ -1,11 +1,14 @@
-"""Files that grow by a line and lose none: JSON objects with checksums, each on the disk before work goes on."""
+"""Files that grow line by line: JSON objects with checksums.
+
+Each line is on the disk before work goes on, so a kill loses at most the last one.
+"""
 
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import BinaryIO, final
 
 from treespec.errors import InputError
 from treespec.heads import checksum
@@ -13,12 +16,12 @@ from treespec.heads import checksum
 
 @final
 class Lines:
-    """A file that is open for more lines, by `opened`. done: the objects that it held before."""
+    """A file to which `append` adds lines, made by `opened`. done: the objects it held before."""
 
-    def __init__(self, path: Path, file: BinaryIO, done: list[dict[str, Any]]) -> None:
+    def __init__(self, path: Path, file: BinaryIO, done: list[checksum.Fields]) -> None:
         self.path, self.file, self.done = path, file, done
 
-    def append(self, fields: Mapping[str, Any]) -> None:
+    def append(self, fields: Mapping[str, object]) -> None:
         """Add one object with its checksum: a kill loses at most this line.
 
         Raises InputError where there is no room; the lines before it are kept.
@@ -30,16 +33,16 @@ class Lines:
             os.fsync(self.file.fileno())
         except OSError as error:
             raise InputError(
-                f"cannot write {self.path}: {error.strerror or error}; the lines before this one are "
-                "kept: make room, and repeat the command to go on"
+                f"cannot write {self.path}: {error.strerror or error}; the lines before this one "
+                "are kept: make room, and repeat the command to go on"
             ) from error
 
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[Lines]:
-    """Yields a file of lines to add to, after cutting off a last line that a kill has torn.
+    """Open a file to append lines, after cutting off a last line that a kill has torn.
 
-    Raises InputError for any other line that is not what was written.
+    Raises InputError for any other damaged line.
     """
     path = Path(path)
     try:
@@ -54,8 +57,8 @@ def opened(path: str | Path) -> Iterator[Lines]:
         yield Lines(path, file, done)
 
 
-def parsed(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a file's lines, and how many bytes they take; a torn last line is left out.
+def parsed(content: bytes, path: Path) -> tuple[list[checksum.Fields], int]:
+    """The objects of a file's lines, and their size in bytes, both without a torn last line.
 
     Raises InputError, with the line's number, for a damaged line before the last.
     """
@@ -74,8 +77,8 @@ def parsed(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
     return rows, end
 
 
-def intact(line: bytes) -> dict[str, Any]:
-    """The object of a line without its checksum. Raises ValueError for what was not written so."""
+def intact(line: bytes) -> checksum.Fields:
+    """The object of a line without its checksum. Raises ValueError if it is damaged."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise ValueError("it is no JSON object")

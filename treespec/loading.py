@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from os import PathLike, fspath
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.source import Source, source_for
@@ -16,13 +15,15 @@ from treespec.locks import alone_with
 from treespec.model.packed import pack
 from treespec.target import Target
 
+DeviceMap = str | int | torch.device | dict[str, str | int | torch.device] | None
+
 
 def load_sources(
     target: str | PathLike[str] | PreTrainedModel,
     drafters: Sequence[str],
     *,
-    tokenizer: Any = None,
-    device_map: Any = "auto",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device_map: DeviceMap = "auto",
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
     trust_remote_code: bool = False,
@@ -39,14 +40,16 @@ def load_sources(
     else:
         if not isinstance(target, str | PathLike):
             raise InputError(
-                f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded model"
+                f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded "
+                "model"
             )
-        placed: dict[str, Any] = {
-            "device_map": device_map,
-            "dtype": dtype,
-            "max_memory": max_memory,
-        }
-        model = Target.load(fspath(target), trust_remote_code=trust_remote_code, **placed)
+        model = Target.load(
+            fspath(target),
+            trust_remote_code=trust_remote_code,
+            device_map=device_map,
+            dtype=dtype,
+            max_memory=max_memory,
+        )
         model.tokenizer = tokenizer or model.tokenizer
 
     # 2. Sources take what they need of the target's weights before those are packed.
@@ -59,7 +62,7 @@ def load_sources(
     return model, sources
 
 
-def refuse_placement(**options: Any) -> None:
+def refuse_placement(**options: object) -> None:
     """Raises InputError for placement options, which a loaded model cannot follow."""
     for name, value in options.items():
         if value is not None and value != "auto":
@@ -67,7 +70,5 @@ def refuse_placement(**options: Any) -> None:
 
 
 def calibration_of(source: Source, drafter: str) -> Calibration | None:
-    """The calibration beside a trained head. drafter: `kind:value`, what the source was loaded
-    from.
-    """
+    """The calibration beside a trained head. drafter: `kind:value`, the name of the source."""
     return load_calibration(head_folder(drafter.partition(":")[2])) if source.head else None

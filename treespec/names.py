@@ -9,7 +9,7 @@ from treespec.verify.walk import Verifier
 
 
 def target_name(target: Target) -> str:
-    """The name of its directory or its hub id; without either its architecture."""
+    """The name of its directory, or its hub id, or its architecture."""
     known = str(getattr(target.model, "name_or_path", "") or "")
     return (Path(known).name if Path(known).is_dir() else known) or type(target.model).__name__
 

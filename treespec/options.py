@@ -1,7 +1,7 @@
 """Options of commands: the names that they take, and dataclass fields that become them.
 
-The names stand here as plain text, so that `--help` loads neither torch nor transformers. Tests hold
-them equal to the registries.
+The names stand here as plain text, so that `--help` loads neither torch nor transformers. Tests
+hold them equal to the registries.
 """
 
 import difflib
@@ -41,28 +41,12 @@ DRAFTER_FORMS = {
 DRAFTERS = tuple(DRAFTER_FORMS)
 HEADS = tuple(kind for kind, form in DRAFTER_FORMS.items() if form.endswith(":HEAD"))
 TRAINED = tuple(kind for kind in HEADS if kind != "head")  # kinds of trained head
-GIVEN = (
-    "lookup",
-    "rest",
-    "lookahead",
-    "jacobi",
-)  # these hand over given tokens, without a draft law
+GIVEN = ("lookup", "rest", "lookahead", "jacobi")  # their tokens have no draft law
 DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in sparse:512,snapkv
 
 SCHEMES = (
-    *(
-        "single",
-        "rrs",
-        "rrs-wo",
-        "kseq",
-        "spechub",
-        "greedy",
-        "is-lp",
-        "otm-lp",
-        "optimal",
-        "valued",
-    ),
-    *("topk", "typical"),
+    *("single", "rrs", "rrs-wo", "kseq", "spechub", "greedy"),
+    *("is-lp", "otm-lp", "optimal", "valued", "topk", "typical"),
 )
 LOSSY = ("typical",)
 VERIFIERS = (
@@ -107,10 +91,10 @@ def option(
 ) -> Any:
     """A dataclass field with its option's help. Without a default the option is required.
 
-    least, most, above, below: the range of a number, for `check_ranges`. Every int and float has one
-    with two ends. For a str field it is the range of each number in a list.
+    least, most, above, below: the range of a number, for `check_ranges`. Every int and float has
+    one with two ends. For a str field it is the range of each number in a list.
     whole: the list holds whole numbers.
-    words: what the list may hold beside numbers.
+    words: names that the list may hold beside numbers.
     choices: the names that a str field may hold, for `check_choices`.
     """
     metadata: dict[str, object] = {"help": help, "whole": whole, "words": tuple(words)}
@@ -121,7 +105,7 @@ def option(
 
 
 def shared(group: type["DataclassInstance"], name: str, default: object = MISSING) -> Any:
-    """An option of another dataclass again, with a default of its own. Without one it is required."""
+    """An option of another dataclass with another default; without a default it is required."""
     (known,) = (known for known in fields(group) if known.name == name)
     return field(default=default, metadata=known.metadata)
 

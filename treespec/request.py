@@ -1,6 +1,4 @@
-"""The options of `generate` and `stream`, checked one by one: how an answer is drawn and where it
-ends.
-"""
+"""The options of `generate` and `stream`: how an answer is drawn, and where it ends."""
 
 import difflib
 import math
@@ -27,6 +25,13 @@ class Options(TypedDict, total=False):
     min_p: float
     max_new_tokens: int
     stop: str | Sequence[str]
+
+
+class BatchOptions(Options, total=False):
+    """The options of `Spec.generate`: of each answer, and of several together."""
+
+    batch: int | None
+    seed: int | Sequence[int] | None
 
 
 OPTIONS = tuple(Options.__annotations__)
@@ -100,7 +105,8 @@ def seeds_of(value: object, prompts: int) -> list[int | None]:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if len(value) != prompts:
             raise InputError(
-                f"there are {len(value)} seeds for {prompts} prompts: give one seed, or one for each"
+                f"there are {len(value)} seeds for {prompts} prompts: give one seed, or one for "
+                "each"
             )
         return list(value)
     first = whole("seed", value)

@@ -4,7 +4,7 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -22,10 +22,9 @@ HOTTEST = 1e30  # temperature: float32 holds it
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How logits become the law that is sampled. Order and meaning are those of transformers'
-    warpers.
+    """How logits become the law that is sampled, in the order of transformers' warpers.
 
-    temperature: 0 is greedy, a one-hot law; so is anything below 1e-5, where rounding of float32
+    temperature: 0 is greedy, a one-hot law. So is anything below 1e-5, where rounding of float32
     logits exceeds their differences. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off. Raises
     InputError for values out of range and for anything but numbers.
     """
@@ -38,21 +37,17 @@ class SamplingParams:
     def __post_init__(self) -> None:
         hottest = f"0 (greedy) or a positive number, at most {HOTTEST:g}"
         self._check("temperature", numbers.Real, lambda t: 0 <= t <= HOTTEST, hottest)
-        self._check(
-            "top_k", numbers.Integral, lambda k: k >= 0, "0 (off) or a positive whole number"
-        )
+        count = "0 (off) or a positive whole number"
+        self._check("top_k", numbers.Integral, lambda k: k >= 0, count)
         self._check("top_p", numbers.Real, lambda p: 0 < p <= 1, "a number in (0, 1]; 1 is off")
         self._check("min_p", numbers.Real, lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 is off")
 
-    def _check(self, name: str, kind: type, inside: Callable[[Any], bool], wanted: str) -> None:
-        """Raise InputError unless the field is a number of that kind in its range; NumPy's count
-        too.
-        """
-        value = getattr(self, name)
+    def _check(self, name: str, kind: type, inside: Callable[[float], bool], wanted: str) -> None:
+        """Raise InputError unless the field is a number of that kind, NumPy's too, in its range."""
+        value: float = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, kind) or not inside(value):
             raise InputError(f"{name} is {value!r}, must be {wanted}")
-        plain: Any = int if kind is numbers.Integral else float
-        object.__setattr__(self, name, plain(value))
+        object.__setattr__(self, name, int(value) if kind is numbers.Integral else float(value))
 
     @property
     def greedy(self) -> bool:

@@ -111,6 +111,11 @@ class TreeOptions(DrafterOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelOptions(TargetOptions, PlacementOptions, TreeOptions):
+    """What decodes: a target, and what drafts for it. Without a drafter: one token at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerOptions(CommandOptions):
     PANEL = "Answers"
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from os import PathLike, fspath
-from typing import Any, Unpack, cast, final, overload
+from typing import Unpack, cast, final, overload
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.decode import Decoder, Piece, Text
 from treespec.draft.calibration import Calibration
@@ -17,11 +17,12 @@ from treespec.draft.proposer import Proposer
 from treespec.draft.source import Drafting, source_for
 from treespec.errors import InputError
 from treespec.heads.head import Head
-from treespec.loading import calibration_of, load_sources
+from treespec.loading import DeviceMap, calibration_of, load_sources
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
-from treespec.request import Options, asked, refuse_unknown, seed_of, seeds_of, whole
+from treespec.request import BatchOptions, Options, asked, refuse_unknown, seed_of, seeds_of, whole
 from treespec.sampling import SamplingParams
+from treespec.shared_options import ModelOptions
 from treespec.stats import Stats
 from treespec.stream import Output, Stream, output_of
 from treespec.target import Target
@@ -73,7 +74,8 @@ class Spec:
 
     def __repr__(self) -> str:
         shown = [target_name(self.target), *drafting_names(self.source, self.policy, self.verifier)]
-        return f"Spec({', '.join([*shown, str(self.target.dtype).removeprefix('torch.'), str(self.target.device)])})"
+        shown += [str(self.target.dtype).removeprefix("torch."), str(self.target.device)]
+        return f"Spec({', '.join(shown)})"
 
     @property
     def proposer(self) -> Proposer | None:
@@ -133,8 +135,8 @@ class Spec:
         room = self.target.context_length - len(ids)
         if room < 1:
             raise InputError(
-                f"the prompt has {len(ids)} tokens, the target's context holds {self.target.context_length}: "
-                "shorten the prompt"
+                f"the prompt has {len(ids)} tokens, the target's context holds "
+                f"{self.target.context_length}: shorten the prompt"
             )
         own = templates.stops(self.template)
         ends, stop = self.target.eos | set(own.token_ids), (*wanted.stop, *own.strings)
@@ -154,32 +156,13 @@ class Spec:
         return Stream((piece for _, piece in self.decoder.run([text], params)), text.stats)
 
     @overload
-    def generate(
-        self,
-        prompt: Prompts,
-        *,
-        batch: int | None = None,
-        seed: int | Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> list[Output]: ...
+    def generate(self, prompt: Prompts, **options: Unpack[BatchOptions]) -> list[Output]: ...
+    @overload
+    def generate(self, prompt: Single, **options: Unpack[BatchOptions]) -> Output: ...
     @overload
     def generate(
-        self,
-        prompt: Single,
-        *,
-        batch: int | None = None,
-        seed: int | Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Output: ...
-    @overload
-    def generate(
-        self,
-        prompt: Arrays,
-        *,
-        batch: int | None = None,
-        seed: int | Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Any: ...
+        self, prompt: Arrays, **options: Unpack[BatchOptions]
+    ) -> Output | list[Output]: ...
     def generate(
         self,
         prompt: Prompt | Prompts,
@@ -226,7 +209,8 @@ class Spec:
         several = prompts_of(prompts)
         if several is None and not (isinstance(prompts, list | tuple) and not prompts):
             raise InputError(
-                "generate_all takes a list of prompts, and this is none: take generate for one prompt"
+                "generate_all takes a list of prompts, and this is none: take generate for one "
+                "prompt"
             )
         several = several or []
         count = len(several)
@@ -255,28 +239,28 @@ def load(
     tree: str | None = None,
     verifier: str = "auto",
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     drafter: str | None = None,
     allow_lossy: bool = False,
     template: str | None = None,
-    device_map: Any = "auto",
+    device_map: DeviceMap = "auto",
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
     trust_remote_code: bool = False,
 ) -> Spec:
     """Load a target and a source of drafts, placed by accelerate, for decoding only.
 
-    target: directory, hub id, or a loaded transformers model. A loaded model stays usable but changes
-    for good: evaluation mode, no gradients, attention that takes trees.
-    Its weights stay as they are; a model loaded here has them packed where that is faster (bfloat16 on
-    a CPU).
-    tokenizer: default the directory's own; a model object without one takes and gives token ids only.
-    head: directory or hub id of a trained head of any kind. drafter: `kind:value` in place of a head,
-    with a kind of `treespec.draft.sources.SOURCES`, such as lookup. Default: one token at a time.
+    target: directory, hub id, or a loaded transformers model. A loaded model stays usable, but
+    changes for good: evaluation mode, no gradients, attention that takes trees. Its weights do not
+    change; those of a model loaded here are packed if that is faster (bfloat16 on a CPU).
+    tokenizer: default the directory's own. A model object without one takes and gives token ids.
+    head: directory or hub id of a trained head of any kind. drafter: `kind:value` in place of a
+    head, with a kind of `treespec.draft.sources.SOURCES`, such as lookup. Default: one token at a
+    time.
     tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
     verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
-    template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers take
-    them. trust_remote_code: run Python files from the target's or a draft model's directory.
+    template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers
+    take them. trust_remote_code: run Python files from the target's or a draft model's directory.
     Raises InputError, or HeadError and TreeError, for models, names and files that cannot be used.
     """
     if head and drafter:
@@ -294,3 +278,19 @@ def load(
     source = sources[named] if named else None
     calibration = calibration_of(source, named) if source and named else None
     return Spec(model, source, tree, verifier, template, allow_lossy, calibration)
+
+
+def load_options(options: ModelOptions) -> Spec:
+    """`load` with the options that commands share. Raises as `load` does."""
+    return load(
+        options.target,
+        options.head,
+        options.tree,
+        options.verifier,
+        drafter=options.drafter,
+        allow_lossy=options.allow_lossy,
+        template=options.template,
+        device_map=options.device_map,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    )

@@ -12,8 +12,8 @@ from itertools import pairwise
 class Stats:
     """Counts of tokens and cycles, and seconds by stage.
 
-    accepted: accepted nodes of each cycle, cut at the end of the text. drafted: nodes drafted at
-    depth 1, 2, … over all cycles. seconds: prefill, draft (of which head: the draft model's
+    accepted: accepted nodes by cycle, cut at the end of the text. drafted: nodes drafted at depth
+    1, 2, … over all cycles. seconds: by stage: prefill, draft (of it head: the draft model's
     forwards), target, verify, commit, total. Texts of a batch share the seconds of their cycles
     evenly, so that the sum over texts is wall-clock time.
     """
@@ -45,9 +45,7 @@ class Stats:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """α at depth 1, 2, …: the share of cycles accepting this depth among those accepting the
-        one above.
-        """
+        """α at depth 1, 2, …: Pr(a cycle accepts this depth | it accepted the one above)."""
         reached = [self.cycles, *self.accepted_by_depth]
         return [b / a for a, b in pairwise(reached) if a]
 
@@ -59,7 +57,7 @@ class Stats:
         return 1 - forwards / decoding if decoding > 0 else 0.0
 
     def now(self) -> float:
-        """The clock that stages are timed by, in seconds."""
+        """The clock that times stages, in seconds."""
         return time.perf_counter()
 
     @contextmanager
@@ -106,9 +104,7 @@ TAU = "tokens per target forward"  # the meaning of τ
 
 
 def figures(tokens: int, cycles: int, seconds: float, explain: bool = False) -> str:
-    """`32 tokens · τ 2.46 · 45.1 tokens/s`. explain: with the meaning of τ, for its first
-    appearance.
-    """
+    """`32 tokens · τ 2.46 · 45.1 tokens/s`. explain: add the meaning of τ, at its first use."""
     tau = tokens / cycles if cycles else 0.0
     speed = tokens / seconds if seconds else 0.0
     meaning = f" ({TAU})" if explain else ""

@@ -12,9 +12,7 @@ from treespec.stats import Stats
 
 @dataclass(frozen=True)
 class Output:
-    """text: without special tokens and stop strings. token_ids: new tokens, end-of-sequence
-    included.
-    """
+    """text: without special tokens and stop strings. token_ids: new ones, with end-of-sequence."""
 
     text: str
     token_ids: list[int]
@@ -69,9 +67,7 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """Stop, from any thread, without waiting; a cycle that runs in another thread ends by
-        itself.
-        """
+        """Stop, from any thread, without waiting. A cycle in another thread runs to its end."""
         self._closed = True
 
     @property

@@ -7,15 +7,13 @@ from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
 from treespec.shared_options import (
     DTYPES,
     QUESTION_FILE,
-    PlacementOptions,
+    ModelOptions,
     QuestionOptions,
-    TargetOptions,
-    TreeOptions,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig(TargetOptions, PlacementOptions, TreeOptions, QuestionOptions):
+class CertifyConfig(ModelOptions, QuestionOptions):
     """Raises InputError for a number out of its range, and unless one drafter option is given."""
 
     out: str = option("JSON file for the report", "certificate.json")

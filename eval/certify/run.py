@@ -33,7 +33,7 @@ from treespec.eval.environment import describe
 from treespec.eval.questions import load_questions
 from treespec.files import check_writable, write_json
 from treespec.sampling import SamplingParams
-from treespec.spec import Spec, load
+from treespec.spec import Spec, load_options
 
 TESTS = 11  # of sampled texts, at most
 OURS, PLAIN = 0, 1  # sides, for the seeds
@@ -50,18 +50,7 @@ def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[s
     check_writable(config.out)
     questions = load_questions(config.questions)[0][: config.limit]
     report(Step(0, 1, f"loading {config.target} and {config.drafter or config.head}"))
-    spec = load(
-        config.target,
-        config.head,
-        config.tree,
-        config.verifier,
-        drafter=config.drafter,
-        allow_lossy=config.allow_lossy,
-        template=config.template,
-        device_map=config.device_map,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    spec = load_options(config)
 
     # 2. The tests.
     first_turns = [question.turns[0] for question in questions]

@@ -17,7 +17,7 @@ from treespec.sampling import TargetLaws
 from treespec.spec import Spec
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.scheme import Chance, Scheme
-from treespec.verify.walk import Verdict, Verifier
+from treespec.verify.walk import Verdict, Verifier, is_paced
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Witness:
 
     @property
     def paced(self) -> bool:
-        return self.verifier.paced
+        return is_paced(self.verifier)
 
     def __call__(
         self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator

@@ -5,10 +5,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from treespec.heads.eagle import EagleHead
+from treespec.heads.features import FeatureHead
 from treespec.heads.formats.engines import Served, check_layer, llama_fields
-from treespec.heads.head import Config, FeatureHead, Stored, Tensors
+from treespec.heads.head import Config, Stored, Tensors
 
-ROTARY = ("default", "linear", "dynamic")  # that SafeAILab/EAGLE computes
+ROTARY = ("default", "linear", "dynamic")  # the types that SafeAILab/EAGLE computes
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
@@ -31,7 +32,8 @@ def to_vllm(head: EagleHead, served: Served) -> Stored:
     check_layer(head, biases=True)
     if head.fc.bias is not None and head.fc.bias.any():
         raise ValueError(
-            "fc.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias, or export to sglang"
+            "fc.bias is not zero, vLLM's EAGLE-1 has none: train with --no-bias, or export to "
+            "sglang"
         )
     tensors = {name: value for name, value in head.state_dict().items() if name != "fc.bias"}
     biases = {"bias": False, "qkv_bias": head.config.get("qkv_bias", False)}
@@ -73,18 +75,18 @@ class Unchanged:
 
 
 def outputs(head: FeatureHead, features: Tensor, generator: torch.Generator) -> Tensor:
-    """[2, T, N] logits of two steps, step 2 on the head's own features; for EAGLE-1 the features.
+    """[2, T, N] logits of two steps, step 2 on the head's own features; of EAGLE-1 the features.
 
     features: [1, T, F].
     """
-    # 1. random tokens, and an embedding for a head that has the target's
+    # 1. Random tokens, and a random embedding for a head that shares its target's.
     count = features.shape[1]
     tokens = torch.randint(head.vocab_size, (1, count + 1), generator=generator)
     if head.lacks_embedding:
         weight = torch.randn(head.vocab_size, head.hidden_size, generator=generator)
         head.share_embedding(nn.Parameter(weight, requires_grad=False))
 
-    # 2. two steps, at positions far apart, so that angles differ where their scaling does
+    # 2. Two steps at positions far apart, so that another rotary scaling gives other logits.
     hidden, steps = head.fuse(features), []
     for step in range(2):
         positions = 97 * torch.arange(step, step + count)

@@ -17,7 +17,7 @@ from treespec.heads.formats.engines import Served, check_layer, llama_fields
 from treespec.heads.head import Config, Stored, Tensors
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-UNKNOWN = ("norm_before_fc", "fc_norm", "norm_output")  # parts of a head that Eagle3Head has not
+UNKNOWN = ("norm_before_fc", "fc_norm", "norm_output")  # parts that Eagle3Head lacks
 
 
 def recognises(config: Config, names: Collection[str]) -> bool:
@@ -29,8 +29,8 @@ def recognises(config: Config, names: Collection[str]) -> bool:
 def read(config: Config, tensors: Tensors) -> Stored:
     """Rename layers.0 to midlayer, translate SGLang's taps, and drop a d2t of all tokens.
 
-    Raises ValueError for a head with parts that are not known, and for taps that contradict each
-    other.
+    Raises ValueError for a head with parts that `Eagle3Head` lacks, and for taps that contradict
+    each other.
     """
     if unknown := [name for name in UNKNOWN if config.get(name)]:
         raise ValueError(f"{unknown[0]} is true, a part that treespec's EAGLE-3 heads do not have")
@@ -38,13 +38,9 @@ def read(config: Config, tensors: Tensors) -> Stored:
         config = _untangled(config)
     tensors = {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if (
-        d2t is not None
-        and t2d is not None
-        and d2t.shape == t2d.shape
-        and not d2t.any()
-        and t2d.all()
-    ):
+    if d2t is None or t2d is None or d2t.shape != t2d.shape:
+        return config, tensors
+    if not d2t.any() and t2d.all():
         del tensors["d2t"], tensors["t2d"]
     return config, tensors
 
@@ -64,7 +60,8 @@ def _untangled(config: Config) -> Config:
     taps = from_sglang(nested[IDS])
     if config.get(IDS, taps) != taps:
         raise ValueError(
-            f"{IDS} is {config[IDS]}, and in eagle_config {nested[IDS]}, which is {taps}: delete one"
+            f"{IDS} is {config[IDS]}, and in eagle_config {nested[IDS]}, which is {taps}: delete "
+            "one"
         )
     return config | {IDS: taps}
 
@@ -89,7 +86,8 @@ def to_eagle(head: Eagle3Head, served: Served) -> Stored:
     layers = served.layers
     if head.taps != (2, layers // 2, layers - 3):
         raise ValueError(
-            f"it taps {', '.join(map(str, head.taps))}, and SafeAILab/EAGLE {2, layers // 2, layers - 3} in any case"
+            f"it taps {', '.join(map(str, head.taps))}, and SafeAILab/EAGLE "
+            f"{2, layers // 2, layers - 3} in any case"
         )
     config = _config(head, served, "LlamaForCausalLM") | {IDS: list(head.taps)}
     if config["target_hidden_size"] == head.hidden_size:
@@ -98,7 +96,7 @@ def to_eagle(head: Eagle3Head, served: Served) -> Stored:
 
 
 def to_sglang(head: Eagle3Head, served: Served) -> Stored:
-    """For SGLang: `draft_vocab_size` has to be there."""
+    """For SGLang, which requires `draft_vocab_size`."""
     check_layer(head)
     check_residual(head)
     taps = {"eagle_config": {IDS: to_sglang_ids(head.taps), "use_aux_hidden_state": True}}
@@ -106,7 +104,7 @@ def to_sglang(head: Eagle3Head, served: Served) -> Stored:
 
 
 def to_vllm(head: Eagle3Head, served: Served) -> Stored:
-    """For vLLM, which refuses unknown tensors, and d2t where all tokens are drafted."""
+    """For vLLM, which refuses unknown tensors, and d2t of a head that drafts all tokens."""
     check_layer(head)
     config = {IDS: list(head.taps), "norm_before_residual": head.midlayer.norm_before_residual}
     return _config(head, served, "LlamaForCausalLMEagle3") | config, head.state_dict()
@@ -118,7 +116,7 @@ def _config(head: Eagle3Head, served: Served, architecture: str) -> Config:
 
 
 def check_residual(head: Eagle3Head) -> None:
-    """Raises ValueError for a head of the variant that these projects do not have."""
+    """Raises ValueError for the variant that SafeAILab/EAGLE and SGLang lack."""
     if head.midlayer.norm_before_residual:
         raise ValueError(
             "its residual is normed (norm_before_residual), which only vllm and speculators know"

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from treespec.heads.head import Config, FeatureHead
+from treespec.heads.features import FeatureHead
+from treespec.heads.head import Config
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,12 @@ def check_layer(
     """Raises ValueError for a decoder layer that a format cannot describe.
 
     biases: whether the format has a field for biases of queries, keys and values. activation: the
-    only activation that it means; None: it has a field for it.
+    only activation that the format allows; None: it has a field that names one.
     """
     if head.embed_scale != 1.0:
         raise ValueError(
-            f"its target's embeddings are scaled by {head.embed_scale:g}, for which there is no field"
+            f"its target's embeddings are scaled by {head.embed_scale:g}, for which there is no "
+            "field"
         )
     if head.config.get("qkv_bias") and not biases:
         raise ValueError("its queries, keys and values have biases, for which there is no field")
@@ -56,17 +58,16 @@ def check_layer(
 def llama_fields(head: FeatureHead, served: Served) -> Config:
     """The fields of a Llama of one layer.
 
-    Rotary positions stand there three times, as different versions read them.
-
-    The context is the target's at least: the engines stop where the shorter one ends.
+    They hold the rotary positions three times, because versions of the engines read different
+    fields. The context is at least the target's: the engines stop at the end of the shorter one.
     """
-    # 1. rotary positions, as old and new versions look for them
+    # 1. Rotary positions, under the names that old and new versions read.
     llama = LlamaConfig(**head.config)
     rope: Config = dict(llama.rope_parameters or {})
     kind, theta = rope["rope_type"], rope["rope_theta"]
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"} | {"type": kind}
 
-    # 2. all fields
+    # 2. All fields.
     return {
         "model_type": "llama",
         "hidden_size": llama.hidden_size,

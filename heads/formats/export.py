@@ -1,4 +1,4 @@
-"""A head in the format of another project, read back and compared before it is there."""
+"""Write a head in the format of another project, and compare it with what is read back."""
 
 import json
 import os
@@ -25,7 +25,7 @@ TOKENS = 8  # length of the random text on which heads are compared
 
 @dataclass(frozen=True)
 class Exported:
-    """kind: the head's. compared: logits found equal when read back. command: serves the head."""
+    """kind: of the head. compared: logits that were equal when read back. command: serves it."""
 
     kind: str
     compared: int
@@ -35,12 +35,12 @@ class Exported:
 def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
     """Write a head's directory in the format of `to`, one of FORMATS.
 
-    All is written in a temporary folder and read back before that is renamed to `out`, so a kill
-    leaves no half-written head.
+    It writes a temporary folder, reads the head back, and then renames the folder to `out`. So a
+    kill leaves no half-written head.
     Raises HeadError for a head that the format cannot describe, for an `out` that exists or cannot
     be written, and where the head that is read back differs.
     """
-    # 1. what can be refused at once
+    # 1. Refuse what needs no conversion to be refused.
     head = load_head(head_path)
     if to not in FORMATS:
         raise HeadError(f"--to is {to!r}, must be one of {', '.join(FORMATS)}")
@@ -50,7 +50,7 @@ def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HeadError(f"{out} exists already: name a new folder")
 
-    # 2. write beside `out`, read back, compare, rename
+    # 2. Write beside `out`, read back, compare, rename.
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         check(head, served)
@@ -101,9 +101,8 @@ def command(to: str, head: Head, served: Served, out: Path) -> str:
         )
     paths = f"--base-model-path {target} --ea-model-path {folder}"
     three = " --use_eagle3" if head.taps else ""
-    prompts = (
-        "qwen3" if "Qwen3ForCausalLM" in served.architectures else "llama3chat"
-    )  # Vicuna has a script too
+    qwen = "Qwen3ForCausalLM" in served.architectures
+    prompts = "qwen3" if qwen else "llama3chat"  # the project has a script for Vicuna too
     return f"python -m eagle.evaluation.gen_ea_answer_{prompts} {paths}{three}"
 
 

@@ -9,11 +9,8 @@ from treespec.heads.hydra import ARCHITECTURES
 MARK = re.compile(r"hydra_(mlp|lm_head)\.")
 PREFIX = "prefix_embeding_layer."
 LAYER = PREFIX + "layers.0."
-OUTPUTS = (
-    "hydra_lm_head.0.weight",
-    "hydra_lm_head.0.1.weight",
-)  # of the first head, of Hydra and of Hydra++
-UNUSED = {  # the target's embedding, which the target has, and one of a Llama that takes states
+OUTPUTS = ("hydra_lm_head.0.weight", "hydra_lm_head.0.1.weight")  # first head: Hydra's, Hydra++'s
+UNUSED = {  # a copy of the target's embedding, and an embedding of the prefix layer, never read
     "input_embed_fn.weight",
     PREFIX + "embed_tokens.weight",
 }
@@ -30,15 +27,15 @@ def recognises(config: Config, names: Collection[str]) -> bool:
 
 
 def recognises_prefix(config: Config, names: Collection[str]) -> bool:
-    """Whether it holds Hydra++'s."""
+    """Whether a directory holds Hydra++'s heads."""
     return recognises(config, names) and config.get("hydra_head_arch") == ARCHITECTURES["hydra++"]
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
     """Drop the unused tensors, and take missing config fields from the shapes of the others.
 
-    Raises ValueError for features of another layer than the last, and where neither the config nor
-    the file says how many attention heads the prefix layer has.
+    Raises ValueError for features of another layer than the last, and if neither the config nor the
+    tensors tell the number of attention heads of the prefix layer.
     """
     if config.get("hidden_state_offset"):
         raise ValueError(
@@ -73,7 +70,7 @@ def _heads(names: Iterable[str]) -> int:
 
 
 def _attention(config: Config, tensors: Tensors, width: int) -> dict[str, int]:
-    """Sizes of the prefix layer. A file with D / 2 rotary angles tells the head count."""
+    """Sizes of the prefix layer. The number of rotary angles, D / 2, tells the head count."""
     if "num_attention_heads" in config:
         heads = config["num_attention_heads"]
     elif ANGLES in tensors:

@@ -16,7 +16,7 @@ MARK = re.compile(r"\d+\.|blocks\.\d+\.|medusa_heads?\.")
 
 
 def recognises(config: Config, names: Collection[str]) -> bool:
-    """Whether a directory holds Medusa's heads: some configs say nothing of them."""
+    """Whether a directory holds Medusa's heads, by tensor names if the config does not tell."""
     return (
         "medusa_num_heads" in config
         or config.get("model_type") == "medusa"
@@ -30,12 +30,8 @@ def read(config: Config, tensors: Tensors) -> Stored:
     A file may hold more heads than its config says: published configs say 2 where there are 5.
     Raises ValueError for a file without the output layer of the first head.
     """
-    if any(name.startswith(WHOLE) for name in tensors):
-        tensors = {
-            name.removeprefix(WHOLE): value
-            for name, value in tensors.items()
-            if name.startswith(WHOLE)
-        }
+    if names := [name for name in tensors if name.startswith(WHOLE)]:
+        tensors = {name.removeprefix(WHOLE): tensors[name] for name in names}
     if any(BLOCK.match(name) for name in tensors):
         config, tensors = _from_vllm(config, tensors)
     layers = config.get("medusa_num_layers", 1)
@@ -53,11 +49,9 @@ def levels(config: Config, names: Iterable[str]) -> int | None:
     """The number of heads that `read` finds; None where the config holds something else."""
     configured = [config[name] for name in ("num_heads", "medusa_num_heads") if name in config]
     count = _heads(BLOCK.sub("", name.removeprefix(WHOLE)) for name in names)
-    return (
-        max([*configured, count]) or None
-        if all(type(number) is int for number in configured)
-        else None
-    )
+    if not all(type(number) is int for number in configured):
+        return None
+    return max([*configured, count]) or None
 
 
 def to_vllm(head: MedusaHead, served: Served) -> Stored:
@@ -91,16 +85,12 @@ def _from_vllm(config: Config, tensors: Tensors) -> Stored:
         config = config | {"medusa_num_heads": config["num_heads"]}
     named = {}
     for name, value in tensors.items():
-        name = re.sub(
-            r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name.removeprefix("medusa_heads.")
-        )
+        name = name.removeprefix("medusa_heads.")
+        name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
         named[re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", name)] = value
     if not config.get("medusa_fc_bias", False):
-        blocks = {name: value for name, value in named.items() if name.endswith(".linear.weight")}
-        named |= {
-            f"{name.removesuffix('weight')}bias": torch.zeros_like(w[:, 0])
-            for name, w in blocks.items()
-        }
+        for name in [name for name in named if name.endswith(".linear.weight")]:
+            named[f"{name.removesuffix('weight')}bias"] = torch.zeros_like(named[name][:, 0])
     return config, named
 
 

@@ -36,7 +36,7 @@ def read(config: Config, tensors: Tensors) -> Stored:
 def write(head: Eagle3Head, served: Served) -> Stored:
     """The directory that `vllm serve` loads together with the target that it names."""
     check_layer(head)
-    # 1. how `vllm serve` is to draft with it
+    # 1. How `vllm serve` shall draft with it.
     greedy = {
         "proposal_type": "greedy",
         "speculative_tokens": DRAFTED,
@@ -44,7 +44,7 @@ def write(head: Eagle3Head, served: Served) -> Stored:
         "accept_tolerance": 0.0,
     }
 
-    # 2. the nested config, and the tensors by its layer's name
+    # 2. The nested config, and the tensors by the name of its layer.
     config = {
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
@@ -64,7 +64,5 @@ def write(head: Eagle3Head, served: Served) -> Stored:
             "verifier": {"name_or_path": served.name, "architectures": list(served.architectures)},
         },
     }
-    return config, {
-        name.replace("midlayer.", "layers.0.", 1): value
-        for name, value in head.state_dict().items()
-    }
+    weights = head.state_dict()
+    return config, {name.replace("midlayer.", "layers.0.", 1): weights[name] for name in weights}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from treespec.errors import InputError
 from treespec.options import MANY, SEEDS, TOKENS, either, option
-from treespec.shared_options import PlacementOptions, SamplingOptions, TargetOptions, TreeOptions
+from treespec.shared_options import ModelOptions, SamplingOptions
 from treespec.train.known import DATA_SETS
 from treespec.train.regenerate.english import FILTERS
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegenerateConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions):
+class RegenerateConfig(ModelOptions, SamplingOptions):
     """Raises InputError for options that contradict each other and for numbers out of their range."""
 
     target: str = option(

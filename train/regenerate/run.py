@@ -140,21 +140,9 @@ class Work:
     @cached_property
     def local(self) -> Local:
         """The target, loaded when it is asked for."""
-        from treespec.spec import load
+        from treespec.spec import load_options
 
-        config = self.config
-        spec = load(
-            config.target,
-            config.head,
-            config.tree,
-            config.verifier,
-            drafter=config.drafter,
-            template=config.template,
-            device_map=config.device_map,
-            dtype=config.dtype,
-            trust_remote_code=config.trust_remote_code,
-        )
-        return Local(spec, config)
+        return Local(load_options(self.config), self.config)
 
     def on(self, rows: Sequence[Row]) -> None:
         """Answer the rows that are not in the files."""

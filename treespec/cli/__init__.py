@@ -76,5 +76,5 @@ def main() -> None:
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):  # libraries' progress bars
             os.environ.setdefault(name, "1")
-    keep_freed_memory()  # the process is ours; a program that imports treespec keeps its own allocator
+    keep_freed_memory()  # in our own process only: `import treespec` leaves the allocator alone
     sys.exit(run(app, sys.argv[1:]))

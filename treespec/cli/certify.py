@@ -27,9 +27,11 @@ def certify(config: CertifyConfig) -> None:
     end_notice()
     can = promised(config)
     print(
-        f"Greedy answers must be the same tokens. Each test of {config.tokens} sampled tokens fails an exact verifier "
-        f"with probability {can['error']:.2g} or less;\nwith {can['power']:.0%} they find a shift of "
-        f"{can['finds']:.3f} of the probability, or a correlation of {can['finds_correlation']:.3f} along the text."
+        f"Greedy answers must be the same tokens. Each test of {config.tokens} sampled tokens "
+        f"fails an exact verifier with probability {can['error']:.2g} or less;\n"
+        f"with {can['power']:.0%} they find a shift of "
+        f"{can['finds']:.3f} of the probability, or a correlation of "
+        f"{can['finds_correlation']:.3f} along the text."
     )
 
     # 3. Test, and print each result.
@@ -37,7 +39,8 @@ def certify(config: CertifyConfig) -> None:
     greedy, *laws = found["tests"]
     rounding = ", by rounding alone" if greedy["different"] and greedy["passed"] else ""
     print(
-        f"{said(greedy)}  {greedy['test']}: {len(greedy['different'])} of {greedy['answers']} differ{rounding}"
+        f"{said(greedy)}  {greedy['test']}: {len(greedy['different'])} of {greedy['answers']} "
+        f"differ{rounding}"
     )
     for answer in greedy["different"]:
         apart = f"logits {answer['margin']:.3g} apart, noise {answer['noise']:.3g}"
@@ -47,7 +50,8 @@ def certify(config: CertifyConfig) -> None:
     if found["not_applied"]:
         settings = ", ".join(f"{name}={value}" for name, value in found["not_applied"].items())
         print(
-            f"Left out on both sides: the model's own generation config would also apply {one_line(settings)}."
+            "Left out on both sides: the model's own generation config would also apply "
+            f"{one_line(settings)}."
         )
     verdict = "Certified" if found["passed"] else "NOT certified"
     print(f"{verdict}: {found['verifier']}. Report: {Path(config.out).resolve()}")

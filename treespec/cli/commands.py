@@ -94,9 +94,8 @@ def max_tokens(conversation: Conversation, value: str) -> str:
 
 def seed(conversation: Conversation, value: str) -> str:
     if value:
-        number = (
-            None if value == "none" else whole("/seed", value, least=0, example="7 or /seed none")
-        )
+        drawn_anew = value == "none"
+        number = None if drawn_anew else whole("/seed", value, 0, example="7 or /seed none")
         change(conversation, seed=number)
     chosen = conversation.config.seed
     return "no seed: every answer is drawn anew" if chosen is None else f"seed {chosen}"
@@ -132,9 +131,8 @@ def verifier(conversation: Conversation, value: str) -> str:
 
 def tree(conversation: Conversation, value: str) -> str:
     if value:
-        return conversation.configure(
-            None if value == "default" else value, conversation.config.verifier
-        )
+        chosen = None if value == "default" else value
+        return conversation.configure(chosen, conversation.config.verifier)
     return f"{conversation.drafting()}; there are default, {FORMS}"
 
 
@@ -142,21 +140,24 @@ def stats(conversation: Conversation, _: str) -> str:
     total, answers = conversation.total, conversation.answers
     if not total.cycles:
         raise InputError("nothing has been answered yet")
-    whole, split = total.seconds["total"], []
+
+    # 1. The stages' shares of the time.
+    seconds, shares = total.seconds["total"], []
     for stage in ("prefill", "draft", "target", "verify", "commit"):
-        share = f"{stage} {total.seconds[stage] / whole:.0%}"
-        split.append(
-            share + (f" (head {total.seconds['head'] / whole:.0%})" if stage == "draft" else "")
-        )
+        share = f"{stage} {total.seconds[stage] / seconds:.0%}"
+        if stage == "draft":
+            share += f" (head {total.seconds['head'] / seconds:.0%})"
+        shares.append(share)
+
+    # 2. The lines.
     rates = " ".join(f"{rate:.2f}" for rate in total.acceptance_by_depth)
-    return "\n".join(
-        [
-            f"{answers} {'answer' if answers == 1 else 'answers'} · {figures_of(total, explain=True)}"
-            f" · {total.cycles} cycles",
-            f"α by depth (accepted, of what was reached): {rates or 'nothing drafted'}",
-            f"time: {whole:.1f} s, of it {', '.join(split)}",
-        ]
-    )
+    count = f"{answers} {'answer' if answers == 1 else 'answers'}"
+    lines = [
+        f"{count} · {figures_of(total, explain=True)} · {total.cycles} cycles",
+        f"α by depth (accepted, of what was reached): {rates or 'nothing drafted'}",
+        f"time: {seconds:.1f} s, of it {', '.join(shares)}",
+    ]
+    return "\n".join(lines)
 
 
 def save(conversation: Conversation, value: str) -> str:
@@ -177,9 +178,8 @@ def save(conversation: Conversation, value: str) -> str:
         before = path.read_bytes() if path.exists() else b""
         if before and not before.endswith(b"\n"):
             before += b"\n"
-        temporary.write_bytes(
-            before + json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
-        )
+        line = json.dumps({"messages": messages}, ensure_ascii=False)
+        temporary.write_bytes(before + line.encode() + b"\n")
         if before:
             shutil.copymode(path, temporary)
         os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""What chat and generate are told: what decodes, and how it samples."""
+"""The options of chat and generate: what decodes, and how it samples."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -7,12 +7,7 @@ from treespec.cli import early
 from treespec.cli.terminal import end_notice
 from treespec.errors import InputError
 from treespec.options import SEEDS, option
-from treespec.shared_options import (
-    PlacementOptions,
-    SamplingOptions,
-    TargetOptions,
-    TreeOptions,
-)
+from treespec.shared_options import ModelOptions, SamplingOptions
 
 if TYPE_CHECKING:
     from treespec.request import Options
@@ -20,12 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(TargetOptions, PlacementOptions, TreeOptions):
-    """What decodes. Without a head or another drafter it is the target, one token at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerConfig(ModelConfig, SamplingOptions):
+class AnswerConfig(ModelOptions, SamplingOptions):
     """What decodes, and how it samples."""
 
     PANEL = "Answers"
@@ -59,8 +49,11 @@ class AnswerConfig(ModelConfig, SamplingOptions):
         return None if self.seed is None else self.seed + turn
 
 
-def begin(config: ModelConfig) -> None:
-    """Announce the load and check what needs no weights. Raises InputError, HeadError, TreeError."""
+def begin(config: ModelOptions) -> None:
+    """Announce the load and check what needs no weights.
+
+    Raises InputError, HeadError and TreeError.
+    """
     if config.head is not None and config.drafter is not None:
         raise InputError(
             f"both --head {config.head} and --drafter {config.drafter} are given: leave out one"
@@ -73,30 +66,19 @@ def begin(config: ModelConfig) -> None:
         early.check_pairing(config.source, config.tree, config.verifier, config.allow_lossy)
 
 
-def refuse_unused(config: ModelConfig) -> None:
-    """Raises InputError for an option about drafts where nothing drafts."""
+def refuse_unused(config: ModelOptions) -> None:
+    """Raises InputError for an option about drafts without a source of drafts."""
     given = [f"--tree {config.tree}"] if config.tree is not None else []
-    given += [f"--verifier {config.verifier}"] if config.verifier != ModelConfig.verifier else []
+    given += [f"--verifier {config.verifier}"] if config.verifier != ModelOptions.verifier else []
     if given:
         raise InputError(f"{' and '.join(given)}: nothing drafts; give --head or --drafter too")
 
 
-def load_spec(config: ModelConfig) -> "Spec":
+def load_spec(config: ModelOptions) -> "Spec":
     """Check, then load what answers."""
     begin(config)
-    from treespec.spec import load
+    from treespec.spec import load_options
 
-    spec = load(
-        config.target,
-        config.head,
-        config.tree,
-        config.verifier,
-        drafter=config.drafter,
-        allow_lossy=config.allow_lossy,
-        template=config.template,
-        device_map=config.device_map,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    spec = load_options(config)
     end_notice()
     return spec

@@ -60,9 +60,8 @@ class Conversation:
         """
         before = self._before(again)
         prompt = plain([*self.opening, *before, Message(role="user", content=text)])
-        return self.spec.stream(
-            prompt, seed=self.config.seed_of(len(before)), **self.config.sampling()
-        )
+        seed = self.config.seed_of(len(before))
+        return self.spec.stream(prompt, seed=seed, **self.config.sampling())
 
     def keep(self, text: str, output: Output, interrupted: bool, again: bool = False) -> bool:
         """Remember a turn, unless the answer is empty: templates have no place for that."""

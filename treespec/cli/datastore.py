@@ -46,5 +46,6 @@ def build(config: DatastoreConfig) -> None:
     texts = datastore.encoded(config.data, tokenizer, config.template, print)
     tokens = datastore.build(texts, tokenizer, config.out)
     print(
-        f"{tokens} tokens in {time.perf_counter() - started:.1f} s. Draft from them with --drafter rest:{config.out}"
+        f"{tokens} tokens in {time.perf_counter() - started:.1f} s. Draft from them with --drafter "
+        f"rest:{config.out}"
     )

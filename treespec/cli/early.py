@@ -1,4 +1,4 @@
-"""What a command can refuse before anything heavy is loaded: names, paths, and small files."""
+"""Refuse names, paths and small files before anything heavy is loaded."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from treespec.options import DRAFTER_FORMS, DRAFTERS, GIVEN, HEADS, either, near
 def begin(target: str, drafters: Sequence[str] = (), template: str | None = None) -> None:
     """Check what needs no weights, and announce the load.
 
-    drafters: `kind:value` each, as `--drafter` takes them. template: the name of an fschat template.
+    drafters: `kind:value` each, as `--drafter` takes them. template: the name of a template of
+    fschat.
     Raises InputError and HeadError.
     """
     check_sources(target, drafters)
@@ -77,7 +78,7 @@ def check_there(name: str, what: str) -> None:
 
 
 def width_of(folder: str) -> int | None:
-    """The width of a target, or of a head's target, by config.json. None: it does not say."""
+    """The width of a target, or of a head's target, by config.json; None: it does not tell."""
     return _number_in(folder, "target_hidden_size", "hidden_size")
 
 
@@ -134,9 +135,9 @@ def check_options(drafter: str) -> None:
     kind, _, value = drafter.partition(":")
     if value and kind in GIVEN:
         from treespec.draft.model_free.datastore import check_datastore
-        from treespec.draft.model_free.kinds import options_of, rest_parts
+        from treespec.draft.model_free.kinds import OPTIONS, options_of, rest_parts
 
-        options_of(kind, value)
+        options_of(OPTIONS[kind], kind, value)
         if kind == "rest":
             check_datastore(rest_parts(value)[0])
     elif kind == "sparse":

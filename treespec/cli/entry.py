@@ -18,9 +18,9 @@ INTERRUPTED = 130  # as in shells: 128 plus the signal's number
 def run(app: "typer.Typer", arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code.
 
-    0: done. 1: a bug, or no memory left. 2: an input that cannot be used. 130: Ctrl-C. Any error is
-    one line. --traceback, anywhere on the line, raises it instead. Ctrl-C and a reader that leaves,
-    such as `| head`, end a command without a message.
+    0: done. 1: a bug, or no memory left. 2: an input that cannot be used. 130: Ctrl-C. Each error
+    is one line; --traceback, anywhere on the line, raises it instead. Ctrl-C and a reader that
+    leaves, such as `| head`, end a command without a message.
     """
     tolerate_any_text()
     wants_traceback = TRACEBACK in arguments
@@ -64,10 +64,11 @@ def in_words(error: Exception) -> str:
         return " ".join(str(error).split("\n"))
     if out_of_memory(error):
         return (
-            f"no memory is left ({first_line(error)}): close other programs, take a smaller --batch, or a smaller "
-            f"--dtype such as bfloat16; {TRACEBACK} shows where"
+            f"no memory is left ({first_line(error)}): close other programs, take a smaller "
+            f"--batch, or a smaller --dtype such as bfloat16; {TRACEBACK} shows where"
         )
-    return f"{type(error).__name__}: {first_line(error)}. That is a bug: the same command with {TRACEBACK} shows where"
+    message = f"{type(error).__name__}: {first_line(error)}"
+    return f"{message}. That is a bug: the same command with {TRACEBACK} shows where"
 
 
 def out_of_memory(error: Exception) -> bool:

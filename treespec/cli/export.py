@@ -62,7 +62,8 @@ def export(
     written = write(head, to, place, Served.of(target, load_config(target, trust_remote_code)))
     end_notice()
     print(
-        f"{place} holds the {written.kind} head. Read back it gives the same {written.compared} logits: difference 0."
+        f"{place} holds the {written.kind} head. Read back it gives the same {written.compared} "
+        "logits: difference 0."
     )
     if line := left_behind(head):
         print(line)

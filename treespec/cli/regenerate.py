@@ -24,7 +24,7 @@ LINE_EVERY = 30.0  # seconds between lines where there is no terminal
 
 @takes(RegenerateConfig)
 def regenerate(config: RegenerateConfig) -> None:
-    """Let the target answer the questions of conversations: a head learns most from the target's own words.
+    """Let the target answer questions: a head learns most from the target's own words.
 
     Run it again after a kill and it goes on. Then: treespec train --data OUT/conversations.jsonl
     """
@@ -51,7 +51,7 @@ def check(config: RegenerateConfig) -> None:
 
 
 def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "Result":
-    """The work, with its progress: all of it on a terminal, a line now and then elsewhere."""
+    """The work, with its progress: each step on a terminal, a line every LINE_EVERY s elsewhere."""
     from treespec.eval.common import Step
     from treespec.train.regenerate.run import regenerate
 
@@ -60,12 +60,8 @@ def regenerated(config: RegenerateConfig, report: Callable[["Step"], None]) -> "
     def on(progress: "Progress") -> None:
         nonlocal begun, last
         now = time.monotonic()
-        if (
-            sys.stderr.isatty()
-            or not begun
-            or now - last >= LINE_EVERY
-            or progress.done == progress.total
-        ):
+        due = not begun or now - last >= LINE_EVERY or progress.done == progress.total
+        if due or sys.stderr.isatty():
             begun, last = True, now
             report(Step(progress.done, progress.total, progress.text))
 

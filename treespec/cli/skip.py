@@ -18,7 +18,8 @@ def skip(config: SkipConfig) -> None:
 
     found = with_progress(lambda report: search_skip_set(config, report))
     print(
-        f"{found['tokens_per_second']:.1f} tokens/s without {len(found['attention'])} attentions and "
-        f"{len(found['mlp'])} MLPs of {found['layers']} layers, {found['one_at_a_time']:.1f} one at a time"
+        f"{found['tokens_per_second']:.1f} tokens/s without {len(found['attention'])} attentions "
+        f"and {len(found['mlp'])} MLPs of {found['layers']} layers, {found['one_at_a_time']:.1f} "
+        "one at a time"
     )
     print(f"The skip set is in {Path(config.out).resolve()}")

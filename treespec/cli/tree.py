@@ -8,6 +8,7 @@ from treespec.eval.fit.tree_config import TreeConfig
 @takes(TreeConfig)
 def tree(config: TreeConfig) -> None:
     """Measure a head's accuracy by depth and rank, and write its best tree (--tree FILE.json)."""
+    # 1. Check what needs no weights.
     check_file(config.out)
     check_readable(text=config.text)
     begin(config.target, [f"head:{config.head}"], config.template)
@@ -16,17 +17,16 @@ def tree(config: TreeConfig) -> None:
     from treespec.eval.report import Report, Table
     from treespec.stats import TAU
 
+    # 2. Measure, and make the tree.
     made, table, length = with_progress(lambda report: make_tree(config, report))
+
+    # 3. Show the accuracies and the tree's expected τ.
     ranks = [str(rank) for rank in range(1, table.shape[1] + 1)]
-    rows = [
-        [str(depth), *(f"{share:.1%}" for share in row)]
-        for depth, row in enumerate(table.tolist(), start=1)
-    ]
-    shares = Table(
-        "How often the head's guess of each rank is right, by depth", ["Depth"], ranks, rows
-    )
-    promise = (
-        f"A tree of {made.size} nodes, {made.max_depth} deep, expected τ {length:.2f} ({TAU})."
-    )
-    show_result(Report([shares], [promise]))
+    rows = []
+    for depth, row in enumerate(table.tolist(), start=1):
+        rows.append([str(depth), *(f"{share:.1%}" for share in row)])
+    title = "How often the head's guess of each rank is right, by depth"
+    expected = f"expected τ {length:.2f} ({TAU})"
+    promise = f"A tree of {made.size} nodes, {made.max_depth} deep, {expected}."
+    show_result(Report([Table(title, ["Depth"], ranks, rows)], [promise]))
     remark(f"It is in {config.out}: --tree {config.out}")

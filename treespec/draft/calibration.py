@@ -1,8 +1,8 @@
-"""How likely a head's top tokens and draws are to be accepted, predicted from q alone.
+"""Predict from q alone how likely a head's top tokens and draws are to be accepted.
 
-Two logistic models, fitted once on held-out text. One gives Pr(the r-th likeliest token is output)
-from its q, its rank and the depth. The other gives Pr(the i-th draw is accepted | the draws before
-were refused) from the shape of q without the top tokens.
+Two logistic models are fitted once on held-out text. One gives Pr(the r-th likeliest token is
+output) from its q, its rank and the depth. The other gives Pr(the i-th draw is accepted | the draws
+before were refused) from the shape of q without the top tokens.
 """
 
 import math
@@ -34,9 +34,10 @@ class Calibration:
     """Saved as calibration.json beside the head.
 
     tops, draws: weights of the two models. greedy: weights of the first model at temperature 0.
-    sizes: by temperature, pairs (price of a node, mean nodes of a tree). rates: by temperature, how
-    often the first, second, … draw without replacement is accepted while the target writes; the key
-    0.01 stands for temperature 0. greedy and rates are empty in files of older versions.
+    sizes: by temperature, pairs (price of a node, mean nodes of a tree).
+    rates: by temperature, Pr(the first, second, … draw without replacement is accepted), counted
+    while the target writes. The key 0.01 stands for temperature 0.
+    greedy and rates are empty in files of older versions.
     """
 
     tops: tuple[float, ...]
@@ -50,14 +51,13 @@ class Calibration:
         return float(self.prices(nodes, temperature)[-1])
 
     def prices(self, most: int, temperature: float) -> np.ndarray:
-        """[most - 1] the prices at which trees have 2, 3, … nodes on average, by log-log
-        interpolation.
+        """[most - 1] the prices at which trees have 2, 3, … nodes on average.
 
-        If several prices give the same size, the lowest counts.
+        The known sizes are interpolated, both axes in logarithms. If several prices give the same
+        size, the lowest counts.
         """
-        cheapest = {
-            size: price for price, size in sorted(nearest(self.sizes, temperature), reverse=True)
-        }
+        dearest_first = sorted(nearest(self.sizes, temperature), reverse=True)
+        cheapest = {size: price for price, size in dearest_first}
         size, price = np.log(sorted(cheapest.items())).T
         wanted = np.log(np.arange(2, most + 1))
         if len(size) == 1:
@@ -67,11 +67,10 @@ class Calibration:
         return np.exp(price[right - 1] + slope[right - 1] * (wanted - size[right - 1]))
 
     def sure(self, law: np.ndarray, depth: int) -> np.ndarray:
-        """[F, K] Pr(the r-th likeliest token is the target's choice at temperature 0), for nodes at
-        a depth.
+        """[F, K] Pr(the r-th likeliest token is the target's choice at temperature 0), at a depth.
 
-        law: [F, K] probabilities of the likeliest tokens at temperature 1, descending; returned as
-        it is if nothing was fitted.
+        law: [F, K] probabilities of the likeliest tokens at temperature 1, descending. Without a
+        fitted model it is the result.
         """
         if not self.greedy:
             return law
@@ -81,11 +80,10 @@ class Calibration:
         return chance / chance.sum(-1, keepdims=True).clip(1)
 
     def chances(self, outlines: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        """For F nodes at a depth: Pr(the r-th likeliest is output) [F, J], Pr(the i-th draw is
-        accepted) [F, J + 1, M].
+        """For F nodes: Pr(the r-th likeliest is output), Pr(the i-th draw is accepted).
 
-        outlines: [F, J + 2] by `outline`. Column j of the draws' result is for j top tokens taken
-        for sure.
+        outlines: [F, J + 2] by `outline`. depth: of the nodes. Returns [F, J] and [F, J + 1, M];
+        column j of the latter is for nodes whose first j children are the top tokens.
         """
         # 1. Top tokens.
         top, largest_left, square, left = seen(outlines)
@@ -112,10 +110,9 @@ def nearest(known: Mapping[str, Known], temperature: float) -> Known:
 
 
 def outline(q: Tensor) -> np.ndarray:
-    """[F, J + 2] float64 on the host: the J + 1 largest probabilities of each law q [F, V], and the
-    sum of its squares.
+    """[F, J + 2] float64 on the host: all that the models see of the laws q [F, V].
 
-    The models see no more of q.
+    The J + 1 largest probabilities of each law, and the sum of its squares.
     """
     count = min(TOPS + 1, q.shape[-1])
     top = pad(largest(q, count)[0], (0, TOPS + 1 - count))
@@ -123,11 +120,10 @@ def outline(q: Tensor) -> np.ndarray:
 
 
 def seen(outlines: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Features of F nodes: log-odds of the tops [F, J], and three of the residual q without 0 to J
-    tops [F, J + 1].
+    """Features of F nodes: log-odds of the tops [F, J], and three of the residuals [F, J + 1].
 
-    These are the log-odds of its largest probability, the log of its sum of squares, and the log of
-    its mass.
+    A residual is q without 0 to J tops. Its features are the log-odds of its largest probability,
+    the log of its sum of squares, and the log of its mass.
     """
     top = outlines[:, :-1].clip(1e-9, 1 - 1e-6)  # [F, J + 1]
     taken = np.zeros(top.shape)
@@ -149,10 +145,9 @@ def log_odds(chance: np.ndarray, least: float) -> np.ndarray:
 
 
 def features(q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Features of F nodes for fitting, float64 on the host: of each top [F, J, 4], of each draw [F,
-    J + 1, M, 7].
+    """Features of F nodes for fitting: of each top [F, J, 4], of each draw [F, J + 1, M, 7].
 
-    q: [F, V] probabilities.
+    q: [F, V] probabilities. The features are float64 on the host.
     """
     top, largest_left, square, left = seen(outline(q))
     of_tops = np.broadcast_arrays(1.0, top, RANKS, depth)
@@ -174,15 +169,18 @@ def load_calibration(folder: str | Path) -> Calibration | None:
     file = Path(folder) / FILE
     if not file.exists():
         return None
-    given = read_json(file, AGAIN)
+    fields = read_json(file, AGAIN)
     try:
-        sizes = {
-            t: [numbers(pair, positive=True) for pair in pairs]
-            for t, pairs in given["sizes"].items()
-        }
-        tops, draws, greedy = (numbers(given.get(name, ())) for name in ("tops", "draws", "greedy"))
-        rates = {t: numbers(known) for t, known in given.get("rates", {}).items()}
+        # 1. All values are finite numbers.
+        sizes = {}
+        for temperature, pairs in fields["sizes"].items():
+            sizes[temperature] = [numbers(pair, positive=True) for pair in pairs]
+        tops, draws = numbers(fields.get("tops", ())), numbers(fields.get("draws", ()))
+        greedy = numbers(fields.get("greedy", ()))
+        rates = {t: numbers(known) for t, known in fields.get("rates", {}).items()}
         numbers([*sizes, *rates], positive=True)  # temperatures
+
+        # 2. Nothing is missing.
         lengths = len(tops), len(draws), len(greedy) or TOP_FEATURES
         pairs_of_two = all(len(pair) == 2 for pairs in sizes.values() for pair in pairs)
         filled = bool(sizes) and all((*sizes.values(), *rates.values()))
@@ -190,9 +188,8 @@ def load_calibration(folder: str | Path) -> Calibration | None:
             raise ValueError("weights, sizes or rates are missing")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{file} is not understood: {AGAIN}") from error
-    return Calibration(
-        tops, draws, cast(dict[str, list[tuple[float, float]]], sizes), greedy, rates
-    )
+    checked = cast(dict[str, list[tuple[float, float]]], sizes)
+    return Calibration(tops, draws, checked, greedy, rates)
 
 
 def numbers(values: Iterable[float | str], positive: bool = False) -> tuple[float, ...]:
@@ -200,7 +197,7 @@ def numbers(values: Iterable[float | str], positive: bool = False) -> tuple[floa
 
     Raises ValueError or TypeError unless all are finite, and above 0 if `positive`.
     """
-    found = tuple(map(float, values))
-    if not all(math.isfinite(value) and (value > 0 or not positive) for value in found):
+    floats = tuple(map(float, values))
+    if not all(math.isfinite(value) and (value > 0 or not positive) for value in floats):
         raise ValueError("no such number")
-    return found
+    return floats

@@ -1,6 +1,4 @@
-"""The tree of a verifier where `--tree` names none, and the verifier that `auto` stands for where
-it names one.
-"""
+"""The tree of a verifier without `--tree`, and the verifier that `auto` stands for with one."""
 
 from treespec.draft.calibration import Calibration
 from treespec.trees.auto import AutoTree
@@ -8,7 +6,7 @@ from treespec.trees.shape import Policy
 from treespec.verify.rrs import RRS
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
-from treespec.verify.walk import Verifier, Walk
+from treespec.verify.walk import Verifier, Walk, is_paced
 
 
 def default_tree(
@@ -20,11 +18,11 @@ def default_tree(
 ) -> Policy:
     """A tree chosen by its cost where acceptance rates are known, else the scheme's own.
 
-    Rates are known of deterministic children, and with a head's calibration of draws that are
-    accepted in turn.
-    deepest: levels that can be drafted; None: any number. several: draft models that take turns,
-    whose tree has a fixed shape. paced: the verifier takes any tree, so unknown rates are guessed
-    and learned from the text.
+    Rates are known for deterministic children. With a head's calibration they are known for draws
+    that are accepted in turn.
+    deepest: levels that can be drafted; None: any number. several: whether draft models take turns;
+    their tree has a fixed shape. paced: whether the verifier takes any tree; then `auto` guesses
+    unknown rates and learns them from the text.
     """
     calibrated = calibration is not None and bool(calibration.rates)
     known = scheme.deterministic or (scheme.accepted_in_turn and calibrated)
@@ -34,10 +32,8 @@ def default_tree(
 
 
 def verifier_for(verifier: Verifier, several: bool, tree: Policy | None) -> Verifier:
-    """The verifier that `auto` stands for: itself, unless the tree or several draft models need
-    another one.
-    """
-    if not verifier.paced:
+    """The verifier that `auto` stands for. Some trees and several draft models need another one."""
+    if not is_paced(verifier):
         return verifier
     if several:
         return Walk(RRS())

@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 
 class Drafter(PerText, Protocol):
-    """Observes B texts, one at first, and drafts for them. The calls of a cycle: draft_trees,
-    settle, observe.
+    """Observes B texts, one at first, and drafts for them.
 
-    `TreeDrafter` grows trees over any draft model (`treespec.draft.proposer`); drafters without a
-    model hand over whole trees.
+    The calls of a cycle: draft_trees, settle, observe.
 
-    name: as people are shown it; "" is its class. policy: of the trees that it grows; None: their
-    shape is its own. given: its tokens have no draft law. forward_seconds: seconds spent in a draft
-    model's forwards so far.
+    `TreeDrafter` grows trees over any draft model (`treespec.draft.proposer`). Drafters without a
+    model return whole trees.
+
+    name: for people; "" stands for its class. policy: of the trees that it grows; None: their shape
+    is its own. given: whether its tokens lack a draft law. forward_seconds: seconds spent in a
+    draft model's forwards so far.
     """
 
     name: str = ""
@@ -49,7 +50,7 @@ class Drafter(PerText, Protocol):
     @property
     @abstractmethod
     def lengths(self) -> list[int]:
-        """Positions of each text that it has observed."""
+        """Observed positions, by text."""
 
     @abstractmethod
     def draft_trees(
@@ -62,32 +63,34 @@ class Drafter(PerText, Protocol):
     ) -> list[TokenTree]:
         """The tree below the last committed token of each text.
 
-        roots: [B] int64. cache: the target's; behind the committed texts it may be written, and it
-        is left as it was found. now: the clock, in seconds, that forwards are timed by.
+        roots: [B] int64. cache: the target's. A drafter may write behind the committed texts, and
+        leaves the cache as it found it. now: the clock in seconds that times forwards.
         """
 
     @abstractmethod
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
-        """Feedback after a cycle: each tree's accepted nodes, without the root, and the target's
-        output on it.
+        """Feedback after a cycle: accepted nodes of each tree, and the target's output on it.
+
+        paths: by text, without the root.
         """
 
     @abstractmethod
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        """Each text grew: features [n, H] of its next n positions, their tokens and the one after
-        them, [n + 1].
+        """Each text grew by n positions: their features [n, H], and their tokens and one more,
+        [n + 1].
         """
 
     @abstractmethod
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Other texts begin, which share the first `lengths` observed positions."""
+        """Other texts begin. They share the first `lengths` observed positions."""
 
     @abstractmethod
     def new(self) -> Self:
-        """Another drafter with the same options, with one text of which it knows nothing."""
+        """Another drafter with the same options and one text, of which it has observed nothing."""
 
     def paced(self, times: "Callable[[], Times]") -> "Drafter":
-        """As `new`, for a verifier that takes any tree: one that drafts no more than pays by the
-        times, if it can.
+        """As `new`, for a verifier that takes any tree. It drafts no more than pays, if it can.
+
+        times: measures when it is called first.
         """
         return self.new()

@@ -1,5 +1,4 @@
-"""Which verifier, tree and drafter go together, by names and small files, before any weights are
-read.
+"""Which verifier, tree and drafter go together. It checks names and small files, not weights.
 
 A policy's own rules stand with its grower (`treespec.draft.grow`). This module must not load
 transformers.
@@ -15,15 +14,14 @@ from treespec.errors import InputError
 from treespec.options import GIVEN, HEADS
 from treespec.trees.shape import Policy
 from treespec.verify.scheme import Scheme
-from treespec.verify.walk import Verifier
+from treespec.verify.walk import Verifier, is_paced
 
 
 def check_named(drafter: str, verifier: Verifier, tree: Policy | None) -> None:
-    """Raises InputError for a verifier and tree that do not go with a drafter, `kind:value` as
-    `--drafter` takes it.
+    """Raises InputError for a verifier and tree that do not go with a drafter.
 
-    tree: None is the verifier's own. A head that is not on this disk, or is damaged, passes:
-    loading it says so.
+    drafter: `kind:value`, as `--drafter` takes it. tree: None is the verifier's own. A head that is
+    missing or damaged passes: loading it raises the error.
     """
     kind, _, value = drafter.partition(":")
     if kind in GIVEN:
@@ -31,7 +29,7 @@ def check_named(drafter: str, verifier: Verifier, tree: Policy | None) -> None:
         return
     several = kind == "model" and "+" in value and not Path(value).exists()
     verifier = verifier_for(verifier, several, tree)
-    default = default_tree(verifier.scheme, several=several, paced=verifier.paced)
+    default = default_tree(verifier.scheme, several=several, paced=is_paced(verifier))
     check_pair(tree or default, verifier.scheme, several)
     if tree is not None:  # a default is as deep as the head
         check_fit(tree, verifier.scheme, model_of(kind, value, several))
@@ -44,13 +42,12 @@ def model_of(kind: str, value: str, several: bool = False) -> DraftModel:
     folder = Path(value).expanduser()
     if not folder.is_dir():  # a hub id
         return DraftModel(trained=True, calibrated=True)
-    return DraftModel(
-        trained=True, deepest=levels(folder), calibrated=(folder / "calibration.json").exists()
-    )
+    calibrated = (folder / "calibration.json").exists()
+    return DraftModel(trained=True, deepest=levels(folder), calibrated=calibrated)
 
 
 def levels(folder: Path) -> int | None:
-    """How many levels the head in a directory drafts; None: any number, or its files do not tell."""
+    """Levels that the head in a directory drafts; None: any number, or its files do not tell."""
     from treespec.heads.registry import levels_of  # transformers' configurations come with it
 
     config, names = written(folder)
@@ -58,12 +55,11 @@ def levels(folder: Path) -> int | None:
 
 
 def check_kind(kind: str, head: str) -> None:
-    """Raises InputError where `--drafter kind:head` names a directory with a head of another kind."""
+    """Raises InputError if `--drafter kind:head` names a directory with another kind of head."""
     actual = None if kind == "head" else kind_in(Path(head).expanduser())
     if actual and actual != kind:
-        raise InputError(
-            f"--drafter {kind}:{head} is a head of kind {actual}: write {actual}:{head}"
-        )
+        drafter = f"--drafter {kind}:{head}"
+        raise InputError(f"{drafter} is a head of kind {actual}: write {actual}:{head}")
 
 
 def kind_in(folder: Path) -> str | None:
@@ -86,24 +82,23 @@ def written(folder: Path) -> tuple[dict[str, object], set[str] | None]:
 
 
 def check_pair(policy: Policy, scheme: Scheme, several: bool = False) -> None:
-    """Raises InputError for a policy and scheme that may not go together, whatever the draft
-    model's depth.
-    """
+    """Raises InputError for a policy and scheme that go together with no draft model."""
     check_fit(policy, scheme, DraftModel(several=several, calibrated=True))
 
 
 def check_given(name: str, verifier: Verifier, tree: object) -> None:
     """The pairing rule of drafters that hand over given tokens, which have no draft law.
 
-    Raises InputError for a scheme that needs draft laws, and for a tree. The rule is the same at
-    temperature 0, where all schemes agree.
+    Raises InputError for a scheme that needs draft laws, and for a tree. It does so at temperature
+    0 too, where all schemes agree.
     """
-    if not (verifier.scheme.deterministic or verifier.paced):
+    if not (verifier.scheme.deterministic or is_paced(verifier)):
         raise InputError(
-            f"{name} hands over given tokens, which have no draft law for verifier {verifier.name}: "
-            "take --verifier topk, or auto"
+            f"{name} hands over given tokens, which have no draft law for verifier "
+            f"{verifier.name}: take --verifier topk, or auto"
         )
     if tree is not None:
         raise InputError(
-            f"{name} makes its own tree: leave out --tree, and see --drafter {name}:… for its options"
+            f"{name} makes its own tree: leave out --tree, and see --drafter {name}:… for its "
+            "options"
         )

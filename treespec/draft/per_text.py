@@ -1,6 +1,4 @@
-"""Bookkeeping of texts that are decoded together: state with one row a text, whose rows come and
-go.
-"""
+"""State of texts that are decoded together: one row a text. Rows come and go."""
 
 from collections.abc import Sequence
 from itertools import chain

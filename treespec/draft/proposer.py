@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from treespec.draft.per_text import PerText
 
@@ -14,24 +16,41 @@ if TYPE_CHECKING:
     from treespec.heads.head import Head
 
 
+PREFILL_AT = 32  # more new tokens than any accepted path: this is a prompt, run it at once
+
+
 @dataclass(frozen=True)
 class Frontier:
-    """Nodes whose children are to be drafted. tokens: [F]; parent_rows: [F] in the frontier above,
-    0 for the root.
+    """Nodes whose children are to be drafted.
 
-    The tokens are draft tokens, numbered as the logits are.
+    tokens: [F] draft tokens, numbered as the logits are. parent_rows: [F] the row of each node's
+    parent in the frontier above; 0 for the root.
     """
 
     tokens: Tensor
     parent_rows: Tensor
 
 
-class Proposer(PerText, Protocol):
-    """Observes B texts, one at first, and drafts for them. The calls of a cycle: begin, extend for
-    each level, observe.
+def aligned(
+    frontiers: Sequence[Frontier | None], device: torch.device
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Frontiers of B texts side by side: [B, F] tokens, [B, F] parent rows, nodes of each text.
 
-    head: the trained head that it drafts with, if it has one. law_per_draw: it combines M draft
-    models, whose draws take turns; its logits are [F, M, N] in place of [F, N].
+    Shorter frontiers are padded with 0. None counts as a frontier without nodes.
+    """
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    tokens = [frontier.tokens if frontier else nothing for frontier in frontiers]
+    parents = [frontier.parent_rows if frontier else nothing for frontier in frontiers]
+    sizes = [len(row) for row in tokens]
+    return pad_sequence(tokens, batch_first=True), pad_sequence(parents, batch_first=True), sizes
+
+
+class Proposer(PerText, Protocol):
+    """Observes B texts, one at first, and drafts for them.
+
+    The calls of a cycle: begin, extend for each level, observe.
+    head: the trained head that it drafts with, if any. law_per_draw: whether it combines M draft
+    models, whose draws take turns; its logits are then [F, M, N] in place of [F, N].
     """
 
     head: "Head | None" = None
@@ -50,9 +69,7 @@ class Proposer(PerText, Protocol):
 
     @property
     def vocabulary(self) -> Tensor | None:
-        """[N] int64 ascending: the target's token for each of its draft tokens; None where they are
-        the same.
-        """
+        """[N] int64 ascending: the target's token for each draft token; None: all V, in order."""
         return self.head.vocabulary if self.head else None
 
     @property
@@ -62,34 +79,32 @@ class Proposer(PerText, Protocol):
 
     @property
     def identity(self) -> object:
-        """What the cost of its forwards depends on, as JSON holds it."""
+        """All that the cost of its forwards depends on, in JSON's types."""
         drafted = self.vocab_size if self.vocabulary is None else len(self.vocabulary)
         return [self.head.config if self.head else None, drafted]
 
     @property
     @abstractmethod
     def lengths(self) -> list[int]:
-        """Positions of each text that it has observed."""
+        """Observed positions, by text."""
 
     @abstractmethod
     def begin(self, roots: Tensor, cache: "TreeCache") -> list[Tensor | None]:
-        """For each text [1, N] draft logits for the children of the root, or None if it knows
-        nothing of the text yet.
+        """For each text [1, N] draft logits for the children of its root.
 
-        roots: [B] int64. cache: the target's keys and values of the committed texts, for drafts by
-        the target itself; what is written behind them is forgotten.
+        None for a text of which nothing was observed. roots: [B] int64. cache: the target's keys
+        and values of the committed texts, for drafts by the target itself. Keys and values written
+        behind them are dropped.
         """
 
     @abstractmethod
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        """For each text [F, N] draft logits for the children of its frontier, [0, N] where it has
-        none.
-        """
+        """For each text [F, N] draft logits for its frontier's children; [0, N] without one."""
 
     @abstractmethod
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        """Each text grew: features [n, H] of its next n positions, their tokens and the one after
-        them, [n + 1].
+        """Each text grew by n positions: their features [n, H], and their tokens and one more,
+        [n + 1].
         """
 
     @abstractmethod
@@ -98,4 +113,4 @@ class Proposer(PerText, Protocol):
 
     @abstractmethod
     def new(self) -> Self:
-        """Another proposer over the same models, with one text of which it knows nothing."""
+        """Another proposer over the same models and one text, of which nothing is observed."""

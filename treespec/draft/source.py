@@ -1,7 +1,7 @@
-"""Whatever drafts for a target, as `Spec` sees it: what it can do, and a drafter over it.
+"""The source of drafts, as `Spec` sees it: what it can do, and a drafter over it.
 
-A draft model, such as a trained head, is a `Proposer` that trees are grown over; all else is a
-`Drafter` already.
+A draft model, such as a trained head, is a `Proposer`; a `TreeDrafter` grows trees over it. All
+other sources are a `Drafter` already.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,20 +21,20 @@ from treespec.draft.tree_drafter import TreeDrafter
 from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.trees.shape import Policy
-from treespec.verify.walk import Verifier
+from treespec.verify.walk import Verifier, is_paced
 
 
 class Source(Protocol):
-    """It holds no text: every drafter over it starts with one of which nothing is known."""
+    """It holds no text: each drafter over it starts with one, of which it has observed nothing."""
 
     @property
     def name(self) -> str:
-        """In a word or two, as people are shown it."""
+        """A word or two for people."""
         ...
 
     @property
     def proposer(self) -> Proposer | None:
-        """The draft model, if trees are grown over one."""
+        """The draft model, if it has one."""
         ...
 
     @property
@@ -77,11 +77,9 @@ class Model:
     @property
     def name(self) -> str:
         """`eagle head`; of other draft models the class: SkipProposer -> skip."""
-        return (
-            f"{self.head.kind} head"
-            if self.head
-            else type(self.proposer).__name__.removesuffix("Proposer").lower()
-        )
+        if self.head:
+            return f"{self.head.kind} head"
+        return type(self.proposer).__name__.removesuffix("Proposer").lower()
 
     @property
     def head(self) -> Head | None:
@@ -104,7 +102,7 @@ class Model:
     ) -> Drafter:
         scheme, deepest = verifier.scheme, self.proposer.max_depth
         policy = tree or default_tree(
-            scheme, deepest, calibration, self.law_per_draw, verifier.paced
+            scheme, deepest, calibration, self.law_per_draw, is_paced(verifier)
         )
         return TreeDrafter(self.proposer.new(), policy, scheme, calibration, times)
 
@@ -112,7 +110,7 @@ class Model:
 @final
 @dataclass(frozen=True)
 class WholeTrees:
-    """A drafter that hands over trees of its own."""
+    """A drafter that returns whole trees."""
 
     original: Drafter
     proposer: ClassVar[Proposer | None] = None
@@ -133,20 +131,18 @@ class WholeTrees:
     ) -> Drafter:
         if self.original.given:
             check_given(self.name, verifier, tree)
-        return self.original.paced(times) if verifier.paced else self.original.new()
+        return self.original.paced(times) if is_paced(verifier) else self.original.new()
 
 
 Drafting: TypeAlias = Source | Head | Proposer | Drafter
 
 
 def source_for(drafting: Drafting | None, target: Target) -> Source | None:
-    """Anything that drafts as a source; None is no source: one token is decoded at a time."""
+    """Turn anything that drafts into a source. None stays None: one token at a time."""
     if drafting is None or isinstance(drafting, Model | WholeTrees):
         return drafting
     if kind := KINDS.get(getattr(drafting, "kind", "")):
         return Model(kind.proposer(drafting, target))
-    return (
-        WholeTrees(cast(Drafter, drafting))
-        if hasattr(drafting, "draft_trees")
-        else Model(cast(Proposer, drafting))
-    )
+    if hasattr(drafting, "draft_trees"):
+        return WholeTrees(cast(Drafter, drafting))
+    return Model(cast(Proposer, drafting))

@@ -1,4 +1,4 @@
-"""The kinds that `--drafter kind:value` names, and loading them."""
+"""Load the source of drafts that `--drafter kind:value` names."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +42,8 @@ def head_of_kind(kind: str) -> Callable[[str, Target], Head]:
         head = trained_head(folder, target)
         if head.kind != kind:
             raise InputError(
-                f"--drafter {kind}:{folder} is a head of kind {head.kind}: write {head.kind}:{folder}"
+                f"--drafter {kind}:{folder} is a head of kind {head.kind}: write "
+                f"{head.kind}:{folder}"
             )
         return head
 
@@ -83,11 +84,15 @@ def source_of(drafter: str, target: Target) -> Head | Proposer | Drafter:
 
 
 def fit(head: Head, target: Target, name: str) -> None:
-    """Check that a head belongs to a target, and share the embedding if both hold the same one."""
+    """Check that a head belongs to a target, and share the embedding if both hold the same.
+
+    Raises InputError for the head of another target.
+    """
     head.settle_taps(target.layers)
     if beyond := [k for k in head.taps if not 0 <= k < target.layers]:
         raise InputError(
-            f"head {name} taps layer {beyond[0]}, the target has {target.layers}: it is for another target"
+            f"head {name} taps layer {beyond[0]}, the target has {target.layers}: it is for "
+            "another target"
         )
     width = len(head.taps) * target.config.hidden_size or target.feature_width
     if head.feature_size != width:
@@ -96,7 +101,8 @@ def fit(head: Head, target: Target, name: str) -> None:
         )
     if head.vocab_size != target.vocab_size:
         raise InputError(
-            f"head {name} is for a vocabulary of {head.vocab_size}, the target's is {target.vocab_size}"
+            f"head {name} is for a vocabulary of {head.vocab_size}, the target's is "
+            f"{target.vocab_size}"
         )
     if head.lacks_embedding:
         head.share_embedding(embedding_for(head, target, name))
@@ -111,7 +117,7 @@ def embedding_for(head: Head, target: Target, name: str) -> nn.Parameter:
     own = embedding_of(target)
     if own.shape[1] != head.hidden_size:
         raise InputError(
-            f"head {name} lacks embed_tokens.weight, and the target's embedding is {own.shape[1]} wide, not "
-            f"{head.hidden_size}"
+            f"head {name} lacks embed_tokens.weight, and the target's embedding is {own.shape[1]} "
+            f"wide, not {head.hidden_size}"
         )
     return nn.Parameter(own.to(target.output_device), requires_grad=False)

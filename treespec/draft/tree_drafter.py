@@ -1,4 +1,4 @@
-"""Growing a token tree: a proposer gives draft logits, a scheme draws, a policy shapes."""
+"""Grow token trees: a proposer computes draft logits, a scheme draws, a policy shapes."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ from treespec.verify.scheme import Scheme
 class TreeDrafter(Drafter):
     """Drafts a tree a cycle for each text that its proposer holds.
 
-    At temperature 0 the children are the likeliest tokens under every scheme. The target's law is
-    one-hot there, so all lossless plans output the target's token, and only the set of children is
-    left to choose.
+    At temperature 0 the children are the likeliest tokens under every scheme. There the target's
+    law is one-hot, so every lossless plan outputs the target's token, and only the set of children
+    is left to choose.
     Raises InputError for a policy and scheme that may not go together, and for a tree deeper than
     the proposer drafts.
 
@@ -82,10 +82,9 @@ class TreeDrafter(Drafter):
         for row, (root, logits) in enumerate(zip(roots.split(1), begun, strict=True)):
             if rests[row] or logits is None:
                 growths.append(ungrown(root))
-            else:
-                growths.append(
-                    self.growers[row].grow(root.to(logits.device), logits, params, generators[row])
-                )
+                continue
+            own_root, generator = root.to(logits.device), generators[row]
+            growths.append(self.growers[row].grow(own_root, logits, params, generator))
         trees, vocabulary = grow_together(self, growths), self.proposer.vocabulary
 
         # 4. In the target's tokens.
@@ -94,7 +93,7 @@ class TreeDrafter(Drafter):
         return [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        """One level of all trees: the proposer's, timed."""
+        """Draft one level of all trees, and time it."""
         started = self.now()
         logits = self.proposer.extend(frontiers)
         self.forward_seconds += self.now() - started

@@ -1,8 +1,8 @@
-"""A smaller draft vocabulary (FR-Spec, Zhao et al. 2025, 2502.14856): a head drafts only the most
-frequent tokens.
+"""A smaller draft vocabulary: a head drafts only the most frequent tokens.
 
-A draft step then multiplies by N rows of the output embedding in place of V. The target's law p
-stays whole; q is the law over the N tokens, 0 elsewhere. So the text keeps the target's law.
+FR-Spec (Zhao et al. 2025, 2502.14856). A draft step then multiplies by N rows of the output
+embedding in place of V. The target's law p stays whole; q is the law over the N tokens, 0
+elsewhere. So the text keeps the target's law.
 """
 
 import json
@@ -16,7 +16,7 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.files import read_json, write_text
 from treespec.heads import checksum
-from treespec.heads.head import FeatureHead, Head
+from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.trees.tree import Drafts, TokenTree
 
@@ -25,42 +25,36 @@ AGAIN = "make it again with treespec calibrate --draft-vocab, or delete it to dr
 
 
 def restrict(head: Head, target: Target, tokens: Tensor) -> None:
-    """Make a head draft only these tokens of its target, before either is packed. tokens: [N] int64
-    ascending.
+    """Make a head draft only these tokens of its target, before either is packed.
 
-    Raises InputError if the output embedding is no plain layer or lies offloaded, and if the head
-    drafts none of the tokens.
+    tokens: [N] int64 ascending. Raises InputError if the output embedding is no plain linear layer
+    or is offloaded, and if the head drafts none of the tokens.
     """
     tokens = tokens.to(target.output_device)
     if head.vocabulary is not None and not torch.isin(tokens, head.vocabulary).any():
         raise InputError(
-            f"{FILE} and the head's own d2t have no token in common: delete {FILE} to draft all of d2t"
+            f"{FILE} and the head's own d2t have no token in common: delete {FILE} to draft all of "
+            "d2t"
         )
     head.restrict(tokens, target)
 
 
-def draft_logits(head: FeatureHead, target: Target, hidden: Tensor) -> Tensor:
-    """[..., H] features of a head -> [..., V] the logits that it drafts by, -inf outside its
-    vocabulary.
-    """
-    logits = head.logits(hidden, target)
-    return (
-        logits
-        if head.vocabulary is None
-        else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
-    )
+def whole(logits: Tensor, head: Head, target: Target) -> Tensor:
+    """[..., N] logits of a head's draft tokens -> [..., V], -inf for tokens it does not draft."""
+    if head.vocabulary is None:
+        return logits
+    return spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
 
 
 def spread(rows: Tensor, vocabulary: Tensor, size: int, fill: float = 0.0) -> Tensor:
-    """[..., N] over a draft vocabulary [N] -> [..., V] over the target's V = `size` tokens, else
-    `fill`.
-    """
+    """[..., N] over a draft vocabulary [N] -> [..., V] over V = `size` tokens, `fill` elsewhere."""
     return rows.new_full((*rows.shape[:-1], size), fill).index_copy_(-1, vocabulary, rows)
 
 
 def in_target(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
-    """A tree grown in a draft vocabulary [N], renumbered to the target's V = `size` tokens, but for
-    its root.
+    """Renumber a tree from a draft vocabulary [N] to the target's V = `size` tokens.
+
+    Its root is the target's token already.
     """
 
     def named(tokens: Tensor) -> Tensor:
@@ -74,22 +68,19 @@ def in_target(tree: TokenTree, vocabulary: Tensor, size: int) -> TokenTree:
 
 
 def most_frequent(texts: Sequence[Tensor], number: int, target: Target) -> tuple[Tensor, float]:
-    """The tokens of a draft vocabulary, [number] int64 ascending, and their share of the texts
-    (coverage).
+    """The tokens of a draft vocabulary, [number] int64 ascending, and their share of the texts.
 
-    texts: int64 tokens, [T] each. The target's end tokens are always included, as every text draws
-    one. Ties go to lower tokens. Raises InputError unless `number` is below the target's
-    vocabulary.
+    texts: int64 tokens, [T] each. The end tokens of the target are among them in any case, as every
+    text draws one. Ties go to lower tokens. Raises InputError unless `number` is from 1 to V - 1.
     """
     if not 0 < number < target.vocab_size:
         raise InputError(
-            f"--draft-vocab is {number}, must be at least 1 and below the target's {target.vocab_size} tokens; "
-            "leave it out to draft them all"
+            f"--draft-vocab is {number}, must be at least 1 and below the target's "
+            f"{target.vocab_size} tokens; leave it out to draft them all"
         )
     counts = torch.cat(list(texts)).bincount(minlength=target.vocab_size)
-    rank = counts.index_fill(
-        0, torch.tensor(sorted(target.eos), dtype=torch.int64), len(counts) + int(counts.sum())
-    )
+    ends = torch.tensor(sorted(target.eos), dtype=torch.int64)
+    rank = counts.index_fill(0, ends, len(counts) + int(counts.sum()))
     tokens = rank.sort(descending=True, stable=True).indices[:number].sort().values
     return tokens, float(counts[tokens].sum() / counts.sum().clamp(min=1))
 

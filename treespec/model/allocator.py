@@ -1,6 +1,8 @@
-"""Keeping freed memory in the process.
+"""Keep freed memory in the process. Each fresh 4 KiB page costs a page fault, which takes longer
+than the arithmetic on it.
 
-A fresh block costs a page fault every 4 KiB, which takes longer than the arithmetic on it.
+Only treespec's command line and its scripts call this. `import treespec` leaves the allocator of
+its host program as it is.
 """
 
 import ctypes
@@ -11,10 +13,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """Let malloc serve blocks up to 32 MiB from the heap and keep up to 1 GiB of free heap.
+    """For the whole process: the heap serves blocks up to 32 MiB, and keeps up to 1 GiB when freed.
 
-    This holds for the whole process. A sample from [26, 8192] probabilities then takes a tenth of
-    the time. It only has an effect on Linux with glibc.
+    A sample from [26, 8192] probabilities then takes a tenth of the time. Only glibc on Linux has
+    these settings; elsewhere the call does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:

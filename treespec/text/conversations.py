@@ -48,7 +48,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Alternating turns of user and assistant, the last an assistant's. A system turn may come first.
+    """User and assistant alternate; the last turn is an assistant's. A system turn may come first.
 
     where: file and line. source: its id in the file, else its number there.
     """
@@ -90,11 +90,8 @@ def read_conversations(
     report.used = len(found)
     if not found:
         shown = "; ".join(report.problems[: len(report.left_out)]) or "the file is empty"
-        form = (
-            f"; give one conversation a line, such as {FORM}"
-            if "not valid JSON" in report.left_out
-            else ""
-        )
+        no_json = "not valid JSON" in report.left_out
+        form = f"; give one conversation a line, such as {FORM}" if no_json else ""
         raise InputError(f"no usable conversation in {path}: {shown}{form}")
     return found, report
 
@@ -179,11 +176,8 @@ def _encode_batch(
     before = opening(tokenizer, template)
     rendered = [_rendered(tokenizer, messages, template, special) for messages in batch]
     texts = [one[0] for one in rendered if isinstance(one, tuple)]
-    encoded = (
-        tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        if texts
-        else {}
-    )
+    options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    encoded = tokenizer(texts, **options) if texts else {}
     rows = zip(encoded.get("input_ids", ()), encoded.get("offset_mapping", ()), strict=True)
 
     # 2. Mask the tokens of the answers.
@@ -212,9 +206,9 @@ def _rendered(
         text, spans = answers(tokenizer, messages, template, special)
     except InputError as error:
         return UnusableConversation("refused by the chat template", error)
-    return (
-        (text, spans) if spans else UnusableConversation("an answer is lost in the chat template")
-    )
+    if not spans:
+        return UnusableConversation("an answer is lost in the chat template")
+    return text, spans
 
 
 def _usable(example: Example | UnusableConversation) -> Example:

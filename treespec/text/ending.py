@@ -1,4 +1,4 @@
-"""Where a text ends, to the token, and the text of its tokens as they come."""
+"""Decide at which token a text ends, and decode its tokens as they come."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
@@ -38,9 +38,8 @@ class Ending:
         if "" in stop:
             raise InputError("a stop string is empty: leave it out")
         named = tokenizer.added_tokens_decoder if tokenizer and stop else {}
-        self.eos = eos | {
-            i for i, token in named.items() if token.special and token.content in stop
-        }
+        special = [i for i, token in named.items() if token.special and token.content in stop]
+        self.eos = eos | set(special)
         self.tokenizer, self.stop, self.left = tokenizer, tuple(stop), max_new_tokens
         self.window: list[int] = []  # the last tokens, decoded together: text depends on its left
         self.border = 0  # tokens of the window up to the last complete character
@@ -79,11 +78,8 @@ class Ending:
     def _decode(self, tokens: list[int]) -> str:
         assert self.tokenizer is not None
         # Cleaning up spaces would change text that was already returned.
-        return str(
-            self.tokenizer.decode(
-                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(tokens, **options))
 
     def _cut(self, text: str) -> str:
         """Cut at a stop string; hold back what may become one."""

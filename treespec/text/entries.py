@@ -77,9 +77,12 @@ def messages_of(entry: object, answered: bool = True) -> list[dict[str, str]]:
     Answers before the first question are dropped, as in FastChat and EAGLE. So is a last question
     without an answer where only `answered` ones are wanted.
     """
+    # 1. The list of turns.
     turns = entry.get("conversations", entry.get("messages")) if isinstance(entry, dict) else None
     if not isinstance(turns, list):
         raise UnusableConversation("no list under `conversations` or `messages`")
+
+    # 2. Each turn: its role, its content, and whether it is due.
     system: list[dict[str, str]] = []
     messages: list[dict[str, str]] = []
     for i, turn in enumerate(turns, 1):
@@ -101,10 +104,11 @@ def messages_of(entry: object, answered: bool = True) -> list[dict[str, str]]:
             if not content.strip():
                 raise UnusableConversation("a turn is empty", f"turn {i}")
             messages.append({"role": role, "content": content})
+
+    # 3. Whole pairs of question and answer, if only answered questions count.
     if answered:
         messages = messages[: len(messages) // 2 * 2]
     if not messages:
-        raise UnusableConversation(
-            f"no {'assistant turn that answers a ' if answered else ''}user turn"
-        )
+        kind = "assistant turn that answers a " if answered else ""
+        raise UnusableConversation(f"no {kind}user turn")
     return system + messages

@@ -10,15 +10,11 @@ DIRECTIONS = (
     *(0x061C, 0x200E, 0x200F),  # marks
     *range(0x206A, 0x2070),  # deprecated format controls
 )
-HIDDEN = (
-    0x200B,
-    0x2060,
-    *range(0x2061, 0x2065),
-    0xFEFF,
-    0x00AD,
-    0x180E,
+HIDDEN = (  # without width
+    *(0x00AD, 0x180E, 0x200B, 0xFEFF),
+    *range(0x2060, 0x2065),
     *range(0xFFF9, 0xFFFC),
-)  # without width
+)
 TAGS = range(0xE0000, 0xE0080)  # text that no terminal shows
 LINES = (0x2028, 0x2029)  # separators that some terminals break a line at
 

@@ -1,14 +1,14 @@
 """The forms that a prompt may have, and its token ids.
 
-| given                                                | is                                                         |
-|------------------------------------------------------|------------------------------------------------------------|
-| a string                                             | text, tokenised with the tokenizer's special tokens        |
-| a list of `{"role": …, "content": text}`             | messages, through the chat template                        |
-| a list of integers, a [T] tensor or array of them    | token ids                                                  |
-| what a tokenizer returns for one text                | token ids, without what its attention mask leaves out      |
-| a list of any of these                               | several prompts                                            |
-| a [B, T] tensor or array of integers                 | B prompts, each row as a whole: no token counts as padding |
-| what a tokenizer returns for a list (BatchEncoding)  | a prompt a row, without the padding that its mask names    |
+| given                                    | is                                                  |
+|------------------------------------------|-----------------------------------------------------|
+| a string                                 | text, tokenised with the tokenizer's special tokens |
+| a list of `{"role": …, "content": text}` | messages, through the chat template                 |
+| a list, [T] tensor or array of integers  | token ids                                           |
+| a tokenizer's result for one text        | token ids, less those its attention mask hides      |
+| a list of any of these                   | several prompts                                     |
+| a [B, T] tensor or array of integers     | B prompts, a whole row each: no token is padding    |
+| a tokenizer's result for a list          | a prompt a row, without the padding of its mask     |
 
 A list may be any sequence but bytes. Integers may be NumPy's; True and 1.0 are not integers. Where
 one prompt is expected, a tensor, an array or a BatchEncoding may hold it as its only row. Anything
@@ -117,7 +117,8 @@ def _integers(given: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
         raise InputError(f"the prompt is {_kind(given)} of {dtype}: token ids are integers")
     if given.ndim not in (1, 2):
         raise InputError(
-            f"the prompt is {_kind(given)} of {given.ndim} dimensions: give token ids [T], or [B, T] for several"
+            f"the prompt is {_kind(given)} of {given.ndim} dimensions: give token ids [T], or [B, "
+            "T] for several"
         )
     return given
 
@@ -190,7 +191,8 @@ def _kept(ids: Sequence[object], mask: object) -> list[int]:
     shown = [place for place, seen in enumerate(mask) if seen]
     if shown and shown[-1] - shown[0] >= len(shown):
         raise InputError(
-            "the attention_mask leaves out tokens amid a prompt: it may leave out padding at its ends"
+            "the attention_mask leaves out tokens amid a prompt: it may leave out padding at its "
+            "ends"
         )
     return _tokens([ids[place] for place in shown])
 

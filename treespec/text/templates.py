@@ -13,14 +13,13 @@ from treespec.errors import InputError, first_line
 from treespec.text.prefix import common_prefix
 
 if TYPE_CHECKING:
+    from fastchat.conversation import Conversation
     from transformers import PreTrainedTokenizerBase
 
-Messages: TypeAlias = Sequence[
-    dict[str, str]
-]  # {"role": system | user | assistant, "content": text}
-Template: TypeAlias = (
-    str | None
-)  # None: the tokenizer's own chat template; else the name of one of fschat's
+# {"role": system | user | assistant, "content": text}, …
+Messages: TypeAlias = Sequence[dict[str, str]]
+# None: the tokenizer's own chat template; else the name of a template of fschat.
+Template: TypeAlias = str | None
 
 EXAMPLES = "vicuna_v1.1, llama-2, mistral, zephyr, zero_shot"
 
@@ -39,8 +38,8 @@ def check(tokenizer: "PreTrainedTokenizerBase | None", template: Template = None
         _conversation(template)
     elif not getattr(tokenizer, "chat_template", None):
         raise InputError(
-            f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'this model'} has no chat template; "
-            f"pass `--template NAME` with one of fschat's, such as {EXAMPLES}"
+            f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'this model'} has no "
+            f"chat template; pass `--template NAME` with one of fschat's, such as {EXAMPLES}"
         )
 
 
@@ -50,7 +49,7 @@ def render(
     template: Template = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of the messages. Raises InputError as `check`, and where the template refuses them."""
+    """The text of the messages. Raises InputError as `check`, and if the template refuses them."""
     if template is not None:
         return _text(_render_fschat(template, messages, add_generation_prompt))
     check(tokenizer)
@@ -116,10 +115,10 @@ def answers(
     """The text of a conversation, and the span of each answer with the token that ends it.
 
     special: the tokenizer's `special_tokens`. Returns (text, spans). A span is [start, end) in
-    characters. There are none where the place of any answer is unknown.
+    characters. If the place of any answer is unknown, there are no spans.
 
-    A template may mark answers ({% generation %}). Otherwise an answer begins where the rendered
-    prompt before it ends. Either way the words of each answer must lie inside its span.
+    A template may mark answers ({% generation %}). Otherwise an answer begins at the end of the
+    rendered prompt before it. Either way the words of each answer must lie inside its span.
     """
     # 1. The words of each answer. Templates trim answers, and leave out thoughts of earlier turns.
     words = {
@@ -131,9 +130,8 @@ def answers(
     if template is None:
         check(tokenizer)
         text, spans = _marked(tokenizer, messages)
-        if spans and all(
-            any(_has(text, span, answer) for span in spans) for answer in words.values()
-        ):
+        found = [any(_has(text, span, answer) for span in spans) for answer in words.values()]
+        if spans and all(found):
             return text, spans
     # 3. Without marks: compare renderings of the turns up to each answer.
     whole = render(tokenizer, messages, template, add_generation_prompt=False)
@@ -209,11 +207,9 @@ def _marked(
     if not re.search(r"\{%-?\s*generation\s*-?%\}", source):
         return "", []
     with _refusals():
-        # apply_chat_template gives token masks only; they run on where offsets omit a space
-        options: dict[str, Any] = {
-            **tokenizer.special_tokens_map,
-            "return_assistant_tokens_mask": True,
-        }
+        # apply_chat_template gives token masks alone. They run on where offsets omit a space.
+        options: dict[str, Any] = {"return_assistant_tokens_mask": True}
+        options |= tokenizer.special_tokens_map
         rendered: Any = render_jinja_template([list(messages)], chat_template=source, **options)
     (text,), (spans,) = rendered
     return _text(text), spans
@@ -248,14 +244,13 @@ def _text(rendered: str) -> str:
 
 
 @lru_cache
-def _conversation(name: str) -> Any:
+def _conversation(name: str) -> "Conversation":
     from fastchat.conversation import conv_templates, get_conv_template
 
     if name not in conv_templates:
         known = {known.lower(): known for known in conv_templates}
-        close = [
-            known[match] for match in difflib.get_close_matches(name.lower(), known, cutoff=0.4)
-        ]
+        matches = difflib.get_close_matches(name.lower(), known, cutoff=0.4)
+        close = [known[match] for match in matches]
         raise InputError(
             f"no fschat template is called {name!r}; try {', '.join(close) or EXAMPLES}"
         )

@@ -24,5 +24,6 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         if "backend tokenizer" in why:
             why = "its files are missing or damaged (tokenizer.json)"
         if "trust_remote_code" in str(error):
-            why = "it brings Python code of its own, which would run here; read it, then give --trust-remote-code"
+            why = "it brings Python code of its own, which would run here; "
+            why += "read it, then give --trust-remote-code"
         raise InputError(f"cannot load the tokenizer of {path!r}: {why}") from error

@@ -29,21 +29,26 @@ class Verifier(Protocol):
 
     name: the verifier's name on the command line (`--verifier`).
     scheme: the scheme that makes the tree's draws.
-    paced: whether it judges any kind of tree, so that each cycle's tree may be chosen by its cost.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def scheme(self) -> Scheme: ...
-    @property
-    def paced(self) -> bool: ...
 
     def __call__(
         self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
     ) -> Verdict:
         """p: [N, V] probabilities."""
         ...
+
+
+def is_paced(verifier: Verifier) -> bool:
+    """Whether a verifier takes any tree, so that each cycle's tree may be chosen by its cost.
+
+    It says so by an attribute `paced`; without one it does not.
+    """
+    return getattr(verifier, "paced", False)
 
 
 @final

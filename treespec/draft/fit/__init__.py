@@ -1,1 +1,1 @@
-"""What is found out by running the loop: times, rates, a calibration."""
+"""Measured by running the loop: times, rates, a calibration."""

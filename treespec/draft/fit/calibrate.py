@@ -1,4 +1,4 @@
-"""Fitting a head's calibration on text: predicted against actual acceptance."""
+"""Fit a head's calibration on text: predicted against actual acceptance."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -38,8 +38,8 @@ def calibrate(
 ) -> Calibration:
     """Fit a calibration on text that the target would write.
 
-    positions: the most positions used for each draft step and temperature. Raises InputError if the
-    text is too short.
+    depth: draft steps. positions: the most positions for each draft step and temperature. Raises
+    InputError if the text is too short.
     """
     # 1. Sampled outcomes, and the two models fitted to them.
     generator = torch.Generator(device=target.output_device).manual_seed(seed)
@@ -52,12 +52,10 @@ def calibrate(
     top, top_hit, draw, draw_hit, room, weight = (
         torch.cat(parts) for parts in zip(*samples, strict=True)
     )
-    tops = logistic(
-        top.flatten(0, 1), top_hit.flatten(), weight[:, None].expand_as(top_hit).flatten()
-    )
-    draws = logistic(
-        draw.flatten(0, 2), (draw_hit / room).flatten(), (weight[:, None, None] * room).flatten()
-    )
+    share = weight[:, None].expand_as(top_hit)
+    tops = logistic(top.flatten(0, 1), top_hit.flatten(), share.flatten())
+    share = weight[:, None, None] * room
+    draws = logistic(draw.flatten(0, 2), (draw_hit / room).flatten(), share.flatten())
 
     # 2. The first model again, at temperature 0.
     choice = [choices(head, target, row, depth, positions // len(rows) + 1) for row in rows]
@@ -66,21 +64,20 @@ def calibrate(
 
     # 3. Tree sizes by price, and rates counted while the target writes.
     fitted = Calibration(tuple(tops.tolist()), tuple(draws.tolist()), {}, tuple(greedy.tolist()))
-    sizes = {
-        f"{t:g}": tree_sizes(head, target, rows, fitted, depth, t, generator) for t in temperatures
-    }
+    sizes, rates = {}, {}
+    for t in temperatures:
+        sizes[f"{t:g}"] = tree_sizes(head, target, rows, fitted, depth, t, generator)
     proposer = KINDS[head.kind].proposer(head, target)
     prompts = prompts_of(rows, target)
-    rates = {
-        f"{t:g}": own_rates(target, proposer, prompts, t, seed=seed)
-        for t in (COLDEST, *temperatures)
-    }
+    for t in (COLDEST, *temperatures):
+        rates[f"{t:g}"] = own_rates(target, proposer, prompts, t, seed=seed)
     return replace(fitted, sizes=sizes, rates=rates)
 
 
 def prompts_of(rows: Sequence[Row], target: Target) -> list[list[int]]:
-    """The tokens before the first counted one, for PROMPTS rows: at least a token, with room for an
-    answer.
+    """For PROMPTS rows the tokens before the first counted one.
+
+    At least one token, and at most half of the context, so that an answer fits.
     """
     prompts = []
     for tokens, counts, _ in rows[:PROMPTS]:
@@ -102,8 +99,8 @@ def outcomes(
     """Training data of the two models, from positions at all draft steps.
 
     For each step: features of tops and draws, p of the tops [n, J], mass accepted by each draw
-    [n, J + 1, M], mass left for it, and a weight [n]. The weight is about how often a tree reaches
-    the text's token at that depth: the product of min(1, q/p) over the levels above.
+    [n, J + 1, M], mass left for it, and a weight [n]. The weight approximates how often a tree
+    reaches the text's token at that depth: the product of min(1, q/p) over the levels above.
     """
     params = SamplingParams(temperature)
     samples: list[tuple[Tensor, ...]] = []
@@ -115,10 +112,8 @@ def outcomes(
         weight = torch.ones(len(tokens) - depth - 1, device=law.device)
         for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, given, depth)):
             q = probs(logits, params)
-            p, following = (
-                law[step + 1 : step + 1 + len(q)],
-                tokens[step + 2 : step + 2 + len(q), None],
-            )
+            p = law[step + 1 : step + 1 + len(q)]
+            following = tokens[step + 2 : step + 2 + len(q), None]
             chosen = counts[step + 2 : step + 2 + len(q)].nonzero().squeeze(1)[:: depth + 1]
             samples.append((*tried(p[chosen], q[chosen], step, generator), weight[chosen].cpu()))
             ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
@@ -131,15 +126,19 @@ def outcomes(
 def choices(
     head: Head, target: Target, row: Row, depth: int, positions: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For temperature 0: features of tops [n, 4], whether each is the target's choice [n], and a
-    weight [n].
+    """Training data at temperature 0: features of tops, hits and weights, [n, 4], [n] and [n].
 
-    q is taken at temperature 1, as for the ranking of a tree's nodes. Weights as for `outcomes`.
+    A hit is a top that is the target's choice. q is taken at temperature 1, as for the ranking of a
+    tree's nodes. Weights are those of `outcomes`.
     """
+    # 1. The target's laws, and the chance that a tree reaches each position.
     tokens, counts, known = row
-    found, weight = [], torch.ones(max(len(tokens) - depth - 1, 0), device=known.device)
+    samples = []
+    weight = torch.ones(max(len(tokens) - depth - 1, 0), device=known.device)
     given, last = target.parted(known, head.taps)
     law = probs(target.output_logits(last), SamplingParams(1.0))
+
+    # 2. The head's tops at each draft step, compared with them.
     for step, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, given, depth)):
         q = probs(logits, SamplingParams(1.0))
         p, following = law[step + 1 : step + 1 + len(q)], tokens[step + 2 : step + 2 + len(q), None]
@@ -147,16 +146,14 @@ def choices(
         best = largest(q[chosen], min(TOPS, q.shape[-1]))[1]
         hit = (best == p[chosen].argmax(-1, keepdim=True)).double().cpu()
         top = features(q[chosen], step)[0][:, : best.shape[1]]
-        found.append(
-            (top.flatten(0, 1), hit.flatten(), weight[chosen, None].cpu().expand_as(hit).flatten())
-        )
-        weight = weight * (q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)).squeeze(
-            1
-        ).clamp(max=1)
-    if not found:
+        share = weight[chosen, None].cpu().expand_as(hit)
+        samples.append((top.flatten(0, 1), hit.flatten(), share.flatten()))
+        ratio = q.gather(1, following) / p.gather(1, following).clamp(min=1e-9)
+        weight = weight * ratio.squeeze(1).clamp(max=1)
+    if not samples:
         return torch.zeros(0, TOP_FEATURES), torch.zeros(0), torch.zeros(0)
-    one, two, three = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return one, two, three
+    tops, hits, shares = (torch.cat(parts) for parts in zip(*samples, strict=True))
+    return tops, hits, shares
 
 
 def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -176,10 +173,10 @@ def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple
 
 
 def logistic(x: Tensor, y: Tensor, weight: Tensor, steps: int = 30) -> Tensor:
-    """[f] weights of a logistic regression, by Newton's method. x: [n, f]; y: [n] shares; weight:
-    [n].
+    """[f] weights of a logistic regression, by Newton's method.
 
-    A step is halved while it raises the loss, as full steps may diverge on few rows.
+    x: [n, f]. y: [n] shares. weight: [n]. A step that raises the loss is halved: on few rows full
+    steps may diverge.
     """
     x, y, weight = x.double(), y.double(), weight.double() / weight.sum()
     ridge = 1e-6 * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
@@ -210,9 +207,10 @@ def tree_sizes(
 ) -> list[tuple[float, float]]:
     """Pairs (price, mean nodes of the trees at that price), grown from positions of the text."""
     params, sizes = SamplingParams(temperature), []
-    roots = [
-        (row, at) for row in rows for at in (row[1][1:].nonzero().squeeze(1)[::40] + 1).tolist()[:3]
-    ]
+    roots = []
+    for row in rows:
+        counted = row[1][1:].nonzero().squeeze(1)[::40] + 1
+        roots += [(row, at) for at in counted.tolist()[:3]]
     for price in PRICES:
         nodes = []
         for (tokens, _, known), at in roots[:ROOTS]:
@@ -220,9 +218,8 @@ def tree_sizes(
             proposer.observe([target.parted(known[:at], head.taps)[0]], [tokens[: at + 1]])
             tree = SampledTree(depth=depth, price=price)
             drafter = TreeDrafter(proposer, tree, RRSWithoutReplacement(), calibration)
-            trees = drafter.draft_trees(
-                tokens[at : at + 1], params, [generator], target.new_cache()
-            )
-            nodes.append(len(trees[0].tokens))
+            cache = target.new_cache()
+            (drafted,) = drafter.draft_trees(tokens[at : at + 1], params, [generator], cache)
+            nodes.append(len(drafted.tokens))
         sizes.append((price, sum(nodes) / len(nodes)))
     return sizes

@@ -1,4 +1,4 @@
-"""Measuring the cost of a cycle's parts with the decoding code itself, in interleaved rounds.
+"""Measure the cost of a cycle's parts with the decoding code itself, in interleaved rounds.
 
 Other work on the machine only adds time, so a step's cost is the lower quartile over rounds.
 """
@@ -38,21 +38,18 @@ CONTEXT, WAITING = 192, 3  # tokens before the tree, and tokens that the last cy
 DEEP = 5  # levels, at most
 WIDE = 6  # nodes of a wide level
 ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # rounds; after SECONDS they stop, but not before FEWEST
-DEAR = 6  # one-token forwards; larger trees than the first that costs so much are not measured
+DEAR = 6  # one-token forwards: measure no tree larger than the first that costs this much
 
 DRAWS, BINARY = RRSWithoutReplacement(), balanced(2, 2)
 
 Act = Callable[[], object]
-Step = tuple[
-    Act, Act
-]  # the act before it, as when decoding (it warms the caches), and the timed act
+Step = tuple[Act, Act]  # the act before it, as in decoding (it warms the caches), and the timed one
 
 
 def times_for(target: Target, proposer: Proposer | None, folder: Path | None = None) -> Times:
-    """Times from the cache folder, or measured now (a few seconds). proposer: None measures the
-    target alone.
+    """Times from the cache folder, or measured now, which takes a few seconds.
 
-    folder: default treespec's in the user's cache.
+    proposer: None measures the target alone. folder: default treespec's in the user's cache.
     """
     folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
     file = folder / f"times-{key(target, proposer)}.json"
@@ -69,9 +66,8 @@ def times_for(target: Target, proposer: Proposer | None, folder: Path | None = N
 def measure(target: Target, proposer: Proposer | None) -> Times:
     """Measure all of `Times`. proposer: None leaves the drafts at 0."""
     # 1. A text, in the target's cache and observed by the proposer.
-    tokens = (
-        torch.arange(CONTEXT, device=target.output_device) % target.vocab_size
-    )  # more than some contexts hold
+    # CONTEXT may exceed the target's context length.
+    tokens = torch.arange(CONTEXT, device=target.output_device) % target.vocab_size
     cache = target.new_cache()
     taps = proposer.taps if proposer else ()
     features = target.prefill(cache, tokens[None], taps)[0]
@@ -117,12 +113,8 @@ def measure(target: Target, proposer: Proposer | None) -> Times:
 
     # 5. Time them all, and split levels into the first and each further one.
     costs = fast_times(steps, target.output_device)
-    forwards, rest, draft_costs = (
-        costs[: len(nodes)],
-        costs[len(nodes) : len(nodes) + 4],
-        costs[len(nodes) + 4 :],
-    )
-    draft_costs = draft_costs or [0.0] * 9
+    forwards, rest = costs[: len(nodes)], costs[len(nodes) : len(nodes) + 4]
+    draft_costs = costs[len(nodes) + 4 :] or [0.0] * 9
     further, of_one, of_deep = max(deep - 1, 1), draft_costs[:8:2], draft_costs[1:8:2]
     chosen, drawn, single, fixed = (
         (first, max(last - first, 0) / further) for first, last in zip(of_one, of_deep, strict=True)
@@ -169,8 +161,9 @@ def judge(
     params: SamplingParams,
     generator: torch.Generator,
 ) -> None:
-    """Verify a tree that is in the cache, commit up to three of its nodes, and forget them. logits:
-    [N, V].
+    """Verify a tree that is in the cache, commit up to three of its nodes, and rewind.
+
+    logits: [N, V].
     """
     if params.greedy:
         follow(tree, greedy_choice(logits))
@@ -191,7 +184,7 @@ def drafts(
     depth: int,
     width: int = 1,
 ) -> None:
-    """Draft after observing a few new tokens. draws: as in `Times.levels`. width: nodes of a level."""
+    """Draft after observing a few new tokens. draws: as in `Times.levels`. width: nodes a level."""
     proposer.rewind([CONTEXT - 1 - WAITING])
     proposer.observe([features[-1 - WAITING : -1]], [tokens[-1 - WAITING :]])
     (logits,) = proposer.begin(tokens[-1:], cache)
@@ -199,9 +192,9 @@ def drafts(
     if draws is None:
         growth = grow_wide(tokens[-1:], logits, depth, width)
     else:
-        tree = StaticTree(
-            tuple((0,) * level + (rank,) for level in range(depth) for rank in range(max(draws, 1)))
-        )
+        ranks = range(max(draws, 1))
+        paths = tuple((0,) * level + (rank,) for level in range(depth) for rank in ranks)
+        tree = StaticTree(paths)
         scheme = DRAWS if draws else TopK()
         growth = grow_static(tokens[-1:], logits, tree, scheme, SamplingParams(1.0), generator)
     grow_together(proposer, [growth])

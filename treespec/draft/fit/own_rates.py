@@ -1,7 +1,6 @@
-"""How often the first, second, … draw of a node is accepted while the target writes, counted in the
-real loop.
+"""Count how often the first, second, … draw of a node is accepted while the target writes.
 
-Teacher-forced text tells less: drafts are right more often on the target's own text than on others'
+Teacher-forced text tells less: drafts are right more often on the target's own text than on other
 text.
 """
 
@@ -29,7 +28,7 @@ COLDEST = 0.01  # in place of temperature 0, where all draws are the likeliest t
 
 @final
 class Counted:
-    """The walk over draws without replacement; counts how often each draw was judged, and accepted."""
+    """The walk over draws without replacement. It counts how often each was judged and accepted."""
 
     name = "counted"
     scheme: Scheme = RRSWithoutReplacement()
@@ -64,8 +63,7 @@ def own_rates(
     tokens: int = 48,
     seed: int = 0,
 ) -> tuple[float, ...]:
-    """[K] Pr(the k-th draw without replacement is accepted), counted over the target's answers to
-    prompts.
+    """[K] Pr(the k-th draw without replacement is accepted), counted over answers to prompts.
 
     prompts: token ids, at least one each. tokens: the most tokens of an answer. Draws that were
     never judged have no rate.

@@ -1,4 +1,4 @@
-"""The part of a tree of given tokens that pays: `--verifier auto` lets the target score no more.
+"""The part of a given tree that pays. `--verifier auto` lets the target score no more.
 
 A drafter without a model gives its tokens no probabilities. So each child gets a chance by its rank
 among its siblings, corrected by what was accepted so far (`treespec.draft.pace.pace`).
@@ -11,24 +11,18 @@ from treespec.draft.pace.pace import CERTAIN, Pace, Promise
 from treespec.trees.auto import best_size
 from treespec.trees.tree import TokenTree
 
-RATES = (
-    0.6,
-    0.12,
-    0.06,
-    0.03,
-)  # first guess for the first, second, … child; the last is for all further ones
-ROWS_BRING = (
-    1.6  # tokens a cycle, of drafters with rows of their own (Lookahead in Spec-Bench, 2401.07851)
-)
+# Pr(accepted) of the first, second, … child before any feedback; the last is for all further ones.
+RATES = (0.6, 0.12, 0.06, 0.03)
+# Tokens a cycle of a drafter with rows of its own (Lookahead in Spec-Bench, 2401.07851).
+ROWS_BRING = 1.6
 
 
 def part(tree: TokenTree, pace: Pace) -> TokenTree:
-    """The tree of the nodes worth their place in the forward; the whole tree if it has rows of its
-    own.
+    """The tree of the nodes worth their time in the forward. A tree with extra rows stays whole.
 
     It sets the pace's promise for this cycle. tree: on the host, without laws.
     """
-    # 1. Keep the nodes likeliest to be reached, as many as bring the most tokens a second.
+    # 1. Keep the nodes likeliest to be reached, at the size that brings the most tokens a second.
     chances = of_children(tree.parents.numpy())
     nodes = len(chances)
     kept = np.arange(nodes)
@@ -88,6 +82,7 @@ def rests(pace: Pace, widest: int) -> bool:
     if pace.idle:
         return pace.rests(pace.hope)  # nothing was learned since the last call
     chance = min(RATES[0] * float(pace.by_law.factors[0]), CERTAIN)
-    tokens = (chance ** np.arange(len(pace.forward))).cumsum()  # of a chain of 0, 1, … given tokens
+    # [n] tokens that a chain of 0, 1, … given tokens brings.
+    tokens = (chance ** np.arange(len(pace.forward))).cumsum()
     seconds = pace.forward + pace.times.resting(0)
     return pace.rests(float((tokens[1:] / seconds[1:]).max()))

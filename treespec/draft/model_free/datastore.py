@@ -1,9 +1,9 @@
 """Datastores for retrieval (REST, He et al. 2024, 2311.08252): a corpus as tokens, with a suffix
 array, on disk.
 
-A directory holds index.json, tokens.npy [T] and suffixes.npy [T]. The texts are concatenated, each
-followed by `end`, a number that is no token. Both arrays are memory-mapped: only pages that
-searches touch are read.
+A directory holds index.json, tokens.npy [T] and suffixes.npy [T]. `tokens` concatenates the texts
+and puts `end`, a number that is no token, after each. Both arrays are memory-mapped: a search reads
+only the pages that it touches.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
@@ -21,6 +21,11 @@ from treespec.draft.model_free.suffixes import longest_suffix, suffix_array
 from treespec.errors import InputError
 from treespec.files import LOCK, TEMPORARY, locked, read_json, write_json, writing
 from treespec.text.conversations import encode_conversations, read_conversations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from treespec.heads.checksum import Fields
 
 FORMAT = 1
 ORDER = 16  # tokens that suffixes are sorted by: the longest pattern of a search
@@ -34,7 +39,7 @@ AGAIN = "build it again with treespec datastore build --target TARGET"
 @final
 @dataclass(frozen=True)
 class Datastore:
-    """tokens, suffixes: [T]. end: continuations stop before the first number that is not below it."""
+    """tokens, suffixes: [T]. end: a continuation stops before the first number >= `end`."""
 
     tokens: np.ndarray
     suffixes: np.ndarray
@@ -46,9 +51,9 @@ class Datastore:
         """[M, length] int64 continuations of the text's longest suffix in the store, -1 after the
         end of a text.
 
-        text: [n] int64. shortest, longest: bounds of the suffix, at most ORDER. most: bounds M. If
-        there are more matches, evenly spaced ones in suffix order stand for all, so each
-        continuation keeps its share.
+        text: [n] int64. shortest, longest: bounds of the suffix, at most ORDER. most: the largest
+        M. Of more matches it takes evenly spaced ones in suffix order, so that each continuation
+        keeps its share.
         """
         context = text[-longest:].tolist()
         known, first, last = longest_suffix(
@@ -62,38 +67,43 @@ class Datastore:
         return np.where(np.cumsum(found >= self.end, axis=1) > 0, -1, found)
 
 
-def fingerprint(tokenizer: Any) -> str:
+def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """A digest of the vocabulary: tokens and their numbers."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
-def build(texts: Iterable[list[int]], tokenizer: Any, folder: str | Path) -> int:
-    """Write a datastore and return its number of tokens. Takes some 50 bytes of memory a token.
+def build(
+    texts: Iterable[list[int]], tokenizer: "PreTrainedTokenizerBase", folder: str | Path
+) -> int:
+    """Write a datastore and return its number of tokens. It takes some 50 bytes of memory a token.
 
-    index.json is written last: a killed build leaves no datastore, and the next build overwrites
-    it. Raises InputError if the folder exists, is being built by another process or cannot be
-    written, and for no token or more than MOST.
+    A killed build leaves no datastore, because it writes index.json last; the next build overwrites
+    its files. Raises InputError if the folder exists, is being built by another process or cannot
+    be written, and for no token or more than MOST.
     """
+    # 1. Refuse a folder in use, before and after waiting for another build to finish.
     folder = Path(folder)
     refuse_what_is_there(folder)
     with locked(folder):
         try:
-            refuse_what_is_there(folder)  # another build may just have finished
+            refuse_what_is_there(folder)
+
+            # 2. The two arrays.
             tokens, end = joined(texts, tokenizer)
             arrays = {"tokens": tokens, "suffixes": suffix_array(tokens, ORDER)}
             for name, array in arrays.items():
                 with writing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
                     np.save(file, array)
+
+            # 3. The index, last.
             index = {
                 "format": FORMAT,
                 "tokenizer": fingerprint(tokenizer),
                 "tokens": len(tokens),
                 "end": end,
+                "arrays": {name: digest(array) for name, array in arrays.items()},
             }
-            write_json(
-                folder / "index.json",
-                index | {"arrays": {name: digest(arrays[name]) for name in arrays}},
-            )
+            write_json(folder / "index.json", index)
         finally:
             tidy(folder)
     return len(tokens)
@@ -104,15 +114,15 @@ def refuse_what_is_there(folder: Path) -> None:
     unfinished = {LOCK, "tokens.npy", "suffixes.npy"}
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     names = {name for name in names if not TEMPORARY.fullmatch(name)}
-    if (
-        (folder.exists() and not folder.is_dir())
-        or names - unfinished
-        or (names and LOCK not in names)
-    ):
+    is_file = folder.exists() and not folder.is_dir()
+    left_by_a_build = not names or (LOCK in names and names <= unfinished)
+    if is_file or not left_by_a_build:
         raise InputError(f"--out {folder} exists: delete it, or choose another")
 
 
-def joined(texts: Iterable[list[int]], tokenizer: Any) -> tuple[np.ndarray, int]:
+def joined(
+    texts: Iterable[list[int]], tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[np.ndarray, int]:
     """([T] all texts, each followed by `end`; `end`).
 
     Raises InputError for no token or more than MOST.
@@ -144,11 +154,13 @@ def digest(array: np.ndarray) -> str:
     return content.hexdigest()
 
 
-def open_datastore(folder: str | Path, tokenizer: Any, vocab_size: int) -> Datastore:
+def open_datastore(
+    folder: str | Path, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int
+) -> Datastore:
     """A datastore for a target. vocab_size: V of the target, which may lack tokens of its
     tokenizer.
 
-    Both arrays are read once, about a second a GB, to compare their checksums.
+    It reads both arrays once to compare their checksums, which takes about a second a GB.
     Raises InputError for a missing or damaged datastore, and for another format or tokenizer.
     """
     folder = Path(folder)
@@ -174,19 +186,19 @@ def check_datastore(folder: str | Path) -> None:
     """Raises InputError if the folder holds no datastore."""
     if not (Path(folder) / "index.json").is_file():
         raise InputError(
-            f"no datastore at {folder}: it has no readable index.json; make one with treespec datastore build"
+            f"no datastore at {folder}: it has no readable index.json; make one with treespec "
+            "datastore build"
         )
 
 
-def stored(file: Path, name: str, index: dict[str, Any]) -> np.ndarray:
+def stored(file: Path, name: str, index: "Fields") -> np.ndarray:
     """A memory-mapped array of a datastore. Raises InputError if it differs from the index."""
     try:
         array = np.load(file, mmap_mode="r").view(np.ndarray)
         if array.shape != (index["tokens"],) or array.dtype.kind != "u":
             raise ValueError("it is not of the length that index.json says")
-        if "arrays" in index and index["arrays"][name] != digest(
-            array
-        ):  # older datastores have no checksums
+        checksums = index.get("arrays")  # older datastores have none
+        if checksums is not None and checksums[name] != digest(array):
             raise ValueError("its checksum does not match")
     except Exception as error:  # numpy raises anything, depending on the header's bytes
         raise InputError(f"{file} is damaged ({' '.join(str(error).split())}): {AGAIN}") from error
@@ -195,16 +207,16 @@ def stored(file: Path, name: str, index: dict[str, Any]) -> np.ndarray:
 
 def encoded(
     file: str | Path,
-    tokenizer: Any,
+    tokenizer: "PreTrainedTokenizerBase",
     template: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[list[int]]:
-    """The token ids of a file's texts: conversations (.jsonl, .json) by the template, any other
-    file as plain text.
+    """The token ids of a file's texts: conversations (.jsonl, .json), or one plain text.
 
-    Plain text is one text, encoded in blocks of lines. say: told how many conversations are used
-    and which are left out. Raises InputError for files that cannot be read.
+    template: formats the conversations. say: takes lines about the conversations used and left out.
+    Raises InputError for a file that cannot be read.
     """
+    # 1. Conversations: one text each.
     path = Path(file)
     if path.suffix in CONVERSATIONS:
         conversations, found = read_conversations(path)
@@ -216,6 +228,8 @@ def encoded(
             say(f"  {problem}")
         yield from (example.input_ids.tolist() for example in examples)
         return
+
+    # 2. Plain text: one text, in blocks of lines.
     tokens: list[int] = []
     try:
         with path.open(encoding="utf-8") as lines:

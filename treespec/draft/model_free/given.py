@@ -1,9 +1,7 @@
-"""Drafters without a model: they hand over trees of given tokens, from the text, a datastore or
-guesses.
+"""Drafters without a model: their tokens come from the text, a datastore or guesses.
 
-The children are a function of the text and of earlier draws, so their law is one-hot, and the plan
-is that of `topk`: sample p and see whether the token is a child. No other scheme's q describes
-them.
+The children are a function of the text and of earlier draws, so their law is one-hot. The plan is
+that of `topk`: sample p and see whether the token is a child. No other scheme's q describes them.
 """
 
 import time
@@ -30,9 +28,7 @@ class TextDrafter(Protocol):
 
     @property
     def widest(self) -> int:
-        """The most nodes and rows of a forward, if it brings rows of its own every cycle; otherwise
-        0.
-        """
+        """The most nodes and rows of a forward with extra rows; 0: it adds no rows."""
         ...
 
     def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
@@ -54,8 +50,8 @@ class TextDrafter(Protocol):
 class GivenDrafter(Drafter):
     """A `TextDrafter` and all observed tokens for each of B texts; one text at first.
 
-    name: its kind, as `--drafter` takes it. times: to draft only the part of a tree that pays
-    (`treespec.draft.model_free.budget`); None drafts whole trees.
+    name: its kind, as `--drafter` takes it. times: with them it drafts only the part of a tree that
+    pays (`treespec.draft.model_free.budget`); None: whole trees.
     """
 
     per_text = ("texts", "drafters", "paces", "resting")
@@ -66,7 +62,7 @@ class GivenDrafter(Drafter):
         self, drafter: TextDrafter, name: str, times: Callable[[], Times] | None = None
     ) -> None:
         self.name, self.drafters, self.times = name, [drafter], times
-        self.texts = [np.empty(0, dtype=np.int64)]  # [T] the observed tokens of each
+        self.texts = [np.empty(0, dtype=np.int64)]  # [T] the observed tokens, by text
         self.paces: list[Pace | None] = [None]
         self.resting = [False]  # whether a text goes without drafts this cycle
 

@@ -1,5 +1,4 @@
-"""Jacobi decoding (Santilli et al. 2023, 2305.10427): the next tokens are guessed, and guessed
-again each cycle.
+"""Jacobi decoding (Santilli et al. 2023, 2305.10427): guess the next tokens anew each cycle.
 
 The guesses are the draft, a chain. The target's likeliest token after each guess becomes the next
 cycle's guess for that position.

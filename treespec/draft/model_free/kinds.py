@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 from treespec.draft.model_free.datastore import open_datastore
 from treespec.draft.model_free.given import GivenDrafter, TextDrafter
@@ -10,17 +9,14 @@ from treespec.draft.model_free.jacobi import Jacobi, JacobiOptions
 from treespec.draft.model_free.lookahead import Lookahead, LookaheadOptions
 from treespec.draft.model_free.lookup import Lookup
 from treespec.draft.model_free.rest import Rest, RestOptions
-from treespec.options import parsed
+from treespec.options import Options, parsed
 from treespec.target import Target
 
 
-def options_of(name: str, value: str) -> Any:
+def options_of(kind: type[Options], name: str, value: str) -> Options:
     """The options in `--drafter name:value`, written `option=number`. Raises InputError."""
-    return parsed(
-        OPTIONS[name],
-        rest_parts(value)[1] if name == "rest" else value,
-        f"--drafter {name}:{value}",
-    )
+    given = rest_parts(value)[1] if name == "rest" else value
+    return parsed(kind, given, f"--drafter {name}:{value}")
 
 
 def rest_parts(value: str) -> tuple[str, str]:
@@ -30,28 +26,27 @@ def rest_parts(value: str) -> tuple[str, str]:
 
 
 def lookup(value: str, target: Target) -> Lookup:
-    options: Lookup = options_of("lookup", value)
-    return options
+    return options_of(Lookup, "lookup", value)
 
 
 def rest(value: str, target: Target) -> Rest:
     datastore = open_datastore(rest_parts(value)[0], target.tokenizer, target.vocab_size)
-    return Rest(datastore, options_of("rest", value))
+    return Rest(datastore, options_of(RestOptions, "rest", value))
 
 
 def lookahead(value: str, target: Target) -> Lookahead:
-    return Lookahead(options_of("lookahead", value))
+    return Lookahead(options_of(LookaheadOptions, "lookahead", value))
 
 
 def jacobi(value: str, target: Target) -> Jacobi:
-    return Jacobi(options_of("jacobi", value))
+    return Jacobi(options_of(JacobiOptions, "jacobi", value))
 
 
 def given_by(name: str) -> Callable[[str, Target], GivenDrafter]:
     return lambda value, target: GivenDrafter(GIVEN[name](value, target), name)
 
 
-OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, type[Lookup | RestOptions | LookaheadOptions | JacobiOptions]] = {
     "lookup": Lookup,
     "rest": RestOptions,
     "lookahead": LookaheadOptions,

@@ -54,10 +54,10 @@ class LookaheadOptions:
 class Lookahead:
     """The window and the pool of one text.
 
-    The window starts with one row of random tokens of the text and gains a row a cycle. It starts
-    wider, as each of these cycles drops a column. Guesses are the target's likeliest tokens at
-    every temperature: drafts that are fixed before the tree's tokens are sampled leave the law
-    alone, and a sampled guess is wrong more often.
+    The window starts with one row of random tokens of the text and gains a row a cycle. Each of
+    these cycles drops a column, so the first row is wider. Guesses are the target's likeliest
+    tokens at every temperature: a sampled guess is wrong more often. The law of the text does not
+    change, because the guesses are fixed before the tree's tokens are sampled.
     """
 
     def __init__(self, options: LookaheadOptions) -> None:
@@ -103,28 +103,24 @@ class Lookahead:
 
 
 def beside(nodes: int, window: list[list[int]]) -> Rows:
-    """The window as extra rows beside a tree with `nodes` nodes, its last row first.
+    """The window as extra rows beside a tree of `nodes` nodes, its last row first.
 
-    It sees the tree's root only.
+    Of the tree, the rows see the root alone.
     """
     depth, seen = layout(len(window), len(window[0]))
     *others, first = reversed(window)
     tokens = [token for row in (*others, first[1:]) for token in row]
-    mask = torch.cat(
-        [torch.ones(len(tokens), 1, dtype=torch.bool), pad(seen, (nodes - 1, 0))], dim=1
-    )
-    return Rows(
-        torch.tensor(tokens, dtype=torch.int64), depth, mask, min(len(window[-1]), len(tokens))
-    )
+    root = torch.ones(len(tokens), 1, dtype=torch.bool)
+    mask = torch.cat([root, pad(seen, (nodes - 1, 0))], dim=1)
+    asked = min(len(window[-1]), len(tokens))
+    return Rows(torch.tensor(tokens, dtype=torch.int64), depth, mask, asked)
 
 
 @lru_cache
 def layout(rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """Depth [M] and mask [M, M] bool of a window's M tokens without the root, the last row first."""
-    row, column = (
-        torch.arange(rows).flip(0).repeat_interleave(width),
-        torch.arange(width).repeat(rows),
-    )
+    """Depth [M] and mask [M, M] bool of a window's M tokens but the root, the last row first."""
+    row = torch.arange(rows).flip(0).repeat_interleave(width)
+    column = torch.arange(width).repeat(rows)
     in_first = (row == 0) & (column <= column[:, None])
     in_column = (row <= row[:, None]) & (column == column[:, None])
     kept = row + column > 0

@@ -1,5 +1,4 @@
-"""Prompt lookup (Saxena 2023): drafts the continuation of an earlier occurrence of the text's last
-tokens.
+"""Prompt lookup (Saxena 2023): the text's last tokens stood earlier; draft what followed there.
 
 transformers has it as `prompt_lookup_num_tokens`, for one text at a time and one match.
 """
@@ -20,10 +19,10 @@ from treespec.trees.tree import TokenTree
 @dataclass(frozen=True)
 class Lookup:
     """tokens: length of a continuation. ngram: the most last tokens to match; the longest match
-    counts.
+    counts. matches: number of continuations merged into a tree.
 
-    matches: number of continuations merged into a tree. The earliest are taken, as the text ends
-    soon after a late one. Raises InputError for a number out of range.
+    It takes the earliest matches: the text ends soon after a late one. Raises InputError for a
+    number out of range.
     """
 
     tokens: int = option("of a continuation", 10, least=1, most=4095)
@@ -48,11 +47,12 @@ class Lookup:
 
 
 def matches(text: np.ndarray, ngram: int) -> np.ndarray:
-    """[M] ascending: end positions of the earlier occurrences of the text's longest repeated
-    suffix.
+    """[M] ascending: end positions of the earlier occurrences of the longest repeated suffix.
 
-    text: [T]. ngram: the most tokens of that suffix. In `a b c a b c a b` the suffix of 3 tokens, c
-    a b, also ends at 4.
+    text: [T]. ngram: the most tokens of that suffix. The suffix `c a b` of 3 tokens also ends at 4:
+
+        position   0 1 2 3 4 5 6 7
+        text       a b c a b c a b
     """
     found = np.flatnonzero(text[:-1] == text[-1])
     for back in range(1, ngram):

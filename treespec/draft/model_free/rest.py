@@ -1,5 +1,6 @@
-"""REST (He et al. 2024, 2311.08252): continuations of the text's last tokens in a datastore, merged
-into a tree.
+"""REST (He et al. 2024, 2311.08252): look up the text's last tokens in a datastore.
+
+The continuations found there are merged into a tree.
 """
 
 from dataclasses import dataclass
@@ -18,11 +19,10 @@ from treespec.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class RestOptions:
-    """nodes: size of the tree with its root. tokens: length of a continuation. matches: the most
-    continuations.
+    """nodes: size of the tree with its root. tokens: length of a continuation.
 
-    longest, shortest: bounds of the suffix to search for. Raises InputError for a number out of
-    range.
+    matches: the most continuations. longest, shortest: bounds of the suffix to search for. Raises
+    InputError for a number out of range.
     """
 
     nodes: int = option("of the tree, the root too", 64, least=2, most=4096)

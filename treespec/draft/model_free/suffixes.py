@@ -6,11 +6,11 @@ import numpy as np
 
 
 def suffix_array(tokens: np.ndarray, order: int) -> np.ndarray:
-    """[T] uint32: positions of a text, sorted by the `order` tokens that begin there; the end of
-    the text sorts first.
+    """[T] uint32: positions of a text, sorted by the next `order` tokens; its end sorts first.
 
-    tokens: [T] whole numbers. Pairs of ranks give ranks by twice as many tokens (Manber and Myers
-    1993), until `order` is reached. Searches for at most `order` tokens need no finer order.
+    tokens: [T] whole numbers. Each round sorts pairs of ranks, which doubles the number of tokens
+    compared (Manber and Myers 1993), up to `order`. Searches for at most `order` tokens need no
+    finer order.
     """
     places, rank = ranked(tokens)
     known = 1
@@ -22,8 +22,9 @@ def suffix_array(tokens: np.ndarray, order: int) -> np.ndarray:
 
 
 def ranked(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[T] positions of the keys in ascending order, and [T] int64 ranks from 1, equal for equal
-    keys.
+    """[T] positions of the keys in ascending order, and [T] int64 ranks from 1.
+
+    Equal keys have equal ranks.
     """
     places = keys.argsort()
     ordered = keys[places]
@@ -35,7 +36,7 @@ def ranked(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def places_of(tokens: np.ndarray, suffixes: np.ndarray, pattern: list[int]) -> tuple[int, int]:
     """The range [first, end) of the suffix array whose suffixes begin with the pattern.
 
-    tokens, suffixes: [T]. pattern: at most as many tokens as the array is sorted by.
+    tokens, suffixes: [T]. pattern: at most `order` tokens.
     """
 
     def beginning(place: np.integer) -> list[int]:
@@ -48,10 +49,10 @@ def places_of(tokens: np.ndarray, suffixes: np.ndarray, pattern: list[int]) -> t
 def longest_suffix(
     tokens: np.ndarray, suffixes: np.ndarray, text: list[int], shortest: int, longest: int
 ) -> tuple[int, int, int]:
-    """Length of the text's longest suffix that occurs in `tokens`, and its `places_of`; 0 if below
-    `shortest`.
+    """Length of the text's longest suffix that occurs in `tokens`, and its range by `places_of`.
 
-    If a suffix occurs, shorter ones do, so a binary search finds the length.
+    The length is 0 if it is below `shortest`. If a suffix occurs, shorter ones do, so a binary
+    search finds the length.
     """
     length, first, last = shortest - 1, 0, 0
     most = min(longest, len(text))

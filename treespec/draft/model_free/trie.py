@@ -23,11 +23,11 @@ def trie(
         a b             │       └─ d 1      4 nodes: root, a, b, c
         a d             └─ c 1
     """
+    # 1. The prefixes, a level at a time: prefixes below one parent with one token are one node.
     mass = np.ones(len(continuations)) if weights is None else weights
-    above = np.zeros(
-        len(continuations), dtype=np.int64
-    )  # [M] the deepest node of each continuation so far
-    tokens, parents, scores, depth = [np.array([root])], [np.array([-1])], [np.array([np.inf])], [0]
+    above = np.zeros(len(continuations), dtype=np.int64)  # [M] deepest node of each continuation
+    tokens, parents = [np.array([root])], [np.array([-1])]
+    scores, depth = [np.array([np.inf])], [0]
     count = 1
     for level in range(continuations.shape[1]):
         going = continuations[:, level] >= 0
@@ -35,9 +35,8 @@ def trie(
         if not len(continuations):
             break
         here = continuations[:, level]
-        _, first, group = np.unique(
-            above * (here.max() + 1) + here, return_index=True, return_inverse=True
-        )
+        prefix = above * (here.max() + 1) + here
+        _, first, group = np.unique(prefix, return_index=True, return_inverse=True)
         order = first.argsort()
         tokens.append(here[first[order]])
         parents.append(above[first[order]])
@@ -45,9 +44,10 @@ def trie(
         scores.append(np.bincount(place, weights=mass))
         depth += [level + 1] * len(first)
         above, count = count + place, count + len(first)
+
+    # 2. The heaviest of them, as a tree.
     kept = best_first(torch.from_numpy(np.concatenate(scores)), nodes).sort().values
     links = connect(kept, torch.from_numpy(np.concatenate(parents)))
     ancestors = ancestor_mask(links, depth[-1])
-    return TokenTree(
-        torch.from_numpy(np.concatenate(tokens))[kept], links, torch.tensor(depth)[kept], ancestors
-    )
+    chosen = torch.from_numpy(np.concatenate(tokens))[kept]
+    return TokenTree(chosen, links, torch.tensor(depth)[kept], ancestors)

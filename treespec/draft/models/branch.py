@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
-from treespec.draft.proposer import Frontier
-from treespec.model.masks import rows_of, together, unpadded
+from treespec.draft.proposer import Frontier, aligned
+from treespec.model.masks import rows_of, unpadded
 from treespec.target import Target
 from treespec.trees.mask import committed
 
 
 @final
 class Branch:
-    """The levels of one cycle. They stand one behind another in the cache, and none is committed:
+    """The drafted levels of one cycle, one behind another in the cache; none is committed:
 
         | texts | level 1 | level 2 | ...
 
@@ -25,33 +25,27 @@ class Branch:
     def __init__(
         self, model: Target, cache: TreeCache, lengths: Sequence[int], places: Tensor | None = None
     ) -> None:
-        """lengths: of the B texts. places: [B, T] the position in its text of the token in each
-        column.
+        """lengths: of the B texts. places: [B, T] the position in its text of each column's token.
 
-        -1 marks an empty column. Default: column i holds position i, as far as is committed.
+        -1 marks an empty column. Default: committed column i holds position i.
         """
         device = model.output_device
         if places is None:
             held = committed(cache.lengths, device)[:, 0]
             places = torch.where(held, torch.arange(cache.end, device=device), -1)
         self.model, self.cache, self.places = model, cache, places
-        self.seen = places[:, None] >= 0  # [B, F, T] by the frontiers
-        self.after = torch.tensor(lengths, device=device)[
-            :, None
-        ]  # [B, 1] position of the next level
+        self.seen = places[:, None] >= 0  # [B, F, T] columns that each frontier node sees
+        self.after = torch.tensor(lengths, device=device)[:, None]  # [B, 1] next level's position
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        """For each text [F, V] logits for the children of its frontier, [0, V] where it has none."""
-        nothing = torch.empty(0, dtype=torch.int64, device=self.seen.device)
-        tokens = together([f.tokens if f else nothing for f in frontiers])  # [B, F]
-        above = together([f.parent_rows if f else nothing for f in frontiers])
+        """For each text [F, V] logits for the children of its frontier; [0, V] without one."""
+        tokens, above, sizes = aligned(frontiers, self.seen.device)
         b, n = tokens.shape
         own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
         self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
         self.places = torch.cat([self.places, self.after.expand(b, n)], dim=1)
         self.after = self.after + 1
         hidden = self.model.forward_nodes(self.cache, tokens, self.places, self.seen)
-        sizes = [len(f.tokens) if f else 0 for f in frontiers]
         return list(self.model.output_logits(unpadded(hidden, sizes)).split(sizes))
 
 

@@ -1,5 +1,6 @@
-"""A smaller language model as the drafter (Leviathan et al. 2023, 2211.17192; Chen et al. 2023,
-2302.01318).
+"""A smaller language model as the drafter.
+
+Leviathan et al. 2023 (2211.17192), Chen et al. 2023 (2302.01318).
 """
 
 from collections.abc import Sequence
@@ -11,12 +12,10 @@ from torch.nn.functional import pad
 
 from treespec.cache import TreeCache
 from treespec.draft.models.branch import Branch
-from treespec.draft.proposer import Frontier, Proposer
+from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer
 from treespec.errors import InputError
 from treespec.model.masks import together
 from treespec.target import Target
-
-PREFILL_AT = 32  # more new tokens than any accepted path: this is a prompt, run it at once
 
 
 @final
@@ -33,9 +32,8 @@ class ModelProposer(Proposer):
     def __init__(self, model: Target, target: Target) -> None:
         self.model, self.target, self.vocab_size = model, target, target.vocab_size
         self.cache = model.new_cache()
-        self.known = [
-            torch.empty(0, dtype=torch.int64, device=model.output_device)
-        ]  # [n] all tokens of each text
+        nothing = torch.empty(0, dtype=torch.int64, device=model.output_device)
+        self.known = [nothing]  # [n] all tokens, by text
         self.branch: Branch | None = None
 
     @property
@@ -68,9 +66,8 @@ class ModelProposer(Proposer):
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         self.rewind(self.lengths)  # drops an earlier root that was not observed afterwards
         roots = roots.to(self.model.output_device)
-        hidden = self._run(
-            [torch.cat(text) for text in zip(self.known, roots.split(1), strict=True)]
-        )
+        texts = zip(self.known, roots.split(1), strict=True)
+        hidden = self._run([torch.cat(text) for text in texts])
         logits = self._fitted(self.model.output_logits(hidden))
         self.branch = Branch(self.model, self.cache, self.cache.lengths)
         return list(logits.split(1))
@@ -83,8 +80,9 @@ class ModelProposer(Proposer):
 
     @torch.no_grad()
     def _run(self, texts: Sequence[Tensor]) -> Tensor:
-        """Bring texts into the cache, each at least one token longer than there; [B, H] hidden
-        states at their ends.
+        """Bring texts into the cache; [B, H] hidden states at their ends.
+
+        Each text is at least one token longer than the cache has it.
         """
         waiting = [tokens[done:] for tokens, done in zip(texts, self.cache.lengths, strict=True)]
         counts = [len(tokens) for tokens in waiting]
@@ -93,9 +91,7 @@ class ModelProposer(Proposer):
         return torch.stack([row[count - 1] for row, count in zip(hidden, counts, strict=True)])
 
     def _fitted(self, logits: Tensor) -> Tensor:
-        """[F, V] logits over the target's vocabulary: cut if the model's is longer, -inf where it
-        is shorter.
-        """
+        """[F, V] logits over the target's vocabulary: cut, or filled with -inf."""
         return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
 
 
@@ -118,7 +114,8 @@ def draft_model(path: str, target: Target) -> ModelProposer:
         ) from error
     if difference := tokens_differ(model, target):
         raise InputError(
-            f"--drafter model:{path} has other tokens than the target ({difference}): take a model of its family"
+            f"--drafter model:{path} has other tokens than the target ({difference}): take a model "
+            "of its family"
         )
     return ModelProposer(model, target)
 
@@ -130,17 +127,11 @@ def tokens_differ(model: Target, target: Target) -> str | None:
     """
     if model.tokenizer is None or target.tokenizer is None:
         same = model.vocab_size == target.vocab_size and model.tokenizer is target.tokenizer
-        return (
-            None
-            if same
-            else f"{model.vocab_size} and {target.vocab_size}, without a tokenizer to compare"
-        )
-    theirs, ours = (
-        {i: token for token, i in one.tokenizer.get_vocab().items()} for one in (model, target)
-    )
-    differ = [i for i in sorted(theirs.keys() & ours.keys()) if theirs[i] != ours[i]]
-    return (
-        f"token {differ[0]} is {theirs[differ[0]]!r}, the target's {ours[differ[0]]!r}"
-        if differ
-        else None
-    )
+        sizes = f"{model.vocab_size} and {target.vocab_size}"
+        return None if same else f"{sizes}, without a tokenizer to compare"
+    theirs = {number: token for token, number in model.tokenizer.get_vocab().items()}
+    ours = {number: token for token, number in target.tokenizer.get_vocab().items()}
+    for number in sorted(theirs.keys() & ours.keys()):
+        if theirs[number] != ours[number]:
+            return f"token {number} is {theirs[number]!r}, the target's {ours[number]!r}"
+    return None

@@ -1,16 +1,16 @@
-"""The target drafts for itself with sublayers left out (Draft & Verify, Zhang et al. 2024,
-2309.08168).
+"""The target drafts for itself without some sublayers.
 
-Nothing is trained and no weight is held twice. Where a layer's attention stays, drafts see the keys
-and values that the whole target has written for the text. A skipped sublayer adds nothing to the
-residual stream:
+Draft & Verify (Zhang et al. 2024, 2309.08168). It needs no training and no further weights. If a
+layer keeps its attention, drafts see the keys and values that the whole target has written for the
+text. A skipped sublayer adds nothing to the residual stream:
 
-    x -> x + attention(norm(x)) -> x + mlp(norm(x))        with the attention skipped:  x -> x -> x + mlp(norm(x))
+    all sublayers           x -> x + attention(norm(x)) -> x + mlp(norm(x))
+    attention skipped       x -> x                      -> x + mlp(norm(x))
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,9 @@ from treespec.target import Target
 
 @final
 class NoAttention(nn.Module):
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, None]:
         return torch.zeros_like(hidden_states), None
 
 
@@ -40,11 +42,9 @@ class NoMLP(nn.Module):
 def skipping(target: Target, skipped: SkipSet) -> Iterator[None]:
     """Inside, the target's forwards skip these sublayers."""
     layers = target.stack
-    parts = [(layers[k], "self_attn", NoAttention()) for k in skipped.attention]
-    swaps: list[tuple[nn.Module, str, nn.Module]] = [
-        *parts,
-        *((layers[k], "mlp", NoMLP()) for k in skipped.mlp),
-    ]
+    swaps: list[tuple[nn.Module, str, nn.Module]] = []
+    swaps += [(layers[k], "self_attn", NoAttention()) for k in skipped.attention]
+    swaps += [(layers[k], "mlp", NoMLP()) for k in skipped.mlp]
     before = [(layer, name, getattr(layer, name)) for layer, name, _ in swaps]
     try:
         put(swaps)
@@ -52,7 +52,7 @@ def skipping(target: Target, skipped: SkipSet) -> Iterator[None]:
     finally:
         try:
             put(before)
-        finally:  # repeated: an interrupt within the first leaves nothing swapped
+        finally:  # repeated, because an interrupt may hit the first
             put(before)
 
 
@@ -66,13 +66,16 @@ def put(parts: Sequence[tuple[nn.Module, str, nn.Module]]) -> None:
 def refuse_what_cannot_skip(target: Target) -> None:
     """Raise InputError unless layers only add self_attn and mlp to the residual stream.
 
-    Tested by a forward with all of them skipped: the stream must stay as it is.
+    A forward that skips all of them must leave the stream as it is.
     """
+    # 1. The layers have both sublayers.
     name, layers = type(target.model).__name__, target.stack
     if not all(hasattr(layer, part) for layer in layers for part in ("self_attn", "mlp")):
         raise InputError(
             f"{name} cannot draft with layers skipped: its layers have no self_attn and mlp"
         )
+
+    # 2. A forward without them.
     everything = SkipSet(target.layers, tuple(range(target.layers)), tuple(range(target.layers)))
     ends = (0, target.layers - 1)
     try:
@@ -86,7 +89,8 @@ def refuse_what_cannot_skip(target: Target) -> None:
         stays = False
     if not stays:
         raise InputError(
-            f"{name} cannot draft with layers skipped: its layers do more than add attention and MLP"
+            f"{name} cannot draft with layers skipped: its layers do more than add attention and "
+            "MLP"
         )
 
 
@@ -101,7 +105,7 @@ class SkipProposer(Proposer):
 
     def __init__(self, target: Target, skipped: SkipSet) -> None:
         self.target, self.skipped, self.vocab_size = target, skipped, target.vocab_size
-        self.observed = [0]  # positions of each text
+        self.observed = [0]  # positions, by text
         self.branch: Branch | None = None
 
     @property
@@ -113,9 +117,8 @@ class SkipProposer(Proposer):
         return [self.skipped.attention, self.skipped.mlp]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        self.observed = [
-            length + len(new) - 1 for length, new in zip(self.observed, tokens, strict=True)
-        ]
+        pairs = zip(self.observed, tokens, strict=True)
+        self.observed = [length + len(new) - 1 for length, new in pairs]
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.observed = list(lengths)

@@ -1,5 +1,6 @@
-"""The sublayers of a target that its drafts skip, kept as JSON: {"layers": 32, "attention": [5, 8],
-"mlp": [8]}.
+"""The sublayers of a target that its drafts skip, in a JSON file:
+
+{"layers": 32, "attention": [5, 8], "mlp": [8]}
 """
 
 import json
@@ -16,8 +17,8 @@ EDITED = "make it again with treespec skip, or, if you have edited it, delete it
 
 @dataclass(frozen=True)
 class SkipSet:
-    """layers: the target's number of layers. attention, mlp: layers whose attention or MLP is
-    skipped.
+    """layers: the target's number of layers. attention, mlp: layers that skip their attention or
+    their MLP.
     """
 
     layers: int
@@ -35,9 +36,9 @@ def save_skip_set(skipped: SkipSet, file: str | Path, about: dict[str, object]) 
 
 
 def load_skip_set(file: str | Path, layers: int | None) -> SkipSet:
-    """layers: those of the target; None is not known.
+    """layers: the target's number of layers; None: not known yet.
 
-    Raises InputError for a bad file or another depth.
+    Raises InputError for a damaged file, and for a skip set of another number of layers.
     """
     found = read_json(file, EDITED)
     try:
@@ -49,7 +50,8 @@ def load_skip_set(file: str | Path, layers: int | None) -> SkipSet:
     layers = skipped.layers if layers is None else layers
     if skipped.layers != layers:
         raise InputError(
-            f"skip set {file} is for {skipped.layers} layers, the target has {layers}: make one with treespec skip"
+            f"skip set {file} is for {skipped.layers} layers, the target has {layers}: make one "
+            "with treespec skip"
         )
     if outside := [k for k in (*skipped.attention, *skipped.mlp) if not 0 <= k < layers]:
         raise InputError(
@@ -59,7 +61,7 @@ def load_skip_set(file: str | Path, layers: int | None) -> SkipSet:
 
 
 def numbers(values: Iterable[int]) -> tuple[int, ...]:
-    """Sorted, without repeats. Raises TypeError for anything but whole numbers."""
+    """The values sorted, without repeats. Raises TypeError for anything but whole numbers."""
     if not all(type(value) is int for value in values):
         raise TypeError("a layer is no whole number")
     return tuple(sorted(set(values)))

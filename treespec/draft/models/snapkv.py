@@ -1,8 +1,7 @@
-"""The positions of a text that a budget of keys and values keeps, by SnapKV (Li et al. 2024,
-2404.14469).
+"""SnapKV (Li et al. 2024, 2404.14469): which positions of a text a budget of keys and values keeps.
 
-A forward over a prompt's last tokens shows what they attend to, and each KV head keeps the
-positions with the most attention:
+A forward over a prompt's last tokens shows what they attend to. Each KV head keeps the positions
+with the most attention:
 
     position          0   1   2   3   4   5 | 6   7      the window is 6 and 7
     seen by 6 and 7  .5  .1  .0  .3  .0  .1              two are kept: 0 and 3
@@ -11,7 +10,6 @@ positions with the most attention:
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,17 +43,15 @@ def refuse_what_shows_no_attention(target: Target) -> None:
 def most_seen(
     target: Target, cache: TreeCache, recent: Sequence[Tensor | None], keep: int
 ) -> list[Tensor | None]:
-    """For each text [layers, keep, KV heads] int64 positions before its window; None for texts
-    whose window is None.
+    """For each text [layers, keep, KV heads] int64 positions before its window; None without one.
 
-    recent: each text's window, its last committed tokens [W]. One forward over the windows, which
-    leaves the cache as it was found. For a moment it holds a layer's attention, [B, heads, W, T] in
-    float32.
+    recent: each text's window, its last committed tokens [W]. It runs one forward over the windows
+    and leaves the cache unchanged. For a moment it holds the attention of a layer, [B, heads, W, T]
+    in float32.
     """
     # 1. The windows, padded, and what each of their tokens sees.
-    windows = [
-        tokens if tokens is not None else torch.zeros(1, dtype=torch.int64) for tokens in recent
-    ]
+    nothing = torch.zeros(1, dtype=torch.int64)
+    windows = [nothing if tokens is None else tokens for tokens in recent]
     tokens = together([window.to(target.output_device) for window in windows])  # [B, W]
     sizes = [len(window) for window in windows]
     before = [max(0, length - size) for length, size in zip(cache.lengths, sizes, strict=True)]
@@ -78,9 +74,8 @@ def most_seen(
         score = (weights[..., : cache.end] * mine).sum((2, 3))  # [B, heads, end]
         score = F.avg_pool1d(score, POOL, stride=1, padding=POOL // 2)
         score = score.masked_fill(~earlier.to(score.device)[:, None], -1.0)
-        best.append(
-            score.topk(min(keep, cache.end), dim=-1).indices.transpose(1, 2).cpu()
-        )  # [B, keep, heads]
+        chosen = score.topk(min(keep, cache.end), dim=-1).indices  # [B, heads, keep]
+        best.append(chosen.transpose(1, 2).cpu())
 
     with watched(target.model, choose):
         target.forward_nodes(cache, tokens, places, seen)
@@ -98,12 +93,19 @@ _now = Seeing()
 
 
 def watch(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scaling: float | None = None,
+    **options: object,
 ) -> tuple[Tensor, None]:
+    """The attention of a layer, whose weights go to `see`. It is called as transformers' are."""
     grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, heads, group, W, D]
-    scores = grouped @ k.float()[:, :, None].mT * (options.get("scaling") or q.shape[-1] ** -0.5)
+    scores = grouped @ k.float()[:, :, None].mT * (scaling or q.shape[-1] ** -0.5)
     _now.see((scores + mask[:, :, None]).softmax(-1))
-    return tree_attention(module, q, k, v, mask, **options)
+    return tree_attention(module, q, k, v, mask, scaling=scaling, **options)
 
 
 AttentionInterface.register(WATCHED, watch)
@@ -112,7 +114,7 @@ AttentionMaskInterface.register(WATCHED, sdpa_mask)
 
 @contextmanager
 def watched(model: PreTrainedModel, see: Callable[[Tensor], None]) -> Iterator[None]:
-    """Inside, `see` gets the attention weights of each layer as it runs."""
+    """Inside, each layer of a forward hands its attention weights to `see`."""
     _now.see = see
     try:
         model.set_attn_implementation(WATCHED)
@@ -121,5 +123,5 @@ def watched(model: PreTrainedModel, see: Callable[[Tensor], None]) -> Iterator[N
         del _now.see
         try:
             model.set_attn_implementation(NAME)
-        finally:  # repeated: an interrupt within the first leaves nothing half done
+        finally:  # repeated, because an interrupt may hit the first
             model.set_attn_implementation(NAME)

@@ -1,10 +1,9 @@
-"""The target drafts over a budget of its own keys and values (MagicDec, Sadhukhan et al. 2025,
-2408.11049).
+"""The target drafts over a budget of its own keys and values.
 
-For long texts a forward's time goes into keys and values rather than weights. Drafts see a small
-copy of them: the first few tokens and the latest (StreamingLLM, Xiao et al. 2024, 2309.17453), or
-in place of the first few the positions that the prompt's last tokens attended to most (`snapkv`).
-All keep their positions in the text.
+MagicDec (Sadhukhan et al. 2025, 2408.11049). On a long text a forward spends its time on keys and
+values rather than on weights. Drafts see a small copy of them: the first few tokens and the latest
+(StreamingLLM, Xiao et al. 2024, 2309.17453). With `snapkv` the positions that the prompt's last
+tokens attended to most take the place of the first few. All keep their positions in the text.
 
 A text of 11 tokens, a budget of 8 with 4 sinks; the next token takes the place of token 7:
 
@@ -34,8 +33,8 @@ NOTHING, CHOSEN = -1, -2  # a column without a token; one whose token differs by
 
 @dataclass(frozen=True)
 class Text:
-    """recent: [W] last tokens. chosen: [layers, S, heads] positions below start that stay; None:
-    the sinks stay.
+    """recent: [W] last tokens. chosen: [layers, S, heads] kept positions below `start`; None: the
+    first SINKS positions.
     """
 
     length: int
@@ -57,25 +56,19 @@ def columns(length: int, budget: int, first: int, start: int, chosen: bool = Fal
 
 @final
 class SparseProposer(Proposer):
-    """Drafts with the target over at most `budget` positions of each text, and drafted nodes; one
-    text at first.
+    """Drafts with the target over at most `budget` positions of each text; one text at first.
 
-    window: the number of a prompt's last tokens that choose which positions stay once the text is
-    longer than the budget; None keeps StreamingLLM's sinks. Memory besides the target's: keys and
-    values of texts x (budget + drafted nodes), 2 x layers x KV heads x head width numbers each.
-    Every cycle copies the newly committed positions, and all of them after texts have entered or
-    left.
+    window: tokens at a prompt's end that choose the positions kept once the text is longer than the
+    budget; None: StreamingLLM's sinks. Memory besides the target's: keys and values of texts x
+    (budget + drafted nodes), each of 2 x layers x KV heads x head width numbers. A cycle copies the
+    newly committed positions; after texts have entered or left, it copies all.
     """
 
     per_text = ("texts",)
 
     def __init__(self, target: Target, budget: int, window: int | None = None) -> None:
-        self.target, self.budget, self.window, self.vocab_size = (
-            target,
-            budget,
-            window,
-            target.vocab_size,
-        )
+        self.target, self.vocab_size = target, target.vocab_size
+        self.budget, self.window = budget, window
         self.ring = max(window, budget // 4) if window else budget - SINKS  # columns
         self.texts = [Text(0, torch.empty(0, dtype=torch.int64))]
         self.cache: TreeCache | None = None
@@ -145,12 +138,10 @@ class SparseProposer(Proposer):
         """Choose the positions that stay for texts that have outgrown the budget."""
         if not self.window:
             return
-        due = [
-            text.recent
-            if length > self.budget and text.chosen is None and len(text.recent)
-            else None
-            for text, length in zip(self.texts, cache.lengths, strict=True)
-        ]
+        due: list[Tensor | None] = []
+        for text, length in zip(self.texts, cache.lengths, strict=True):
+            outgrown = length > self.budget and text.chosen is None and len(text.recent)
+            due.append(text.recent if outgrown else None)
         if all(recent is None for recent in due):
             return
         for row, chosen in enumerate(most_seen(self.target, cache, due, self.budget - self.ring)):
@@ -160,9 +151,9 @@ class SparseProposer(Proposer):
 
     @torch.no_grad()
     def _copied(self, cache: TreeCache, wanted: Tensor) -> TreeCache:
-        """The small cache with these positions [B, C] in its columns; copies only what it lacks."""
-        # 1. The columns that lack their position: (text, column, position) moves, and texts with
-        # chosen ones.
+        """The small cache with these positions [B, C] in its columns; copies those it lacks."""
+        # 1. Columns that lack their position, as (text, column, position), and texts whose chosen
+        # positions are not there.
         b, c = wanted.shape
         if self.cache is None:
             self.cache, self.held = self.target.new_cache(), torch.full((b, 0), NOTHING)

@@ -1,5 +1,5 @@
-"""The EAGLE heads as proposers: the target's features of accepted tokens go in, drafted ones are
-forgotten.
+"""The EAGLE heads as proposers. The cache keeps the target's features of accepted tokens, and
+forgets those that the head drafted.
 """
 
 from collections.abc import Sequence
@@ -9,23 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from treespec.cache import TreeCache
-from treespec.draft.proposer import Frontier, Proposer
+from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer, aligned
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead, config_for
-from treespec.heads.eagle3 import Eagle3Head
+from treespec.heads.features import FeatureHead
 from treespec.model.chunks import causal_chunks
 from treespec.model.masks import rows_of, together, unpadded
 from treespec.target import Target
 from treespec.trees.mask import committed
 
-PREFILL_AT = 32  # more new pairs than any accepted path: this is a prompt, run it at once
-MOST_WAITING = 96  # pairs, while a text rests without drafts
+MOST_WAITING = 96  # pairs that a text may collect while it rests without drafts
 
 
 def new_head(target: Target, bias: bool = True) -> EagleHead:
-    """An untrained head for a target, in float32, with the target's embedding. bias: whether fc has
-    one.
-    """
+    """An untrained head for a target, in float32, with the target's embedding. bias: of fc."""
     config = config_for(target.config, target.feature_width, target.vocab_size, target.embed_scale)
     head = EagleHead(config | {"bias": bias})
     head.embed_tokens.weight = embedding_of(target)
@@ -37,7 +34,8 @@ def embedding_of(target: Target) -> nn.Parameter:
     weight = target.model.get_input_embeddings().weight
     if weight.is_meta:
         raise InputError(
-            "the target's embedding is offloaded; give it room on a device, where the head takes it from"
+            "the target's embedding is offloaded; give it room on a device, where the head takes "
+            "it from"
         )
     return weight
 
@@ -46,8 +44,8 @@ def embedding_of(target: Target) -> nn.Parameter:
 class Pairs:
     """Pairs (feature, following token) of one text that wait for the head.
 
-    They are joined when the head takes them: a resting text adds one pair a cycle, and joining at
-    each would copy all of them each time.
+    `joined` concatenates them when the head takes them. A resting text adds a pair each cycle, and
+    concatenating in each would copy all of them each time.
     """
 
     def __init__(self, features: Tensor, tokens: Tensor) -> None:
@@ -61,7 +59,7 @@ class Pairs:
     def add(self, features: Tensor, tokens: Tensor) -> None:
         """features: [n, F]. tokens: [n] int64."""
         if not self.count:
-            self.features, self.tokens = [], []  # an empty pair of tensors may have another dtype
+            self.features, self.tokens = [], []  # the empty tensors may have another dtype
         self.features.append(features)
         self.tokens.append(tokens)
         self.count += len(tokens)
@@ -75,11 +73,8 @@ class Pairs:
     def split(self, length: int) -> "Pairs":
         """Keep the first `length` pairs; return the others."""
         features, tokens = self.joined()
-        self.features, self.tokens, self.count = (
-            [features[:length]],
-            [tokens[:length]],
-            min(length, self.count),
-        )
+        self.features, self.tokens = [features[:length]], [tokens[:length]]
+        self.count = min(length, self.count)
         return Pairs(features[length:], tokens[length:])
 
 
@@ -96,12 +91,12 @@ class EagleProposer(Proposer):
     Texts with fewer pairs or frontier nodes are padded with ones that no node sees.
     """
 
-    head: EagleHead | Eagle3Head
+    head: FeatureHead
     per_text = ("waiting", "cache")
 
     def __init__(
         self,
-        head: EagleHead | Eagle3Head,
+        head: FeatureHead,
         target: Target,
         chunk: int | None = None,
     ) -> None:
@@ -109,18 +104,15 @@ class EagleProposer(Proposer):
         self.head, self.target, self.chunk = head, target, chunk
         self.vocab_size = target.vocab_size
         self.cache = TreeCache(layers=1)
-        self.waiting = [self._nothing()]  # pairs of each text
+        self.waiting = [self._nothing()]  # by text
         self.positions = torch.empty(0)  # [B, 1] positions of the last level's features
         self.frontier = torch.empty(0)  # [B, F, H] features extrapolated at the frontiers
-        self.seen = torch.empty(
-            0
-        )  # [B, F, T] bool: which columns of the cache each frontier node sees
+        self.seen = torch.empty(0)  # [B, F, T] bool: cache columns that each frontier node sees
 
     @property
     def lengths(self) -> list[int]:
-        return [
-            done + len(pairs) for done, pairs in zip(self.cache.lengths, self.waiting, strict=True)
-        ]
+        texts = zip(self.cache.lengths, self.waiting, strict=True)
+        return [done + len(pairs) for done, pairs in texts]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         for pairs, new, known in zip(self.waiting, features, tokens, strict=True):
@@ -132,14 +124,10 @@ class EagleProposer(Proposer):
             self.waiting = ends
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        keep = [
-            max(0, length - done) for length, done in zip(lengths, self.cache.lengths, strict=True)
-        ]
-        for pairs, length in zip(self.waiting, keep, strict=True):
-            pairs.split(length)
-        self.cache.rewind(
-            [min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)]
-        )
+        cached = self.cache.lengths
+        for pairs, length, done in zip(self.waiting, lengths, cached, strict=True):
+            pairs.split(max(0, length - done))
+        self.cache.rewind([min(pair) for pair in zip(cached, lengths, strict=True)])
 
     def new(self) -> "EagleProposer":
         return EagleProposer(self.head, self.target, self.chunk)
@@ -180,9 +168,7 @@ class EagleProposer(Proposer):
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        nothing = torch.empty(0, dtype=torch.int64, device=self.frontier.device)
-        tokens = together([f.tokens if f else nothing for f in frontiers])  # [B, F]
-        above = together([f.parent_rows if f else nothing for f in frontiers])
+        tokens, above, sizes = aligned(frontiers, self.frontier.device)
         b, n = tokens.shape
         own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
         self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
@@ -192,12 +178,14 @@ class EagleProposer(Proposer):
         self.frontier = self._forward(
             tokens, rows_of(self.frontier, above), self.positions, self.seen
         )
-        sizes = [len(f.tokens) if f else 0 for f in frontiers]
         logits = self.head.logits(unpadded(self.frontier, sizes), self.target)
         return list(logits.split(sizes))
 
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """tokens: [B, T]; features: [B, T, H]; positions: [B, T or 1]; mask: [B, T, P + T]. Returns [B, T, H]."""
+        """One step of the head; its keys and values stay in the cache. Returns [B, T, H].
+
+        tokens: [B, T]. features: [B, T, H]. positions: [B, T or 1]. mask: [B, T, P + T].
+        """
         layer = self.cache.tree_layers[0]
         hidden = self.head.step(tokens, features, positions, mask[:, None], layer)
         layer.length += tokens.shape[1]

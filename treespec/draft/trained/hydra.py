@@ -1,4 +1,4 @@
-"""Hydra's heads as a proposer: a node's logits depend on the state and on the tokens of its path."""
+"""Hydra's heads as a proposer: logits depend on the state and the tokens of a node's path."""
 
 from collections.abc import Iterator, Sequence
 from typing import final
@@ -6,21 +6,20 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
-from treespec.draft.proposer import Frontier, Proposer
+from treespec.draft.proposer import Frontier, aligned
 from treespec.draft.trained.medusa import output_weight
-from treespec.draft.trained.states import LastStates, PrefixStates, stacked
-from treespec.draft.vocabulary import spread
+from treespec.draft.trained.states import LastStates, PrefixStates, StateProposer
+from treespec.draft.vocabulary import whole
 from treespec.heads.eagle import config_for
 from treespec.heads.hydra import ARCHITECTURES, HydraHead
-from treespec.model.masks import rows_of, together, unpadded
+from treespec.model.masks import rows_of, unpadded
 from treespec.target import Target
 
 
 def new_hydra(target: Target, heads: int = 4, kind: str = "hydra") -> HydraHead:
     """Untrained heads for a target, in float32, with its output embedding.
 
-    Published: one block, four for Hydra++.
+    As published, Hydra has one block and Hydra++ four.
     """
     llama = config_for(target.config, target.feature_width, target.vocab_size)
     config = {name: value for name, value in llama.items() if name not in ("architectures", "bias")}
@@ -38,11 +37,10 @@ def new_hydra_plus(target: Target, heads: int = 4) -> HydraHead:
 
 
 @final
-class HydraProposer(Proposer):
+class HydraProposer(StateProposer):
     """Drafts with heads and the target's embeddings; one text at first."""
 
     head: HydraHead
-    per_text = ("observed",)
 
     def __init__(self, head: HydraHead, target: Target) -> None:
         self.head, self.target, self.vocab_size = head, target, target.vocab_size
@@ -50,51 +48,31 @@ class HydraProposer(Proposer):
         self.observed: PrefixStates | LastStates = (
             PrefixStates(head, target.output_device) if plus else LastStates()
         )
-        self.inputs = torch.empty(
-            0
-        )  # [B, F, (level + 2) H] state and embeddings along the path to each frontier node
+        # [B, F, (level + 2) H] the state, and the embeddings along the path to each frontier node.
+        self.inputs = torch.empty(0)
         self.level = 0
 
-    @property
-    def lengths(self) -> list[int]:
-        return self.observed.lengths
-
-    @torch.no_grad()
-    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        known = self.observed.known()
-        if all(state is None for state in known):
-            return [None] * len(known)
-        states, self.level = stacked(known), 0
+    def start(self, states: Tensor, roots: Tensor) -> Tensor:
+        self.level = 0
         self.inputs = torch.cat([states, self._embedded(roots, states)], dim=-1)[:, None]
-        logits = self.head.step(0, self.inputs)  # [B, 1, N]
-        return [None if state is None else row for row, state in zip(logits, known, strict=True)]
+        return self.head.step(0, self.inputs)
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        nothing = torch.empty(0, dtype=torch.int64, device=self.inputs.device)
-        tokens = together([f.tokens if f else nothing for f in frontiers])  # [B, F]
-        above = together([f.parent_rows if f else nothing for f in frontiers])
+        tokens, above, sizes = aligned(frontiers, self.inputs.device)
         if self.vocabulary is not None:
             tokens = self.vocabulary[tokens]
-        self.inputs = torch.cat(
-            [rows_of(self.inputs, above), self._embedded(tokens, self.inputs)], dim=-1
-        )
+        embedded = self._embedded(tokens, self.inputs)
+        self.inputs = torch.cat([rows_of(self.inputs, above), embedded], dim=-1)
         self.level += 1
-        sizes = [len(f.tokens) if f else 0 for f in frontiers]
         logits = self.head.step(self.level, unpadded(self.inputs, sizes))
         return list(logits.split(sizes))
 
-    def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
-        return self.target.embeddings(tokens).to(like.dtype)
-
-    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        self.observed.observe(features)
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        self.observed.rewind(lengths)
-
     def new(self) -> "HydraProposer":
         return HydraProposer(self.head, self.target)
+
+    def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
+        return self.target.embeddings(tokens).to(like.dtype)
 
 
 @torch.no_grad()
@@ -105,15 +83,10 @@ def hydra_rollout(
     rows = len(tokens) - steps - 1
     if rows <= 0:
         return
-    inputs = head.states(
-        features[None, :rows].to(head.dtype), torch.arange(rows, device=features.device)
-    )[0]
+    positions = torch.arange(rows, device=features.device)
+    inputs = head.states(features[None, :rows].to(head.dtype), positions)[0]
     embedded = target.embeddings(tokens).to(head.dtype)
     for i in range(steps):
         inputs = torch.cat([inputs, embedded[i + 1 : i + 1 + rows]], dim=-1)
         logits = head.step(i, inputs)
-        yield (
-            logits
-            if head.vocabulary is None
-            else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
-        )
+        yield whole(logits, head, target)

@@ -20,12 +20,12 @@ H = TypeVar("H", bound=Head)
 
 @dataclass(frozen=True)
 class Kind(Generic[H]):
-    """new: (target, …) -> an untrained head in float32; some kinds take an option more.
+    """new: (target, …) -> an untrained head in float32; some kinds take a further option.
 
     proposer: (head, target) -> the proposer that drafts trees with the head.
     rollout: (head, target, tokens [T], features [T, F], steps) -> for draft step 1, 2, … the [R, V]
-    draft logits from each of R = T - steps - 1 positions. Row t of step d is the law of token t + d
-    + 1. `steps` is at most the head's `max_depth`. Five tokens, two steps:
+    draft logits from each of R = T - steps - 1 positions. Row t of step d is the law of token
+    t + d + 1. `steps` is at most the head's `max_depth`. Five tokens, two steps:
 
         token      a    b    c    d    e
         step 1     c    d                  drafted from a and from b, given b and c

@@ -6,10 +6,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
-from treespec.draft.proposer import Frontier, Proposer
-from treespec.draft.trained.states import LastStates, stacked
-from treespec.draft.vocabulary import spread
+from treespec.draft.proposer import Frontier
+from treespec.draft.trained.states import LastStates, StateProposer
+from treespec.draft.vocabulary import whole
 from treespec.errors import InputError
 from treespec.heads.medusa import MedusaHead
 from treespec.target import Target
@@ -40,11 +39,10 @@ def output_weight(target: Target) -> Tensor:
 
 
 @final
-class MedusaProposer(Proposer):
+class MedusaProposer(StateProposer):
     """Drafts from the last hidden state of each text; one text at first."""
 
     head: MedusaHead
-    per_text = ("observed",)
 
     def __init__(self, head: MedusaHead, target: Target) -> None:
         self.head, self.target, self.vocab_size = head, target, target.vocab_size
@@ -52,18 +50,9 @@ class MedusaProposer(Proposer):
         self.states = torch.empty(0)  # [B, H]
         self.level = 0
 
-    @property
-    def lengths(self) -> list[int]:
-        return self.observed.lengths
-
-    @torch.no_grad()
-    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        known = self.observed.known()
-        if all(state is None for state in known):
-            return [None] * len(known)
-        self.states, self.level = stacked(known), 0
-        logits = self._logits()
-        return [None if state is None else row for row, state in zip(logits, known, strict=True)]
+    def start(self, states: Tensor, roots: Tensor) -> Tensor:
+        self.states, self.level = states, 0
+        return self._logits()
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
@@ -71,18 +60,12 @@ class MedusaProposer(Proposer):
         sizes = [len(frontier.tokens) if frontier else 0 for frontier in frontiers]
         return [row.expand(size, -1) for row, size in zip(self._logits(), sizes, strict=True)]
 
-    def _logits(self) -> list[Tensor]:
-        """[1, N] logits for each text, by the head of this level."""
-        return list(self.head.step(self.level, self.states).split(1))
-
-    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        self.observed.observe(features)
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        self.observed.rewind(lengths)
-
     def new(self) -> "MedusaProposer":
         return MedusaProposer(self.head, self.target)
+
+    def _logits(self) -> Tensor:
+        """[B, 1, N] logits, by the head of this level."""
+        return self.head.step(self.level, self.states)[:, None]
 
 
 @torch.no_grad()
@@ -93,8 +76,4 @@ def medusa_rollout(
     states = features[: max(0, len(tokens) - steps - 1)].to(head.dtype)
     for i in range(steps if len(states) else 0):
         logits = head.step(i, states)
-        yield (
-            logits
-            if head.vocabulary is None
-            else spread(logits, head.vocabulary, target.vocab_size, -torch.inf)
-        )
+        yield whole(logits, head, target)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeLayer
-from treespec.draft.vocabulary import draft_logits
-from treespec.heads.head import FeatureHead
+from treespec.draft.vocabulary import whole
+from treespec.heads.features import FeatureHead
 from treespec.target import Target
 
 
@@ -17,14 +17,14 @@ def rollout(
 ) -> Iterator[Tensor]:
     """[R, V] the draft logits of step 1, 2, … from each of R = T - steps - 1 positions.
 
-    tokens: [T] int64; features: [T, F] the target's. Row t of step d is of the target's feature t + d,
-    the logits of token t + d + 1. A rollout from position t uses true pairs up to t, then its own features
-    with the text's tokens. All rollouts run at once, step d being one more stretch of the cache, of which a
-    row sees only its own entry:
+    tokens: [T] int64. features: [T, F] the target's. Row t of step d has the logits of token
+    t + d + 1. A rollout from position t uses true pairs up to t, then its own features with the
+    text's tokens. All rollouts run at once. Each step appends a stretch to the cache; a row sees
+    only its own entry of it:
 
         row t sees   | pairs 0 .. t | step 2 of t | step 3 of t | ...
 
-    Nothing is yielded for a text of less than steps + 2 tokens.
+    A text of fewer than steps + 2 tokens yields nothing.
     """
     rollouts = len(tokens) - steps - 1
     if rollouts <= 0:
@@ -39,4 +39,4 @@ def rollout(
         hidden = head.step(following[None], hidden[None], positions, seen, cache)[0]
         cache.length += rollouts
         seen = torch.cat([seen, own], dim=1)
-        yield draft_logits(head, target, hidden.to(features.dtype))
+        yield whole(head.logits(hidden.to(features.dtype), target), head, target)

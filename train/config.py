@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from treespec.errors import InputError
-from treespec.options import MANY, TOKENS, TRAINED, either, nearest, option, shared
-from treespec.shared_options import PlacementOptions, TargetOptions
+from treespec.options import DTYPES, MANY, TOKENS, TRAINED, either, nearest, option
+from treespec.shared_options import TargetOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,11 @@ class TrainConfig(TargetOptions):
     )
     seed: int = option("seed of the weights, the order and the noise", 0, least=0, most=2**32 - 1)
     mixed_precision: str = option("no, bf16 or fp16", "no")
-    dtype: str = shared(PlacementOptions, "dtype", "auto")
+    dtype: str = option(
+        f"precision of the target's weights: {either(DTYPES)}; auto takes the checkpoint's",
+        "auto",
+        choices=DTYPES,
+    )
     device_map: str | None = option(
         "accelerate's placement of the target; default: the process's device", None
     )

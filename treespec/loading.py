@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.draft.calibration import Calibration, load_calibration
+from treespec.draft.fit.dtype import dtype_for
 from treespec.draft.source import Source, source_for
 from treespec.draft.sources import source_of
 from treespec.errors import InputError
@@ -43,6 +44,8 @@ def load_sources(
                 f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded "
                 "model"
             )
+        if dtype == "auto":
+            dtype = dtype_for(fspath(target), device_map, max_memory, trust_remote_code)
         model = Target.load(
             fspath(target),
             trust_remote_code=trust_remote_code,

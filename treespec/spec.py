@@ -252,7 +252,7 @@ def load(
 
     target: directory, hub id, or a loaded transformers model. A loaded model stays usable, but
     changes for good: evaluation mode, no gradients, attention that takes trees. Its weights do not
-    change; those of a model loaded here are packed if that is faster (bfloat16 on a CPU).
+    change; those of a model loaded here are packed on a CPU, where that is faster.
     tokenizer: default the directory's own. A model object without one takes and gives token ids.
     head: directory or hub id of a trained head of any kind. drafter: `kind:value` in place of a
     head, with a kind of `treespec.draft.sources.SOURCES`, such as lookup. Default: one token at a
@@ -260,7 +260,9 @@ def load(
     tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
     verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
     template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers
-    take them. trust_remote_code: run Python files from the target's or a draft model's directory.
+    take them, but that on a CPU dtype "auto" is the checkpoint's or float32, in which trees are
+    faster (`treespec.draft.fit.dtype`); repr(spec) names it.
+    trust_remote_code: run Python files from the target's or a draft model's directory.
     Raises InputError, or HeadError and TreeError, for models, names and files that cannot be used.
     """
     if head and drafter:

@@ -1,4 +1,4 @@
-"""The time of one bfloat16 matrix product with a plain and with a packed weight, on one thread."""
+"""The time of one matrix product with a plain and with a packed weight, on one thread."""
 
 import argparse
 import statistics
@@ -7,7 +7,7 @@ import time
 import torch
 from torch import nn
 
-from treespec.model.packed import PackedLinear
+from treespec.model.packed import PackedLinear, packable
 
 SHAPES = ((384, 1024), (1024, 384), (384, 8192))  # (in, out) of the 22 M target's layers
 
@@ -18,28 +18,30 @@ def main() -> None:
         "--weights", type=int, default=20_000_000, help="weights a shape: more than the caches hold"
     )
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     options = parser.parse_args()
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        print("this CPU has no packed bfloat16 product: it needs AVX-512 or AVX-NE-CONVERT")
+    dtype = getattr(torch, options.dtype)
+    if not packable(dtype):
+        print(f"this CPU has no packed {options.dtype} product; bfloat16 needs AVX-512")
         return
     torch.set_num_threads(1)
     with torch.inference_mode():
         for shape in SHAPES:
             for rows in (1, 26):
-                plain, packed = product_times(shape, rows, options.weights, options.rounds)
+                plain, packed = product_times(shape, rows, dtype, options.weights, options.rounds)
                 print(f"{shape}, {rows} rows: {plain:.0f} µs plain, {packed:.0f} µs packed")
 
 
 def product_times(
-    shape: tuple[int, int], rows: int, weights: int, rounds: int
+    shape: tuple[int, int], rows: int, dtype: torch.dtype, weights: int, rounds: int
 ) -> tuple[float, float]:
     """Median microseconds of a plain and of a packed product; the two take turns."""
     # 1. So many layers that no weight is still in the processor's cache when its turn comes.
     number = max(1, weights // (shape[0] * shape[1]))
-    layers = [nn.Linear(*shape, bias=False, dtype=torch.bfloat16) for _ in range(number)]
+    layers = [nn.Linear(*shape, bias=False, dtype=dtype) for _ in range(number)]
     pairs = [(layer, PackedLinear(layer)) for layer in layers]
     # 2. Time each product by itself.
-    inputs = torch.randn(rows, shape[0]).bfloat16()
+    inputs = torch.randn(rows, shape[0], dtype=dtype)
     plain_times: list[float] = []
     packed_times: list[float] = []
     for plain, packed in pairs * rounds:

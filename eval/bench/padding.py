@@ -123,7 +123,9 @@ def _silent(layer: nn.Module, writers: list[str], number: int) -> nn.Module:
         linear = silent.get_submodule(name)
         if isinstance(linear, PackedLinear):
             bias = linear.bias is not None
-            linear = nn.Linear(linear.in_features, linear.out_features, bias, dtype=torch.bfloat16)
+            linear = nn.Linear(
+                linear.in_features, linear.out_features, bias, dtype=linear.packed.dtype
+            )
             silent.set_submodule(name, PackedLinear(_zero(linear)))
         else:
             _zero(linear)

@@ -149,7 +149,7 @@ def load(config: BenchConfig) -> Models:
         stock = Target.load(
             config.target,
             device_map=config.device_map,
-            dtype=config.dtype,
+            dtype=spec.target.dtype,
             trust_remote_code=config.trust_remote_code,
         )
     packed = not config.stock_peers

@@ -68,6 +68,13 @@ def read_record(file: Path, record: dict[str, Any]) -> dict[str, Any] | None:
     return before
 
 
+def dtype_of(config: EvalConfig, before: dict[str, Any] | None) -> str:
+    """What the target is loaded in: `auto` is what it was when the evaluation was begun."""
+    if config.dtype != "auto" or before is None:
+        return config.dtype
+    return str(before["environment"].get("dtype", config.dtype))
+
+
 def same(name: str, before: Any, now: Any, identities: bool) -> bool:
     """Whether an option may be the same. Answers are named after the target's last part, which has to stay."""
     if name not in PLACES or not identities or before is None or now is None:

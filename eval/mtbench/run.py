@@ -19,7 +19,14 @@ from treespec.eval.mtbench.config import (
     drafters_of,
     pairs_of,
 )
-from treespec.eval.mtbench.record import models_of, moved, read_record, record_of, same_models
+from treespec.eval.mtbench.record import (
+    dtype_of,
+    models_of,
+    moved,
+    read_record,
+    record_of,
+    same_models,
+)
 from treespec.eval.mtbench.summary import summarise
 from treespec.eval.mtbench.table import report_of
 from treespec.eval.pairs import paired, refuse_unfit
@@ -103,7 +110,7 @@ def _evaluated(
             config.target,
             drafters_of(config),
             device_map=config.device_map,
-            dtype=config.dtype,
+            dtype=dtype_of(config, before),
             trust_remote_code=config.trust_remote_code,
         )
         spec = Spec(target, None, template=config.template)

@@ -1,5 +1,6 @@
 """The start and end of every command: safe output streams, and one line for any error."""
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ def run(app: "typer.Typer", arguments: Sequence[str]) -> int:
     leaves, such as `| head`, end a command without a message.
     """
     tolerate_any_text()
+    show_warnings()
     wants_traceback = TRACEBACK in arguments
     try:
         code = app([word for word in arguments if word != TRACEBACK], standalone_mode=False)
@@ -49,6 +51,21 @@ def tolerate_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+class Lines(logging.Handler):
+    """What the library has to tell, each a line on standard error; a notice makes room for it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        end_notice()
+        print(f"treespec: {one_line(record.getMessage())}", file=sys.stderr, flush=True)
+
+
+def show_warnings() -> None:
+    """Show warnings of the library, such as of a dtype that is not the checkpoint's."""
+    log = logging.getLogger("treespec")
+    if not any(isinstance(handler, Lines) for handler in log.handlers):
+        log.addHandler(Lines(logging.WARNING))
 
 
 def leave_stdout() -> None:

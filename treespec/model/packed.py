@@ -1,10 +1,12 @@
 """Weights in the order in which a CPU multiplies them.
 
-torch brings a bfloat16 weight into oneDNN's blocked order at every call, which for a few rows takes as long as to
-multiply. Here that is done once, when a model is loaded to decode.
+torch brings a bfloat16 weight into oneDNN's blocked order at every call, and multiplies a float32 one
+in its plain order, which is slow for a few rows. Here each is brought into that order once, when a
+model is loaded to decode.
 """
 
-from typing import final
+from collections import defaultdict
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 @final
 class PackedLinear(nn.Module):
-    """`nn.Linear` for inference on a CPU in bfloat16. It holds the weight in blocked order alone."""
+    """`nn.Linear` for inference on a CPU. It holds the weight in blocked order alone."""
 
     def __init__(self, linear: nn.Linear, rows: int = 16) -> None:
         """rows: of the typical input; the order fits any number."""
@@ -31,20 +33,36 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: nn.Module) -> None:
-    """Replace the linear layers of a model that lie on a CPU in bfloat16; all others stay as they are."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and fits(child):
-                setattr(parent, name, PackedLinear(child))
+    """Replace the linear layers of a model that can be packed; all others stay as they are.
+
+    One layer at a time: its plain weight is freed before the next is packed, but for one that an
+    embedding shares. A layer in two places is packed once.
+    """
+    places: defaultdict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and isinstance(module, nn.Linear) and fits(module):
+            places[id(module)].append(name)
+    del module  # the last one would stay
+    for names in places.values():
+        packed = PackedLinear(cast(nn.Linear, model.get_submodule(names[0])))
+        for name in names:
+            model.set_submodule(name, packed)
 
 
 def fits(module: nn.Linear) -> bool:
-    """Plain, in bfloat16 and in this machine's memory for good: accelerate moves what has a hook."""
+    """Plain, of a dtype that this CPU packs, and in its memory for good, where no hook moves it."""
     return (
         type(module) is nn.Linear
-        and module.weight.dtype == torch.bfloat16
         and module.weight.device.type == "cpu"
+        and packable(module.weight.dtype)
         and not hasattr(module, "_hf_hook")
+    )
+
+
+def packable(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies packed weights of this dtype here."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (
+        dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )

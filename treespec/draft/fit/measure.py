@@ -3,7 +3,6 @@
 Other work on the machine only adds time, so a step's cost is the lower quartile over rounds.
 """
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from treespec.draft.pace.times import NODES, Times, kept_times, key
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
 from treespec.files import remove_leftovers, write_json
+from treespec.packages import cache_folder
 from treespec.sampling import SamplingParams, TargetLaws, greedy_choice
 from treespec.target import Target
 from treespec.trees.mask import ancestor_mask
@@ -51,7 +51,7 @@ def times_for(target: Target, proposer: Proposer | None, folder: Path | None = N
 
     proposer: None measures the target alone. folder: default treespec's in the user's cache.
     """
-    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
+    folder = folder or cache_folder()
     file = folder / f"times-{key(target, proposer)}.json"
     if (kept := kept_times(file)) is not None:
         return kept

@@ -5,7 +5,6 @@ kept in a file.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from treespec.draft.proposer import Proposer
 from treespec.errors import InputError
 from treespec.files import read_json
+from treespec.processor import processor
 
 if TYPE_CHECKING:
     from treespec.target import Target  # transformers comes with it
@@ -112,16 +112,12 @@ def seconds(values: Sequence[float], count: int) -> tuple[float, ...]:
 
 
 def key(target: "Target", proposer: Proposer | None) -> str:
-    """A digest of everything that the times depend on: device, threads, versions, target and draft
-    model.
+    """A digest of everything that the times depend on: device (a processor with its features),
+    threads, versions, target and draft model.
     """
     device = target.output_device
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device} {os.cpu_count()}"
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     model = target.config.to_json_string()
-    parts = [name, torch.get_num_threads(), str(target.dtype), torch.__version__]
+    parts = [str(device), name, torch.get_num_threads(), str(target.dtype), torch.__version__]
     parts += [target.layers, model, proposer.identity if proposer else None]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]

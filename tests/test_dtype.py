@@ -1,0 +1,188 @@
+"""`--dtype auto` on a CPU: what the times say, measured once for a processor and a model."""
+
+import json
+import logging
+
+import pytest
+import torch
+import transformers as hf
+from evaluating import answered, config_in, save_models, tokens_of
+from models import GROUPED, random_model, save_model
+
+from treespec.draft.fit import dtype as choice
+from treespec.draft.fit.dtype import NODES, dtype_for, fastest, has_room, kept_or_measured, key, tokens_a_second, told
+from treespec.draft.pace import times
+from treespec.eval.mtbench.run import evaluate
+from treespec.files import read_json, write_json
+from treespec.model.stand_in import forward_seconds, shape_of
+from treespec.model.weights import load_config
+from treespec.packages import cache_folder
+from treespec.processor import processor
+from treespec.spec import load
+from treespec.target import Target
+
+FLAT, STEEP = (0.060, 0.090, 0.120), (0.050, 0.200, 0.360)  # seconds over NODES
+LLAMA = hf.LlamaConfig(**GROUPED | {"dtype": "bfloat16"})
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return cache_folder()
+
+
+@pytest.fixture
+def half(tmp_path):
+    """A directory with weights in bfloat16."""
+    folder = save_model(tmp_path / "half")
+    Target.load(str(folder), dtype="bfloat16").model.save_pretrained(folder)
+    return folder
+
+
+def keep(folder, **seconds):
+    """Times of a directory's model, as if measured here before."""
+    shape = shape_of(load_config(str(folder)))
+    write_json(cache_folder() / f"dtypes-{key(shape, ('bfloat16', 'float32'))}.json", seconds)
+
+
+def files(cache):
+    return sorted(cache.glob("dtypes-*.json"))
+
+
+@pytest.mark.parametrize(
+    ("half", "full", "chosen"),
+    [
+        (STEEP, FLAT, "float32"),  # one token sooner in bfloat16, a tree sooner in float32
+        (FLAT, STEEP, "bfloat16"),
+        ((0.010, 0.100, 0.200), (0.050, 0.060, 0.070), "bfloat16"),  # no tree is as fast as single tokens
+        ((0.100, 0.400, 0.800), (0.100, 0.399, 0.100), "float32"),
+        (FLAT, FLAT, "bfloat16"),  # the checkpoint's own
+    ],
+)
+def test_the_choice_follows_the_measured_times(half, full, chosen):
+    assert fastest({"bfloat16": half, "float32": full}) == chosen
+
+
+def test_the_drawing():
+    assert [round(1 / STEEP[0]), round(tokens_a_second(STEEP)), round(tokens_a_second(FLAT))] == [20, 20, 35]
+    line = told("float32", "bfloat16", {"bfloat16": STEEP, "float32": FLAT})
+    assert "over 1, 8 and 16 nodes takes 60, 90, 120 ms" in line
+    assert "\n" not in line
+
+
+def test_times_are_measured_once_for_a_processor_and_a_model(tmp_path, monkeypatch):
+    runs = []
+
+    def measured(shape, dtypes, nodes):
+        runs.append(nodes)
+        return dict(zip(dtypes, (STEEP, FLAT), strict=True))
+
+    def again(shape, dtypes=("bfloat16", "float32")):
+        assert kept_or_measured(shape, dtypes, tmp_path, measured) == dict(zip(dtypes, (STEEP, FLAT), strict=True))
+        return len(runs)
+
+    shape = shape_of(LLAMA)
+    assert [again(shape), again(shape)] == [1, 1]
+    assert runs[0] == NODES
+    for file in files(tmp_path):
+        assert read_json(file, "")["processor"] == processor()
+        file.write_text("{")
+    assert [again(shape), again(shape)] == [2, 2]
+    assert again(shape_of(hf.LlamaConfig(**GROUPED | {"intermediate_size": 32}))) == 3
+    assert again(shape, ("float16", "float32")) == 4
+    monkeypatch.setattr(choice, "processor", lambda: "AMD EPYC, 2 cores, AVX512, avx2 avx512f")
+    assert [again(shape), again(shape)] == [5, 5]
+
+
+def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path):
+    (tmp_path / "file").write_text("")
+    found = kept_or_measured(shape_of(LLAMA), ("bfloat16", "float32"), tmp_path / "file" / "below")
+    assert all(spent > 0 for own in found.values() for spent in own)
+
+
+def test_times_kept_for_trees_are_of_this_processor_too(monkeypatch):
+    model = Target(random_model(LLAMA))
+    here = times.key(model, None)
+    monkeypatch.setattr(times, "processor", lambda: "AMD EPYC, 2 cores, AVX512, avx2 avx512f")
+    assert times.key(model, None) != here
+
+
+def test_a_processor_is_its_name_and_its_instruction_sets(tmp_path):
+    text = "processor : 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2 fma sse\n\nmodel name\t: AMD EPYC\n"
+    (tmp_path / "old").write_text(text)
+    (tmp_path / "new").write_text(text.replace("avx2", "avx2 avx512_bf16"))
+    old, new = processor(tmp_path / "old"), processor(tmp_path / "new")
+    assert old.startswith("AMD EPYC, ")
+    assert old.endswith("avx2 fma")
+    assert new.endswith("avx2 avx512_bf16 fma")
+    assert processor(tmp_path / "no such file").split(",")[0]
+
+
+@pytest.mark.parametrize("config", [LLAMA, hf.GPT2Config(vocab_size=40, n_embd=32, n_layer=3, n_head=2)])
+def test_a_stand_in_has_the_sizes_of_its_model(config):
+    shape = shape_of(config)
+    assert shape.weights == sum(weight.numel() for weight in random_model(config).parameters())
+    found = forward_seconds(shape, [torch.bfloat16, torch.float32], (1, 3))
+    assert [len(seconds) for seconds in found.values()] == [2, 2]
+    assert all(second > 0 for seconds in found.values() for second in seconds)
+
+
+def test_auto_is_the_checkpoints_own_where_nothing_narrower_could_be_faster_or_not_all_lies_on_the_cpu(half, cache):
+    full = save_model(half.parent / "full")
+    places = [(full, "auto", None), (half, "cuda:0", None), (half, {"": 0}, None), (half, "auto", {"cpu": "1GiB"})]
+    for folder, device_map, max_memory in places:
+        assert dtype_for(str(folder), device_map, max_memory) == "auto"
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    assert dtype_for(str(half), "cpu") == "auto"
+    assert not files(cache)
+
+
+def test_float32_is_not_taken_where_it_fills_the_memory():
+    assert has_room(1)
+    assert not has_room(10**13)
+
+
+def test_a_target_is_measured_at_its_first_load_and_runs_in_the_faster_dtype(half, cache, caplog):
+    chosen = dtype_for(str(half), "auto")
+    (file,) = files(cache)
+    assert chosen == fastest({name: read_json(file, "")[name] for name in ("bfloat16", "float32")})
+    spec = load(str(half))
+    assert str(spec.target.dtype) == f"torch.{chosen}"
+    assert chosen in repr(spec)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="auto takes the accelerator")
+def test_the_dtype_is_told_and_gives_what_the_same_dtype_gives_when_asked_for(half, cache, caplog):
+    keep(half, bfloat16=STEEP, float32=FLAT)
+    with caplog.at_level(logging.WARNING, "treespec"):
+        spec = load(half)
+    assert "float32" in repr(spec)
+    assert [record.getMessage() for record in caplog.records] == [
+        told("float32", "bfloat16", {"bfloat16": STEEP, "float32": FLAT})
+    ]
+    answer = spec.generate([5, 9, 3], max_new_tokens=12).token_ids
+    assert answer == load(half, dtype="float32").generate([5, 9, 3], max_new_tokens=12).token_ids
+    caplog.clear()
+    assert load(half, dtype="bfloat16").target.dtype == torch.bfloat16
+    keep(half, bfloat16=FLAT, float32=STEEP)
+    assert load(half).target.dtype == torch.bfloat16
+    assert not caplog.records
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="auto takes the accelerator")
+def test_a_resumed_evaluation_keeps_the_dtype_that_it_began_in(tmp_path, cache):
+    """Though the times that chose it are measured again, and say otherwise now."""
+    save_models(tmp_path)
+    target = tmp_path / "target"
+    Target.load(str(target), dtype="bfloat16").model.save_pretrained(target)
+    keep(target, bfloat16=STEEP, float32=FLAT)
+    config = config_in(tmp_path, tmp_path / "out", dtype="auto", verifier="topk", max_new_tokens=4)
+    assert evaluate(config)["environment"]["dtype"] == "float32"
+    before = tokens_of(tmp_path / "out")
+    (file, *_) = sorted((tmp_path / "out" / "answers").glob("*.jsonl"))
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    keep(target, bfloat16=FLAT, float32=STEEP)
+    assert evaluate(config)["environment"]["dtype"] == "float32"
+    assert tokens_of(tmp_path / "out") == before
+    assert answered(tmp_path / "out")

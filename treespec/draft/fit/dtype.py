@@ -1,0 +1,150 @@
+"""`--dtype auto` on a CPU: the checkpoint's dtype or float32, whichever a tree is faster in.
+
+Either holds the checkpoint's weights exactly. A processor without fast bfloat16 takes one token
+sooner in bfloat16, whose weights are half as long to read, but a tree sooner in float32:
+
+    nodes                         1      8     16
+    tokens a cycle, expected      1   3.16   3.64     the best tree of a drafter nothing is known of
+    bfloat16                  50 ms    200    360     20, 16, 10 tokens/s
+    float32                   60 ms     90    120     17, 35, 30          taken: 35 beats 20
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treespec.draft.pace.pace import GUESS
+from treespec.draft.pace.times import seconds
+from treespec.errors import InputError
+from treespec.files import read_json, remove_leftovers, write_json
+from treespec.model.stand_in import Shape, forward_seconds, shape_of
+from treespec.model.weights import load_config
+from treespec.packages import cache_folder
+from treespec.processor import processor
+from treespec.trees.sequoia import best_trees
+
+log = logging.getLogger(__name__)
+
+NODES = (1, 8, 16)  # of the measured forwards
+SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over accelerators, if there are any
+
+Times = Mapping[str, Sequence[float]]  # dtype -> seconds of a forward over each of NODES
+Measure = Callable[
+    [Shape, Sequence[torch.dtype], Sequence[int]], Mapping[torch.dtype, Sequence[float]]
+]
+
+
+def dtype_for(
+    target: str, device_map: Any, max_memory: Any = None, trust_remote_code: bool = False
+) -> str:
+    """The dtype that `auto` is for a target: a name of torch's, or `auto` for the checkpoint's own.
+
+    target: a directory or hub id. Anywhere but on a CPU alone it is the checkpoint's own. Measures
+    for a second or two, once for a processor and a model's shapes. Raises InputError.
+    """
+    if max_memory is not None or not only_cpu(device_map):
+        return "auto"
+    config = load_config(os.path.expanduser(target), trust_remote_code)
+    own = checkpoint_dtype(config)
+    if own not in ("bfloat16", "float16"):
+        return "auto"  # float32 and wider: nothing is faster that holds their weights
+    try:
+        shape = shape_of(config, trust_remote_code)
+        times = kept_or_measured(shape, (own, "float32")) if has_room(shape.weights) else {}
+    except Exception:  # a model's own code raises what it likes; loading says what is wrong
+        return "auto"
+    if not times:
+        return "auto"
+    chosen = fastest(times)
+    if chosen != own:
+        log.warning("%s", told(chosen, own, times))
+    return chosen
+
+
+def only_cpu(device_map: Any) -> bool:
+    """Whether accelerate places every weight on the CPU."""
+    if isinstance(device_map, dict):
+        return bool(device_map) and all(str(place) == "cpu" for place in device_map.values())
+    if device_map is None or str(device_map) in SPREAD:
+        return not torch.accelerator.is_available()
+    return str(device_map) == "cpu"
+
+
+def checkpoint_dtype(config: Any) -> str | None:
+    """What config.json says; None where it does not, or where the weights are quantised."""
+    text = config.get_text_config()
+    if getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
+        return None
+    named = getattr(config, "dtype", None) or getattr(text, "dtype", None)
+    return str(named).removeprefix("torch.") if named else None
+
+
+def has_room(weights: int) -> bool:
+    """Whether a number of weights in float32 takes at most half of the machine's memory."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        memory = 8 << 30
+    return 4 * weights <= memory // 2
+
+
+def kept_or_measured(
+    shape: Shape,
+    dtypes: Sequence[str],
+    folder: Path | None = None,
+    measure: Measure = forward_seconds,
+) -> Times:
+    """Times from the cache folder, or measured now. folder: default the user's cache."""
+    folder = folder or cache_folder()
+    file = folder / f"dtypes-{key(shape, dtypes)}.json"
+    with suppress(InputError, LookupError, TypeError, ValueError):  # none yet, or a damaged one
+        fields = read_json(file, "it is measured again")
+        return {dtype: seconds(fields[dtype], len(NODES)) for dtype in dtypes}
+    found = measure(shape, [getattr(torch, dtype) for dtype in dtypes], NODES)
+    times = {dtype: tuple(found[getattr(torch, dtype)]) for dtype in dtypes}
+    with suppress(InputError):  # an unwritable cache: the next run measures again
+        remove_leftovers(folder)
+        write_json(file, {"processor": processor(), **times})
+    return times
+
+
+def key(shape: Shape, dtypes: Sequence[str]) -> str:
+    """A digest of everything that the times depend on: processor, threads, torch, model, dtypes."""
+    parts = [processor(), torch.get_num_threads(), torch.__version__, sorted(dtypes)]
+    listed = json.dumps([*parts, shape.config.to_json_string()])
+    return hashlib.sha256(listed.encode()).hexdigest()[:16]
+
+
+def fastest(times: Times) -> str:
+    """The dtype with most tokens a second at its best number of nodes; the first of equal ones."""
+    return max(times, key=lambda dtype: tokens_a_second(times[dtype]))
+
+
+def tokens_a_second(forwards: Sequence[float]) -> float:
+    """The most that a forward over one of NODES brings. forwards: seconds of each."""
+    expected = best_trees(torch.tensor(GUESS), NODES[-1], NODES[-1]).tokens[-1]
+    return max(
+        float(expected[nodes]) / max(spent, math.ulp(1.0))
+        for nodes, spent in zip(NODES, forwards, strict=True)
+    )
+
+
+def told(chosen: str, own: str, times: Times) -> str:
+    """The line about a dtype that is not the checkpoint's."""
+    shown = {
+        dtype: ", ".join(f"{1000 * spent:.0f}" for spent in times[dtype]) for dtype in (chosen, own)
+    }
+    *most, last = map(str, NODES)
+    return (
+        f"the target runs in {chosen}, in which trees are faster on this CPU: its forward over "
+        f"{', '.join(most)} and {last} nodes takes {shown[chosen]} ms, in the checkpoint's {own} "
+        f"{shown[own]} ms; --dtype {own} keeps the checkpoint's"
+    )

@@ -1,0 +1,48 @@
+"""The processor by its name and by what it computes with: measured times hold for it alone."""
+
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+# Instruction sets that decide how fast weights are multiplied, by their names in /proc/cpuinfo.
+FEATURES = (
+    *("avx2", "fma", "f16c", "avx_vnni", "avx_ne_convert"),
+    *("avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx10_1", "avx10_2"),
+    *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
+    *("asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2", "sme"),
+)
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def processor(cpuinfo: Path = CPUINFO) -> str:
+    """`AMD EPYC, 2 cores, AVX2, avx2 f16c fma`: name, cores, torch's own kernels, instruction sets.
+
+    Where there is no /proc/cpuinfo (macOS, Windows), name and sets are what Python and torch know.
+    """
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    name = _field(text, "model name") or _field(text, "CPU part")
+    sets = (_field(text, "flags") or _field(text, "Features")).split() or _known_to_torch()
+    shown = " ".join(sorted(set(sets) & set(FEATURES)))
+    named = name or platform.processor() or platform.machine()
+    kernels = torch.backends.cpu.get_cpu_capability()
+    return f"{named}, {os.cpu_count()} cores, {kernels}, {shown}".removesuffix(", ")
+
+
+def _field(text: str, name: str) -> str:
+    """The value of the first line `name : value`, or ""."""
+    found = re.search(rf"^{name}\s*:[ \t]*(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def _known_to_torch() -> list[str]:
+    """The instruction sets that torch reports, in versions that do."""
+    report = getattr(torch.cpu, "get_capabilities", dict)
+    return [
+        name.replace("avx512_f", "avx512f") for name, there in report().items() if there is True
+    ]

@@ -20,7 +20,7 @@ from treespec.model.inspect import decoder_of
 from treespec.model.packed import pack
 
 COLD = 32 << 20  # bytes of layers in float32: more than the processor's caches hold
-ROUNDS = 5  # the fastest counts: other work on the machine only adds time
+ROUNDS, SECONDS = 5, 3.0  # rounds, but none begins after SECONDS on a slow or busy machine
 
 
 @final
@@ -64,10 +64,13 @@ def forward_seconds(
     # 1. The stand-ins.
     models = {dtype: stand_in(shape, dtype) for dtype in dtypes}
 
-    # 2. The fastest of interleaved rounds, after one that warms up.
+    # 2. The fastest of interleaved rounds, after one that warms up: other work only adds time.
     layers = {dtype: [float("inf")] * len(nodes) for dtype in dtypes}
     output = {dtype: [float("inf")] * len(nodes) for dtype in dtypes}
+    begun = time.perf_counter()
     for number in range(-1, ROUNDS):
+        if number > 0 and time.perf_counter() - begun > SECONDS:
+            break
         for place, count in enumerate(nodes):
             for dtype, model in models.items():
                 tokens = torch.ones(1, count, dtype=torch.int64)

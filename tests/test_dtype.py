@@ -14,7 +14,7 @@ from treespec.draft.fit.dtype import NODES, dtype_for, fastest, has_room, kept_o
 from treespec.draft.pace import times
 from treespec.eval.mtbench.run import evaluate
 from treespec.files import read_json, write_json
-from treespec.model.stand_in import forward_seconds, shape_of
+from treespec.model.stand_in import forward_seconds, size_of
 from treespec.model.weights import load_config
 from treespec.packages import cache_folder
 from treespec.processor import processor
@@ -41,8 +41,8 @@ def half(tmp_path):
 
 def keep(folder, **seconds):
     """Times of a directory's model, as if measured here before."""
-    shape = shape_of(load_config(str(folder)))
-    write_json(cache_folder() / f"dtypes-{key(shape, ('bfloat16', 'float32'))}.json", seconds)
+    size = size_of(load_config(str(folder)))
+    write_json(cache_folder() / f"dtypes-{key(size, ('bfloat16', 'float32'))}.json", seconds)
 
 
 def files(cache):
@@ -73,30 +73,30 @@ def test_the_drawing():
 def test_times_are_measured_once_for_a_processor_and_a_model(tmp_path, monkeypatch):
     runs = []
 
-    def measured(shape, dtypes, nodes):
+    def measured(size, dtypes, nodes):
         runs.append(nodes)
         return dict(zip(dtypes, (STEEP, FLAT), strict=True))
 
-    def again(shape, dtypes=("bfloat16", "float32")):
-        assert kept_or_measured(shape, dtypes, tmp_path, measured) == dict(zip(dtypes, (STEEP, FLAT), strict=True))
+    def again(size, dtypes=("bfloat16", "float32")):
+        assert kept_or_measured(size, dtypes, tmp_path, measured) == dict(zip(dtypes, (STEEP, FLAT), strict=True))
         return len(runs)
 
-    shape = shape_of(LLAMA)
-    assert [again(shape), again(shape)] == [1, 1]
+    size = size_of(LLAMA)
+    assert [again(size), again(size)] == [1, 1]
     assert runs[0] == NODES
     for file in files(tmp_path):
         assert read_json(file, "")["processor"] == processor()
         file.write_text("{")
-    assert [again(shape), again(shape)] == [2, 2]
-    assert again(shape_of(hf.LlamaConfig(**GROUPED | {"intermediate_size": 32}))) == 3
-    assert again(shape, ("float16", "float32")) == 4
+    assert [again(size), again(size)] == [2, 2]
+    assert again(size_of(hf.LlamaConfig(**GROUPED | {"intermediate_size": 32}))) == 3
+    assert again(size, ("float16", "float32")) == 4
     monkeypatch.setattr(choice, "processor", lambda: "AMD EPYC, 2 cores, AVX512, avx2 avx512f")
-    assert [again(shape), again(shape)] == [5, 5]
+    assert [again(size), again(size)] == [5, 5]
 
 
 def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path):
     (tmp_path / "file").write_text("")
-    found = kept_or_measured(shape_of(LLAMA), ("bfloat16", "float32"), tmp_path / "file" / "below")
+    found = kept_or_measured(size_of(LLAMA), ("bfloat16", "float32"), tmp_path / "file" / "below")
     assert all(spent > 0 for own in found.values() for spent in own)
 
 
@@ -120,9 +120,9 @@ def test_a_processor_is_its_name_and_its_instruction_sets(tmp_path):
 
 @pytest.mark.parametrize("config", [LLAMA, hf.GPT2Config(vocab_size=40, n_embd=32, n_layer=3, n_head=2)])
 def test_a_stand_in_has_the_sizes_of_its_model(config):
-    shape = shape_of(config)
-    assert shape.weights == sum(weight.numel() for weight in random_model(config).parameters())
-    found = forward_seconds(shape, [torch.bfloat16, torch.float32], (1, 3))
+    size = size_of(config)
+    assert size.weights == sum(weight.numel() for weight in random_model(config).parameters())
+    found = forward_seconds(size, [torch.bfloat16, torch.float32], (1, 3))
     assert [len(seconds) for seconds in found.values()] == [2, 2]
     assert all(second > 0 for seconds in found.values() for second in seconds)
 

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 from treespec.cli.terminal import end_notice
 from treespec.text.printable import one_line
@@ -53,7 +53,8 @@ def tolerate_any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-class Lines(logging.Handler):
+@final
+class WarningLines(logging.Handler):
     """What the library has to tell, each a line on standard error; a notice makes room for it."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -64,8 +65,8 @@ class Lines(logging.Handler):
 def show_warnings() -> None:
     """Show warnings of the library, such as of a dtype that is not the checkpoint's."""
     log = logging.getLogger("treespec")
-    if not any(isinstance(handler, Lines) for handler in log.handlers):
-        log.addHandler(Lines(logging.WARNING))
+    if not any(isinstance(handler, WarningLines) for handler in log.handlers):
+        log.addHandler(WarningLines(logging.WARNING))
 
 
 def leave_stdout() -> None:

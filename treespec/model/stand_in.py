@@ -25,7 +25,7 @@ ROUNDS, SECONDS = 5, 3.0  # rounds, but none begins after SECONDS on a slow or b
 
 @final
 @dataclass(frozen=True)
-class Shape:
+class ModelSize:
     """A model by its config. layers, weights: their number. per_layer: mean weights of a layer."""
 
     config: Any
@@ -40,7 +40,7 @@ class Shape:
         return min(self.layers, 1 + COLD // (4 * max(self.per_layer, 1)))
 
 
-def shape_of(config: Any, trust_remote_code: bool = False) -> Shape:
+def size_of(config: Any, trust_remote_code: bool = False) -> ModelSize:
     """Sizes of a config's model, without memory for it. Raises whatever the model's code raises."""
     layers = config.get_text_config().num_hidden_layers
     first, whole = (
@@ -50,19 +50,21 @@ def shape_of(config: Any, trust_remote_code: bool = False) -> Shape:
         )
         for number in (1, layers)
     )
-    return Shape(config, trust_remote_code, layers, whole, (whole - first) // max(layers - 1, 1))
+    return ModelSize(
+        config, trust_remote_code, layers, whole, (whole - first) // max(layers - 1, 1)
+    )
 
 
 @torch.inference_mode()
 def forward_seconds(
-    shape: Shape, dtypes: Sequence[torch.dtype], nodes: Sequence[int]
+    size: ModelSize, dtypes: Sequence[torch.dtype], nodes: Sequence[int]
 ) -> dict[torch.dtype, tuple[float, ...]]:
     """Seconds of the model's forward over each number of new tokens, for each dtype.
 
     Raises whatever the model's own code raises.
     """
     # 1. The stand-ins.
-    models = {dtype: stand_in(shape, dtype) for dtype in dtypes}
+    models = {dtype: stand_in(size, dtype) for dtype in dtypes}
 
     # 2. The fastest of interleaved rounds, after one that warms up: other work only adds time.
     layers = {dtype: [float("inf")] * len(nodes) for dtype in dtypes}
@@ -84,7 +86,7 @@ def forward_seconds(
                     output[dtype][place] = min(output[dtype][place], ended - between)
 
     # 3. From a few layers to all.
-    factor = shape.layers / shape.stand_in_layers
+    factor = size.layers / size.stand_in_layers
     return {
         dtype: tuple(
             factor * below + above
@@ -94,9 +96,9 @@ def forward_seconds(
     }
 
 
-def stand_in(shape: Shape, dtype: torch.dtype) -> PreTrainedModel:
+def stand_in(size: ModelSize, dtype: torch.dtype) -> PreTrainedModel:
     """A few layers of the model, with made-up weights, as a decoder would hold them."""
-    model = _empty(shape.config, shape.stand_in_layers, dtype, shape.trust_remote_code)
+    model = _empty(size.config, size.stand_in_layers, dtype, size.trust_remote_code)
     model.to_empty(device="cpu").eval().requires_grad_(False)
     model.tie_weights()
     for tensor in (*model.parameters(), *model.buffers()):

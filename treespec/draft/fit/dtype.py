@@ -25,7 +25,7 @@ from treespec.draft.pace.pace import GUESS
 from treespec.draft.pace.times import seconds
 from treespec.errors import InputError
 from treespec.files import read_json, remove_leftovers, write_json
-from treespec.model.stand_in import Shape, forward_seconds, shape_of
+from treespec.model.stand_in import ModelSize, forward_seconds, size_of
 from treespec.model.weights import load_config
 from treespec.packages import cache_folder
 from treespec.processor import processor
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 NODES = (1, 8, 16)  # of the measured forwards
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over accelerators, if there are any
 
-Times = Mapping[str, Sequence[float]]  # dtype -> seconds of a forward over each of NODES
+ForwardSeconds = Mapping[str, Sequence[float]]  # dtype -> seconds of a forward over each of NODES
 Measure = Callable[
-    [Shape, Sequence[torch.dtype], Sequence[int]], Mapping[torch.dtype, Sequence[float]]
+    [ModelSize, Sequence[torch.dtype], Sequence[int]], Mapping[torch.dtype, Sequence[float]]
 ]
 
 
@@ -48,7 +48,7 @@ def dtype_for(
     """The dtype that `auto` is for a target: a name of torch's, or `auto` for the checkpoint's own.
 
     target: a directory or hub id. Anywhere but on a CPU alone it is the checkpoint's own. Measures
-    for a second or two, once for a processor and a model's shapes. Raises InputError.
+    for a second or two, once for a processor and a model. Raises InputError.
     """
     if max_memory is not None or not only_cpu(device_map):
         return "auto"
@@ -57,8 +57,8 @@ def dtype_for(
     if own not in ("bfloat16", "float16"):
         return "auto"  # float32 and wider: nothing is faster that holds their weights
     try:
-        shape = shape_of(config, trust_remote_code)
-        times = kept_or_measured(shape, (own, "float32")) if has_room(shape.weights) else {}
+        size = size_of(config, trust_remote_code)
+        times = kept_or_measured(size, (own, "float32")) if has_room(size.weights) else {}
     except Exception:  # a model's own code raises what it likes; loading says what is wrong
         return "auto"
     if not times:
@@ -97,18 +97,18 @@ def has_room(weights: int) -> bool:
 
 
 def kept_or_measured(
-    shape: Shape,
+    size: ModelSize,
     dtypes: Sequence[str],
     folder: Path | None = None,
     measure: Measure = forward_seconds,
-) -> Times:
+) -> ForwardSeconds:
     """Times from the cache folder, or measured now. folder: default the user's cache."""
     folder = folder or cache_folder()
-    file = folder / f"dtypes-{key(shape, dtypes)}.json"
+    file = folder / f"dtypes-{key(size, dtypes)}.json"
     with suppress(InputError, LookupError, TypeError, ValueError):  # none yet, or a damaged one
         fields = read_json(file, "it is measured again")
         return {dtype: seconds(fields[dtype], len(NODES)) for dtype in dtypes}
-    found = measure(shape, [getattr(torch, dtype) for dtype in dtypes], NODES)
+    found = measure(size, [getattr(torch, dtype) for dtype in dtypes], NODES)
     times = {dtype: tuple(found[getattr(torch, dtype)]) for dtype in dtypes}
     with suppress(InputError):  # an unwritable cache: the next run measures again
         remove_leftovers(folder)
@@ -116,14 +116,14 @@ def kept_or_measured(
     return times
 
 
-def key(shape: Shape, dtypes: Sequence[str]) -> str:
+def key(size: ModelSize, dtypes: Sequence[str]) -> str:
     """A digest of everything that the times depend on: processor, threads, torch, model, dtypes."""
     parts = [processor(), torch.get_num_threads(), torch.__version__, sorted(dtypes)]
-    listed = json.dumps([*parts, shape.config.to_json_string()])
+    listed = json.dumps([*parts, size.config.to_json_string()])
     return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 
-def fastest(times: Times) -> str:
+def fastest(times: ForwardSeconds) -> str:
     """The dtype with most tokens a second at its best number of nodes; the first of equal ones."""
     return max(times, key=lambda dtype: tokens_a_second(times[dtype]))
 
@@ -137,7 +137,7 @@ def tokens_a_second(forwards: Sequence[float]) -> float:
     )
 
 
-def told(chosen: str, own: str, times: Times) -> str:
+def told(chosen: str, own: str, times: ForwardSeconds) -> str:
     """The line about a dtype that is not the checkpoint's."""
     shown = {
         dtype: ", ".join(f"{1000 * spent:.0f}" for spent in times[dtype]) for dtype in (chosen, own)

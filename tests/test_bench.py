@@ -212,7 +212,7 @@ def test_a_run_cut_short_leaves_whole_files_of_what_was_finished(home, tmp_path)
     with pytest.raises(KeyboardInterrupt):
         bench(BenchConfig(**options_in(home, tmp_path, pad_layers="0,1", limit=1)), cut)
     assert [part["added"] for part in json.loads((tmp_path / "bench.json").read_text())["paddings"]] == [0]
-    assert {file.suffix for file in tmp_path.iterdir() if file.name != ".lock"} <= {".json", ".md", ".png"}
+    assert {file.suffix for file in tmp_path.iterdir() if file.name != ".lock"} <= {".json", ".md", ".png", ".html"}
 
 
 def tables(text):
@@ -228,6 +228,11 @@ def tables(text):
 def test_the_files_say_what_was_measured_and_mark_padded_rows(measured):
     out, found = measured
     assert read_json(out / "bench.json", "") == found
+    page = (out / "report.html").read_text()
+    assert all(row["label"] in page for part in found["paddings"] for row in part["rows"])
+    assert [run["name"] for run in read_json(out / "trees.json", "")["traced"]] == [
+        f"{name}, temperature {heat}" for heat in (0, 1) for name in ("topk", "rrs@2x2")
+    ]
     sizes = [(part["added"], part["layers"], part["logit_difference"]) for part in found["paddings"]]
     assert sizes == [(0, 3, 0.0), (2, 5, 0.0)]
     forwards, steps, cycles, limits, beside = tables((out / "bench.md").read_text()).values()

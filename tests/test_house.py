@@ -39,7 +39,9 @@ FLOORS = {  # the files of rooms that hold more than one floor
     ),
     "target": "target",
     "decode": "decode",
-    **dict.fromkeys(("spec", "loading", "names", "request", "stream", "__init__", "__main__"), "spec"),
+    **dict.fromkeys(
+        ("spec", "loading", "names", "request", "stream", "cycle", "trace", "__init__", "__main__"), "spec"
+    ),
     **dict.fromkeys(
         ("draft.drafter", "draft.per_text", "draft.proposer", "draft.calibration", "draft.vocabulary"), "seams"
     ),
@@ -67,10 +69,11 @@ ROOMS = {  # the rooms that each room may import
     "train.toy": "ground",
     "eval": "ground target spec text trees verify draft",
     "eval.acceptance": "ground spec eval model verify draft.trained",
-    "eval.bench": "ground seams target decode spec eval model text trees verify",
+    "eval.page": "ground spec eval text",
+    "eval.bench": "ground seams target decode spec eval eval.page model text trees verify",
     "eval.certify": "ground spec eval text trees verify draft.trained",
     "eval.fit": "ground seams target spec eval eval.acceptance text trees draft.fit draft.models draft.trained",
-    "eval.mtbench": "ground spec eval text trees heads verify draft.trained",
+    "eval.mtbench": "ground spec eval eval.page text trees heads verify draft.trained",
 }
 
 
@@ -209,6 +212,7 @@ def test_the_command_line_loads_nothing_heavy():
         "bench",
         "certify",
         "generate",
+        "trace",
         "quickstart",
         "regenerate",
         "datastore",

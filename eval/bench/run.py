@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from treespec.eval.bench import page
 from treespec.eval.bench.answering import asked, measure_rows
 from treespec.eval.bench.batches import ROUNDS, BatchCase, batch_cases, batch_figures
 from treespec.eval.bench.config import BenchConfig, contexts_of, whole_numbers
@@ -62,7 +63,9 @@ class Models:
 
 
 def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: None) -> BenchResult:
-    """Measure, then write and return OUT/bench.json; also write OUT/bench.md and plots.
+    """Measure, then write and return OUT/bench.json.
+
+    Also writes OUT/bench.md, OUT/report.html with OUT/trees.json, and plots.
 
     The files are written anew after each number of added layers. Options are checked before any
     model is loaded. Raises InputError for bad input.
@@ -115,6 +118,7 @@ def measure(
         "paddings": [],
     }
     out = Path(config.out)
+    (out / page.TREES).unlink(missing_ok=True)  # of an earlier benchmark in this folder
     before, difference = 0, 0.0
     for added in plan.added:
         difference += models.pad(added - before)
@@ -134,6 +138,12 @@ def measure(
         result["plots"] = plot(result, out)
         write_json(out / "bench.json", result)
         write_text(out / "bench.md", markdown(report_of(result)))
+        page.write(result, out)
+
+    # 4. Trees for the page, untimed; layers that were added change none.
+    report(Step(total, total, "recording a few trees for report.html"))
+    page.record(out, spec, plan.drafts, plan.temperatures, questions, config.seed)
+    page.write(result, out)
     return result
 
 

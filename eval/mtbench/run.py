@@ -10,7 +10,7 @@ from typing import Any
 from treespec.errors import InputError
 from treespec.eval.common import Step, in_order, seed_of
 from treespec.eval.environment import describe
-from treespec.eval.mtbench import answers
+from treespec.eval.mtbench import answers, page
 from treespec.eval.mtbench.answers import Answer
 from treespec.eval.mtbench.config import (
     Configuration,
@@ -52,9 +52,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Answer what is not answered yet, then write and return the summary (`summarise`).
 
-    Writes OUT/config.json, OUT/answers/<model_id>.jsonl, OUT/summary.json and OUT/summary.md. Pairs of tree
-    and verifier are checked before anything is loaded. Raises InputError for them and other bad input, and
-    where OUT holds another evaluation, or another process writes into it.
+    Writes OUT/config.json, OUT/answers/<model_id>.jsonl, OUT/summary.json, OUT/summary.md, OUT/trees.json and
+    OUT/report.html. Pairs of tree and verifier are checked before anything is loaded. Raises InputError for
+    them and other bad input, and where OUT holds another evaluation, or another process writes into it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("eval measures time in one process: launch it with --num_processes 1")
@@ -174,9 +174,15 @@ def _evaluated(
                 answers.append(files[configuration], answer)
                 there += 1
                 report(Step(there, total, _said(answer, explain=there == before_these + 1)))
+
+        # 4. Trees for the page, untimed.
+        report(Step(there, total, "recording a few trees for report.html"))
+        specs = {configuration: fresh(configuration) for configuration in drafts}
+        page.record(out, specs, questions, config)
     summary = summarise(out, config.resamples)
     write_json(out / "summary.json", summary)
     write_text(out / "summary.md", markdown(report_of(summary)))
+    page.write(summary, out)
     return summary
 
 

@@ -23,6 +23,7 @@ from treespec.cli.generate import generate
 from treespec.cli.quickstart import quickstart
 from treespec.cli.regenerate import regenerate
 from treespec.cli.skip import skip
+from treespec.cli.trace import trace
 from treespec.cli.train import train
 from treespec.cli.tree import tree
 from treespec.model.allocator import keep_freed_memory
@@ -41,6 +42,7 @@ app.command("eval")(evaluate)
 app.command()(bench)
 app.command()(acceptance)
 app.command()(generate)
+app.command()(trace)
 app.command()(calibrate)
 app.command()(tree)
 app.command()(certify)

@@ -40,10 +40,10 @@ def generate(config: GenerateConfig) -> None:
     A terminal shows control characters in an answer as symbols. A pipe gets them unchanged.
     """
     # 1. Read the texts, and refuse empty ones before anything is loaded.
-    texts = [_read(text) for text in config.prompt or ["-"]]
+    texts = [read(text) for text in config.prompt or ["-"]]
     stop = [readable(text, "--stop") for text in config.stop or ()]
     check_texts(texts, stop)
-    prompts = [_prompt(text, config.raw) for text in texts]
+    prompts = [prompt_of(text, config.raw) for text in texts]
     options = config.sampling()
     options["stop"] = stop
 
@@ -58,11 +58,11 @@ def generate(config: GenerateConfig) -> None:
     print(figures_of(stats, explain=True), file=sys.stderr)
 
 
-def _read(text: str) -> str:
+def read(text: str) -> str:
     return standard_input().strip() if text == "-" else readable(text, "--prompt")
 
 
-def _prompt(text: str, raw: bool) -> "Single":
+def prompt_of(text: str, raw: bool) -> "Single":
     return text if raw else [{"role": "user", "content": text}]
 
 

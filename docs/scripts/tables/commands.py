@@ -14,6 +14,7 @@ EXAMPLES = {
     "regenerate": f"treespec regenerate {MODEL} --data sharegpt --filter english --out answers",
     "chat": f"treespec chat {MODEL} --head heads/llama-8b",
     "generate": f"treespec generate {MODEL} --head heads/llama-8b --prompt 'Why is the sky blue?'",
+    "trace": f"treespec trace {MODEL} --head heads/llama-8b --prompt 'Why is the sky blue?' --cycles 4",
     "eval": f"treespec eval {MODEL} --head heads/llama-8b --questions mt-bench \\\n"
     "    --verifier auto,topk,rrs-wo --temperature 0,1 --out runs/eval",
     "bench": f"treespec bench {MODEL} --head heads/llama-8b --out runs/bench",

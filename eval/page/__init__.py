@@ -1,0 +1,1 @@
+"""The page of a measurement: one HTML file that needs no other."""

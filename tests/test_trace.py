@@ -1,0 +1,148 @@
+"""A trace is the generation itself, and its probabilities are those of plain forwards."""
+
+import io
+import json
+from itertools import islice, pairwise
+
+import pytest
+import torch
+from models import CONFIGS, random_head, random_model
+from rich.console import Console
+from tracing import cycle_of, own
+
+from treespec.cli.trace import picture
+from treespec.cycle import Cycle, explained, visible
+from treespec.draft.model_free.given import GivenDrafter
+from treespec.draft.model_free.lookup import Lookup
+from treespec.draft.vocabulary import draft_logits, restrict
+from treespec.errors import InputError
+from treespec.sampling import SamplingParams, probs
+from treespec.spec import Spec
+from treespec.target import Target
+from treespec.trace import trace
+
+PROMPT = [3, 4, 5, 6, 7]
+CASES = [
+    ("dynamic:depth=3,topk=3,nodes=9", "topk", 0.0),
+    ("dynamic:depth=3,topk=3,nodes=9", "topk", 0.7),
+    ("2x2", "rrs", 0.0),
+    ("3x2", "rrs", 0.7),
+    ("chain:3", "block", 1.0),
+]
+
+
+def pair(drafted=None):
+    """A target and a head, which may draft some tokens alone."""
+    target = Target(random_model(CONFIGS["llama"]()))
+    head = random_head(target)
+    if drafted is not None:
+        restrict(head, target, drafted)
+    return target, head
+
+
+@pytest.fixture(scope="module", params=[None, torch.arange(0, 64, 2)], ids=["all tokens", "draft vocabulary"])
+def models(request):
+    return pair(request.param)
+
+
+@pytest.mark.parametrize(("tree", "verifier", "temperature"), CASES)
+def test_the_cycles_are_those_of_generate(models, tree, verifier, temperature):
+    spec = Spec(*models, tree, verifier)
+    options = {"temperature": temperature, "max_new_tokens": 23, "seed": 5}
+    cycles = list(trace(spec, PROMPT, **options))
+    wanted = spec.generate(PROMPT, **options)
+    pieces = [piece for cycle in cycles for piece in cycle.answer]
+    assert [token for piece in pieces for token in piece.token_ids] == wanted.token_ids
+    assert [cycle.new_tokens - 1 for cycle in cycles] == wanted.stats.accepted
+    assert [cycle.number for cycle in cycles] == list(range(1, len(cycles) + 1))
+    for cycle, following in pairwise(cycles):
+        said = [cycle.tokens[node] for node in cycle.path] + [cycle.own.token]
+        assert said == [token for piece in cycle.answer for token in piece.token_ids]
+        assert following.tokens[0] == cycle.own.token
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("tree", "verifier", "temperature"), CASES)
+def test_probabilities_are_those_of_plain_forwards_over_each_path(models, tree, verifier, temperature):
+    target, head = models
+    shown = SamplingParams(temperature or 1.0)
+
+    def target_law(tokens):
+        return probs(target.model(torch.tensor([tokens])).logits[0, -1], shown)
+
+    def draft_law(text, path):
+        """The head over the whole text, its own features extrapolated along the path."""
+        tokens, features = torch.tensor(text[1:]), target.features(torch.tensor([text]))[0, :-1]
+        for token in path:
+            hidden = head(tokens[None], features[None], torch.arange(len(features)))[0, -1:]
+            tokens, features = torch.cat([tokens, torch.tensor([token])]), torch.cat([features, hidden])
+        hidden = head(tokens[None], features[None], torch.arange(len(features)))[0, -1]
+        return probs(draft_logits(head, target, hidden), shown)
+
+    text = list(PROMPT)
+    spec = Spec(*models, tree, verifier)
+    for cycle in islice(trace(spec, PROMPT, temperature=temperature, max_new_tokens=40, seed=1), 4):
+        assert cycle.tokens[0] == text[-1]
+        paths = [[]]
+        for node in range(1, len(cycle.tokens)):
+            above, token = paths[cycle.parents[node]], cycle.tokens[node]
+            assert cycle.p[node] == pytest.approx(float(target_law(text + above)[token]), abs=1e-4)
+            assert cycle.q[node] == pytest.approx(float(draft_law(text, above)[token]), abs=1e-4)
+            paths.append([*above, token])
+        links = list(zip(cycle.parents, cycle.tokens, strict=True))
+        assert len(set(links)) == len(links)  # a repeated draw is no node of its own
+        said, path = cycle.own, paths[cycle.own.at]
+        assert said.p == pytest.approx(float(target_law(text + path)[said.token]), abs=1e-4)
+        if said.q is not None:
+            law = draft_law(text, path)
+            assert said.q == pytest.approx(float(law[said.token]), abs=1e-4)
+            assert said.rank == 1 + int((law > law[said.token]).sum())
+        text += [token for piece in cycle.answer for token in piece.token_ids]
+
+
+def test_drafts_without_a_law_have_no_q():
+    spec = Spec(pair()[0], GivenDrafter(Lookup(matches=2), "lookup"), verifier="topk")
+    cycles = list(trace(spec, PROMPT * 3, max_new_tokens=12))
+    drafted = [cycle for cycle in cycles if len(cycle.tokens) > 1]
+    assert drafted
+    for cycle in drafted:
+        assert cycle.q == [None] * len(cycle.tokens)
+        assert None not in cycle.p[1:]
+        assert (cycle.own.q, cycle.own.rank) == (None, None)
+
+
+def test_without_a_drafter_there_is_nothing_to_trace():
+    target, _ = pair()
+    with pytest.raises(InputError, match="nothing drafts: give --head or --drafter"):
+        next(trace(Spec(target, None), PROMPT))
+
+
+def test_a_cycle_survives_json():
+    cycle = cycle_of()
+    assert Cycle.from_json(json.loads(json.dumps(cycle.to_json()))) == cycle
+    assert (cycle.text, cycle.new_tokens, cycle.held(0)) == (" cat sat", 2, pytest.approx(0.9))
+
+
+def test_the_sentence_says_why_the_path_ends():
+    leaf = "1 of 2 drafted nodes is accepted, down to a leaf; then the target said “␣sat” (p 0.70)."
+    assert explained(cycle_of()) == leaf
+    refused = cycle_of(path=[], own=own(0, " eel", 0.1, 0.001, 7))
+    assert explained(refused) == (
+        "0 of 2 drafted nodes are accepted. The target went elsewhere at once: the 2 children there hold 0.90 of "
+        "its law, and it said “␣eel” (p 0.10), the draft model's choice number 7 (q < 0.01)."
+    )
+    one = {"tokens": [1], "texts": ["the"], "parents": [-1], "q": [None], "p": [None], "path": []}
+    alone = cycle_of(**one, own=own(0, " eel", 0.1))
+    assert explained(alone) == "Nothing was drafted; the target said “␣eel” (p 0.10)."
+
+
+def test_model_text_reaches_a_terminal_as_symbols_only():
+    evil = ["\x1b[31mred", "[bold]markup[/]", "\n \u202e"]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(picture(cycle_of(texts=evil, own=own(text="\x9b2J\r"))))
+    shown = console.export_text()
+    assert not set("\x1b\x9b\r\u202e") & set(shown)
+    assert "[bold]markup[/]" in shown
+    assert visible(" a b ") == "␣a b␣"
+    assert visible("  ") == "␣␣"
+    assert visible("\n\ta") == "↵⇥a"

@@ -15,6 +15,7 @@ from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.run import numbers, sample
 from treespec.heads.checkpoint import save_head
 from treespec.target import Target
+from treespec.trace import trace
 
 TEXT = "the user asks and the assistant answers the question the user asks "
 DRAFTERS = {
@@ -56,12 +57,14 @@ def test_no_drafter_is_left_out():
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_answers_are_the_targets_own_tokens(home, kind):
-    """Float32, one text and three together."""
+    """Float32, one text, three together, and one that is traced."""
     spec = load(str(home / "target"), drafter=DRAFTERS[kind].format(home=home), dtype="float32")
     prompts = [TEXT * 2, "the answer", TEXT]
     plain = [spec.baseline().generate(prompt, max_new_tokens=24).token_ids for prompt in prompts]
     assert spec.generate(prompts[0], max_new_tokens=24).token_ids == plain[0]
     assert [output.token_ids for output in spec.generate(prompts, max_new_tokens=24)] == plain
+    pieces = [piece for cycle in trace(spec, prompts[0], max_new_tokens=24) for piece in cycle.answer]
+    assert [token for piece in pieces for token in piece.token_ids] == plain[0]
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, QuestionOptions):
     """Raises InputError for a number out of its range and unless one drafter option is given."""
 
-    out: str = option("folder for answers and summary; the same command resumes there")
+    out: str = option("folder for answers, summary and report.html; the same command resumes there")
     drafter: str | None = option(
         f"{DRAFTER}; several are separated by commas, and medusa:HEAD@medusa names its tree", None
     )

@@ -162,18 +162,18 @@ def costs(rows: Sequence[Row]) -> Chart:
 def categories(rows: Sequence[Row]) -> Grid:
     """τ of each drafting configuration by category."""
     drafted = [row for row in rows if row["verifier"] != "baseline"] or list(rows)
-    several = len({row["temperature"] for row in drafted}) > 1
-    columns = [
-        name_of(row, rows) + (f", T {row['temperature']:g}" if several else "") for row in drafted
-    ]
+    names = list(drafted[0]["categories"])
     cells = [
-        (name, [row["categories"][name]["acceptance_length"]["value"] for row in drafted])
-        for name in drafted[0]["categories"]
+        (
+            f"{name_of(row, rows)}, T {row['temperature']:g}",
+            [row["categories"][name]["acceptance_length"]["value"] for name in names],
+        )
+        for row in drafted
     ]
     return Grid(
         title="τ by category",
-        text="How far the draft model follows depends on the text. Intervals and speedups are in the tables.",
-        columns=columns,
+        text="How far the draft model follows depends on the text. Speedups are in the tables.",
+        columns=names,
         rows=cells,
     )
 

@@ -20,4 +20,4 @@ def bench(config: BenchConfig) -> None:
     show_result(report_of(result))
     if result["plots"] is None:
         remark("No plots, as matplotlib is not installed: pip install 'treespec[plots]'")
-    remark(f"Times are in {Path(config.out).resolve()}")
+    remark(f"Times are in {Path(config.out).resolve()}; look at report.html there")

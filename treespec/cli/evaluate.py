@@ -28,4 +28,4 @@ def measure(config: EvalConfig) -> None:
     summary = with_progress(lambda report: run(config, report))
     remark(*(f"left out: {problem}" for problem in summary["left_out"]))
     show_result(report_of(summary))
-    remark(f"Answers and summary are in {Path(config.out).resolve()}")
+    remark(f"Answers and summary are in {Path(config.out).resolve()}; look at report.html there")

@@ -11,13 +11,10 @@ from treespec.eval.common import STAGE_NAMES, STAGES, drafted_by, seed_of
 from treespec.eval.page.charts import Bar, Chart, Group, Stack, Style, bar_of, value_of
 from treespec.eval.page.page import Page, write_page
 from treespec.eval.page.setup import setup
-from treespec.eval.page.trees import FILE as TREES
 from treespec.eval.page.trees import fitting, read_trees, traced, write_trees
 from treespec.eval.questions import Question
 from treespec.eval.verdict import interval
 from treespec.spec import Spec
-
-__all__ = ["TREES", "record", "write"]
 
 
 def page_of(result: BenchResult, out: Path) -> Page:

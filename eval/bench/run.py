@@ -20,6 +20,7 @@ from treespec.eval.bench.table import report_of
 from treespec.eval.common import Step
 from treespec.eval.environment import describe
 from treespec.eval.loading import load_models
+from treespec.eval.page.trees import FILE as TREES
 from treespec.eval.pairs import refuse_unfit
 from treespec.eval.questions import Question, load_questions
 from treespec.eval.report import markdown
@@ -118,7 +119,7 @@ def measure(
         "paddings": [],
     }
     out = Path(config.out)
-    (out / page.TREES).unlink(missing_ok=True)  # of an earlier benchmark in this folder
+    (out / TREES).unlink(missing_ok=True)  # of an earlier benchmark in this folder
     before, difference = 0, 0.0
     for added in plan.added:
         difference += models.pad(added - before)

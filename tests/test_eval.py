@@ -217,8 +217,10 @@ def test_changed_questions_and_machines_are_refused(home, finished, tmp_path):
 
 def test_one_row_of_steps_for_a_person_to_watch(finished):
     _, _, steps = finished
+    *steps, recording = steps
     texts = [step.text for step in steps]
     assert [step.done for step in steps][-9:] == list(range(1, 10))
+    assert "report.html" in recording.text
     assert {step.total for step in steps} == {9}
     assert sum(text.startswith("warm-up") for text in texts) == 3
     assert all("tokens/s" in text for text in texts[-9:])

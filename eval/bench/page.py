@@ -67,7 +67,7 @@ def speed(paddings: Sequence[Padding]) -> Chart:
             return None
         figure = row["speed"]["overall"]["over_one_token"]
         style: Style = "plain" if row["name"] == ONE_TOKEN else "peer" if row["peer"] else "ours"
-        return bar_of(row["label"], figure, interval(figure), style)
+        return bar_of(row["name"], figure, interval(figure), style)
 
     return Chart(
         title="How much faster, beside transformers",
@@ -88,7 +88,7 @@ def bounds(paddings: Sequence[Padding]) -> Chart:
         figure = row["cycle"]["overall"]["speedup"]
         most = value_of(row["cycle"]["overall"]["bound"])
         said = f"{value_of(figure):.2f} of {most:.2f}"
-        return bar_of(row["label"], figure, said, marker=most)
+        return bar_of(row["name"], figure, said, marker=most)
 
     return Chart(
         title="The speedup and its bound",
@@ -111,7 +111,7 @@ def costs(paddings: Sequence[Padding]) -> Chart:
         parts = [value_of(row["cycle"][stage]) / unit for stage in STAGES]
         tau, cost = value_of(row["cycle"]["acceptance_length"]), sum(parts)
         said = f"{tau:.2f} / {cost:.2f} = {tau / cost:.2f}"
-        return Stack(row["label"], parts, said, marker=tau)
+        return Stack(row["name"], parts, said, marker=tau)
 
     return Chart(
         title="What a cycle costs and what it brings",
@@ -150,10 +150,13 @@ def by_temperature(
     paddings: Sequence[Padding], draw: Callable[[RowFigures, RowFigures], Bar | Stack | None]
 ) -> list[Group]:
     """draw: (row, one-token decoding beside it) -> what the row looks like, None for nothing."""
-    groups: dict[float, list[Bar | Stack]] = {}
+    groups: dict[tuple[float, int], list[Bar | Stack]] = {}
     for measured in paddings:
         plain = {row["temperature"]: row for row in measured["rows"] if row["name"] == ONE_TOKEN}
         for row in measured["rows"]:
             if drawn := draw(row, plain[row["temperature"]]):
-                groups.setdefault(row["temperature"], []).append(drawn)
-    return [Group(f"temperature {heat:g}", rows) for heat, rows in groups.items()]
+                groups.setdefault((row["temperature"], measured["added"]), []).append(drawn)
+    return [
+        Group(label(f"temperature {heat:g}", added), rows)
+        for (heat, added), rows in sorted(groups.items(), key=lambda item: item[0])
+    ]

@@ -14,7 +14,7 @@ from treespec.cli.trace import picture
 from treespec.cycle import Cycle, explained, visible
 from treespec.draft.model_free.given import GivenDrafter
 from treespec.draft.model_free.lookup import Lookup
-from treespec.draft.vocabulary import draft_logits, restrict
+from treespec.draft.vocabulary import restrict, whole
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
@@ -77,7 +77,7 @@ def test_probabilities_are_those_of_plain_forwards_over_each_path(models, tree, 
             hidden = head(tokens[None], features[None], torch.arange(len(features)))[0, -1:]
             tokens, features = torch.cat([tokens, torch.tensor([token])]), torch.cat([features, hidden])
         hidden = head(tokens[None], features[None], torch.arange(len(features)))[0, -1]
-        return probs(draft_logits(head, target, hidden), shown)
+        return probs(whole(head.logits(hidden, target), head, target), shown)
 
     text = list(PROMPT)
     spec = Spec(*models, tree, verifier)

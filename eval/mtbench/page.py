@@ -5,10 +5,11 @@ from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any
 
+from treespec.eval.bootstrap import Figure
 from treespec.eval.common import STAGE_NAMES, STAGES, drafted_by, seed_of
 from treespec.eval.mtbench.config import Configuration, EvalConfig
 from treespec.eval.mtbench.table import report_of
-from treespec.eval.page.charts import Bar, Chart, Grid, Group, Stack, Style
+from treespec.eval.page.charts import Bar, Chart, Grid, Group, Stack, Style, bar_of
 from treespec.eval.page.page import Page, write_page
 from treespec.eval.page.setup import setup
 from treespec.eval.page.trees import fitting, read_trees, traced, write_trees
@@ -76,12 +77,11 @@ def speed(rows: Sequence[Row]) -> Chart:
     name = "speedup" if compared else "tokens_per_second"
 
     def bar(row: Row) -> Bar:
-        figure = row["overall"][name] or {"value": 1.0, "low": None, "high": None}
+        whole: Figure = {"value": 1.0, "low": None, "high": None}  # the baseline's speedup
+        figure: Figure = row["overall"][name] or whole
         style: Style = "plain" if row["verifier"] == "baseline" else "ours"
         style = style if row["lossless"] else "lossy"
-        said = interval(figure, 2 if compared else 1)
-        label = name_of(row, rows)
-        return Bar(label, figure["value"], said, figure["low"], figure["high"], style)
+        return bar_of(name_of(row, rows), figure, interval(figure, 2 if compared else 1), style)
 
     return Chart(
         title="How much faster" if compared else "Tokens a second",

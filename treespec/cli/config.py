@@ -20,7 +20,7 @@ class AnswerConfig(ModelOptions, SamplingOptions):
 
     PANEL = "Answers"
 
-    temperature: float = option("0 is greedy", 0.0, least=0, most=100)
+    temperature: float = option("sampling temperature; 0 is greedy", 0.0, least=0, most=100)
     min_p: float = option(
         "sample from tokens above this share of the likeliest one's probability; 0 is off",
         0.0,

@@ -48,6 +48,7 @@ def rendered(page: Page) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"visible": visible, "shown": shown, "line": printable}
+    environment.filters["breaks"] = lambda text: text.replace("\n", "↵\n")
     functions: dict[str, Any] = {"picture": picture, "explained": explained, "expected": expected}
     functions["without_empty_columns"] = without_empty_columns
     return environment.get_template("page.html").render(page=page, **functions)

@@ -133,7 +133,7 @@ def test_a_page_says_what_it_was_measured_on(measured):
     text = " ".join(Tags((out / "report.html").read_text()).text.split())
     assert "treespec eval --" in text
     assert "--verifier topk,rrs@2x2" in text
-    for what in ("device", "dtype", "torch", "transformers", "logical cores", "instructions"):
+    for what in ("device", "dtype", "torch", "transformers", "processor", "cores"):
         assert what in text
     words = command("eval", EvalConfig, {"out": "a b", "baseline": False, "turns": None, "max_new_tokens": 1024})
     assert words == "treespec eval --out 'a b' --no-baseline"

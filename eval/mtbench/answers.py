@@ -11,6 +11,7 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.heads import checksum
+from treespec.stats import figures
 
 BROKEN = (
     ValueError,
@@ -97,6 +98,14 @@ def whole(content: bytes) -> int:
     except BROKEN:
         return start
     return end
+
+
+def said(answer: Answer, explain: bool) -> str:
+    """A step's line: which question was answered by what, and its figures."""
+    spent = figures(
+        sum(answer.new_tokens), sum(answer.decoding_steps), sum(answer.wall_time), explain
+    )
+    return f"question {answer.question_id}, {answer.model_id}: {spent}"
 
 
 def _from_line(line: bytes) -> Answer:

@@ -35,7 +35,7 @@ from treespec.eval.report import markdown
 from treespec.files import locked, write_json, write_text
 from treespec.sampling import SamplingParams
 from treespec.spec import Output, Spec, calibration_of, load_sources
-from treespec.stats import Stats, figures
+from treespec.stats import Stats
 from treespec.text import templates
 from treespec.trees.shape import Policy
 from treespec.trees.static import TreeError
@@ -173,12 +173,11 @@ def _evaluated(
             for answer in _ask(fresh(configuration), group, configuration, config):
                 answers.append(files[configuration], answer)
                 there += 1
-                report(Step(there, total, _said(answer, explain=there == before_these + 1)))
+                report(Step(there, total, answers.said(answer, explain=there == before_these + 1)))
 
         # 4. Trees for the page, untimed.
         report(Step(there, total, "recording a few trees for report.html"))
-        specs = {configuration: fresh(configuration) for configuration in drafts}
-        page.record(out, specs, questions, config)
+        page.record(out, {one: fresh(one) for one in drafts}, questions, config)
     summary = summarise(out, config.resamples)
     write_json(out / "summary.json", summary)
     write_text(out / "summary.md", markdown(report_of(summary)))
@@ -296,10 +295,3 @@ def _ended_by(output: Output, spec: Spec, config: EvalConfig) -> str:
         return "max_new_tokens"
     full = output.stats.prompt_tokens + output.stats.new_tokens >= spec.target.context_length
     return "context" if full else "model"
-
-
-def _said(answer: Answer, explain: bool) -> str:
-    spent = figures(
-        sum(answer.new_tokens), sum(answer.decoding_steps), sum(answer.wall_time), explain
-    )
-    return f"question {answer.question_id}, {answer.model_id}: {spent}"

@@ -1,37 +1,21 @@
 """What a page says of the machine, the command and the versions behind its figures."""
 
-import os
 import platform
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from treespec.processor import processor
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-FLAGS = re.compile(r"^(?:flags|Features)\s*: (.+)$", re.MULTILINE)
-FAST = (  # features that decide how fast matrices are multiplied
-    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
-    *("amx_tile", "amx_bf16", "amx_int8", "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2"),
-)
-
 
 def machine() -> dict[str, str]:
-    """This machine: what torch computes with, the processor's features, cores and system."""
-    try:
-        flags = FLAGS.search(Path("/proc/cpuinfo").read_text())
-    except OSError:
-        flags = None
-    known = set(flags[1].split()) if flags else set()
+    """This machine: the processor with its cores and features, and the system."""
     return {
-        "instructions": f"{torch.backends.cpu.get_cpu_capability()}, by torch's choice",
-        "processor features": " ".join(name for name in FAST if name in known),
-        "logical cores": str(os.cpu_count()),
+        "processor": processor(),
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
     }
 

@@ -17,9 +17,8 @@ Fresh = Callable[[Configuration, Draft], Spec]
 def load_models(config: EvalConfig, dtype: str) -> tuple[Spec, Fresh]:
     """Load the target and all drafters: (the target without a drafter, what makes a `Spec`).
 
-    dtype: of the target's weights.
     The second makes a `Spec` of a configuration with nothing cached. So all configurations start
-    alike, in a resumed run too, and one cache is alive at a time.
+    alike, in a resumed run too, and one cache is alive at a time. dtype: of the target's weights.
     """
     # 1. The models.
     target, sources = load_sources(

@@ -1,14 +1,24 @@
-"""Questions in FastChat's format: our own, MT-Bench's, or a file's."""
+"""Questions in FastChat's format: our own, those of a published suite, or a file's."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from treespec.errors import InputError
+from treespec.eval.suites import spec_bench
+from treespec.eval.suites.checks import Check, check_of
+from treespec.eval.suites.known import SUITES, suite
+from treespec.options import either, nearest
+from treespec.text.archives import refuse_archive
 
 BUILTIN = Path(__file__).with_name("builtin.jsonl")
-MT_BENCH = ("lmsys/mt-bench", "data/mt_bench/question.jsonl")  # FastChat's Space on the Hub
+
+SETS: dict[str, Callable[[], bytes]] = {
+    "builtin": BUILTIN.read_bytes,
+    **{name: partial(suite, name) for name in SUITES},
+}
 
 
 @dataclass(frozen=True)
@@ -20,42 +30,95 @@ class Question:
     turns: tuple[str, ...]
 
 
-def load_questions(spec: str = "builtin") -> tuple[list[Question], list[str]]:
+def load_questions(
+    spec: str = "builtin", categories: Collection[str] = ()
+) -> tuple[list[Question], list[str]]:
     """(questions, what is wrong with the lines left out) of one of `SETS` or of a JSONL file.
 
-    Raises InputError for a file that cannot be read or has no question, and for a failed download.
+    categories: keep the questions of these alone; default: all. Of Spec-Bench its tasks count too.
+    Raises InputError for a file that cannot be read or has no question, for a category that it
+    lacks, and for a failed download.
     """
-    # 1. The lines of the file.
-    path = SETS[spec]() if spec in SETS else Path(spec)
-    try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        raise InputError(
-            f"cannot read questions from {spec}: {error.strerror}; give `builtin`, `mt-bench` or a JSONL file"
-        ) from error
+    # 1. All questions.
+    entries, problems = _entries(spec)
+    questions = [question for question, _ in entries]
+    if not categories:
+        return questions, problems
+
+    # 2. Those of the categories.
+    tasks = {question.category: task_of(spec, question.category) for question in questions}
+    for name in categories:
+        if name not in tasks and name not in tasks.values():
+            there = list(dict.fromkeys(tasks.values()))
+            raise InputError(
+                f"{spec} has no category {name!r}{nearest(name, there)}: {', '.join(there)}"
+            )
+    names = set(categories)
+    return [q for q in questions if names & {q.category, tasks[q.category]}], problems
+
+
+def task_of(spec: str, category: str) -> str:
+    """What results are grouped by: the category, of Spec-Bench its task."""
+    return spec_bench.task_of(category) if spec == "spec-bench" else category
+
+
+def load_checks(spec: str) -> dict[int | str, Check]:
+    """How answers are judged, by question; questions without a `check` are left out.
+
+    Raises as `load_questions`.
+    """
+    entries, _ = _entries(spec)
+    return {question.question_id: check for question, check in entries if check is not None}
+
+
+def _entries(spec: str) -> tuple[list[tuple[Question, Check | None]], list[str]]:
+    """The questions with their checks, and what is wrong with other lines."""
+    # 1. The lines.
+    name = spec if spec in SETS else Path(spec).name
+    content = SETS[spec]() if spec in SETS else _file(spec)
 
     # 2. The question of each line, or what is wrong with it.
-    questions: dict[int | str, Question] = {}
+    entries: dict[int | str, tuple[Question, Check | None]] = {}
     problems = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in _lines(content):
         try:
-            question = _question(json.loads(line))
-            if question.question_id in questions:
+            question, check = _parsed(line)
+            if question.question_id in entries:
                 raise ValueError(f"question_id {question.question_id!r} appears a second time")
-            questions[question.question_id] = question
-        except ValueError as error:
-            problems.append(f"{path.name}:{number}: {error}")
-    if not questions:
+            entries[question.question_id] = question, check
+        except (ValueError, RecursionError) as error:
+            problems.append(f"{name}:{number}: {error}")
+    if not entries:
         raise InputError(f"no question in {spec}: {'; '.join(problems[:3]) or 'the file is empty'}")
-    return list(questions.values()), problems
+    return list(entries.values()), problems
 
 
-def _question(line: object) -> Question:
-    if not isinstance(line, dict):
+def _file(spec: str) -> bytes:
+    """The content of a JSONL file. Raises InputError for anything else."""
+    try:
+        content = Path(spec).read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"cannot read questions from {spec}: {error.strerror}{nearest(spec, SETS)}; give "
+            f"{either([*SETS, 'a JSONL file'])}"
+        ) from error
+    refuse_archive(Path(spec), content[:8])
+    return content
+
+
+def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of the lines that are not empty."""
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if line.strip():
+            yield number, line
+
+
+def _parsed(line: bytes) -> tuple[Question, Check | None]:
+    """Raises ValueError for a line that holds no question."""
+    fields = json.loads(line)
+    if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
-    question_id, turns = line.get("question_id"), line.get("turns")
+    question_id, turns = fields.get("question_id"), fields.get("turns")
     if not isinstance(question_id, int | str):
         raise ValueError("no `question_id`, a number or a text")
     if not (
@@ -65,27 +128,5 @@ def _question(line: object) -> Question:
     ):
         raise ValueError("no `turns`, a list of texts that are not empty")
     "".join(turns).encode()  # half of a surrogate pair is an error here, not later in the tokenizer
-    return Question(question_id, str(line.get("category", "general")), tuple(turns))
-
-
-def _mt_bench() -> Path:
-    """The 80 questions, downloaded at the first use and kept in the Hugging Face cache."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    space, file = MT_BENCH
-    try:
-        return Path(hf_hub_download(space, file, repo_type="space", local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
-    try:
-        return Path(hf_hub_download(space, file, repo_type="space"))
-    except (OSError, EntryNotFoundError) as error:
-        raise InputError(
-            f"MT-Bench is not in the Hugging Face cache and cannot be downloaded from {space} "
-            f"({type(error).__name__}); pass `--questions FILE` with a copy of its question.jsonl, "
-            "which FastChat's repository has too, or `--questions builtin`"
-        ) from error
-
-
-SETS: dict[str, Callable[[], Path]] = {"builtin": lambda: BUILTIN, "mt-bench": _mt_bench}
+    question = Question(question_id, str(fields.get("category", "general")), tuple(turns))
+    return question, check_of(fields["check"]) if "check" in fields else None

@@ -150,7 +150,7 @@ SAVED = {  # by version 0.1.0, all defaults
 }
 # fmt: on
 REMOVED = {"compile"}
-NEWER = {BenchConfig: {"template"}}  # options that the earlier version lacked
+NEWER = {BenchConfig: {"template"}, EvalConfig: {"categories", "run_code"}}  # options that the earlier version lacked
 
 
 @pytest.mark.parametrize("kind", SAVED, ids=lambda kind: kind.__name__)

@@ -29,6 +29,7 @@ FLOORS = {  # the files of rooms that hold more than one floor
             "lines",
             "packages",
             "processor",
+            "downloads",
             "identity",
             "locks",
             "sampling",
@@ -67,13 +68,14 @@ ROOMS = {  # the rooms that each room may import
     "train": "ground seams target text heads draft.fit draft.trained",
     "train.regenerate": "ground decode spec target text train",
     "train.toy": "ground",
-    "eval": "ground target spec text trees verify draft",
+    "eval": "ground target spec eval.suites text trees verify draft",
     "eval.acceptance": "ground spec eval model verify draft.trained",
     "eval.page": "ground spec eval text",
     "eval.bench": "ground seams target decode spec eval eval.page model text trees verify",
     "eval.certify": "ground spec eval text trees verify draft.trained",
     "eval.fit": "ground seams target spec eval eval.acceptance text trees draft.fit draft.models draft.trained",
-    "eval.mtbench": "ground spec eval eval.page text trees heads verify draft.trained",
+    "eval.mtbench": "ground spec eval eval.page eval.suites text trees heads verify draft.trained",
+    "eval.suites": "ground",
 }
 
 

@@ -8,16 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    get_hf_file_metadata,
-    hf_hub_download,
-    hf_hub_url,
-    try_to_load_from_cache,
-)
-
+from treespec.downloads import HubFile
 from treespec.errors import InputError
 from treespec.files import locked, read_json, write_json, writing
-from treespec.heads.hub import SECONDS
 from treespec.packages import cache_folder, packaged_file
 from treespec.train.known import DATA_SETS, DataSet
 
@@ -58,29 +51,15 @@ def intact(path: Path, about: Path) -> bool:
 
 def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
     """Where the data set came from, and its text; a package's may be cut off."""
-    if file := from_hub(data_set):
-        return f"from the hub, {data_set.repository}", Path(file).read_text(encoding="utf-8")
+    file = HubFile(data_set.repository, data_set.file, revision=data_set.revision).path()
+    if file is not None:
+        return f"from the hub, {data_set.repository}", file.read_text(encoding="utf-8")
     say(f"the hub does not answer: fetching the package {data_set.package} {data_set.version}")
     content = packaged_file(data_set.package, data_set.version, data_set.sha256, data_set.member)
     # A cut may go through a character.
     return f"from the package {data_set.package} {data_set.version}", content.decode(
         errors="ignore"
     )
-
-
-def from_hub(data_set: DataSet) -> str | None:
-    """The file in the hub's cache, downloaded if it must be; None where the hub cannot be reached."""
-    known: dict[str, Any] = {"repo_type": "dataset", "revision": data_set.revision}
-    cached = try_to_load_from_cache(data_set.repository, data_set.file, **known)
-    if isinstance(cached, str):
-        return cached
-    try:
-        get_hf_file_metadata(
-            hf_hub_url(data_set.repository, data_set.file, **known), timeout=SECONDS
-        )
-        return hf_hub_download(data_set.repository, data_set.file, **known)
-    except Exception:  # in the words of whichever HTTP client the hub's library uses
-        return None
 
 
 def write_conversations(path: Path, text: str) -> int:

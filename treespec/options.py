@@ -68,7 +68,7 @@ TREE_FORMS = {
 TREE_FILE = "a JSON file of paths"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-QUESTIONS = ("builtin", "mt-bench")
+QUESTIONS = ("builtin", "mt-bench", "spec-bench", "humaneval", "gsm8k")
 
 
 def either(names: Iterable[str]) -> str:

@@ -1,1 +1,1 @@
-"""MT-Bench: acceptance length and speedup."""
+"""`treespec eval`: questions to several configurations; acceptance length, speed, right answers."""

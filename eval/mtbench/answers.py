@@ -1,4 +1,4 @@
-"""Answer files in the format of FastChat and Spec-Bench, one line a question."""
+"""Answer files in the format of FastChat and Spec-Bench, one line per question."""
 
 import json
 import os
@@ -7,28 +7,22 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from treespec.errors import InputError
+from treespec.eval.mtbench.result import Extra
 from treespec.heads import checksum
-from treespec.stats import figures
 
-BROKEN = (
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-)  # what a damaged line raises
+# What parsing a damaged line raises.
+BROKEN = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one configuration answered to one question.
+    """One configuration's answer to one question.
 
-    turns, decoding_steps, new_tokens, wall_time (seconds): one entry a turn. accept_lengths: tokens committed
-    by each cycle, all turns in one list. extra: anything else as JSON; FastChat and Spec-Bench pass over it.
+    turns, decoding_steps (cycles), new_tokens, wall_time (seconds): one entry per turn.
+    accept_lengths: tokens committed by each cycle, all turns in one list. extra: see `Extra`.
     Format: fastchat.llm_judge.gen_model_answer, Spec-Bench's evaluation/eval.py.
     """
 
@@ -40,45 +34,51 @@ class Answer:
     new_tokens: Sequence[int] = ()
     wall_time: Sequence[float] = ()
     accept_lengths: Sequence[int] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Extra = field(default_factory=lambda: Extra())
     answer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     tstamp: float = field(default_factory=time.time)
 
 
 def append(path: str | Path, answer: Answer) -> None:
-    """Adds one line with its checksum and has it on the disk before it returns: a kill loses at most that line.
+    """Add one line with its checksum. It is on the disk when this returns: a kill loses no other.
 
-    What `read` leaves out of the end is cut off first. Raises InputError where the file cannot be written.
+    A damaged end of the file, which `read` skips, is cut off first. Raises InputError where the
+    file cannot be written.
     """
     line = json.dumps(checksum.sealed(_to_json(answer))) + "\n"
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with Path(path).open("ab+") as file:
             file.seek(0)
-            file.truncate(whole(file.read()))
+            file.truncate(intact_bytes(file.read()))
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise InputError(
-            f"cannot write {path}: {error.strerror or error}; the answers before this one are kept: make room, and "
-            "repeat the command to go on"
+            f"cannot write {path}: {error.strerror or error}; the answers before this one are "
+            "kept: make room, and repeat the command to go on"
         ) from error
 
 
 def read(path: str | Path) -> list[Answer]:
-    """The answers of a file, in order; none if there is no such file. A half-written or damaged last line is left out.
+    """The answers of a file, in order; none if the file is missing.
 
-    Raises InputError, with the line's number, for any other line that is not an answer.
+    A last line that is cut off or damaged is skipped. Raises InputError, with the line's number,
+    for any other line that is not an answer.
     """
+    # 1. The intact lines.
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise InputError(f"cannot read the answers in {path}: {error.strerror}") from error
+    lines = content[: intact_bytes(content)].split(b"\n")[:-1]
+
+    # 2. The answer of each.
     answers = []
-    for number, line in enumerate(content[: whole(content)].split(b"\n")[:-1], 1):
+    for number, line in enumerate(lines, 1):
         try:
             answers.append(_from_line(line))
         except BROKEN as error:
@@ -89,8 +89,8 @@ def read(path: str | Path) -> list[Answer]:
     return answers
 
 
-def whole(content: bytes) -> int:
-    """How many bytes of a file are lines, without a last one that a kill has cut or that is damaged."""
+def intact_bytes(content: bytes) -> int:
+    """The length of a file's content without a last line that is cut off or damaged."""
     end = content.rfind(b"\n") + 1
     start = content.rfind(b"\n", 0, max(end - 1, 0)) + 1
     try:
@@ -100,23 +100,16 @@ def whole(content: bytes) -> int:
     return end
 
 
-def said(answer: Answer, explain: bool) -> str:
-    """A step's line: which question was answered by what, and its figures."""
-    spent = figures(
-        sum(answer.new_tokens), sum(answer.decoding_steps), sum(answer.wall_time), explain
-    )
-    return f"question {answer.question_id}, {answer.model_id}: {spent}"
-
-
 def _from_line(line: bytes) -> Answer:
-    """Raises one of BROKEN for what is no answer, or not the one that was written."""
+    """The answer of a line. Raises one of BROKEN for a line that was not written so."""
     fields = json.loads(line)
     if not checksum.intact(fields):
         raise ValueError("its checksum does not match")
     return _from_json(fields)
 
 
-def _to_json(answer: Answer) -> dict[str, Any]:
+def _to_json(answer: Answer) -> dict[str, object]:
+    """The line's fields; `extra` only where there is something in it."""
     choice = {
         "index": 0,
         "turns": list(answer.turns),
@@ -137,22 +130,29 @@ def _to_json(answer: Answer) -> dict[str, Any]:
 
 
 def _from_json(line: dict[str, Any]) -> Answer:
-    """Raises one of BROKEN for what is no answer; older lines have no checksum that would tell."""
+    """Raises one of BROKEN for anything but an answer.
+
+    FastChat's own answers have no category and no counts, and answers of older versions have no
+    checksum, so the types of the parts are checked here.
+    """
+    # 1. The types.
     choice = line["choices"][0]
     for name in ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths"):
         kind = str if name == "turns" else (int, float)
         if not all(isinstance(value, kind) for value in choice.get(name, [])):
             raise TypeError(f"{name} are not what they should be")
+
+    # 2. The answer.
     return Answer(
         question_id=line["question_id"],
-        category=line.get("category", ""),  # FastChat's own answers have no category and no counts
+        category=line.get("category", ""),
         model_id=line["model_id"],
         turns=choice["turns"],
         decoding_steps=choice.get("decoding_steps", []),
         new_tokens=choice.get("new_tokens", []),
         wall_time=choice.get("wall_time", []),
         accept_lengths=choice.get("accept_lengths", []),
-        extra=line.get("extra", {}),
+        extra=cast(Extra, line.get("extra", {})),
         answer_id=line["answer_id"],
         tstamp=line["tstamp"],
     )

@@ -43,6 +43,14 @@ class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, 
         "temperatures, separated by commas; 0 is greedy", "0", least=0, most=100
     )
     max_new_tokens: int = shared(SamplingOptions, "max_new_tokens", 1024)
+    categories: str | None = option(
+        "ask only the questions of these categories, separated by commas", None
+    )
+    run_code: bool = option(
+        "run the code in answers to humaneval, to see which are right: in a process with limits on "
+        "time, memory and files, which is no sandbox against malice",
+        False,
+    )
     turns: int | None = option(
         "ask only the first N turns of each question", None, least=1, most=MANY
     )
@@ -70,8 +78,8 @@ class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, 
 class Configuration:
     """One way to answer questions.
 
-    model_id: its name in the answers, and the name of their file. verifier: None is the baseline.
-    tree: None is the default for the verifier. drafter: `kind:value`, or None for the baseline.
+    model_id: its name in the answers, and the name of their file. verifier: None for the baseline.
+    tree: None for the verifier's default. drafter: `kind:value`, None for the baseline.
     """
 
     model_id: str
@@ -81,29 +89,35 @@ class Configuration:
     drafter: str | None = None
 
 
+def categories_of(config: EvalConfig) -> list[str]:
+    """The categories to ask, none for all. Raises InputError for an empty part."""
+    return [] if config.categories is None else listed("categories", config.categories)
+
+
 def drafters_of(config: EvalConfig) -> list[str]:
     """The drafters, `kind:value` each."""
     return [drafter for drafter, _ in drafters_with_trees(config)]
 
 
 def drafters_with_trees(config: EvalConfig) -> list[tuple[str, str | None]]:
-    """What `--head` or `--drafter` lists: (`kind:value`, the tree that it names or None).
+    """`--head` or the list of `--drafter`: (`kind:value`, the tree that it names or None).
 
-    A head's directory may have an @ in its name. Raises InputError for an empty part.
+    Raises InputError for an empty part.
     """
     if config.drafter is None:
         return [(f"head:{config.head}", None)]
-    found: list[str] = []
+    names: list[str] = []
     for part in parts_of("drafter", config.drafter):
-        kind = found[-1].partition(":")[0] if found else ""
+        kind = names[-1].partition(":")[0] if names else ""
         if part.partition("@")[0] in DRAFTER_WORDS.get(kind, ()):
-            found[-1] += f",{part}"
+            names[-1] += f",{part}"  # an option of the drafter before it, as in sparse:512,snapkv
         else:
-            found.append(part)
-    return [_without_tree(name) for name in dict.fromkeys(found)]
+            names.append(part)
+    return [_split_tree(name) for name in dict.fromkeys(names)]
 
 
-def _without_tree(name: str) -> tuple[str, str | None]:
+def _split_tree(name: str) -> tuple[str, str | None]:
+    """medusa:HEAD@TREE as drafter and tree. An existing folder may have an @ in its name."""
     folder = name.partition(":")[2]
     if folder and Path(folder).exists():
         return name, None
@@ -121,44 +135,44 @@ def pairs_of(config: EvalConfig) -> tuple[list["Pair"], list[str]]:
 
 
 def configurations(config: EvalConfig) -> list[Configuration]:
-    """For each temperature the baseline, and every drafter with each verifier and tree it fits.
+    """At each temperature the baseline, and every drafter with each verifier and tree it fits.
 
     Raises InputError for a bad list.
     """
+    # 1. What answers at each temperature.
     several = len(drafters_of(config)) > 1
-    baseline = [(None, None, None)] if config.baseline else []
-    chosen = [
-        Configuration(
-            _model_id(config.target, drafter if several else None, verifier, tree, temperature),
-            verifier,
-            tree,
-            temperature,
-            drafter,
-        )
-        for temperature in dict.fromkeys(
-            number("temperature", t) for t in listed("temperature", config.temperature)
-        )
-        for drafter, verifier, tree in [*baseline, *pairs_of(config)[0]]
-    ]
-    names = [configuration.model_id for configuration in chosen]
+    chosen = [(pair.drafter, pair.verifier, pair.tree) for pair in pairs_of(config)[0]]
+    rows = [*([(None, None, None)] if config.baseline else []), *chosen]
+    temperatures = [number("temperature", t) for t in listed("temperature", config.temperature)]
+
+    # 2. Their names, which have to differ.
+    found = []
+    for temperature in dict.fromkeys(temperatures):
+        for drafter, verifier, tree in rows:
+            named = drafter if several else None
+            name = _model_id(config.target, named, verifier, tree, temperature)
+            found.append(Configuration(name, verifier, tree, temperature, drafter))
+    names = [configuration.model_id for configuration in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(
-            f"two configurations would both be called {twice[0]}: rename a tree file or a drafter's folder"
+            f"two configurations would both be called {twice[0]}: rename a tree file or a "
+            "drafter's folder"
         )
-    return chosen
+    return found
 
 
 def _model_id(
     target: str, drafter: str | None, verifier: str | None, tree: str | None, temperature: float
 ) -> str:
-    tree = tree and tree.removesuffix(".json").rpartition("/")[2]
+    """Target, drafter, verifier, tree and temperature in one name that can be a file's."""
+    tree_file = tree and tree.removesuffix(".json").rpartition("/")[2]
     kind, _, value = (drafter or "").partition(":")
     parts = (
         PurePath(target).name,
         kind,
         PurePath(value).name,
         verifier or "baseline",
-        tree,
+        tree_file,
         f"t{temperature:g}",
     )
     return re.sub(r"[^\w.=-]+", "-", "-".join(part for part in parts if part))

@@ -1,25 +1,27 @@
 """An evaluation: every question to every configuration in one process, kept answer by answer."""
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from treespec.errors import InputError
-from treespec.eval.common import Step, in_order, seed_of
+from treespec.eval.common import Step, in_order
 from treespec.eval.environment import describe
 from treespec.eval.mtbench import answers, page
-from treespec.eval.mtbench.answers import Answer
+from treespec.eval.mtbench.ask import ask, said
 from treespec.eval.mtbench.config import (
     Configuration,
     EvalConfig,
+    categories_of,
     configurations,
     drafters_of,
     pairs_of,
 )
+from treespec.eval.mtbench.judge import judge
+from treespec.eval.mtbench.models import Draft, load_models, unfit
 from treespec.eval.mtbench.record import (
+    Record,
     dtype_of,
     models_of,
     moved,
@@ -27,41 +29,38 @@ from treespec.eval.mtbench.record import (
     record_of,
     same_models,
 )
+from treespec.eval.mtbench.result import Summary
 from treespec.eval.mtbench.summary import summarise
 from treespec.eval.mtbench.table import report_of
 from treespec.eval.pairs import paired, refuse_unfit
-from treespec.eval.questions import Question, load_questions
+from treespec.eval.questions import Question, load_checks, load_questions
 from treespec.eval.report import markdown
 from treespec.files import locked, write_json, write_text
 from treespec.sampling import SamplingParams
-from treespec.spec import Output, Spec, calibration_of, load_sources
-from treespec.stats import Stats
-from treespec.text import templates
-from treespec.trees.shape import Policy
-from treespec.trees.static import TreeError
 from treespec.verify.registry import verifier_by_name
-from treespec.verify.walk import Verifier
 
 WARM_UP_TOKENS = 16
 
-Draft = tuple[Policy | None, Verifier] | None  # None: the baseline
+Plan = list[tuple[list[Question], Configuration]]  # questions asked together, and whom
 
 
-def evaluate(
-    config: EvalConfig, report: Callable[[Step], None] = lambda step: None
-) -> dict[str, Any]:
+def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: None) -> Summary:
     """Answer what is not answered yet, then write and return the summary (`summarise`).
 
-    Writes OUT/config.json, OUT/answers/<model_id>.jsonl, OUT/summary.json, OUT/summary.md, OUT/trees.json and
-    OUT/report.html. Pairs of tree and verifier are checked before anything is loaded. Raises InputError for
-    them and other bad input, and where OUT holds another evaluation, or another process writes into it.
+    Writes OUT/config.json, OUT/answers/<model_id>.jsonl, OUT/summary.json, OUT/summary.md,
+    OUT/trees.json and OUT/report.html, and OUT/right.json where answers can be right or wrong.
+    Raises InputError for bad input, for a tree and a verifier that do not fit, and where OUT holds
+    another evaluation or another process writes into it; most of that before anything is loaded.
     """
+    # 1. What can be refused without the models.
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("eval measures time in one process: launch it with --num_processes 1")
     drafts = {
         configuration: _checked(configuration, config) for configuration in configurations(config)
     }
-    questions, left_out = load_questions(config.questions)
+
+    # 2. The questions.
+    questions, left_out = load_questions(config.questions, categories_of(config))
     questions = [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]]
     record = record_of(config, questions, left_out + pairs_of(config)[1])
     with locked(config.out):
@@ -72,9 +71,9 @@ def _evaluated(
     config: EvalConfig,
     drafts: dict[Configuration, Draft],
     questions: list[Question],
-    record: dict[str, Any],
+    record: Record,
     report: Callable[[Step], None],
-) -> dict[str, Any]:
+) -> Summary:
     """`evaluate` in a folder that no other process writes into."""
     # 1. What is answered already, by the same models.
     out = Path(config.out)
@@ -83,101 +82,18 @@ def _evaluated(
         configuration: out / "answers" / f"{configuration.model_id}.jsonl"
         for configuration in drafts
     }
-    done = {(c, answer.question_id) for c, file in files.items() for answer in answers.read(file)}
-    groups = [
-        questions[first : first + config.batch] for first in range(0, len(questions), config.batch)
-    ]
-    plan = [
-        (
-            [question for question in group if (configuration, question.question_id) not in done],
-            configuration,
-        )
-        for number, group in enumerate(groups)
-        for configuration in in_order(list(drafts), number)
-    ]
-    plan = [(group, configuration) for group, configuration in plan if group]
-    total = len(questions) * len(drafts)
-    there = total - sum(len(group) for group, _ in plan)
+    plan = _plan(questions, files, config.batch)
     if plan or moved(before, config):
         record["models"] = models_of(config)
         same_models(before, record["models"], config, out)
 
-    # 2. The models, and which drafters can draft which trees.
+    # 2. The rest of the answers.
     if plan:
         refuse_unfit([(c.drafter, *draft) for c, draft in drafts.items() if c.drafter and draft])
-        report(Step(there, total, f"loading {config.target} and {config.drafter or config.head}"))
-        target, sources = load_sources(
-            config.target,
-            drafters_of(config),
-            device_map=config.device_map,
-            dtype=dtype_of(config, before),
-            trust_remote_code=config.trust_remote_code,
-        )
-        spec = Spec(target, None, template=config.template)
-        calibrations = {name: calibration_of(source, name) for name, source in sources.items()}
+        _answer_all(config, drafts, questions, files, plan, record, before, report)
 
-        def fresh(configuration: Configuration) -> Spec:
-            """With nothing cached: all start alike, a resumed run too, and one cache is alive at a time."""
-            name, draft = configuration.drafter, drafts[configuration]
-            if name is None or draft is None:
-                return spec.baseline()
-            tree, verifier = draft
-            return Spec(
-                target,
-                sources[name],
-                tree,
-                verifier,
-                config.template,
-                config.allow_lossy,
-                calibrations[name],
-            )
-
-        unfit = {}
-        for configuration in drafts:  # trees that a drafter cannot draft
-            try:
-                fresh(configuration)
-            except (InputError, TreeError) as error:
-                unfit[configuration] = (
-                    f"{configuration.drafter} with {configuration.verifier}: {error}"
-                )
-        if unfit and len(sources) == 1:
-            raise InputError(next(iter(unfit.values())))
-        record["unfit"] = [configuration.model_id for configuration in unfit]
-        record["left_out"] += unfit.values()
-        drafts = {
-            configuration: draft
-            for configuration, draft in drafts.items()
-            if configuration not in unfit
-        }
-        plan = [(group, configuration) for group, configuration in plan if configuration in drafts]
-        total -= len(questions) * len(unfit)
-        spec.encode(
-            [{"role": "user", "content": questions[0].turns[0]}]
-        )  # refuses a missing chat template
-        environment = describe(spec.target)
-        if before and before["environment"] != environment:
-            raise InputError(
-                f"{out} was measured on {_line(before['environment'])}, this is {_line(environment)}; "
-                "times of both cannot be mixed: choose another --out"
-            )
-        write_json(out / "config.json", record | {"environment": environment})
-
-        # 3. Warm up, then ask.
-        short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
-        for configuration in drafts if config.warm_up else ():
-            report(Step(there, total, f"warm-up of {configuration.model_id}"))
-            for _ in range(config.warm_up):
-                _ask(fresh(configuration), groups[0], configuration, short)
-        before_these = there
-        for group, configuration in plan:
-            for answer in _ask(fresh(configuration), group, configuration, config):
-                answers.append(files[configuration], answer)
-                there += 1
-                report(Step(there, total, answers.said(answer, explain=there == before_these + 1)))
-
-        # 4. Trees for the page, untimed.
-        report(Step(there, total, "recording a few trees for report.html"))
-        page.record(out, {one: fresh(one) for one in drafts}, questions, config)
+    # 3. What they come to.
+    judge(out, files.values(), load_checks(config.questions), config.run_code, report)
     summary = summarise(out, config.resamples)
     write_json(out / "summary.json", summary)
     write_text(out / "summary.md", markdown(report_of(summary)))
@@ -185,113 +101,98 @@ def _evaluated(
     return summary
 
 
-def _line(environment: dict[str, Any]) -> str:
+def _plan(questions: list[Question], files: Mapping[Configuration, Path], batch: int) -> Plan:
+    """The questions that each configuration has not answered yet, in the order to ask them.
+
+    batch: questions asked together. Configurations take turns, so that none of them has the machine
+    at a better time.
+    """
+    # 1. The answers that are there.
+    done = {(c, answer.question_id) for c, file in files.items() for answer in answers.read(file)}
+
+    # 2. Group by group, every configuration in turn.
+    plan: Plan = []
+    for number, first in enumerate(range(0, len(questions), batch)):
+        for configuration in in_order(list(files), number):
+            group = questions[first : first + batch]
+            left = [q for q in group if (configuration, q.question_id) not in done]
+            if left:
+                plan.append((left, configuration))
+    return plan
+
+
+def _answer_all(
+    config: EvalConfig,
+    drafts: dict[Configuration, Draft],
+    questions: list[Question],
+    files: Mapping[Configuration, Path],
+    plan: Plan,
+    record: Record,
+    before: Record | None,
+    report: Callable[[Step], None],
+) -> None:
+    """Load the models and answer what is planned, keeping each answer as it comes.
+
+    Adds to the record what the models say: which trees no drafter can draft, and the environment.
+    Raises InputError where the only drafter does not fit, and on another machine than before.
+    """
+    # 1. The models.
+    out, total = Path(config.out), len(questions) * len(drafts)
+    there = total - sum(len(group) for group, _ in plan)
+    report(Step(there, total, f"loading {config.target} and {config.drafter or config.head}"))
+    plain, fresh = load_models(config, dtype_of(config, before))
+
+    # 2. Leave out trees that a drafter cannot draft.
+    reasons = unfit(fresh, drafts.items())
+    if reasons and len(set(drafters_of(config))) == 1:
+        raise InputError(next(iter(reasons.values())))
+    record["unfit"] = [configuration.model_id for configuration in reasons]
+    record["left_out"] += reasons.values()
+    fit = [configuration for configuration in drafts if configuration not in reasons]
+    plan = [(group, configuration) for group, configuration in plan if configuration in fit]
+    total -= len(questions) * len(reasons)
+
+    # 3. Refuse a target without chat template, and another machine.
+    plain.encode([{"role": "user", "content": questions[0].turns[0]}])
+    environment = describe(plain.target)
+    if before and before["environment"] != environment:
+        raise InputError(
+            f"{out} was measured on {_line(before['environment'])}, this is {_line(environment)}; "
+            "times of both cannot be mixed: choose another --out"
+        )
+    record["environment"] = environment
+    write_json(out / "config.json", record)
+
+    # 4. Warm up.
+    short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
+    for configuration in fit if config.warm_up else ():
+        report(Step(there, total, f"warm-up of {configuration.model_id}"))
+        for _ in range(config.warm_up):
+            spec = fresh(configuration, drafts[configuration])
+            ask(spec, questions[: config.batch], configuration, short)
+
+    # 5. Ask.
+    at_start = there
+    for group, configuration in plan:
+        spec = fresh(configuration, drafts[configuration])
+        for answer in ask(spec, group, configuration, config):
+            answers.append(files[configuration], answer)
+            there += 1
+            report(Step(there, total, said(answer, explain=there == at_start + 1)))
+
+    # 6. Trees for the page, untimed.
+    report(Step(there, total, "recording a few trees for report.html"))
+    page.record(out, {c: fresh(c, drafts[c]) for c in fit}, questions, config)
+
+
+def _line(environment: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in environment.items())
 
 
 def _checked(configuration: Configuration, config: EvalConfig) -> Draft:
+    """The tree and verifier of a configuration. Raises InputError where they do not fit."""
     SamplingParams(configuration.temperature, config.top_k, config.top_p)
     if configuration.verifier is None:
         return None
     verifier = verifier_by_name(configuration.verifier, config.allow_lossy)
     return paired(verifier, configuration.tree, configuration.drafter)
-
-
-def _ask(
-    spec: Spec, group: list[Question], configuration: Configuration, config: EvalConfig
-) -> list[Answer]:
-    """All turns of some questions, answered together; each turn sees the configuration's own answers before.
-
-    What a turn takes on the clock is divided among the questions as their stats divide it.
-    """
-    messages: list[list[dict[str, str]]] = [[] for _ in group]
-    turns: list[list[tuple[Output, float, int]]] = [[] for _ in group]  # outputs, seconds, seeds
-    for turn in range(max(len(question.turns) for question in group)):
-        asked = [i for i, question in enumerate(group) if turn < len(question.turns)]
-        for i in asked:
-            messages[i].append({"role": "user", "content": group[i].turns[turn]})
-        seeds = [
-            seed_of(config.seed, group[i].question_id, turn, configuration.model_id) for i in asked
-        ]
-        started = time.perf_counter()
-        outputs = _generate(
-            spec, [messages[i] for i in asked], configuration.temperature, seeds, config
-        )
-        wall = time.perf_counter() - started
-        counted = sum(output.stats.seconds["total"] for output in outputs)
-        for i, output, seed in zip(asked, outputs, seeds, strict=True):
-            share = output.stats.seconds["total"] / counted if counted else 1 / len(asked)
-            turns[i].append((output, wall * share, seed))
-            # fschat's templates take an empty answer for the place of the next one
-            messages[i].append({"role": "assistant", "content": output.text or " "})
-    return [
-        _answer(question, parts, configuration, spec, config)
-        for question, parts in zip(group, turns, strict=True)
-    ]
-
-
-def _answer(
-    question: Question,
-    turns: list[tuple[Output, float, int]],
-    configuration: Configuration,
-    spec: Spec,
-    config: EvalConfig,
-) -> Answer:
-    outputs, wall, seeds = zip(*turns, strict=True)
-    stats = [output.stats for output in outputs]
-    total = Stats()
-    for one in stats:
-        total.add(one)
-    return Answer(
-        question_id=question.question_id,
-        category=question.category,
-        model_id=configuration.model_id,
-        turns=[output.text for output in outputs],
-        decoding_steps=[s.cycles for s in stats],
-        new_tokens=[s.new_tokens for s in stats],
-        wall_time=wall,
-        accept_lengths=[accepted + 1 for accepted in total.accepted],
-        extra={
-            "seconds": total.seconds,
-            "drafted": total.drafted,
-            "accepted": total.accepted_by_depth,
-            "prompt_tokens": [s.prompt_tokens for s in stats],
-            "ended": [_ended_by(output, spec, config) for output in outputs],
-            "seeds": seeds,
-            "token_ids": [output.token_ids for output in outputs],
-        },
-    )
-
-
-def _generate(
-    spec: Spec,
-    messages: list[list[dict[str, str]]],
-    temperature: float,
-    seeds: list[int],
-    config: EvalConfig,
-) -> list[Output]:
-    """Answers, empty where the prompt fills the context: earlier turns may have been long."""
-    prompts = [spec.encode(one) for one in messages]
-    outputs = [Output("", [], Stats(prompt_tokens=len(prompt))) for prompt in prompts]
-    fits = [i for i, prompt in enumerate(prompts) if len(prompt) < spec.target.context_length]
-    answered = spec.generate_all(
-        [prompts[i] for i in fits],
-        temperature=temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        max_new_tokens=config.max_new_tokens,
-        seed=[seeds[i] for i in fits],
-    )
-    for i, output in zip(fits, answered, strict=True):
-        outputs[i] = output
-    return outputs
-
-
-def _ended_by(output: Output, spec: Spec, config: EvalConfig) -> str:
-    end_tokens = spec.target.eos | set(templates.stops(spec.template).token_ids)
-    if output.token_ids and output.token_ids[-1] in end_tokens:
-        return "model"
-    if output.stats.new_tokens >= config.max_new_tokens:
-        return "max_new_tokens"
-    full = output.stats.prompt_tokens + output.stats.new_tokens >= spec.target.context_length
-    return "context" if full else "model"

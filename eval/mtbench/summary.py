@@ -1,39 +1,44 @@
-"""From answer files to figures: acceptance, speed and where the time goes, with bootstrap intervals.
+"""From answer files to figures: acceptance, speed, a cycle's time, with bootstrap intervals.
 
-Questions are the clusters: the tokens and cycles of one answer are not independent, so whole questions are
-resampled, the same ones for a configuration and its baseline. All figures are ratios of totals over
-questions, which a resample recomputes: its totals are its counts times the totals by question.
+The bootstrap resamples whole questions, because the tokens and cycles of one answer are not
+independent. A configuration and its baseline get the same resamples. Every figure is a ratio of
+totals over questions; a resample weights the totals of each question by how often it was drawn.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
 from treespec.errors import InputError
 from treespec.eval.bootstrap import Array, interval, resample
-from treespec.eval.common import STAGES
+from treespec.eval.common import STAGES, Stage
 from treespec.eval.mtbench.answers import Answer, read
 from treespec.eval.mtbench.config import Configuration, configurations
+from treespec.eval.mtbench.judge import verdicts
 from treespec.eval.mtbench.record import saved_config
+from treespec.eval.mtbench.result import Ended, Figures, Right, Row, Same, Summary
+from treespec.eval.mtbench.right import right_figures
+from treespec.eval.questions import task_of
 from treespec.files import read_json
 from treespec.verify.registry import verifier_by_name
+
+Answers = dict[int | str, Answer]  # by question
 
 FEW = 10  # with fewer questions a percentile interval is markedly too narrow
 
 
-def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
-    """The figures of an evaluation, from its files alone; lengths in tokens, times as their names say.
+def summarise(out: Path, resamples: int = 1000) -> Summary:
+    """The figures of an evaluation, from its files alone.
 
-    {config, environment, questions, left_out, few_questions, configurations: [{model_id, drafter, verifier,
-    lossless, tree, temperature, overall, categories: {name: …}, same_as_baseline, of_fastest, ended}]}; `overall`
-    and each category are `figures`. of_fastest: tokens/s over those of the fastest lossless pair at the same
-    temperature. Only questions that every configuration has answered count. Raises InputError if there is none.
+    Only questions that every configuration has answered count. Raises InputError if there is none.
     """
+    # 1. The answers, by configuration and question.
     record = read_json(out / "config.json", "choose another --out")
-    config = saved_config(record)
+    config = saved_config(record["config"])
     asked = [c for c in configurations(config) if c.model_id not in record.get("unfit", ())]
     answered = {c: _answers(out / "answers" / f"{c.model_id}.jsonl") for c in asked}
     first, *others = answered.values()
@@ -42,23 +47,19 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
         raise InputError(
             f"{out}: no question is answered; is every one longer than the target's context?"
         )
+
+    # 2. Their groups and baselines.
     groups: dict[str, list[int | str]] = {}
     for i in questions:
-        groups.setdefault(first[i].category, []).append(i)
+        groups.setdefault(task_of(config.questions, first[i].category), []).append(i)
     baselines = {c.temperature: by_id for c, by_id in answered.items() if c.verifier is None}
-    answered_by = {configuration.model_id: by_id for configuration, by_id in answered.items()}
-    rows: list[dict[str, Any]] = []
+    judged = verdicts(out)
+
+    # 3. A row for each configuration.
+    rows: list[Row] = []
     for configuration, by_id in answered.items():
         baseline = baselines.get(configuration.temperature)
-
-        def of(
-            chosen: Sequence[int | str], by_id: Any = by_id, baseline: Any = baseline
-        ) -> dict[str, Any]:
-            draws = resample(len(chosen), resamples, config.seed)
-            compare = baseline is not None and baseline is not by_id
-            against = [baseline[i] for i in chosen] if compare else None
-            return figures([by_id[i] for i in chosen], against, draws)
-
+        of = partial(_figures, by_id, baseline, resamples, config.seed)
         rows.append(
             {
                 "model_id": configuration.model_id,
@@ -72,8 +73,12 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
                 "same_as_baseline": _same(configuration, by_id, baseline, questions),
                 "of_fastest": None,
                 "ended": _ended([by_id[i] for i in questions]),
+                "right": _right(judged, questions, by_id, baseline),
             }
         )
+
+    # 4. Each pair beside the fastest one.
+    answered_by = {configuration.model_id: by_id for configuration, by_id in answered.items()}
     draws = resample(len(questions), resamples, config.seed)
     for row, best in _beside_fastest(rows):
         mine, theirs = (
@@ -93,85 +98,117 @@ def summarise(out: Path, resamples: int = 1000) -> dict[str, Any]:
     }
 
 
-def _beside_fastest(
-    rows: Sequence[dict[str, Any]],
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each pair of verifier and tree but the fastest, with the fastest lossless one at its temperature."""
+def _figures(
+    by_id: Answers, baseline: Answers | None, resamples: int, seed: int, chosen: Sequence[int | str]
+) -> Figures:
+    """`figures` of some questions. The baseline has none to compare itself with."""
+    draws = resample(len(chosen), resamples, seed)
+    compare = baseline is not None and baseline is not by_id
+    against = [baseline[i] for i in chosen] if baseline is not None and compare else None
+    return figures([by_id[i] for i in chosen], against, draws)
+
+
+def _right(
+    judged: Mapping[str, bool],
+    questions: Sequence[int | str],
+    by_id: Answers,
+    baseline: Answers | None,
+) -> Right | None:
+    """The share of right answers, over questions whose answers were checked on both sides."""
+    beside = by_id if baseline is None else baseline
+    checked = [
+        i for i in questions if by_id[i].answer_id in judged and beside[i].answer_id in judged
+    ]
+    if not checked:
+        return None
+    mine = [judged[by_id[i].answer_id] for i in checked]
+    theirs = [judged[beside[i].answer_id] for i in checked]
+    return right_figures(mine, None if beside is by_id else theirs)
+
+
+def _beside_fastest(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """Each other pair of verifier and tree, with the fastest lossless one at its temperature."""
     pairs = [row for row in rows if row["verifier"] != "baseline"]
     for temperature in dict.fromkeys(row["temperature"] for row in pairs):
         here = [row for row in pairs if row["temperature"] == temperature]
-        lossless = [row for row in here if row["lossless"]]
-        best = max(
-            lossless, key=lambda row: row["overall"]["tokens_per_second"]["value"], default=None
-        )
-        yield from ((row, best) for row in here if best and row is not best)
+        best = max((row for row in here if row["lossless"]), key=_speed, default=None)
+        yield from ((row, best) for row in here if best is not None and row is not best)
+
+
+def _speed(row: Row) -> float:
+    return row["overall"]["tokens_per_second"]["value"] or 0.0
 
 
 def _lossless(configuration: Configuration) -> bool:
-    return (
-        configuration.verifier is None
-        or verifier_by_name(configuration.verifier, True).scheme.lossless
-    )
+    name = configuration.verifier
+    return name is None or verifier_by_name(name, allow_lossy=True).scheme.lossless
 
 
-def figures(
-    mine: Sequence[Answer], baseline: Sequence[Answer] | None, draws: Array
-) -> dict[str, Any]:
-    """What Q answers of one configuration amount to. baseline: the same questions' answers, same order.
+def figures(mine: Sequence[Answer], baseline: Sequence[Answer] | None, draws: Array) -> Figures:
+    """What one configuration's answers to Q questions come to.
 
-    nodes: in the tree of one forward, the root too, on average. acceptance_length: τ, tokens by cycle.
-    acceptance_rate_by_depth: α, of the cycles that accepted the depth above, those that accepted this one.
-    speedup: tokens/s over the baseline's, totals over totals; speedup_by_question: the mean of the
-    questions' own. cycle_ms, cycle_share: where a cycle's time goes. overhead: its share outside the
-    forwards of target and draft model.
+    baseline: the baseline's answers to the same questions, in the same order. draws: [1 + R, Q],
+    by `resample`.
     """
+    # 1. Totals by question.
     tokens, cycles, wall = _totals(mine)
-    accepted = _columns(mine, "accepted")
-    reached = np.column_stack([cycles, accepted])
+    drafted, accepted = _columns(mine, "drafted"), _columns(mine, "accepted")
+    reached = np.column_stack([cycles, accepted])  # [Q, 1 + D], cycles that reached each depth
+
+    # 2. Ratios of totals in each resample. A depth that no cycle reached has no rate.
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = (draws @ tokens) / (draws @ wall)
         rates = (draws @ accepted) / (draws @ reached[:, :-1])
-        result: dict[str, Any] = {
-            "questions": len(mine),
-            "tokens": int(tokens.sum()),
-            "cycles": int(cycles.sum()),
-            "seconds": float(wall.sum()),
-            "acceptance_length": interval((draws @ tokens) / (draws @ cycles)),
-            "acceptance_rate_by_depth": [interval(rate) for rate in rates.T],
-            "nodes": float(1 + _columns(mine, "drafted").sum() / cycles.sum()),
-            "drafted_by_depth": _columns(mine, "drafted").sum(0).astype(int).tolist(),
-            "accepted_by_depth": accepted.sum(0).astype(int).tolist(),
-            "tokens_per_second": interval(speed),
-            "speedup": None,
-            "speedup_by_question": None,
-        }
+        length = (draws @ tokens) / (draws @ cycles)
+        speedup = by_question = None
         if baseline is not None:
             base_tokens, _, base_wall = _totals(baseline)
             ratios = (tokens / wall) / (base_tokens / base_wall)
-            result["speedup"] = interval(speed / ((draws @ base_tokens) / (draws @ base_wall)))
-            result["speedup_by_question"] = interval((draws @ ratios) / len(mine))
-    return result | _times(mine, wall.sum(), cycles.sum())
+            speedup = interval(speed / ((draws @ base_tokens) / (draws @ base_wall)))
+            by_question = interval((draws @ ratios) / len(mine))
 
-
-def _times(mine: Sequence[Answer], wall: float, cycles: float) -> dict[str, Any]:
-    """Every second of the generations is in one of the stages or in prefill."""
-
-    def spent(stage: str) -> float:
-        return sum(answer.extra["seconds"].get(stage, 0.0) for answer in mine)
-
-    seconds = {"head": spent("head"), "rest_of_drafting": spent("draft") - spent("head")}
-    seconds |= {stage: spent(stage) for stage in ("target", "verify", "commit")}
-    decoding = wall - spent("prefill")
-    seconds["rest"] = decoding - sum(seconds.values())
+    # 3. A cycle's time.
+    seconds, prefill = _seconds(mine, wall.sum())
+    decoding = float(wall.sum()) - prefill
     return {
-        "prefill_seconds": spent("prefill"),
-        "cycle_ms": {stage: 1000 * seconds[stage] / cycles for stage in STAGES},
+        "questions": len(mine),
+        "tokens": int(tokens.sum()),
+        "cycles": int(cycles.sum()),
+        "seconds": float(wall.sum()),
+        "acceptance_length": interval(length),
+        "acceptance_rate_by_depth": [interval(rate) for rate in rates.T],
+        "nodes": float(1 + drafted.sum() / cycles.sum()),
+        "drafted_by_depth": drafted.sum(0).astype(int).tolist(),
+        "accepted_by_depth": accepted.sum(0).astype(int).tolist(),
+        "tokens_per_second": interval(speed),
+        "speedup": speedup,
+        "speedup_by_question": by_question,
+        "prefill_seconds": prefill,
+        "cycle_ms": {stage: 1000 * seconds[stage] / cycles.sum() for stage in STAGES},
         "cycle_share": {stage: seconds[stage] / decoding for stage in STAGES},
         "overhead": 1 - (seconds["head"] + seconds["target"]) / decoding,
     }
 
 
-def _answers(file: Path) -> dict[int | str, Answer]:
+def _seconds(mine: Sequence[Answer], wall: float) -> tuple[dict[Stage, float], float]:
+    """(seconds of all cycles by stage, seconds of prefill). They add up to `wall`."""
+
+    def spent(name: str) -> float:
+        return sum(answer.extra["seconds"].get(name, 0.0) for answer in mine)
+
+    prefill, head = spent("prefill"), spent("head")
+    seconds: dict[Stage, float] = {
+        "head": head,
+        "rest_of_drafting": spent("draft") - head,
+        "target": spent("target"),
+        "verify": spent("verify"),
+        "commit": spent("commit"),
+    }
+    seconds["rest"] = wall - prefill - sum(seconds.values())
+    return seconds, prefill
+
+
+def _answers(file: Path) -> Answers:
     """By question, without those whose first turn did not fit the context."""
     return {answer.question_id: answer for answer in read(file) if sum(answer.new_tokens)}
 
@@ -183,7 +220,7 @@ def _totals(answers: Sequence[Answer]) -> tuple[Array, Array, Array]:
     return tokens, cycles, wall
 
 
-def _columns(answers: Sequence[Answer], name: str) -> Array:
+def _columns(answers: Sequence[Answer], name: Literal["drafted", "accepted"]) -> Array:
     """[Q, D] counts by depth, 0 where an answer has fewer."""
     by_depth = zip_longest(*(answer.extra[name] for answer in answers), fillvalue=0)
     return np.array(list(by_depth), dtype=float).reshape(-1, len(answers)).T
@@ -191,11 +228,11 @@ def _columns(answers: Sequence[Answer], name: str) -> Array:
 
 def _same(
     configuration: Configuration,
-    by_id: dict[int | str, Answer],
-    baseline: dict[int | str, Answer] | None,
+    by_id: Answers,
+    baseline: Answers | None,
     questions: Sequence[int | str],
-) -> dict[str, int] | None:
-    """At temperature 0, how many turns have the baseline's tokens."""
+) -> Same | None:
+    """At temperature 0, the number of turns with the baseline's tokens."""
     if configuration.temperature > 0 or configuration.verifier is None or baseline is None:
         return None
     pairs = [
@@ -206,7 +243,10 @@ def _same(
     return {"same": sum(ours == theirs for ours, theirs in pairs), "answers": len(pairs)}
 
 
-def _ended(answers: Sequence[Answer]) -> dict[str, int]:
-    """How many turns ended by what."""
+def _ended(answers: Sequence[Answer]) -> Ended:
     ends = [end for answer in answers for end in answer.extra["ended"]]
-    return {end: ends.count(end) for end in ("model", "max_new_tokens", "context")}
+    return {
+        "model": ends.count("model"),
+        "max_new_tokens": ends.count("max_new_tokens"),
+        "context": ends.count("context"),
+    }

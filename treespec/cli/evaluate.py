@@ -1,5 +1,6 @@
 """`treespec eval`: MT-Bench style evaluation of acceptance length and speedup."""
 
+import sys
 from pathlib import Path
 
 from treespec.cli.early import begin, check_folder
@@ -17,6 +18,8 @@ def evaluate(config: EvalConfig) -> None:
 def measure(config: EvalConfig) -> None:
     """Evaluate, then show tables and verdict."""
     check_folder(config.out)
+    if config.run_code:
+        warn_of_code()
     if (Path(config.out) / "config.json").exists():  # a finished evaluation needs no models
         notice(f"reading {config.out} …")
     else:
@@ -29,3 +32,12 @@ def measure(config: EvalConfig) -> None:
     remark(*(f"left out: {problem}" for problem in summary["left_out"]))
     show_result(report_of(summary))
     remark(f"Answers and summary are in {Path(config.out).resolve()}; look at report.html there")
+
+
+def warn_of_code() -> None:
+    """Say what --run-code does."""
+    print(
+        "--run-code runs what the target writes on this machine, in a process with limits on time, "
+        "memory and files: no sandbox against malice",
+        file=sys.stderr,
+    )

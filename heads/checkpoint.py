@@ -6,7 +6,7 @@ temporary name and renames it, so a kill leaves the old file or the new one.
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -74,14 +74,25 @@ def load_head(
     return head.to(device=device, dtype=dtype)
 
 
-def save_head(head: Head, path: str | Path) -> None:
+def save_head(
+    head: Head,
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    leave_out: Collection[str] = (),
+) -> None:
     """Write the directory that `load_head` reads: tensors and config, each with its checksum.
 
+    dtype: of the weights in the file. Default: the head's own.
+    leave_out: names of tensors that the target has, from `head.optional`.
     Raises HeadError where it cannot be written.
     """
     # 1. Tensors and config, each with its checksum.
     path = Path(path)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
+    tensors = {
+        name: value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
+        for name, value in head.state_dict().items()
+        if name not in leave_out
+    }
     about = {"format": "pt"}
     about[checksum.FIELD] = checksum.of_tensors(tensors, about)
     config = json.dumps(checksum.sealed(head.config), indent=2) + "\n"

@@ -11,6 +11,7 @@ output path turns that into the logits of token t + 2. Five tokens:
     head gives    f1'  f2'  f3'  f4'           compared with f1 f2 f3; f4' drafts the token after e
 """
 
+from functools import partial
 from typing import ClassVar, final
 
 import torch
@@ -20,6 +21,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from treespec.heads.features import Attend, FeatureHead
 from treespec.heads.head import Config, OutputPath
 from treespec.heads.layers import Attention, DecoderLayer
+from treespec.heads.unrolled import UnrolledAttention
 
 
 @final
@@ -35,8 +37,6 @@ class EagleHead(FeatureHead):
 
     kind: str = "eagle"
     known_as: ClassVar[str] = "an EAGLE-1 or EAGLE-2 head"
-    optional: ClassVar[frozenset[str]] = frozenset()
-    embed_tokens: nn.Embedding
 
     def __init__(self, config: Config) -> None:
         llama = LlamaConfig(**config)
@@ -61,10 +61,14 @@ class EagleHead(FeatureHead):
         return self.drafted
 
     @property
-    def attention(self) -> Attention:
+    def layer(self) -> DecoderLayer:
         (layer,) = self.layers
         assert isinstance(layer, DecoderLayer)
-        return layer.self_attn
+        return layer
+
+    @property
+    def attention(self) -> Attention:
+        return self.layer.self_attn
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., H] the target's features -> [..., H] the features that `step` takes: the same."""
@@ -74,7 +78,24 @@ class EagleHead(FeatureHead):
         """[B, T, H] embeddings and features -> [B, T, H] the features that follow."""
         return self.layers[0](self.fc(torch.cat([embeddings, features], dim=-1)), attend)
 
-    forward = FeatureHead.step  # what a call of the module runs, as in training
+    def forward(self, tokens: Tensor, features: Tensor, steps: int = 1) -> list[Tensor]:
+        """Draft from every position at once, from step 2 on its own features; for training.
+
+        tokens: [B, T] int64. features: [B, R, H] the target's at the first R = T - 2 positions.
+        steps: at most R are computed.
+        Returns for each step s, from 0, the features [B, R - s, H] that the head gives: row t
+        extrapolates the target's feature at position t + s + 1.
+        """
+        hidden, attention = features, UnrolledAttention(self.attention)
+        extrapolated: list[Tensor] = []
+        for step in range(min(steps, features.shape[1])):
+            rows = features.shape[1] - step
+            places = torch.arange(step, step + rows, device=hidden.device)
+            attend = partial(attention, angles=self.rotary(places, hidden.dtype))
+            embeddings = self.embedded(tokens[:, step + 1 : step + 1 + rows], hidden.dtype)
+            hidden = self.extrapolate(embeddings, hidden[:, :rows], attend)
+            extrapolated.append(hidden)
+        return extrapolated
 
     def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
         """[..., H] features of `step` -> [..., N] logits, by the target's output path."""

@@ -29,7 +29,6 @@ from treespec.heads.layers import MLP, Attention, RMSNorm
 from treespec.heads.unrolled import UnrolledAttention
 
 TAPS = 3
-EMBEDDING = "embed_tokens.weight"
 
 
 @final
@@ -71,7 +70,6 @@ class Eagle3Head(FeatureHead):
 
     kind: str = "eagle3"
     known_as: ClassVar[str] = "an EAGLE-3 head"
-    optional: ClassVar[frozenset[str]] = frozenset({EMBEDDING})
 
     def __init__(self, config: Config) -> None:
         # 1. What the config says.
@@ -172,9 +170,7 @@ class Eagle3Head(FeatureHead):
 
         Raises ValueError where d2t and t2d disagree.
         """
-        if EMBEDDING not in tensors:
-            self.embed_tokens = None
-        self.load_state_dict(tensors, assign=True)
+        super().fill(tensors)
         self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:

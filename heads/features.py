@@ -15,6 +15,8 @@ from transformers import LlamaConfig
 from treespec.heads.head import Config, OutputPath, Tensors
 from treespec.heads.layers import Attention, KeyValues, Rotary
 
+EMBEDDING = "embed_tokens.weight"
+
 Attend = Callable[[Tensor], Tensor]  # [B, T, in] -> [B, T, H]: the layer's attention at a step
 
 
@@ -28,7 +30,7 @@ class FeatureHead(nn.Module, ABC):
 
     kind: str
     known_as: ClassVar[str]
-    optional: ClassVar[frozenset[str]]
+    optional: ClassVar[frozenset[str]] = frozenset({EMBEDDING})
     max_depth: int | None = None
     taps: tuple[int, ...] = ()
     embed_tokens: nn.Embedding | None
@@ -91,10 +93,12 @@ class FeatureHead(nn.Module, ABC):
         """If the config names no taps, take the published ones for a target of `layers` layers."""
 
     def fill(self, tensors: Tensors) -> None:
-        """Take a checkpoint's tensors, whose names and shapes are right.
+        """Take a checkpoint's tensors, whose names and shapes are right, with or without embedding.
 
         Raises ValueError where they contradict each other.
         """
+        if EMBEDDING not in tensors:
+            self.embed_tokens = None
         self.load_state_dict(tensors, assign=True)
 
     def step(

@@ -33,6 +33,7 @@ class HeadKind(Generic[H]):
     they do not tell.
     writers: by export format, (head, target) -> config and tensors to write; raises ValueError for
     a head that the format cannot describe.
+    embedded: the formats that must store the target's embedding.
     outputs: (head, features [1, T, F], generator) -> logits on random tokens, to compare a head
     with its export.
     """
@@ -43,6 +44,7 @@ class HeadKind(Generic[H]):
     read: Callable[[Config, Tensors], Stored]
     levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
     writers: Mapping[str, Callable[[H, Served], Stored]] = field(default_factory=dict)
+    embedded: tuple[str, ...] = ()
     outputs: Callable[[H, Tensor, torch.Generator], Tensor] | None = None
 
 
@@ -80,6 +82,7 @@ HEADS: dict[str, HeadKind[Any]] = {
         lambda config, names: True,
         eagle.read,
         writers={"sglang": eagle.to_sglang, "vllm": eagle.to_vllm, "eagle": eagle.to_eagle},
+        embedded=("sglang", "vllm", "eagle"),
         outputs=eagle.outputs,
     ),
 }

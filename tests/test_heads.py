@@ -162,15 +162,16 @@ def test_a_head_of_another_width_or_vocabulary_is_refused():
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "opt", "phi3", "gpt-neox"])
-def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, tmp_path):
+@pytest.mark.parametrize("leave_out", [(), ("embed_tokens.weight",)], ids=["as of old", "without embedding"])
+def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, leave_out, tmp_path):
     model = target(name)
     head = random_head(model)
-    save_head(head, tmp_path)
+    save_head(head, tmp_path, leave_out=leave_out)
     loaded = load_head(tmp_path)
     fit(loaded, model, "h")
     assert loaded.embed_tokens.weight is model.model.get_input_embeddings().weight
     tokens, features = torch.randint(3, 64, (1, 6)), torch.randn(1, 6, head.hidden_size)
-    assert torch.equal(head(tokens, features, torch.arange(6)), loaded(tokens, features, torch.arange(6)))
+    assert torch.equal(head.step(tokens, features, torch.arange(6)), loaded.step(tokens, features, torch.arange(6)))
 
 
 def test_the_head_sees_embeddings_as_its_target_does():
@@ -185,11 +186,11 @@ def test_the_head_sees_embeddings_as_its_target_does():
 def test_a_cached_head_equals_the_head_over_the_whole_text():
     head = random_head(target("llama"))
     tokens, features = torch.randint(3, 64, (1, 9)), torch.randn(1, 9, 32)
-    whole = head(tokens, features, torch.arange(9))
+    whole = head.step(tokens, features, torch.arange(9))
     cache = TreeLayer(capacity=2)
     for start, end in ((0, 4), (4, 5), (5, 9)):
         mask = torch.ones(end - start, end, dtype=torch.bool).tril(start)
-        part = head(tokens[:, start:end], features[:, start:end], torch.arange(start, end), mask, cache)
+        part = head.step(tokens[:, start:end], features[:, start:end], torch.arange(start, end), mask, cache)
         cache.length = end
         assert torch.allclose(part, whole[:, start:end], atol=1e-5)
 
@@ -215,9 +216,9 @@ def test_tree_drafting_equals_drafting_each_path_alone():
     def alone(tokens):
         known_tokens, known = text, features
         for token in tokens:
-            hidden = head(known_tokens[None], known[None], torch.arange(len(known)))[0, -1:]
+            hidden = head.step(known_tokens[None], known[None], torch.arange(len(known)))[0, -1:]
             known_tokens, known = torch.cat([known_tokens, torch.tensor([token])]), torch.cat([known, hidden])
-        return model.output_logits(head(known_tokens[None], known[None], torch.arange(len(known)))[0, -1])
+        return model.output_logits(head.step(known_tokens[None], known[None], torch.arange(len(known)))[0, -1])
 
     assert torch.allclose(at_root[0], alone([]), atol=1e-4)
     for i, token in enumerate(first.tolist()):

@@ -82,10 +82,12 @@ def test_the_folder_of_another_model_is_not_written_into(config):
 
 @pytest.mark.usefixtures("no_target")
 def test_what_is_no_jsonl_is_named_for_what_it_is(config, tmp_path):
-    lines = Path(config.data).read_bytes()
-    (tmp_path / "data.jsonl.gz").write_bytes(gzip.compress(lines))
+    packed = gzip.compress(Path(config.data).read_bytes())
+    (tmp_path / "data.jsonl.gz").write_bytes(packed[:-20])
     said = refused(replace(config, data=str(tmp_path / "data.jsonl.gz")))
-    assert "data.jsonl.gz is a gzip archive: unpack it" in said
+    assert "data.jsonl.gz is a damaged gzip archive" in said
+    (tmp_path / "data.zip").write_bytes(b"PK\x03\x04")
+    assert "data.zip is a zip archive: unpack it" in refused(replace(config, data=str(tmp_path / "data.zip")))
     (tmp_path / "notes.txt").write_text("Some notes.\nOf two lines.\n")
     said = refused(replace(config, data=str(tmp_path / "notes.txt")))
     assert "notes.txt:1: not valid JSON" in said

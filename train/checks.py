@@ -4,15 +4,19 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from treespec.errors import InputError, first_line
+from treespec.options import either, nearest
 from treespec.text import templates
 from treespec.train.config import TrainConfig
 from treespec.train.kinds import TRAINING
 
 PRECISIONS = ("no", "bf16", "fp16")
+FIRST_WEIGHTS = ("random", "feature")
+SAVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check(config: TrainConfig) -> None:
@@ -22,6 +26,15 @@ def check(config: TrainConfig) -> None:
     if config.mixed_precision not in PRECISIONS:
         raise InputError(
             f"--mixed-precision is {config.mixed_precision!r}, must be no, bf16 or fp16"
+        )
+    if config.save_dtype not in ("auto", *SAVED):
+        raise InputError(
+            f"--save-dtype is {config.save_dtype!r}, must be auto, {', '.join(SAVED)}"
+            f"{nearest(config.save_dtype, SAVED)}"
+        )
+    if config.first_weights not in FIRST_WEIGHTS:
+        raise InputError(
+            f"--first-weights is {config.first_weights!r}, must be {either(FIRST_WEIGHTS)}"
         )
     templates.stops(config.template)  # raises for a name that fschat does not know
     check_folder("--out", config.out)
@@ -36,7 +49,13 @@ def check(config: TrainConfig) -> None:
 
 def check_kind(config: TrainConfig) -> None:
     """Raises InputError for an option that the kind of head does not take."""
-    chosen = {"--no-bias": not config.bias, "--draft-heads": config.draft_heads is not None}
+    chosen = {
+        "--no-bias": not config.bias,
+        "--draft-heads": config.draft_heads is not None,
+        "--unrolled-steps": config.unrolled_steps is not None,
+        "--loss-vocab": config.loss_vocab is not None,
+        "--first-weights": config.first_weights != "random",
+    }
     for flag in [flag for flag, is_chosen in chosen.items() if is_chosen]:
         if flag not in TRAINING[config.head].flags:
             able = ", ".join(name for name, training in TRAINING.items() if flag in training.flags)

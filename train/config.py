@@ -24,6 +24,12 @@ class TrainConfig(TargetOptions):
         least=1,
         most=64,
     )
+    first_weights: str = option(
+        "eagle: random, or feature: the head begins by passing its feature on", "random"
+    )
+    from_head: str | None = option(
+        "go on from the weights of this trained head, a directory or a hub id", None
+    )
     features: str | None = option("store the target's features once in this directory", None)
     epochs: int | None = option(
         "passes over the data; default: the kind's recipe", None, least=1, most=MANY
@@ -63,11 +69,15 @@ class TrainConfig(TargetOptions):
     token_weight: float = option(
         "eagle: weight of the cross-entropy between token laws", 0.1, least=0, most=MANY
     )
-    unrolled_steps: int = option(
-        "eagle3: draft steps to train over, from step 2 on its own features", 7, least=1, most=64
+    unrolled_steps: int | None = option(
+        "eagle, eagle3: draft steps to train over, from step 2 on its own features; eagle: in the "
+        "second half of the run; default: 1 for eagle, 7 for eagle3",
+        None,
+        least=1,
+        most=64,
     )
     step_decay: float = option(
-        "eagle3: weight of a step's loss relative to the step before", 0.8, least=0, most=10
+        "eagle, eagle3: weight of a step's loss relative to the step before", 0.8, least=0, most=10
     )
     bias: bool = option("eagle: give fc a bias; vLLM serves heads without one", True)
     depth_decay: float = option(
@@ -91,7 +101,19 @@ class TrainConfig(TargetOptions):
         least=1,
         most=TOKENS * 10,
     )
+    loss_vocab: int | None = option(
+        "eagle: take the cross-entropy over the N tokens most frequent in the data and a sample "
+        "of the others, which is faster; default: the tokens of --draft-vocab, else all",
+        None,
+        least=1,
+        most=TOKENS * 10,
+    )
     seed: int = option("seed of the weights, the order and the noise", 0, least=0, most=2**32 - 1)
+    save_dtype: str = option(
+        "dtype of the head's file: auto (the target's own file has it), "
+        "float32, bfloat16 or float16",
+        "auto",
+    )
     mixed_precision: str = option("no, bf16 or fp16", "no")
     dtype: str = option(
         f"precision of the target's weights: {either(DTYPES)}; auto takes the checkpoint's",

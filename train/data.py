@@ -25,7 +25,9 @@ from treespec.text.conversations import (
 from treespec.text.printable import one_line
 from treespec.train import features
 from treespec.train.config import TrainConfig
+from treespec.train.datasets import data_file
 from treespec.train.kinds import TRAINING
+from treespec.train.tokens import LawTokens
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,20 @@ class Data:
     held_out: list[Example]
     features: Callable[[list[int]], Tensor]
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What a model card says of the data."""
+        return {
+            "conversations": len(self.train),
+            "tokens": sum(len(example.input_ids) for example in self.train),
+            "answers": sum(int(example.loss_mask.sum()) for example in self.train),
+            "held_out": len(self.held_out),
+        }
+
 
 def read(config: TrainConfig, accelerator: Accelerator) -> list[Conversation]:
     """The usable conversations of the data file; prints what is wrong with the others."""
-    conversations, report = read_conversations(config.data)
+    conversations, report = read_conversations(data_file(config.data, accelerator.print))
     accelerator.print(f"{config.data}: {report}")
     for problem in report.problems:
         accelerator.print(f"  {one_line(problem)}")
@@ -103,6 +115,20 @@ def draft_vocabulary(
     if accelerator.is_main_process:
         save_vocabulary(tokens, coverage, config.out)
     return tokens
+
+
+def law_tokens(
+    config: TrainConfig, target: Target, data: Data, vocabulary: Tensor | None
+) -> LawTokens | None:
+    """The tokens that EAGLE-1's cross-entropy is over; None is all.
+
+    vocabulary: what `draft_vocabulary` returned.
+    """
+    if config.loss_vocab is not None:
+        texts = [example.input_ids[example.loss_mask] for example in data.train]
+        frequent = most_frequent(texts, config.loss_vocab, target)[0]
+        return LawTokens.of(frequent, target, sampled=config.draft_vocab is None)
+    return None if vocabulary is None else LawTokens.of(vocabulary, target, sampled=False)
 
 
 def store(

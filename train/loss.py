@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from treespec.target import Target
 from treespec.train.config import TrainConfig
+from treespec.train.tokens import LawTokens
 
 
 class Batch(NamedTuple):
@@ -16,6 +17,8 @@ class Batch(NamedTuple):
     tokens: [B, T] int64. loss_mask: [B, T] bool, true at the assistant's tokens. features: [B, T,
     F] the target's.
     lengths: [B] tokens of each conversation. generator: draws this batch's noise.
+    steps: draft steps to train over, from step 2 on the head's own features.
+    law_tokens: what the cross-entropy is over; None is all tokens.
     """
 
     tokens: Tensor
@@ -23,6 +26,8 @@ class Batch(NamedTuple):
     features: Tensor
     lengths: Tensor
     generator: torch.Generator
+    steps: int = 1
+    law_tokens: LawTokens | None = None
 
 
 class Loss(NamedTuple):

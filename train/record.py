@@ -14,6 +14,7 @@ from treespec.files import read_json, write_json
 from treespec.identity import identity_of
 from treespec.train.checkpoint import FILE
 from treespec.train.config import TrainConfig
+from treespec.train.datasets import data_file
 from treespec.train.validate import Validation
 
 Record = dict[
@@ -28,7 +29,7 @@ def record_of(config: TrainConfig) -> Record:
     Raises InputError where one of them is not there.
     """
     try:
-        with Path(config.data).open("rb") as file:
+        with data_file(config.data).open("rb") as file:
             data = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(
@@ -70,6 +71,8 @@ def changes(before: Record, record: Record) -> Iterator[str]:
 
     Runs of older versions lack contents, and options that are newer: those have their defaults.
     """
+    if "save_dtype" not in before and before.get("unrolled_steps") == 7:
+        before = before | {"unrolled_steps": None}  # the default of older versions, EAGLE-3's alone
     old_digests, new_digests = digests(before), digests(record)
     for field in fields(TrainConfig):
         name = field.name

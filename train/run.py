@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
+from transformers import AutoConfig
 
 from treespec.draft.calibration import save_calibration
 from treespec.draft.fit.calibrate import calibrate
@@ -17,14 +18,17 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.files import locked, remove_leftovers, write_json
-from treespec.heads.checkpoint import save_head
+from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.text.conversations import Conversation
-from treespec.train.checks import check, make_accelerator, start_tracker
+from treespec.train.card import write_card
+from treespec.train.checkpoint import trained as trained_weights
+from treespec.train.checks import SAVED, check, make_accelerator, start_tracker
 from treespec.train.config import TrainConfig
-from treespec.train.data import draft_vocabulary, prepare, read
+from treespec.train.data import draft_vocabulary, law_tokens, prepare, read
 from treespec.train.finite import check_weights
+from treespec.train.first_weights import pass_feature
 from treespec.train.kinds import recipe_of
 from treespec.train.record import Record, finished, keep, record_of
 from treespec.train.steps import Run, fit, held_out_rows, validation
@@ -97,7 +101,10 @@ def trained(
         betas=(config.beta1, config.beta2),
         weight_decay=recipe.weight_decay,
     )
-    run = Run(config, record, accelerator, target, data, *accelerator.prepare(head, optimizer))
+    model, optimizer = accelerator.prepare(head, optimizer)
+    stored = stored_dtype(config, target)
+    tokens = law_tokens(config, target, data, vocabulary)
+    run = Run(config, record, accelerator, target, data, model, optimizer, stored, tokens)
 
     # 2. all steps that are left
     fit(run, after_step)
@@ -108,12 +115,13 @@ def trained(
     check_weights(served, f"the head in {target.dtype}", run.checkpoint)
     result = validation(run)
     if accelerator.is_main_process:
-        save_head(served, config.out)
+        save_head(served, config.out, run.stored, leave_out=served.optional)
         if vocabulary is not None:
             restrict(served, target, vocabulary)
         if config.calibrate and data.held_out:
             save_calibration_of(served, run)
         keep(run.folder, record)
+        write_card(config, data.counts, result)
         write_json(run.folder / "result.json", asdict(result))
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -138,8 +146,39 @@ def untrained(config: TrainConfig, target: Target) -> Head:
     """A head of the chosen kind with its first weights."""
     kind = KINDS[config.head]
     if not config.bias:
-        return kind.new(target, bias=False)
-    return kind.new(target) if config.draft_heads is None else kind.new(target, config.draft_heads)
+        head = kind.new(target, bias=False)
+    elif config.draft_heads is not None:
+        head = kind.new(target, config.draft_heads)
+    else:
+        head = kind.new(target)
+    if config.first_weights == "feature":
+        pass_feature(head)
+    if config.from_head is not None:
+        copy_weights(config.from_head, head)
+    return head
+
+
+@torch.no_grad()
+def copy_weights(folder: str, head: Head) -> None:
+    """Go on from the weights of a trained head. Raises InputError for one of other shapes."""
+    before = load_head(folder)
+    if before.kind != head.kind:
+        raise InputError(f"--from-head {folder} is a head of kind {before.kind}, not {head.kind}")
+    weights = trained_weights(before)
+    for name, parameter in trained_weights(head).items():
+        if name not in weights or weights[name].shape != parameter.shape:
+            raise InputError(f"--from-head {folder} has another {name} than a head for this target")
+        parameter.copy_(weights[name])
+
+
+def stored_dtype(config: TrainConfig, target: Target) -> torch.dtype:
+    """The dtype of the head's file: as chosen, or the narrower one of the target and its file."""
+    if config.save_dtype != "auto":
+        return SAVED[config.save_dtype]
+    about = AutoConfig.from_pretrained(config.target, trust_remote_code=config.trust_remote_code)
+    file = about.get_text_config().dtype
+    narrow = isinstance(file, torch.dtype) and file in SAVED.values()
+    return file if narrow and target.dtype == torch.float32 else target.dtype
 
 
 def save_calibration_of(head: Head, run: Run) -> None:

@@ -18,13 +18,15 @@ from treespec.train.batches import batches_from, epoch_batches, padded
 from treespec.train.config import TrainConfig
 from treespec.train.data import Data
 from treespec.train.finite import Skips, all_finite, check_weights
-from treespec.train.kinds import TRAINING, recipe_of
+from treespec.train.kinds import TRAINING, recipe_of, steps_at
 from treespec.train.loss import Batch, Loss
 from treespec.train.progress import Report
 from treespec.train.record import Record, keep
+from treespec.train.tokens import LawTokens
 from treespec.train.validate import Validation, describe, validate
 
-LOG_EVERY = 20  # steps between lines of metrics.jsonl
+LOG_EVERY = 20  # steps between lines of metrics.jsonl, or
+SECONDS = 30.0  # where steps are slow
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Run:
     """A run that has begun: everything that its steps need.
 
     record: the content of OUT/training/config.json. model: the head, wrapped where accelerate needs it.
+    stored: dtype of the head's file. law_tokens: what the cross-entropy is over; None is all tokens.
     """
 
     config: TrainConfig
@@ -41,6 +44,8 @@ class Run:
     data: Data
     model: nn.Module
     optimizer: AcceleratedOptimizer
+    stored: torch.dtype
+    law_tokens: LawTokens | None = None
 
     @property
     def folder(self) -> Path:
@@ -57,8 +62,11 @@ class Run:
         return self.accelerator.unwrap_model(self.model)
 
     def served(self) -> Head:
-        """A copy of the head as it will be served, in the target's dtype."""
-        return copy.deepcopy(self.head).to(dtype=self.target.dtype)
+        """A copy of the head as it will be served: from its file, in the target's dtype."""
+        head = copy.deepcopy(self.head)
+        for parameter in checkpoint.trained(head).values():
+            parameter.data = parameter.data.to(self.stored)
+        return head.to(dtype=self.target.dtype)
 
 
 def fit(run: Run, after_step: Callable[[int], None]) -> None:
@@ -78,7 +86,7 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
     total = config.max_steps or max(1, recipe_of(config).epochs * per_epoch // config.accumulate)
     micro_steps = batches_from(step * config.accumulate, lengths, together, config.seed)
     started = time.perf_counter() - seconds
-    first, tokens, skips = step, 0, Skips(state)
+    first, tokens, skips, logged = step, 0, Skips(state), seconds
 
     with Report(run.folder, first, total, accelerator.is_main_process) as report:
         while step < total and not out_of_time(config, time.perf_counter() - started):
@@ -88,7 +96,8 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             batches = [next(micro_steps) for _ in range(config.accumulate)]
-            loss, good = optimizer_step(run, head, batches)
+            steps = steps_at(config, progress(config, step, total, elapsed))
+            loss, good = optimizer_step(run, head, batches, steps)
             tokens += sum(lengths[i] for _, numbers in batches for i in numbers)
             step += 1
             skips.count(good, step)
@@ -96,7 +105,8 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
             # 3. report it
             if not good:
                 report.write({"step": step, "skipped": skips.total})
-            elif step % LOG_EVERY == 0 or step == total:
+            elif step % LOG_EVERY == 0 or step == total or elapsed > logged + SECONDS:
+                logged = elapsed
                 parts = {"total": loss.total} | loss.parts
                 line = {name: round(float(value.detach()), 5) for name, value in parts.items()}
                 spent = time.perf_counter() - started - seconds
@@ -130,18 +140,20 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
         )
 
 
-def optimizer_step(run: Run, head: Head, batches: list[tuple[int, list[int]]]) -> tuple[Loss, bool]:
+def optimizer_step(
+    run: Run, head: Head, batches: list[tuple[int, list[int]]], steps: int
+) -> tuple[Loss, bool]:
     """One optimizer step over the gradients of all batches, unless they are not finite.
 
-    batches: (number, conversations) for each. Returns the last batch's loss, and whether losses and
-    gradient are finite.
+    batches: (number, conversations) for each. steps: draft steps to train over. Returns the last
+    batch's loss, and whether losses and gradient are finite.
     """
     accelerator, optimizer = run.accelerator, run.optimizer
     losses, good = torch.zeros((), device=accelerator.device), True
     for micro, numbers in batches:
         mine = numbers[accelerator.process_index :: accelerator.num_processes]
         with accelerator.accumulate(run.model):
-            loss = forward(run, mine, micro)
+            loss = forward(run, mine, micro, steps)
             accelerator.backward(loss.total)
             losses += loss.total.detach().to(losses.device)
             if accelerator.sync_gradients:
@@ -154,7 +166,7 @@ def optimizer_step(run: Run, head: Head, batches: list[tuple[int, list[int]]]) -
     return loss, good
 
 
-def forward(run: Run, numbers: list[int], micro: int) -> Loss:
+def forward(run: Run, numbers: list[int], micro: int, steps: int) -> Loss:
     """The loss of one batch. Its noise is a function of the seed and the place in the order."""
     config, process = run.config, run.accelerator.process_index
     rows = [run.data.train[i] for i in numbers]
@@ -165,6 +177,8 @@ def forward(run: Run, numbers: list[int], micro: int) -> Loss:
         features,
         torch.tensor([len(row.input_ids) for row in rows]),
         torch.Generator().manual_seed((config.seed * 1_000_003 + micro) * 1009 + process),
+        steps,
+        run.law_tokens,
     )
     return TRAINING[config.head].objective(config, run.target, run.model, batch)
 
@@ -187,12 +201,24 @@ def held_out_rows(run: Run) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def learning_rate(config: TrainConfig, step: int, total: int, elapsed: float) -> float:
-    """Linear warm-up over at most a tenth of the steps, then linear decay to 0."""
+    """Linear warm-up over at most a tenth of the run, then linear decay to 0.
+
+    Where the time ends the run before the steps do, the clock alone says how far it is.
+    """
     recipe = recipe_of(config)
+    clock = elapsed / (60 * config.minutes) if config.minutes else 0.0
     warm_up = min(recipe.warm_up, total / 10)
-    done = max(step / total, elapsed / (60 * config.minutes) if config.minutes else 0.0)
-    rising, falling = (step + 1) / max(warm_up, 1), max(0.0, 1 - done) / (1 - warm_up / total)
+    rising = (step + 1) / max(warm_up, 1)
+    share = warm_up / total
+    if clock > step / total:
+        rising, share = max(rising, 10 * clock), 0.1
+    falling = max(0.0, 1 - progress(config, step, total, elapsed)) / (1 - share)
     return recipe.learning_rate * min(1.0, rising, falling)
+
+
+def progress(config: TrainConfig, step: int, total: int, elapsed: float) -> float:
+    """The share of the run that is behind, by steps or by the clock."""
+    return max(step / total, elapsed / (60 * config.minutes) if config.minutes else 0.0)
 
 
 def out_of_time(config: TrainConfig, elapsed: float) -> bool:

@@ -34,7 +34,7 @@ def eagle3_objective(config: TrainConfig, target: Target, model: nn.Module, batc
     counts = counted(batch.loss_mask)
     laws, drafted = drafted_laws(target.output_logits(last[:, 1:-1][counts]), head.vocabulary)
     counts = counts.masked_scatter(counts, drafted)
-    logits = model(batch.tokens, tapped[:, :-2].float(), counts, config.unrolled_steps)
+    logits = model(batch.tokens, tapped[:, :-2].float(), counts, batch.steps)
     return unrolled_loss(logits, laws[drafted], counts.nonzero()[:, 1], config.step_decay)
 
 

@@ -4,13 +4,14 @@ import json
 import os
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from treespec.heads import checksum
 from treespec.heads.checkpoint import HeadError, head_folder, load_head
@@ -32,11 +33,19 @@ class Exported:
     command: str
 
 
-def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
+def export(
+    head_path: str,
+    to: str,
+    out: Path,
+    served: Served,
+    embedding: Callable[[], Tensor] | None = None,
+) -> Exported:
     """Write a head's directory in the format of `to`, one of FORMATS.
 
     It writes a temporary folder, reads the head back, and then renames the folder to `out`. So a
     kill leaves no half-written head.
+    embedding: computes the target's embedding [V, H], for a head that does not store it where the
+    format must.
     Raises HeadError for a head that the format cannot describe, for an `out` that exists or cannot
     be written, and where the head that is read back differs.
     """
@@ -54,6 +63,8 @@ def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         check(head, served)
+        if head.lacks_embedding and to in HEADS[head.kind].embedded:
+            head.share_embedding(as_stored(embedding, head))
         config, tensors = HEADS[head.kind].writers[to](head, served)
         temporary.mkdir(parents=True)
         tensors = {name: value.contiguous() for name, value in tensors.items()}
@@ -74,6 +85,19 @@ def export(head_path: str, to: str, out: Path, served: Served) -> Exported:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Exported(head.kind, compared, command(to, head, served, out))
+
+
+def as_stored(embedding: Callable[[], Tensor] | None, head: Head) -> nn.Parameter:
+    """The target's embedding in a head's dtype. Raises ValueError where it is not to be had."""
+    if embedding is None:
+        raise ValueError("it does not store the target's embedding, which the format must")
+    weight = embedding()
+    if weight.shape != (head.vocab_size, head.hidden_size):
+        raise ValueError(
+            f"the target's embedding is {list(weight.shape)}, and the head's is "
+            f"{[head.vocab_size, head.hidden_size]}"
+        )
+    return nn.Parameter(weight.detach().to(head.dtype), requires_grad=False)
 
 
 def left_behind(head_path: str) -> str | None:

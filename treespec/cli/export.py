@@ -1,7 +1,7 @@
 """`treespec export`: a trained head for an engine."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -10,6 +10,9 @@ from treespec.cli.terminal import end_notice, notice
 from treespec.errors import InputError
 from treespec.options import either, nearest
 from treespec.shared_options import TRUST
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ENGINES = {
     "sglang": "SGLang",
@@ -56,10 +59,15 @@ def export(
     from treespec.heads.formats.engines import Served
     from treespec.heads.formats.export import export as write
     from treespec.heads.formats.export import left_behind
-    from treespec.model.weights import load_config
+    from treespec.model.weights import load_config, load_model
+
+    def embedding() -> "Tensor":
+        model = load_model(target, trust_remote_code)
+        return cast("Tensor", model.get_input_embeddings().weight)
 
     remove_leftovers(place.parent)
-    written = write(head, to, place, Served.of(target, load_config(target, trust_remote_code)))
+    served = Served.of(target, load_config(target, trust_remote_code))
+    written = write(head, to, place, served, embedding)
     end_notice()
     print(
         f"{place} holds the {written.kind} head. Read back it gives the same {written.compared} "

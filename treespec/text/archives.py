@@ -5,7 +5,6 @@ from pathlib import Path
 from treespec.errors import InputError
 
 KINDS = {  # first bytes: (what the file is, what to do)
-    b"\x1f\x8b": ("a gzip archive", "unpack it with gunzip"),
     b"PK\x03\x04": ("a zip archive", "unpack it with unzip"),
     b"BZh": ("a bzip2 archive", "unpack it with bunzip2"),
     b"\xfd7zXZ": ("an xz archive", "unpack it with unxz"),

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.text.entries import UnusableConversation, entries, messages_of, parsed, source_of
+from treespec.text.entries import (
+    UnusableConversation,
+    cuts_of,
+    entries,
+    messages_of,
+    parsed,
+    source_of,
+)
 from treespec.text.templates import Messages, Template, answers, check, opening, special_tokens
 
 if TYPE_CHECKING:
@@ -51,11 +58,13 @@ class Conversation:
     """User and assistant alternate; the last turn is an assistant's. A system turn may come first.
 
     where: file and line. source: its id in the file, else its number there.
+    cut: for each answer whether a limit ended it, so that its end token is not the target's.
     """
 
     messages: list[dict[str, str]]
     where: str = ""
     source: str = ""
+    cut: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,8 @@ def read_conversations(
     for where, raw in entries(Path(path)):
         try:
             entry = parsed(raw)
-            found.append(Conversation(messages_of(entry, answered), where, source_of(entry, where)))
+            messages = messages_of(entry, answered)
+            found.append(Conversation(messages, where, source_of(entry, where), cuts_of(entry)))
         except UnusableConversation as error:
             report.leave_out(where, error)
     report.used = len(found)
@@ -104,7 +114,9 @@ def encode_conversation(
     Raises UnusableConversation where the place of an answer in the rendered text is unknown.
     """
     check(tokenizer, template)
-    return _cut(_usable(_encode_batch(tokenizer, [messages], template)[0]), max_length)
+    return _cut(
+        _usable(_encode_batch(tokenizer, [Conversation(list(messages))], template)[0]), max_length
+    )
 
 
 def encode_conversations(
@@ -122,7 +134,7 @@ def encode_conversations(
     examples, report = [], Report()
     left = iter(conversations)
     while batch := list(islice(left, BATCH)):
-        encoded = _encode_batch(tokenizer, [one.messages for one in batch], template)
+        encoded = _encode_batch(tokenizer, batch, template)
         for one, example in zip(batch, encoded, strict=True):
             try:
                 whole = _usable(example)
@@ -163,7 +175,7 @@ def _digest(text: str) -> str:
 
 
 def _encode_batch(
-    tokenizer: "PreTrainedTokenizerBase", batch: Sequence[Messages], template: Template
+    tokenizer: "PreTrainedTokenizerBase", batch: Sequence[Conversation], template: Template
 ) -> list[Example | UnusableConversation]:
     """Each conversation at full length, or the reason that it is unusable."""
     if not tokenizer.is_fast:
@@ -174,7 +186,7 @@ def _encode_batch(
     # 1. Render, and tokenise the whole batch at once.
     special = special_tokens(tokenizer)
     before = opening(tokenizer, template)
-    rendered = [_rendered(tokenizer, messages, template, special) for messages in batch]
+    rendered = [_rendered(tokenizer, talk.messages, template, special) for talk in batch]
     texts = [one[0] for one in rendered if isinstance(one, tuple)]
     options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
     encoded = tokenizer(texts, **options) if texts else {}
@@ -182,16 +194,20 @@ def _encode_batch(
 
     # 2. Mask the tokens of the answers.
     examples: list[Example | UnusableConversation] = []
-    for messages, one in zip(batch, rendered, strict=True):
+    for talk, one in zip(batch, rendered, strict=True):
         if isinstance(one, UnusableConversation):
             examples.append(one)
             continue
         ids, offsets = next(rows)
-        mask = _inside(np.array(offsets), one[1], np.isin(ids, list(special.values())))
+        places, marks = np.array(offsets), np.isin(ids, list(special.values()))
+        mask = _inside(places, one[1], marks)
+        if any(talk.cut):
+            cut = [span for span, is_cut in zip(one[1], talk.cut, strict=False) if is_cut]
+            mask &= ~(_inside(places, cut, marks) & marks)
         if ids[: len(before)] != before:
             ids = before + ids
             mask = np.concatenate([np.zeros(len(before), dtype=bool), mask])
-        key = _digest(json.dumps([dict(message) for message in messages], sort_keys=True))
+        key = _digest(json.dumps([dict(message) for message in talk.messages], sort_keys=True))
         examples.append(Example(torch.tensor(ids), torch.from_numpy(mask), key))
     return examples
 

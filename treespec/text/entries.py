@@ -1,9 +1,12 @@
 """Conversations as files hold them: a JSON value an entry, in ShareGPT's form or as messages."""
 
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, cast
 
 from treespec.errors import InputError
 from treespec.text.archives import refuse_archive
@@ -31,7 +34,7 @@ class UnusableConversation(InputError):
 def entries(path: Path) -> Iterator[tuple[str, object]]:
     """(file and line, the entry of a JSON list or the bytes of the line)."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             head = file.read(4096)
             refuse_archive(path, head)
             head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -43,12 +46,25 @@ def entries(path: Path) -> Iterator[tuple[str, object]]:
                 for i, line in enumerate(file, 1):
                     if line.strip():
                         yield f"{path.name}:{i}", line.removeprefix(b"\xef\xbb\xbf")
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise InputError(f"{path} is a damaged gzip archive: {error}; fetch it again") from error
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}; give a JSONL file") from error
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} begins as a JSON list but is not valid JSON: {error}") from error
+
+
+def opened(path: Path) -> IO[bytes]:
+    """A file to read, unpacked if it is a gzip archive."""
+    file = path.open("rb")
+    packed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    if not packed:
+        return file
+    file.close()
+    return cast(IO[bytes], gzip.open(path))
 
 
 def parsed(entry: object) -> object:
@@ -69,6 +85,12 @@ def source_of(entry: object, where: str) -> str:
         if isinstance(value, str | int):
             return str(value)
     return re.split("[: ]", where)[-1]
+
+
+def cuts_of(entry: object) -> tuple[bool, ...]:
+    """For each answer whether a limit ended it: what `treespec regenerate` writes as `ended`."""
+    ended = entry.get("ended") if isinstance(entry, dict) else None
+    return tuple(how == "max_new_tokens" for how in ended) if isinstance(ended, list) else ()
 
 
 def messages_of(entry: object, answered: bool = True) -> list[dict[str, str]]:

@@ -25,6 +25,7 @@ def new_head(target: Target, bias: bool = True) -> EagleHead:
     """An untrained head for a target, in float32, with the target's embedding. bias: of fc."""
     config = config_for(target.config, target.feature_width, target.vocab_size, target.embed_scale)
     head = EagleHead(config | {"bias": bias})
+    assert head.embed_tokens is not None
     head.embed_tokens.weight = embedding_of(target)
     return head
 

@@ -1,0 +1,132 @@
+"""The loss in chunks: the same number and gradient as over all rows at once, in less memory."""
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import random_head, target
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from treespec.train.chunked import law_loss
+from treespec.train.config import TrainConfig
+from treespec.train.eagle import eagle_objective
+from treespec.train.loss import Batch
+from treespec.train.tokens import LawTokens
+
+
+def plain(hidden, wanted, output_logits):
+    own, law = output_logits(hidden), output_logits(wanted)
+    return F.cross_entropy(own, law.softmax(-1)), (own.argmax(-1) == law.argmax(-1)).float().mean()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_chunks_have_the_loss_and_gradient_of_all_rows_at_once(cap, rows):
+    """With a cap on the logits too, as Gemma has one: 1e-5 relative."""
+    model, generator = target("llama"), torch.Generator().manual_seed(0)
+    hidden = torch.randn(40, model.feature_width, generator=generator, requires_grad=True)
+    wanted = torch.randn(40, model.feature_width, generator=generator)
+
+    def logits(states):
+        plain_logits = model.output_logits(states)
+        return plain_logits if cap is None else torch.tanh(plain_logits / cap) * cap
+
+    loss, agreement = law_loss(hidden, wanted, logits, rows)
+    expected, agreeing = plain(hidden, wanted, logits)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert float(agreement) == pytest.approx(float(agreeing))
+    (slope,) = torch.autograd.grad(3 * loss, hidden)
+    (known,) = torch.autograd.grad(3 * expected, hidden)
+    assert (slope - known).norm() <= 1e-5 * known.norm()
+
+
+def test_no_row_is_no_loss():
+    hidden = torch.zeros(0, 8, requires_grad=True)
+    loss, agreement = law_loss(hidden, torch.zeros(0, 8), lambda x: x)
+    loss.backward()
+    assert loss.item() == agreement.item() == 0
+    assert hidden.grad.shape == (0, 8)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of tensors that are alive at once, of those that were made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most = 0, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        for tensor in [made] if isinstance(made, torch.Tensor) else []:
+            storage = tensor.untyped_storage()
+            if not hasattr(storage, "counted"):
+                storage.counted = True
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return made
+
+    def free(self, size):
+        self.now -= size
+
+
+def test_the_loss_takes_at_most_six_bytes_a_position_and_token():
+    output, hidden, wanted = torch.randn(2048, 8), torch.randn(1024, 8, requires_grad=True), torch.randn(1024, 8)
+    with Live() as chunked:
+        law_loss(hidden, wanted, lambda x: x @ output.T)[0].backward()
+    with Live() as whole:
+        plain(hidden, wanted, lambda x: x @ output.T)[0].backward()
+    assert chunked.most < 6 * 1024 * 2048 < whole.most
+
+
+@torch.no_grad()
+def test_eagles_later_steps_are_those_of_each_position_alone():
+    """Every feature of three unrolled steps against the head over that position's own pairs: 1e-5."""
+    model = target("llama")
+    head, tokens = random_head(model), torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(1))
+    features = model.features(tokens)[:, :-2]
+    steps = head(tokens, features, 3)
+    assert [given.shape[1] for given in steps] == [7, 6, 5]
+    for start in range(5):
+        known = features[:, : start + 1]
+        for step in range(3):
+            n = known.shape[1]
+            hidden = head.step(tokens[:, 1 : n + 1], known, torch.arange(n))[:, -1:]
+            torch.testing.assert_close(steps[step][:, start : start + 1], hidden, rtol=0, atol=1e-5)
+            known = torch.cat([known, hidden], dim=1)
+
+
+def test_eagles_loss_is_the_decaying_sum_over_steps_and_reaches_the_layer():
+    model = target("llama")
+    head, tokens = random_head(model), torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.rand(2, 9, generator=torch.Generator().manual_seed(4)) < 0.6
+    features = model.features(tokens)
+    config = TrainConfig(target="", data="", out="", noise=0.0, step_decay=0.5, token_weight=0.3)
+    batch = Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps=2)
+    found = eagle_objective(config, model, head, batch)
+    total = 0.0
+    for step, given in enumerate(head(tokens, features[:, :-2], 2)):
+        counts = mask[:, 2 + step :]
+        own, wanted = given[counts], features[:, 1 + step : -1][counts]
+        token = plain(own, wanted, model.output_logits)[0]
+        total += 0.5**step * (F.smooth_l1_loss(own, wanted) + 0.3 * token)
+    assert found.total.item() == pytest.approx(total.item(), rel=1e-5)
+    assert {"feature", "feature_2", "token_2", "agreement_2"} < found.parts.keys()
+    (one,) = torch.autograd.grad(found.total, head.fc.weight, retain_graph=True)
+    (two,) = torch.autograd.grad(total, head.fc.weight)
+    assert (one - two).norm() <= 1e-5 * two.norm()
+
+
+def test_a_sample_of_the_other_tokens_stands_for_all_of_them():
+    """Over many batches the mean denominator of the sampled law is the whole vocabulary's: 5 %."""
+    model = target("llama")
+    hidden = torch.randn(4, model.feature_width, generator=torch.Generator().manual_seed(2))
+    whole = model.output_logits(hidden).exp().sum(-1)
+    tokens = LawTokens.of(torch.arange(16), model, sampled=True)
+    generator, total = torch.Generator().manual_seed(3), torch.zeros(4)
+    for _ in range(400):
+        total += tokens.logits(model, generator)(hidden).exp().sum(-1) / 400
+    assert ((total - whole).abs() < 0.05 * whole).all()
+    some = LawTokens.of(torch.arange(16), model, sampled=False).logits(model, generator)(hidden)
+    torch.testing.assert_close(some, model.output_logits(hidden)[:, :16])

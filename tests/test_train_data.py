@@ -1,0 +1,123 @@
+"""What training reads: packed files, known data sets, answers that a limit cut; and the card that says so."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from chat_templates import CHATML, byte_tokenizer, turns
+from models import save_model
+from safetensors.torch import load_file
+from training import same_weights, small_run, weights, write_data
+
+from treespec.errors import InputError
+from treespec.spec import load
+from treespec.target import Target
+from treespec.text.conversations import Conversation, encode_conversations, read_conversations
+from treespec.train import datasets
+from treespec.train.kinds import steps_at
+from treespec.train.known import DATA_SETS
+from treespec.train.run import train, untrained
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("data") / "model")
+
+
+@pytest.fixture
+def config(model_folder, tmp_path):
+    return small_run(model_folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head", max_steps=1)
+
+
+def test_a_packed_file_trains_the_same_head(config, tmp_path):
+    packed = tmp_path / "data.jsonl.gz"
+    packed.write_bytes(gzip.compress(Path(config.data).read_bytes()))
+    train(config)
+    other = replace(config, data=str(packed), out=str(tmp_path / "other"))
+    train(other)
+    assert same_weights(weights(config), weights(other))
+
+
+def test_a_known_data_set_is_trained_on_by_its_name(config, tmp_path, monkeypatch):
+    content = "[" + ", ".join(Path(config.data).read_text().splitlines()) + "]"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", replace(DATA_SETS["sharegpt"], repository="o/n"))
+    monkeypatch.setattr(datasets, "fetched", lambda data_set, say: ("from here", content))
+    train(config)
+    other = replace(config, data="sharegpt", out=str(tmp_path / "other"))
+    train(other)
+    assert same_weights(weights(config), weights(other))
+
+
+def test_an_answer_that_a_limit_cut_has_no_end_token_to_learn(tmp_path):
+    """Of two answers the first was cut: its end token is not counted, the second's is."""
+    tokenizer, messages = byte_tokenizer(CHATML), turns(["u Hi", "a Hello", "u Bye", "a So long"])
+    line = {"messages": messages, "ended": ["max_new_tokens", "model"]}
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps(line))
+    (whole,), _ = encode_conversations(tokenizer, [Conversation(messages)], None, 100)
+    (cut,), _ = encode_conversations(tokenizer, read_conversations(file)[0], None, 100)
+    assert torch.equal(whole.input_ids, cut.input_ids)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    differing = (whole.loss_mask != cut.loss_mask).nonzero().flatten().tolist()
+    assert len(differing) == 1
+    assert whole.input_ids[differing[0]] == end
+    counted = [int(token) for token in cut.input_ids[cut.loss_mask]]
+    assert counted.count(end) == 1
+    assert counted[-1] == end
+
+
+def test_a_head_directory_holds_its_own_weights_alone_and_drafts(config):
+    """In 16 bits it is validated as it is stored, and its agreement at T = 0 is that of its target's text."""
+    half = replace(config, save_dtype="float16")
+    train(half)
+    stored = load_file(f"{config.out}/model.safetensors")
+    assert "embed_tokens.weight" not in stored
+    assert {value.dtype for value in stored.values()} == {torch.float16}
+    spec = load(config.target, config.out, "chain:3", "topk", dtype="float32")
+    assert spec.head.embed_tokens.weight is spec.target.model.get_input_embeddings().weight
+    said = spec.generate("question 001", max_new_tokens=12).token_ids
+    assert said == spec.baseline().generate("question 001", max_new_tokens=12).token_ids
+
+
+def test_a_run_leaves_a_card_with_its_data_command_and_figures(config):
+    result = train(config)
+    card = (Path(config.out) / "README.md").read_text()
+    assert f"--data {config.data} --out {config.out} --max-steps 1" in card
+    assert f"{config.data}: 19 conversations, " in card
+    assert f"{result.agreement[0]:.1%}" in card
+    assert "license: FILL IN" in card
+
+
+def test_a_run_goes_on_from_the_weights_of_another_head(config, tmp_path):
+    """With learning rate 0 they stay what they were, in more data too."""
+    train(config)
+    still = replace(config, from_head=config.out, out=str(tmp_path / "still"), learning_rate=0.0)
+    train(replace(still, data=str(write_data(tmp_path / "more.jsonl", count=40))))
+    assert same_weights(weights(config), weights(still))
+    with pytest.raises(InputError, match="is a head of kind eagle, not eagle3"):
+        train(replace(still, head="eagle3", out=str(tmp_path / "other")))
+
+
+def test_a_head_may_begin_by_passing_its_feature_on(config):
+    """Untrained it gives nearly the feature that it got; a random one does not."""
+    model = Target.load(config.target, dtype="float32")
+    features = model.features(torch.arange(3, 11)[None])
+
+    def change(**options):
+        head = untrained(replace(config, **options), model)
+        given = head.step(torch.arange(4, 12)[None], features, torch.arange(8))
+        return float((given - features).detach().norm() / features.norm())
+
+    torch.manual_seed(0)
+    assert change(first_weights="feature") < 0.3 < change()
+
+
+def test_later_draft_steps_are_trained_in_the_second_half(config):
+    assert [steps_at(replace(config, unrolled_steps=3), done) for done in (0.0, 0.49, 0.5, 1.0)] == [1, 1, 3, 3]
+    assert steps_at(replace(config, head="eagle3"), 0.0) == 7
+    result = train(replace(config, unrolled_steps=3, max_steps=4, loss_vocab=20))
+    assert result.positions > 0

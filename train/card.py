@@ -1,0 +1,104 @@
+"""The model card of a trained head: data, recipe, command and figures, as README.md beside it."""
+
+import json
+import shlex
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+
+from treespec.errors import InputError
+from treespec.files import write_text
+from treespec.train.config import TrainConfig
+from treespec.train.kinds import recipe_of
+from treespec.train.validate import Validation
+
+CARD = """\
+---
+base_model: {target}
+tags: [treespec, speculative-decoding, {kind}]
+license: FILL IN (the data and the target bind it)
+---
+
+# A draft head of kind {kind} for {target}
+
+`treespec chat --target {target} --head {folder}`
+
+It drafts for this target alone, whose embedding and output it uses. Drafts are verified, so the
+answers keep the target's own law.
+
+## Data
+
+{data}: {conversations:,} conversations, {tokens:,} tokens, {answers:,} of them in answers;
+{held_out:,} conversations held out.
+
+## Recipe
+
+{steps:,} optimizer steps in {minutes:.1f} minutes. {recipe}
+
+    {command}
+
+## Figures
+
+{figures}
+"""
+
+
+def write_card(config: TrainConfig, counts: dict[str, int], result: Validation) -> None:
+    """Write OUT/README.md, unless there is one already.
+
+    counts: conversations, tokens, answers (tokens of answers) and held_out (conversations).
+    """
+    file = Path(config.out) / "README.md"
+    if file.exists():
+        return
+    last = last_line(Path(config.out) / "training" / "metrics.jsonl")
+    recipe = ", ".join(
+        f"{name.replace('_', ' ')} {value}" for name, value in asdict(recipe_of(config)).items()
+    )
+    card = CARD.format(
+        target=config.target,
+        kind=config.head,
+        folder=Path(config.out).name,
+        data=config.data,
+        **counts,
+        steps=int(last.get("step", 0)),
+        minutes=last.get("seconds", 0.0) / 60,
+        recipe=recipe[:1].upper() + recipe[1:] + ".",
+        command=command(config),
+        figures=figures(last, result),
+    )
+    write_text(file, card)
+
+
+def command(config: TrainConfig) -> str:
+    """The command line of a run: the options that are not the defaults."""
+    words = ["treespec", "train"]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.default is not MISSING and value == field.default:
+            continue
+        flag = field.name.replace("_", "-")
+        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else []
+        words += [] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return shlex.join(words)
+
+
+def figures(last: dict[str, float], result: Validation) -> str:
+    """Loss at the end, and agreement by draft step on held-out conversations."""
+    lines = [f"- loss at the end: {last['total']:.3f}"] if "total" in last else []
+    if result.positions:
+        steps = ", ".join(f"{share:.1%}" for share in result.agreement)
+        lines += [
+            f"- agreement with the target's likeliest token, by draft step: {steps}",
+            f"- a chain would accept {result.acceptance_length:.2f} tokens a cycle",
+            f"- held-out positions: {result.positions:,}",
+        ]
+    return "\n".join(lines or ["- no conversation was held out"])
+
+
+def last_line(metrics: Path) -> dict[str, float]:
+    """The last line of metrics.jsonl that has a loss; {} without one."""
+    try:
+        lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {metrics}: {error}") from error
+    return next((line for line in reversed(lines) if "total" in line), {})

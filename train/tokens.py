@@ -1,0 +1,48 @@
+"""The tokens that a cross-entropy is over: all, a draft vocabulary, or frequent ones with a sample.
+
+Over frequent tokens alone nothing would teach a head that the others are unlikely, and where it
+drafts all tokens they would win. So each batch adds random others, and each of them stands for as
+many as it was drawn from: its logit rises by log(others / drawn), in the head's law and in the
+target's. The sum over the vocabulary, the softmax's denominator, is right on average.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from treespec.target import Target
+
+DRAWN = 1024  # random tokens a batch
+
+
+@final
+@dataclass(frozen=True)
+class LawTokens:
+    """frequent: [N] int64 ascending. others: [V - N] int64, of which a batch draws some; or none."""
+
+    frequent: Tensor
+    others: Tensor
+
+    @classmethod
+    def of(cls, frequent: Tensor, target: Target, sampled: bool) -> "LawTokens":
+        """sampled: whether batches draw from the other tokens too."""
+        left = torch.ones(target.vocab_size if sampled else 0, dtype=torch.bool)
+        if sampled:
+            left[frequent] = False
+        return cls(frequent, left.nonzero().flatten())
+
+    def logits(self, target: Target, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        """[M, H] -> [M, N + drawn] logits for one batch. generator: draws its other tokens."""
+        drawn = min(DRAWN, len(self.others))
+        if not drawn:
+            rows = target.output_rows(self.frequent)
+            return lambda hidden: target.output_logits(hidden, rows)
+        chosen = torch.randint(len(self.others), (drawn,), generator=generator)
+        rows = target.output_rows(torch.cat([self.frequent, self.others[chosen]]))
+        weights = torch.zeros(len(self.frequent) + drawn, device=target.output_device)
+        weights[len(self.frequent) :] = math.log(len(self.others) / drawn)
+        return lambda hidden: target.output_logits(hidden, rows) + weights

@@ -32,23 +32,24 @@ def save(
 
 
 def load(path: Path, head: Head, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
-    """Restore weights and moments in place; returns steps done and seconds spent.
+    """Restore weights and moments in place; return steps done and seconds spent.
 
-    Raises InputError.
+    Raises InputError for a file that is damaged or fits another head.
     """
     remedy = "delete it to begin anew"
     tensors, about = read_tensors(path, remedy)
     try:
         for name, parameter in trained(head).items():
+            # 1. What the file holds of this weight, refused where it does not fit.
             state = {moment: tensors[f"{moment}.{name}"] for moment in MOMENTS}
             weight = tensors[f"weight.{name}"]
-            if any(
-                value.shape != parameter.shape
-                for value in (weight, state["exp_avg"], state["exp_avg_sq"])
-            ):
+            shaped = (weight, state["exp_avg"], state["exp_avg_sq"])
+            if any(value.shape != parameter.shape for value in shaped):
                 raise ValueError(f"{name} has another shape")
             if not all(value.isfinite().all() for value in (weight, *state.values())):
                 raise ValueError(f"{name} holds values that are not finite")
+
+            # 2. Into the head and its optimizer.
             with torch.no_grad():
                 parameter.copy_(weight)
             optimizer.state[parameter] = {

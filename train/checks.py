@@ -21,6 +21,7 @@ SAVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 
 def check(config: TrainConfig) -> None:
     """Raises InputError for options that cannot be used with any target and data."""
+    # 1. Names.
     check_kind(config)
     check_tracker(config.tracker)
     if config.mixed_precision not in PRECISIONS:
@@ -37,6 +38,8 @@ def check(config: TrainConfig) -> None:
             f"--first-weights is {config.first_weights!r}, must be {either(FIRST_WEIGHTS)}"
         )
     templates.stops(config.template)  # raises for a name that fschat does not know
+
+    # 2. Folders.
     check_folder("--out", config.out)
     if config.features is not None:
         check_folder("--features", config.features)

@@ -66,6 +66,7 @@ def prepare(
     accelerator: Accelerator,
 ) -> Data:
     """Encode and split the conversations; with --features store them. taps: the head's."""
+    # 1. Encode.
     if target.tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer: training needs one")
     examples, report = encode_conversations(
@@ -76,6 +77,8 @@ def prepare(
     )
     if report.left_out or report.cut:
         accelerator.print(f"encoded: {report}")
+
+    # 2. Split.
     train, held_out = split(examples, config.held_out, config.seed)
     train = [example for example in train if len(example.input_ids) >= 3]
     if not train:
@@ -87,6 +90,8 @@ def prepare(
         accelerator.print(
             f"{why}: none is held out, so the head is neither validated nor calibrated"
         )
+
+    # 3. Features: computed with each batch, or stored once.
     rows = [example.input_ids for example in train]
     if config.features is None:
         return Data(train, held_out, features.LiveFeatures(target, rows, taps).batch)

@@ -97,10 +97,12 @@ def speed(rows: Sequence[Row]) -> Chart:
 
 def lengths(rows: Sequence[Row]) -> Chart:
     """τ as the sum of what each depth adds to it."""
+    # 1. The depths that get a part of their own.
     drafted = [row for row in rows if row["verifier"] != "baseline"]
     deepest = max((len(row["overall"]["accepted_by_depth"]) for row in drafted), default=0)
     shown = min(deepest, DEPTHS)
 
+    # 2. A row's parts: the target's own token, then one part a depth.
     def stack(row: Row) -> Stack:
         overall = row["overall"]
         tau = overall["acceptance_length"]
@@ -111,6 +113,7 @@ def lengths(rows: Sequence[Row]) -> Chart:
         low, high = tau["low"], tau["high"]
         return Stack(name_of(row, rows), [own, *by_depth], interval(tau), low, high)
 
+    # 3. The chart.
     names = [f"depth {depth}" for depth in range(1, shown + 1)]
     if deepest > shown:
         names[-1] += " and deeper"
@@ -128,6 +131,7 @@ def lengths(rows: Sequence[Row]) -> Chart:
 
 def costs(rows: Sequence[Row]) -> Chart:
     """A cycle's stages, in the time of one-token decoding's cycles where that was measured."""
+    # 1. The unit: a cycle of the baseline at each temperature.
     baselines = {
         row["temperature"]: sum(row["overall"]["cycle_ms"].values())
         for row in rows
@@ -135,6 +139,7 @@ def costs(rows: Sequence[Row]) -> Chart:
     }
     compared = bool(baselines)
 
+    # 2. A row's stages in that unit.
     def stack(row: Row) -> Stack:
         ms, tau = row["overall"]["cycle_ms"], row["overall"]["acceptance_length"]["value"]
         unit = baselines.get(row["temperature"], 1.0)
@@ -145,6 +150,7 @@ def costs(rows: Sequence[Row]) -> Chart:
         said = f"{tau:.2f} / {cost:.2f} = {tau / cost:.2f}"
         return Stack(name_of(row, rows), parts, said, marker=tau)
 
+    # 3. The chart.
     return Chart(
         title="What a cycle costs and what it brings",
         text="The bar is the time of a cycle by stage, in cycles of plain decoding; the diamond is "

@@ -17,6 +17,7 @@ from treespec.train.regenerate.rows import Answer, Answered, drawn
 
 KEY = "OPENAI_API_KEY"  # the environment variable of the server's key
 TRIES = 6
+BROKEN = (OSError, http.client.HTTPException, ValueError)  # no connection, or half an answer
 PAUSE = 1.0  # seconds before a failed request is repeated, doubled each time
 SECONDS = 600.0  # for one answer
 BUSY = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # statuses that go by
@@ -129,32 +130,29 @@ class Endpoint:
 
     def _reply(self, body: bytes, stopped: Event) -> Any:
         """The server's reply. A request that fails for a while is repeated."""
+        # 1. The request.
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"
+
+        # 2. Ask, and ask again where the server is busy or the connection breaks.
         why = ""
         for attempt in range(TRIES):
             if attempt and stopped.wait(PAUSE * 2 ** (attempt - 1)):
                 break
             try:
-                with urllib.request.urlopen(
-                    urllib.request.Request(self.url, body, headers), timeout=SECONDS
-                ) as reply:
+                request = urllib.request.Request(self.url, body, headers)
+                with urllib.request.urlopen(request, timeout=SECONDS) as reply:
                     return json.loads(reply.read())
             except urllib.error.HTTPError as error:
-                why = (
-                    f"HTTP {error.code} {one_line(error.read(2000).decode(errors='replace'))[:200]}"
-                )
+                said = one_line(error.read(2000).decode(errors="replace"))[:200]
+                why = f"HTTP {error.code} {said}"
                 if error.code in REFUSED:
                     raise Refused(why) from error
                 if error.code not in BUSY:
                     hint = f"; its key is taken from {KEY}" if error.code in (401, 403) else ""
                     raise InputError(f"{self.url} refuses requests: {why}{hint}") from error
-            except (
-                OSError,
-                http.client.HTTPException,
-                ValueError,
-            ) as error:  # no connection, or half an answer
+            except BROKEN as error:
                 why = one_line(str(getattr(error, "reason", None) or error))
         raise InputError(
             f"{self.url} does not answer ({why}): the answers so far are kept, repeat the command to go on"

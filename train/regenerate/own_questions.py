@@ -36,9 +36,12 @@ def own_rows(spec: Spec, config: RegenerateConfig, kept: Lines) -> list[Row]:
     A question's draws follow from its number; a repeated one is left out in favour of the lower number.
     Raises InputError for a temperature of 0, and where nearly all questions are broken or repeated.
     """
+    # 1. What a run before has kept.
     wanted = config.from_template or 0
     questions = {line["question"]: line["number"] for line in kept.done if "question" in line}
     number, seen = len(kept.done), {normal(question) for question in questions}
+
+    # 2. Drafts in order of their numbers, until enough are good.
     while len(questions) < wanted:
         most = DRAFTS * wanted
         if number >= most:
@@ -46,33 +49,29 @@ def own_rows(spec: Spec, config: RegenerateConfig, kept: Lines) -> list[Row]:
                 f"of {number} questions that the target wrote, {number - len(questions)} are broken or repeated "
                 f"({reasons(kept)}): give --data, or a --from-template of at most {len(questions)}"
             )
-        for question, problem in drafts(
-            spec, config, range(number, min(number + 4 * config.batch, most))
-        ):
+        some = range(number, min(number + 4 * config.batch, most))
+        for question, problem in drafts(spec, config, some):
             if len(questions) == wanted:
                 break
             if not problem and normal(question) in seen:
                 problem = "repeated"
-            line = (
-                {"number": number, "problem": problem}
-                if problem
-                else {"number": number, "question": question}
-            )
+            outcome = ("problem", problem) if problem else ("question", question)
+            line = dict([("number", number), outcome])
             kept.append(line)
             kept.done.append(line)
             if not problem:
                 questions[question] = number
                 seen.add(normal(question))
             number += 1
-    return [
-        row_of(f"template-{number}", None, [question]) for question, number in questions.items()
-    ][:wanted]
+    asked_for = list(questions.items())[:wanted]
+    return [row_of(f"template-{number}", None, [question]) for question, number in asked_for]
 
 
 def drafts(
     spec: Spec, config: RegenerateConfig, numbers: range
 ) -> Iterator[tuple[str, str | None]]:
     """Questions by number, each with what is wrong with it, if anything is."""
+    # 1. One text a number, each with draws of its own.
     prompt, stop = user_turn(spec)
     options = config.sampling(greedy=False)
     options |= {"max_new_tokens": config.question_tokens, "stop": stop}
@@ -86,10 +85,14 @@ def drafts(
             spec.target.tokenizer, spec.target.eos, wanted.stop, min(wanted.max_new_tokens, room)
         )
         said[Text(prompt, ending, generator, Stats())] = []
+
+    # 2. Decode them together.
     ids: dict[Text, list[int]] = {text: [] for text in said}
     for text, piece in spec.decoder.run(list(said), wanted.params, config.batch):
         said[text].append(piece.text)
         ids[text] += piece.token_ids
+
+    # 3. What is wrong with each.
     special = set(templates.special_tokens(spec.target.tokenizer).values())
     for text, parts in said.items():
         question = "".join(parts).strip()

@@ -104,20 +104,20 @@ def conversations(files: Iterable[Path], config: TextConfig) -> Iterator[Convers
     ids: set[str] = set()
     answers: set[str] = set()
     for file in files:
+        # 1. Parse.
         try:
             with warnings.catch_warnings(action="ignore"):
                 source = file.read_text("utf-8")
                 tree = ast.parse(source)
         except (OSError, SyntaxError, ValueError):
             continue
+
+        # 2. What is documented in it, each answer and each name once.
         module = _module_name(file)
         found = _of_topics(tree, config) if file.parts[-2:] == ("pydoc_data", "topics.py") else None
         for name, turns in found or _of_module(tree, source.splitlines(), module):
-            turns = [
-                t
-                for t in turns
-                if config.shortest <= len(t[1]) <= config.longest and t[1] not in answers
-            ]
+            fits = [t for t in turns if config.shortest <= len(t[1]) <= config.longest]
+            turns = [t for t in fits if t[1] not in answers]
             identity = f"{module}.{name}" if name else module
             if turns and identity not in ids:
                 ids.add(identity)
@@ -135,25 +135,14 @@ def _of_module(tree: ast.Module, lines: list[str], module: str) -> Iterator[tupl
         yield "", [(f"Explain the module {module}.", doc)]
     for name, node in _definitions(tree, ""):
         if doc := ast.get_docstring(node):
-            kind = (
-                "class"
-                if isinstance(node, ast.ClassDef)
-                else "method"
-                if "." in name
-                else "function"
-            )
-            code = (
-                f"Write a Python {kind} named {node.name}. {_first_sentence(doc)}",
-                _code(node, lines),
-            )
-            prose = (f"What does the {kind} {name} do?", doc)
-            asked_first = zlib.crc32(name.encode()) % 2
-            yield (
-                name,
-                [code, prose]
-                if asked_first
-                else [prose, (f"Show me the code of the {kind} {name}.", code[1])],
-            )
+            function = "method" if "." in name else "function"
+            kind = "class" if isinstance(node, ast.ClassDef) else function
+            asked = f"Write a Python {kind} named {node.name}. {_first_sentence(doc)}"
+            code, prose = _code(node, lines), (f"What does the {kind} {name} do?", doc)
+            if zlib.crc32(name.encode()) % 2:
+                yield name, [(asked, code), prose]
+            else:
+                yield name, [prose, (f"Show me the code of the {kind} {name}.", code)]
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]:

@@ -99,6 +99,7 @@ def train_target(
     for a vocabulary or text that is too small, a training that diverges, and damage in what is
     there.
     """
+    # 1. What is there, and what cannot be.
     if kept(out):
         return out
     config = config or TinyTargetConfig()
@@ -108,18 +109,19 @@ def train_target(
         )
     conversations = list(read_messages(text / TRAIN))
     with making(out) as unfinished:
+        # 2. A tokenizer, and the text as tokens.
         contents = (message["content"] for messages in conversations for message in messages)
         tokenizer = train_tokenizer(unfinished, contents, config.vocab)
-        rendered = [
-            str(tokenizer.apply_chat_template(messages, tokenize=False))
-            for messages in conversations
-        ]
+        apply = tokenizer.apply_chat_template
+        rendered = [str(apply(messages, tokenize=False)) for messages in conversations]
         encoded = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         tokens = torch.tensor([token for ids in encoded for token in ids])
         if len(tokens) < 2 * max(config.length, config.long_length):
             raise InputError(
                 f"{text / TRAIN} holds {len(tokens)} tokens, too few for windows of the length asked for"
             )
+
+        # 3. The model.
         model = new_model(config, tokenizer)
         fit(model, tokens, config, on_step, console)
         model.set_attn_implementation("sdpa")

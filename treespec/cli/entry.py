@@ -23,12 +23,15 @@ def run(app: "typer.Typer", arguments: Sequence[str]) -> int:
     is one line; --traceback, anywhere on the line, raises it instead. Ctrl-C and a reader that
     leaves, such as `| head`, end a command without a message.
     """
+    # 1. Run.
     tolerate_any_text()
     show_warnings()
     wants_traceback = TRACEBACK in arguments
     try:
         code = app([word for word in arguments if word != TRACEBACK], standalone_mode=False)
         sys.stdout.flush()
+
+    # 2. What ends a command early, in a line.
     except BrokenPipeError:
         leave_stdout()
         return 1

@@ -35,10 +35,13 @@ def entries(path: Path) -> Iterator[tuple[str, object]]:
     """(file and line, the entry of a JSON list or the bytes of the line)."""
     try:
         with opened(path) as file:
+            # 1. Refuse an archive.
             head = file.read(4096)
             refuse_archive(path, head)
             head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
             file.seek(0)
+
+            # 2. A JSON list as a whole, or JSON line by line.
             if head.startswith(b"["):
                 entries = json.loads(file.read())
                 yield from ((f"{path.name} entry {i}", entry) for i, entry in enumerate(entries, 1))

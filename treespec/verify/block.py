@@ -35,7 +35,6 @@ class Block:
 
     name: ClassVar[str] = "block"
     scheme: ClassVar[Scheme] = Single()
-    paced: ClassVar[bool] = False
 
     def __call__(
         self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator

@@ -5,7 +5,7 @@ Cha, Cho and Yun 2026, Layer Verification Accelerates Speculative Tree Decoding 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ class Layer:
     """
 
     scheme: LayerScheme
-    paced: ClassVar[bool] = False
 
     @property
     def name(self) -> str:

@@ -51,7 +51,7 @@ class Optimal(SureScheme, LayerScheme):
 
     threshold: the likeliest token is taken for sure while its share of the rest of q is larger than
     this and another draw is to come. At 1 all draws are independent.
-    extra: 1: make so many draws that k distinct tokens are expected, because a repeat takes no
+    extra: 1: make draws until k distinct tokens are expected, because a repeat takes no
     node. 0: make k draws.
     exact: 1: sort all tokens by p/q. 0: sort them into cells of nearly equal p/q, which is faster
     and as lossless.

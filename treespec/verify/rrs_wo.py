@@ -25,7 +25,7 @@ from treespec.verify.laws import (
 )
 from treespec.verify.scheme import Chance, Drawing, SureScheme
 
-SPARE = 4  # independent draws per wanted draw: so many hold enough distinct tokens
+SPARE = 4  # independent draws per wanted draw; four nearly always hold enough distinct tokens
 
 
 def laws_of(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:

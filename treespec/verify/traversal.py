@@ -45,7 +45,6 @@ class Traversal:
 
     name: ClassVar[str] = "traversal"
     scheme: ClassVar[Scheme] = RRSWithoutReplacement()
-    paced: ClassVar[bool] = False
 
     def __call__(
         self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator

@@ -38,7 +38,7 @@ class Valued(Scheme):
     This scheme is treespec's own. It is lossless for any values.
     values: one for each draw in order, 1 + the accepted tokens expected below it. None is above the
     one before; the last one holds for all further draws.
-    extra: 1: make so many draws that k distinct tokens are expected, because a repeat takes no
+    extra: 1: make draws until k distinct tokens are expected, because a repeat takes no
     node. The first k draws are then distinct or absent, and `Draws.places` keeps the order of
     drawing. 0: make k draws.
     Raises InputError for an option out of its range.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -64,7 +64,6 @@ class Walk:
     """
 
     scheme: Scheme
-    paced: ClassVar[bool] = False
 
     @property
     def name(self) -> str:

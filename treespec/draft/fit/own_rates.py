@@ -32,7 +32,6 @@ class Counted:
 
     name = "counted"
     scheme: Scheme = RRSWithoutReplacement()
-    paced = False
 
     def __init__(self, tree: StaticTree) -> None:
         self.walk = Walk(self.scheme)

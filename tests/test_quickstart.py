@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 
 import pytest
 from evaluating import save_models
@@ -14,7 +13,7 @@ from treespec.decode import Piece
 from treespec.text.conversations import read_conversations
 
 COMMAND = sys.modules["treespec.cli.quickstart"]  # in the package, the command has the module's name
-STAGES = ("treespec.cli.side_by_side.race", "treespec.train.run.fit", "treespec.eval.mtbench.run.Spec.stream")
+STAGES = ("treespec.cli.side_by_side.race", "treespec.train.run.fit", "treespec.eval.mtbench.run.load_sources")
 
 
 @pytest.fixture
@@ -24,7 +23,10 @@ def run(tmp_path, monkeypatch, capsys):
     options = ["--head-minutes", "0.005", "--max-new-tokens", "3", "--limit", "1"]
     line = ["treespec", "quickstart", "--target", str(tmp_path / "target"), "--out", str(tmp_path / "out"), *options]
     monkeypatch.setattr(sys, "argv", line)
-    monkeypatch.setattr(COMMAND, "VERIFIERS", "auto,rrs-wo@2x2")
+    lines = CONVERSATIONS.read_text().splitlines()[:12]
+    (tmp_path / "conversations.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(COMMAND, "CONVERSATIONS", tmp_path / "conversations.jsonl")
+    monkeypatch.setattr(COMMAND, "VERIFIERS", "rrs-wo@2x2")
     monkeypatch.setattr("treespec.cli.side_by_side.TOKENS", 6)
 
     def run():
@@ -85,18 +87,18 @@ def test_answers_of_other_models_are_made_again(run, tmp_path, monkeypatch):
 
 
 def test_each_side_of_a_race_shows_what_it_would_show_alone():
-    sides, seen = [Side([]), Side([])], []
+    sides, seen, now = [Side([]), Side([])], [], 0
 
     def pieces(seconds):
+        nonlocal now
         for number in range(4):
-            time.sleep(seconds)
+            now += seconds
             yield Piece(f"{number} ", [number], drafted=number > 1)
 
-    race([pieces(0.05), pieces(0.01)], sides, lambda: seen.append(tuple(side.tokens for side in sides)))
-    assert seen[-1] == (4, 4)
-    assert (1, 4) in seen
+    race([pieces(5), pieces(1)], sides, lambda: seen.append(tuple(side.tokens for side in sides)), lambda: now)
+    assert seen == [(1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (3, 4), (4, 4)]
     assert [side.text for side in sides] == ["0 1 2 3", "0 1 2 3"]
-    assert sides[0].seconds > sides[1].seconds
+    assert [side.seconds for side in sides] == [20, 4]
     assert table_of(sides).row_count == 3
 
 

@@ -72,8 +72,8 @@ def compare(target: str, head: str, file: Path) -> None:
         rows = [answered(question, (baseline, ours), console) for question in QUESTIONS]
         write_json(file, {"models": models, "rows": rows})
     else:
-        console.print(f"answered before: {file}", highlight=False)
-    console.print(verdict(rows), highlight=False)
+        console.print(f"answered before: {file}", highlight=False, markup=False, soft_wrap=True)
+    console.print(verdict(rows), highlight=False, soft_wrap=True)
 
 
 def kept(file: Path, models: dict[str, str]) -> list[dict[str, Any]] | None:
@@ -107,16 +107,19 @@ def answered(question: str, specs: tuple[Spec, Spec], console: Console) -> dict[
 
 
 def race(
-    streams: Sequence[Iterator["Piece"]], sides: Sequence[Side], show: Callable[[], None]
+    streams: Sequence[Iterator["Piece"]],
+    sides: Sequence[Side],
+    show: Callable[[], None],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Run the streams to their ends; the next piece is always that of the side that is behind."""
     running = list(zip(streams, sides, strict=True))
     while running:
         turn = min(running, key=lambda one: one[1].seconds)
         stream, side = turn
-        started = time.perf_counter()
+        started = clock()
         piece = next(stream, None)
-        side.seconds += time.perf_counter() - started
+        side.seconds += clock() - started
         if piece is None:
             running.remove(turn)
             continue

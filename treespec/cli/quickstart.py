@@ -83,6 +83,8 @@ def stages(config: QuickstartConfig) -> None:
 
     # 2. One token at a time against treespec.
     print("2/4  Three questions, one token at a time and with treespec", flush=True)
+    if not head:
+        print("     treespec brings no head for it: drafts are looked up in the text", flush=True)
     compare(config.target, head or "lookup", out / "answers.json")
 
     # 3. A head.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -154,11 +154,12 @@ def table_of(sides: Sequence[Side]) -> Table:
     return table
 
 
-def coloured(side: Side) -> Group:
+def coloured(side: Side) -> Text:
+    """The answer so far, with what was drafted in colour."""
     text = Text()
     for words, drafted in side.pieces:
         text.append(words, style=DRAFTED if drafted else "")
-    return Group(text)
+    return text
 
 
 def line_of(side: Side) -> str:

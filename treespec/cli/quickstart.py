@@ -1,5 +1,6 @@
 """`treespec quickstart`: a real model answers, a head is trained for it, verifiers are measured."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,8 @@ def stages(config: QuickstartConfig) -> None:
         f"3/4  A fresh EAGLE head, {minutes:g} min of training on {CONVERSATIONS.name}", flush=True
     )
     train_head(config.target, out / FRESH, minutes)
+    if losses := losses_in(out / FRESH / "training" / "metrics.jsonl"):
+        print(f"     its loss went from {losses[0]:.2f} to {losses[-1]:.2f}", flush=True)
     if head:
         print("     treespec's own head learnt from far more: the next stage measures that one")
 
@@ -118,16 +121,23 @@ def train_head(target: str, out: Path, minutes: float) -> None:
             data=str(CONVERSATIONS),
             out=str(out),
             minutes=minutes,
-            batch_size=4,
-            learning_rate=1e-3,
-            warm_up=10,
-            max_length=384,
+            batch_size=2,
+            learning_rate=2e-3,
+            warm_up=5,
+            max_length=256,
             validate_every=0,
             validate_on=8,
             draft_steps=3,
-            calibrate=False,
         )
     )
+
+
+def losses_in(file: Path) -> list[float]:
+    """The losses that a training wrote, in the order of its steps."""
+    if not file.exists():
+        return []
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [line["total"] for line in lines if "total" in line]
 
 
 def measure_verifiers(config: QuickstartConfig, head: str, out: Path) -> None:

@@ -112,6 +112,8 @@ def stages(config: QuickstartConfig) -> None:
 
 def train_head(target: str, out: Path, minutes: float) -> None:
     """Train a small head on the conversations that treespec brings, in the demo target's words."""
+    from torch import cuda
+
     from treespec.train.config import TrainConfig
     from treespec.train.run import train
 
@@ -128,6 +130,9 @@ def train_head(target: str, out: Path, minutes: float) -> None:
             validate_every=0,
             validate_on=8,
             draft_steps=3,
+            dtype="auto"
+            if cuda.is_available()
+            else "float32",  # few CPUs train in bfloat16 as fast
         )
     )
 

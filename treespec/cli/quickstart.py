@@ -15,7 +15,8 @@ CONVERSATIONS = Path(__file__).parent.parent / "demo" / "conversations.jsonl"
 FRESH = "fresh-head"  # folder of the head that is trained here
 # EAGLE-2's 60 nodes are for a GPU. On two cores every node costs time.
 SMALL_TREE = "dynamic:depth=5,topk=6,nodes=24"
-VERIFIERS = f"auto,single,rrs-wo,optimal,traversal@sampled,topk@{SMALL_TREE}"
+VERIFIERS = f"auto,single,rrs-wo,optimal,topk@{SMALL_TREE}"
+CALIBRATED = "traversal@sampled"  # takes a head's calibration, which the fresh head does without
 QUESTIONS = 3  # of the evaluation
 
 
@@ -95,7 +96,7 @@ def stages(config: QuickstartConfig) -> None:
     )
     train_head(config.target, out / FRESH, minutes)
     if losses := losses_in(out / FRESH / "training" / "metrics.jsonl"):
-        print(f"     its loss went from {losses[0]:.2f} to {losses[-1]:.2f}", flush=True)
+        print(f"     its loss: {' '.join(f'{loss:.2f}' for loss in losses)}", flush=True)
     if head:
         print("     treespec's own head learnt from far more: the next stage measures that one")
 
@@ -130,6 +131,7 @@ def train_head(target: str, out: Path, minutes: float) -> None:
             validate_every=0,
             validate_on=8,
             draft_steps=3,
+            calibrate=False,  # takes as long as the training
             dtype="auto"
             if cuda.is_available()
             else "float32",  # few CPUs train in bfloat16 as fast
@@ -148,14 +150,16 @@ def losses_in(file: Path) -> list[float]:
 def measure_verifiers(config: QuickstartConfig, head: str, out: Path) -> None:
     """The evaluation of a head by several verifiers, greedy and sampled."""
     from treespec.cli.evaluate import measure
+    from treespec.draft.calibration import FILE
     from treespec.eval.mtbench.config import EvalConfig
 
+    calibrated = (Path(head) / FILE).exists()
     measure(
         EvalConfig(
             target=config.target,
             head=head,
             out=str(out),
-            verifier=VERIFIERS,
+            verifier=f"{VERIFIERS},{CALIBRATED}" if calibrated else VERIFIERS,
             temperature="0,1",
             max_new_tokens=config.max_new_tokens,
             limit=config.limit or QUESTIONS,

@@ -6,14 +6,19 @@ import sys
 import pytest
 from evaluating import save_models
 
-from treespec.cli import main
+from treespec.cli import main, side_by_side
 from treespec.cli.quickstart import CONVERSATIONS, FRESH
 from treespec.cli.side_by_side import Side, race, table_of
 from treespec.decode import Piece
 from treespec.text.conversations import read_conversations
+from treespec.train import run as training
 
 COMMAND = sys.modules["treespec.cli.quickstart"]  # in the package, the command has the module's name
-STAGES = ("treespec.cli.side_by_side.race", "treespec.train.run.fit", "treespec.eval.mtbench.run.load_sources")
+STAGES = (
+    (side_by_side, "race"),
+    (training, "fit"),
+    (COMMAND, "measure_verifiers"),  # test_eval_files.py interrupts an evaluation itself
+)
 
 
 @pytest.fixture
@@ -40,9 +45,9 @@ def run(tmp_path, monkeypatch, capsys):
 def test_an_interrupt_in_any_stage_keeps_those_before_and_a_finished_one_is_not_repeated(run, tmp_path, monkeypatch):
     # 1. An interrupt in each stage but the first, which has tests of its own.
     said = ""
-    for number, stage in enumerate(STAGES):
+    for number, (module, stage) in enumerate(STAGES):
         with monkeypatch.context() as interrupted:
-            interrupted.setattr(stage, stop)
+            interrupted.setattr(module, stage, stop)
             code, said = run()
         assert code == 130
         assert ("answered before" in said) == (number > 1)

@@ -120,7 +120,7 @@ def test_help_in_an_encoding_that_lacks_its_characters():
         (["evla"], 2, "No such command 'evla'. Did you mean 'eval'?"),
         (["eval", "--limit", "many"], 2, "--limit"),
         (["eval", "--limt", "3"], 2, "--limit"),
-        (["generate"], 2, "Missing option '--target'"),
+        (["skip", "--text", "x"], 2, "Missing option '--target'"),
     ],
 )
 def test_what_the_parser_says_is_one_line(arguments, code, words, capsys):

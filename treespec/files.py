@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -145,12 +145,14 @@ def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, Tensor], dict
 
 
 @contextmanager
-def locked(folder: str | Path) -> Iterator[None]:
+def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Iterator[None]:
     """Inside the block this process alone writes into the folder. It makes a missing folder.
 
     The operating system holds the lock and releases it when the process ends, however that
     happens. With the lock, it deletes temporaries of killed processes. Raises InputError with the
     id of the process that holds the lock.
+
+    wait: called with the holder's name; then this waits for the lock in place of the error.
     """
     # 1. The folder and its lock file.
     folder = Path(folder)
@@ -173,9 +175,12 @@ def locked(folder: str | Path) -> Iterator[None]:
         except OSError as error:
             file.seek(0)
             holder = file.read().strip() or "another process"
-            raise InputError(
-                f"{folder} is being written by {holder}: wait for it, or take another folder"
-            ) from error
+            if wait is None:
+                raise InputError(
+                    f"{folder} is being written by {holder}: wait for it, or take another folder"
+                ) from error
+            wait(holder)
+            fcntl.flock(file, fcntl.LOCK_EX)
         file.truncate(0)
         file.write(f"process {os.getpid()}")
         file.flush()

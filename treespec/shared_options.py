@@ -6,6 +6,7 @@ A configuration states a shared option again only where its default or its meani
 from dataclasses import dataclass
 from typing import ClassVar
 
+from treespec.demo.known import own_head
 from treespec.errors import InputError
 from treespec.options import (
     DRAFTER_FORMS,
@@ -62,7 +63,7 @@ class TextModelOptions(CommandOptions):
 class TargetOptions(TextModelOptions):
     PANEL = "Target"
 
-    target: str = option("target model: a directory or a hub id")
+    target: str = option("target model: a directory, a hub id, or demo for SmolLM2-135M-Instruct")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,11 @@ class DrafterOptions(CommandOptions):
     drafter: str | None = option(DRAFTER, None)
     verifier: str = option(f"{VERIFIER}; {FASTEST}", "auto")
     allow_lossy: bool = option("allow verifiers that change the law of the text", False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head is None and self.drafter is None:  # a target may bring a head
+            object.__setattr__(self, "head", own_head(getattr(self, "target", None)))
 
     @property
     def source(self) -> str | None:

@@ -17,7 +17,7 @@ from treespec.draft.proposer import Proposer
 from treespec.draft.source import Drafting, source_for
 from treespec.errors import InputError
 from treespec.heads.head import Head
-from treespec.loading import DeviceMap, calibration_of, load_sources
+from treespec.loading import DeviceMap, calibration_of, default_head, load_sources
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
 from treespec.request import BatchOptions, Options, asked, refuse_unknown, seed_of, seeds_of, whole
@@ -250,13 +250,13 @@ def load(
 ) -> Spec:
     """Load a target and a source of drafts, placed by accelerate, for decoding only.
 
-    target: directory, hub id, or a loaded transformers model. A loaded model stays usable, but
-    changes for good: evaluation mode, no gradients, attention that takes trees. Its weights do not
-    change; those of a model loaded here are packed on a CPU, where that is faster.
+    target: directory, hub id, `demo`, or a loaded transformers model. A loaded model stays usable,
+    but changes for good: evaluation mode, no gradients, attention that takes trees. Its weights do
+    not change; those of a model loaded here are packed on a CPU, where that is faster.
     tokenizer: default the directory's own. A model object without one takes and gives token ids.
     head: directory or hub id of a trained head of any kind. drafter: `kind:value` in place of a
-    head, with a kind of `treespec.draft.sources.SOURCES`, such as lookup. Default: one token at a
-    time.
+    head, with a kind of `treespec.draft.sources.SOURCES`, such as lookup. Default: the head that
+    treespec brings for `demo`; one token at a time with any other target.
     tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
     verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
     template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers
@@ -267,6 +267,8 @@ def load(
     """
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
+    if head is None and drafter is None:
+        head = default_head(target)
     named = drafter or (f"head:{fspath(head)}" if head else None)
     model, sources = load_sources(
         target,

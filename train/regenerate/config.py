@@ -18,7 +18,7 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
     """Raises InputError for options that contradict each other and for numbers out of their range."""
 
     target: str = option(
-        "the model that answers: a directory or a hub id; with --endpoint its name there"
+        "the model that answers: a directory, a hub id or demo; with --endpoint its name there"
     )
     out: str = option("directory for conversations.jsonl, which treespec train --data reads")
     data: str | None = option(

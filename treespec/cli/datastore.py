@@ -16,7 +16,7 @@ app = typer.Typer(help="Text that --drafter rest:DIR drafts from.", no_args_is_h
 
 @dataclass(frozen=True, kw_only=True)
 class DatastoreConfig(TargetOptions):
-    target: str = option("target model or its tokenizer: a directory or a hub id")
+    target: str = option("target model or its tokenizer: a directory, a hub id or demo")
     data: str = option("conversations (.jsonl, .json), or plain text under any other name")
     out: str = option("folder for the datastore")
 

@@ -45,9 +45,9 @@ def draft_logits(table, path):
     model, head = table
     tokens, known = TEXT, FEATURES
     for token in path:
-        hidden = head(tokens[None], known[None], torch.arange(len(known)))[0, -1:]
+        hidden = head.step(tokens[None], known[None], torch.arange(len(known)))[0, -1:]
         tokens, known = torch.cat([tokens, torch.tensor([token])]), torch.cat([known, hidden])
-    return model.output_logits(head(tokens[None], known[None], torch.arange(len(known)))[0, -1])
+    return model.output_logits(head.step(tokens[None], known[None], torch.arange(len(known)))[0, -1])
 
 
 def paths(tree):

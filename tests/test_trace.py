@@ -74,9 +74,9 @@ def test_probabilities_are_those_of_plain_forwards_over_each_path(models, tree, 
         """The head over the whole text, its own features extrapolated along the path."""
         tokens, features = torch.tensor(text[1:]), target.features(torch.tensor([text]))[0, :-1]
         for token in path:
-            hidden = head(tokens[None], features[None], torch.arange(len(features)))[0, -1:]
+            hidden = head.step(tokens[None], features[None], torch.arange(len(features)))[0, -1:]
             tokens, features = torch.cat([tokens, torch.tensor([token])]), torch.cat([features, hidden])
-        hidden = head(tokens[None], features[None], torch.arange(len(features)))[0, -1]
+        hidden = head.step(tokens[None], features[None], torch.arange(len(features)))[0, -1]
         return probs(whole(head.logits(hidden, target), head, target), shown)
 
     text = list(PROMPT)

@@ -79,7 +79,7 @@ def test_the_laws_of_a_tree_are_those_its_draws_came_from(half, verifier, tree, 
             continue
         tokens, known = torch.cat([text, path]), features
         for end in range(len(text), len(tokens) + 1):
-            hidden = head(tokens[None, :end], known[None], torch.arange(end))[0, -1:]
+            hidden = head.step(tokens[None, :end], known[None], torch.arange(end))[0, -1:]
             known = torch.cat([known, hidden])
         logits = model.output_logits(hidden[0])[head.vocabulary]
         for draw, temperature in enumerate(temperatures):

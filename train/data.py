@@ -125,11 +125,11 @@ def draft_vocabulary(
 def law_tokens(
     config: TrainConfig, target: Target, data: Data, vocabulary: Tensor | None
 ) -> LawTokens | None:
-    """The tokens that EAGLE-1's cross-entropy is over; None is all.
+    """The tokens that EAGLE-1's cross-entropy is over; None is all, as where V is no larger.
 
     vocabulary: what `draft_vocabulary` returned.
     """
-    if config.loss_vocab is not None:
+    if config.loss_vocab is not None and config.loss_vocab < target.vocab_size:
         texts = [example.input_ids[example.loss_mask] for example in data.train]
         frequent = most_frequent(texts, config.loss_vocab, target)[0]
         return LawTokens.of(frequent, target, sampled=config.draft_vocab is None)

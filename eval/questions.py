@@ -33,17 +33,27 @@ class Question:
 def load_questions(
     spec: str = "builtin", categories: Collection[str] = ()
 ) -> tuple[list[Question], list[str]]:
-    """(questions, what is wrong with the lines left out) of one of `SETS` or of a JSONL file.
+    """(questions, what is wrong with the lines left out), as `load_checked` reads them."""
+    questions, _, problems = load_checked(spec, categories)
+    return questions, problems
+
+
+def load_checked(
+    spec: str = "builtin", categories: Collection[str] = ()
+) -> tuple[list[Question], dict[int | str, Check], list[str]]:
+    """The questions of one of `SETS` or of a JSONL file, which is read once: it may be a pipe.
 
     categories: keep the questions of these alone; default: all. Of Spec-Bench its tasks count too.
-    Raises InputError for a file that cannot be read or has no question, for a category that it
-    lacks, and for a failed download.
+    Returns (questions, checks by question, what is wrong with the lines left out). The checks are
+    those of all questions that have one. Raises InputError for a file that cannot be read or has no
+    question, for a category that it lacks, and for a failed download.
     """
     # 1. All questions.
     entries, problems = _entries(spec)
     questions = [question for question, _ in entries]
+    checks = {question.question_id: check for question, check in entries if check is not None}
     if not categories:
-        return questions, problems
+        return questions, checks, problems
 
     # 2. Those of the categories.
     tasks = {question.category: task_of(spec, question.category) for question in questions}
@@ -54,21 +64,12 @@ def load_questions(
                 f"{spec} has no category {name!r}{nearest(name, there)}: {', '.join(there)}"
             )
     names = set(categories)
-    return [q for q in questions if names & {q.category, tasks[q.category]}], problems
+    return [q for q in questions if names & {q.category, tasks[q.category]}], checks, problems
 
 
 def task_of(spec: str, category: str) -> str:
     """What results are grouped by: the category, of Spec-Bench its task."""
     return spec_bench.task_of(category) if spec == "spec-bench" else category
-
-
-def load_checks(spec: str) -> dict[int | str, Check]:
-    """How answers are judged, by question; questions without a `check` are left out.
-
-    Raises as `load_questions`.
-    """
-    entries, _ = _entries(spec)
-    return {question.question_id: check for question, check in entries if check is not None}
 
 
 def _entries(spec: str) -> tuple[list[tuple[Question, Check | None]], list[str]]:

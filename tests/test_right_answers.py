@@ -1,6 +1,7 @@
 """Right answers beside the baseline's: the same at temperature 0, and figures that say how far apart they are."""
 
 import json
+import os
 import re
 from dataclasses import replace
 
@@ -9,10 +10,12 @@ from evaluating import answered, config_in, page_of, save_models
 from scipy.stats import binomtest
 
 from treespec.cli.evaluate import measure
-from treespec.eval.mtbench.judge import verdicts
+from treespec.eval.mtbench.answers import Answer, append
+from treespec.eval.mtbench.judge import judge, verdicts
 from treespec.eval.mtbench.right import paired_difference, right_figures, right_sentences, wilson
 from treespec.eval.mtbench.run import evaluate
 from treespec.eval.suites import sandbox
+from treespec.eval.suites.number import NumberCheck
 
 
 def question(number, category, check):
@@ -71,6 +74,26 @@ def test_right_answers_are_counted_and_the_same_at_temperature_0(home, tmp_path,
     assert f"At temperature 0 every pair answers the very questions rightly that the baseline does: {count}." in page
     assert re.search(rf"\| {count} \|", page)
     assert "By category: tokens/s" in page
+
+
+def test_another_check_of_the_same_question_judges_its_answers_anew(tmp_path):
+    """A mended reference changes no question, so the answers stay."""
+    answer = Answer(1, "sums", "baseline", ["It is 18."])
+    append(tmp_path / "answers.jsonl", answer)
+    for number, right in (("18", True), ("9", False), ("18", True)):
+        judge(tmp_path, [tmp_path / "answers.jsonl"], {1: NumberCheck(number)}, False, lambda step: None)
+        assert verdicts(tmp_path) == {answer.answer_id: right}
+
+
+def test_questions_may_come_through_a_pipe(home, tmp_path):
+    """It can be read once, as that of `--questions <(head -1 FILE)`."""
+    out, into = os.pipe()
+    os.write(into, json.dumps(QUESTIONS[0]).encode())
+    os.close(into)
+    config = config_in(home, tmp_path, verifier="topk", max_new_tokens=3, warm_up=0, questions=f"/dev/fd/{out}")
+    rows = evaluate(config)["configurations"]
+    os.close(out)
+    assert [row["right"]["answers"] for row in rows] == [1, 1]
 
 
 def test_categories_can_be_asked_alone(home, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from treespec.downloads import HubFile, PackagedFile, WebFile, kept
 from treespec.errors import InputError
-from treespec.eval.questions import load_checks, load_questions
+from treespec.eval.questions import load_checked, load_questions
 from treespec.eval.suites import known
 
 PROBLEM = {"question": "A hen lays 3 eggs a day. How many in a week?", "answer": "3*7=<<3*7=21>>21\n#### 21"}
@@ -70,7 +70,7 @@ def test_every_suite_has_its_questions_and_checks(server):
     assert PROBLEM["question"] in problem.turns[0]
     assert (function.question_id, function.category) == ("HumanEval/7", "humaneval")
     assert function.turns[0].endswith(FUNCTION["prompt"])
-    checks = {name: load_checks(name) for name in known.SUITES}
+    checks = {name: load_checked(name)[1] for name in known.SUITES}
     assert {name: list(found) for name, found in checks.items()} == {
         "mt-bench": [],
         "spec-bench": [401],

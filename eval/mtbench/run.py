@@ -33,8 +33,9 @@ from treespec.eval.mtbench.result import Summary
 from treespec.eval.mtbench.summary import summarise
 from treespec.eval.mtbench.table import report_of
 from treespec.eval.pairs import paired, refuse_unfit
-from treespec.eval.questions import Question, load_checks, load_questions
+from treespec.eval.questions import Question, load_checked
 from treespec.eval.report import markdown
+from treespec.eval.suites.checks import Check
 from treespec.files import locked, write_json, write_text
 from treespec.sampling import SamplingParams
 from treespec.verify.registry import verifier_by_name
@@ -60,17 +61,18 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
     }
 
     # 2. The questions.
-    questions, left_out = load_questions(config.questions, categories_of(config))
+    questions, checks, left_out = load_checked(config.questions, categories_of(config))
     questions = [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]]
     record = record_of(config, questions, left_out + pairs_of(config)[1])
     with locked(config.out):
-        return _evaluated(config, drafts, questions, record, report)
+        return _evaluated(config, drafts, questions, checks, record, report)
 
 
 def _evaluated(
     config: EvalConfig,
     drafts: dict[Configuration, Draft],
     questions: list[Question],
+    checks: Mapping[int | str, Check],
     record: Record,
     report: Callable[[Step], None],
 ) -> Summary:
@@ -93,7 +95,7 @@ def _evaluated(
         _answer_all(config, drafts, questions, files, plan, record, before, report)
 
     # 3. What they come to.
-    judge(out, files.values(), load_checks(config.questions), config.run_code, report)
+    judge(out, files.values(), checks, config.run_code, report)
     summary = summarise(out, config.resamples)
     write_json(out / "summary.json", summary)
     write_text(out / "summary.md", markdown(report_of(summary)))

@@ -7,6 +7,7 @@ ours, because it runs without any installed package.
 import io
 import os
 import re
+import signal
 import sys
 
 MEMORY = 1 << 30  # bytes
@@ -51,11 +52,12 @@ class Nowhere(io.TextIOBase):
 
 def limit(seconds: int) -> None:
     """Limits of the operating system; Windows has none of these."""
-    # 1. Which there are.
+    # 1. Which there are. The alarm ends a sleeping program whose supervisor was killed.
     try:
         import resource
     except ImportError:
         return
+    signal.alarm(seconds + 1)
     limits = {
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_AS: MEMORY,

@@ -5,7 +5,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import final
 
-from treespec.eval.suites.sandbox import runs
+from treespec.eval.suites.sandbox import check_works, runs
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)  # of Markdown, closed or cut off
 
@@ -24,7 +24,11 @@ class PythonCheck:
     runs_code = True
 
     def right(self, answer: str) -> bool:
-        """Whether the answer's code passes the tests, in a process with limits."""
+        """Whether the answer's code passes the tests, in a process with limits.
+
+        Raises InputError where no code can run.
+        """
+        check_works()
         return runs(self.program(answer))
 
     def program(self, answer: str) -> str:

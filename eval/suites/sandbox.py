@@ -11,12 +11,16 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from treespec.errors import InputError
+
 SECONDS = 10.0  # for one program
 INSIDE = Path(__file__).with_name("inside.py")
-KEPT = ("SYSTEMROOT", "TMPDIR", "TEMP", "TMP")  # of the environment: it may hold keys
+# Of the environment, which may hold keys. A Python outside the system's folders may need the paths.
+KEPT = ("SYSTEMROOT", "TMPDIR", "TEMP", "TMP", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 
 
 def runs(program: str, seconds: float = SECONDS) -> bool:
@@ -52,6 +56,16 @@ def runs(program: str, seconds: float = SECONDS) -> bool:
             kill(process)
             raise
     return said == word.encode()
+
+
+@cache
+def check_works() -> None:
+    """Raises InputError where no program can run: every answer would count as wrong."""
+    if not runs(""):
+        raise InputError(
+            f"--run-code: an empty program does not end well within {SECONDS:.0f} s in {sys.executable} "
+            f"-I -S {INSIDE}: leave the option out, or see why"
+        )
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

@@ -1,7 +1,7 @@
 """Two decodings of the same answers, side by side and live: one token at a time, and with treespec.
 
-They take turns, a piece each: the side whose own clock is behind goes on. So each shows at any moment what
-it would show at that time if it ran alone.
+They take turns, a piece each: the side whose own clock is behind goes on. So each shows at any
+moment what it would show at that time if it ran alone.
 """
 
 import time
@@ -57,7 +57,7 @@ class Side:
 def compare(target: str, head: str, file: Path) -> None:
     """Answer the questions in both ways, show it, and keep the figures in `file`.
 
-    head: a directory, or `lookup` to draft from the text itself. A file of the same models that is whole is
+    head: a directory, or `lookup` to draft from the text itself. A whole file of the same models is
     shown as it is.
     """
     console = Console()
@@ -130,7 +130,7 @@ def race(
 
 @contextmanager
 def shown(sides: Sequence[Side], console: Console) -> Iterator[Callable[[], None]]:
-    """Two columns that grow. Yields what draws them anew; where there is no terminal it does nothing."""
+    """Two columns that grow. Yields what draws them anew; without a terminal it does nothing."""
     if not console.is_terminal:
         yield lambda: None
         return

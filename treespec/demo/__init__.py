@@ -1,1 +1,1 @@
-"""The target `demo`: a chat model that people know, fetched once from the hub or the package index."""
+"""The target `demo`: a known chat model, fetched once from the hub or the package index."""

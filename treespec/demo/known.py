@@ -50,8 +50,8 @@ DEMO_MODEL = DemoModel(
 
 
 def is_demo(target: object) -> bool:
-    """Whether a target's name is `demo`. A directory of that name comes first."""
-    return target == DEMO and not Path(DEMO).is_dir()
+    """Whether a target's name is `demo`. A model in a directory of that name comes first."""
+    return target == DEMO and not (Path(DEMO) / "config.json").is_file()
 
 
 def own_head(target: object) -> str | None:

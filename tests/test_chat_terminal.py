@@ -151,6 +151,7 @@ def test_a_conversation_in_a_terminal(folder, config, conversation):
     assert terminal.exit_code() == 0
     history = (folder / "state" / "treespec" / "history").read_text()
     assert "+first line\n+second line\n" in history
+    assert (folder / "state" / "treespec" / "history").stat().st_mode & 0o077 == 0  # nobody else's
 
 
 def test_a_conversation_through_a_pipe(folder, config, conversation):

@@ -236,6 +236,7 @@ def history() -> "History":
     file = state / "treespec" / "history"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(0o600)
         file.open("ab").close()
     except OSError:
         return InMemoryHistory()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from rich.console import Console
 from rich.live import Live
@@ -36,6 +36,7 @@ DRAFTED = "green"  # as in chat
 TITLES = ("one token at a time", "treespec; what it drafted is green")
 
 
+@final
 @dataclass
 class Side:
     """An answer so far: (text, drafted) pieces, tokens, forwards of the target and seconds."""
@@ -115,7 +116,7 @@ def race(
     """Run the streams to their ends; the next piece is always that of the side that is behind."""
     running = list(zip(streams, sides, strict=True))
     while running:
-        turn = min(running, key=lambda one: one[1].seconds)
+        turn = min(running, key=lambda pair: pair[1].seconds)
         stream, side = turn
         started = clock()
         piece = next(stream, None)
@@ -163,17 +164,17 @@ def coloured(side: Side) -> Text:
 
 
 def line_of(side: Side) -> str:
-    cycles = side.cycles or side.tokens
-    return (
-        figures(side.tokens, cycles, side.seconds) if side.cycles else f"{side.speed:.1f} tokens/s"
-    )
+    """The figures of a finished answer; the speed of one that goes on."""
+    if side.cycles:
+        return figures(side.tokens, side.cycles, side.seconds)
+    return f"{side.speed:.1f} tokens/s"
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
     """How much faster all answers came, and whether they are the same."""
     # 1. Tokens per second of each side.
     sides = [[row["sides"][number] for row in rows] for number in (0, 1)]
-    one, ours = (
+    plain, drafting = (
         sum(side["tokens"] for side in answers) / sum(side["seconds"] for side in answers)
         for answers in sides
     )
@@ -183,5 +184,6 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     texts = f"{same} of {len(rows)} texts are the same"
     if same < len(rows):
         texts += "; where they part, two tokens are equally likely up to rounding"
-    speeds = f"{ours:.1f} tokens/s with treespec, {one:.1f} without: {ours / one:.2f} times as fast"
+    times = f"{drafting / plain:.2f} times as fast"
+    speeds = f"{drafting:.1f} tokens/s with treespec, {plain:.1f} without: {times}"
     return f"\n{speeds}; {texts}\n"

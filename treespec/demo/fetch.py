@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import final
 
 from treespec.demo.known import DEMO, DEMO_MODEL, DemoModel, is_demo
 from treespec.downloads import HubFile
@@ -135,18 +136,19 @@ def meter(model: DemoModel) -> Iterator["Meter"]:
         print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
+@final
 class Meter:
     """Called with the number of bytes that are there."""
 
     def __init__(self, total: int) -> None:
         self.total, self.quarters = total, 0
 
-    def __call__(self, bytes: int) -> None:
-        line = f"{DEMO}: {bytes // MEGABYTE} of {self.total // MEGABYTE} MB"
+    def __call__(self, there: int) -> None:
+        line = f"{DEMO}: {there // MEGABYTE} of {self.total // MEGABYTE} MB"
         if sys.stderr.isatty():
             print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
-        elif 4 * bytes // self.total > self.quarters:
-            self.quarters = 4 * bytes // self.total
+        elif 4 * there // self.total > self.quarters:
+            self.quarters = 4 * there // self.total
             print(line, file=sys.stderr, flush=True)
 
 

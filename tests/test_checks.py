@@ -97,6 +97,7 @@ def test_code_that_does_not_pass_every_test_is_wrong(answer):
         "import subprocess; subprocess.run(['true'])",
         "import os; os.system('true')",
         "import os; os.fork()",
+        "import multiprocessing.util as u, sys; u.spawnv_passfds(sys.executable.encode(), [b'python', b'-c', b''], ())",
         "import socket; socket.socket().connect(('127.0.0.1', 9))",
         "import ctypes; ctypes.CDLL(None)",
         "memory = bytearray(2 << 30)",

@@ -33,6 +33,7 @@ def main() -> None:
     # 2. Limits.
     limit(int(sys.argv[1]))
     sys.addaudithook(refuse)
+    refuse_processes()
 
     # 3. The program; `if __name__ == "__main__"` is not meant for it.
     exec(compile(program, "answer.py", "exec"), {"__name__": "answer"})
@@ -86,6 +87,19 @@ def refuse(event: str, details: tuple[object, ...]) -> None:
             raise PermissionError("this program may not write files")
     elif FORBIDDEN.match(event):
         raise PermissionError(f"this program may not use {event}")
+
+
+def refuse_processes() -> None:
+    """Take away what `multiprocessing` starts processes by: it raises no audit event."""
+    try:
+        import _posixsubprocess
+    except ImportError:  # Windows
+        return
+
+    def fork_exec(*_: object) -> int:
+        raise PermissionError("this program may not start processes")
+
+    vars(_posixsubprocess)["fork_exec"] = fork_exec
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def run(tmp_path, monkeypatch, capsys):
     """Runs the quickstart on a tiny target. Returns its exit code and what it printed."""
     save_models(tmp_path)
     options = ["--head-minutes", "0.005", "--max-new-tokens", "3", "--limit", "1"]
-    line = ["treespec", "quickstart", "--target", str(tmp_path / "target"), "--out", str(tmp_path / "out"), *options]
+    line = ["treespec", "quickstart", "--target", str(tmp_path / "target"), "--out", str(tmp_path / "an out"), *options]
     monkeypatch.setattr(sys, "argv", line)
     lines = CONVERSATIONS.read_text().splitlines()[:12]
     (tmp_path / "conversations.jsonl").write_text("\n".join(lines))
@@ -61,10 +61,10 @@ def test_an_interrupt_in_any_stage_keeps_those_before_and_a_finished_one_is_not_
     assert "times as fast" in said
     assert "top-1 agreement by draft step" in said
     assert "rrs-wo" in said
-    assert f"treespec chat --target {tmp_path}/target --head {tmp_path}/out/{FRESH}\n" in said
+    assert f"treespec chat --target {tmp_path}/target --head '{tmp_path}/an out/{FRESH}'\n" in said
 
     # 3. Once more: nothing is done again.
-    held = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*.safetensors")}
+    held = {file: file.stat().st_mtime_ns for file in (tmp_path / "an out").rglob("*.safetensors")}
     code, again = run()
     assert code == 0
     assert "answered before" in again
@@ -80,7 +80,7 @@ def stop(*_, **__):
 def test_answers_of_other_models_are_made_again(run, tmp_path, monkeypatch):
     monkeypatch.setattr(COMMAND, "train_head", stop)
     run()
-    file = tmp_path / "out" / "answers.json"
+    file = tmp_path / "an out" / "answers.json"
     rows = json.loads(file.read_text())["rows"]
     assert [len(row["sides"]) for row in rows] == [2, 2, 2]
     assert "answered before" in run()[1]

@@ -1,6 +1,7 @@
 """`treespec quickstart`: a real model answers, a head is trained for it, verifiers are measured."""
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,13 +66,18 @@ def quickstart(config: QuickstartConfig) -> None:
         if config.toy:
             from treespec.cli.quickstart_toy import stages as toy_stages
 
-            toy_stages(config)
+            options = toy_stages(config)
         else:
-            stages(config)
+            options = stages(config)
+    command = [str(Path(sys.executable).parent / "treespec"), "chat", *options]
+    print(f"\nNow talk to it:\n\n  {shlex.join(command)}\n")
 
 
-def stages(config: QuickstartConfig) -> None:
-    """Fetch, compare, train, measure. Each stage is kept once it is finished."""
+def stages(config: QuickstartConfig) -> list[str]:
+    """Fetch, compare, train, measure. Each stage is kept once it is finished.
+
+    Returns the options by which `treespec chat` takes target and head.
+    """
     # 1. The target, in treespec's cache.
     out, head = Path(config.out), own_head(config.target)
     print(f"1/4  The target {config.target}", flush=True)
@@ -106,9 +112,8 @@ def stages(config: QuickstartConfig) -> None:
         measure_verifiers(config, head, out / "verifiers")
     else:
         measure_verifiers(config, str(out / FRESH), out / "verifiers-of-fresh-head")
-    options = "" if head else f" --head {out / FRESH}"
-    options = options if config.target == DEMO else f" --target {config.target}{options}"
-    print(f"\nNow talk to it:\n\n  {Path(sys.executable).parent / 'treespec'} chat{options}\n")
+    options = [] if config.target == DEMO else ["--target", config.target]
+    return options if head else [*options, "--head", str(out / FRESH)]
 
 
 def train_head(target: str, out: Path, minutes: float) -> None:

@@ -1,6 +1,5 @@
 """The quickstart's toy: a small target made of the standard library's text, offline."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,11 @@ VERIFIERS = (
 )
 
 
-def stages(config: "QuickstartConfig") -> None:
-    """Make text, target, head and evaluation. Each is kept once it is finished."""
+def stages(config: "QuickstartConfig") -> list[str]:
+    """Make text, target, head and evaluation. Each is kept once it is finished.
+
+    Returns the options by which `treespec chat` takes target and head.
+    """
     import torch
 
     from treespec.cli.evaluate import measure
@@ -63,5 +65,4 @@ def stages(config: "QuickstartConfig") -> None:
             limit=config.limit,
         )
     )
-    command = f"treespec chat --target {target} --head {out / 'head'}"
-    print(f"\nNow talk to it:\n\n  {Path(sys.executable).parent / command}\n")
+    return ["--target", str(target), "--head", str(out / "head")]

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -172,7 +173,7 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except ImportError:
             pass  # no such locks on this system
-        except OSError as error:
+        except BlockingIOError as error:
             file.seek(0)
             holder = file.read().strip() or "another process"
             if wait is None:
@@ -181,6 +182,8 @@ def locked(folder: str | Path, wait: Callable[[str], None] | None = None) -> Ite
                 ) from error
             wait(holder)
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass  # no such locks on this file system
         file.truncate(0)
         file.write(f"process {os.getpid()}")
         file.flush()
@@ -204,9 +207,11 @@ def remove_leftovers(folder: str | Path) -> None:
 
 
 def runs(process: int) -> bool:
-    """Whether another process with this id is running."""
-    if process == os.getpid():
-        return False
+    """Whether another process with this id is running. On Windows, where to ask is to interrupt it,
+    every one is taken to run.
+    """
+    if process == os.getpid() or sys.platform == "win32":
+        return process != os.getpid()
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -1,6 +1,7 @@
 """The name `demo`, what it stands for, and the head that treespec brings for it."""
 
 from dataclasses import dataclass
+from os import PathLike, fspath
 from pathlib import Path
 
 from treespec.heads.shipped import shipped_head
@@ -51,7 +52,8 @@ DEMO_MODEL = DemoModel(
 
 def is_demo(target: object) -> bool:
     """Whether a target's name is `demo`. A model in a directory of that name comes first."""
-    return target == DEMO and not (Path(DEMO) / "config.json").is_file()
+    named = isinstance(target, str | PathLike) and fspath(target) == DEMO
+    return named and not (Path(DEMO) / "config.json").is_file()
 
 
 def own_head(target: object) -> str | None:

@@ -143,6 +143,13 @@ def test_float32_is_not_taken_where_it_fills_the_memory():
     assert not has_room(10**13)
 
 
+def test_a_containers_limit_counts_as_its_memory(tmp_path):
+    limit = tmp_path / "memory.max"
+    for written, room in (("7999\n", False), ("8000\n", True), ("max\n", True)):
+        limit.write_text(written)
+        assert has_room(1000, limit) is room
+
+
 def test_a_target_is_measured_at_its_first_load_and_runs_in_the_faster_dtype(half, cache, caplog):
     chosen = dtype_for(str(half), "auto")
     (file,) = files(cache)

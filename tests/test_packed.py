@@ -5,11 +5,12 @@ import weakref
 
 import pytest
 import torch
-from models import target
+from models import save_model, target
 from torch import nn
 
 from treespec.model import packed
 from treespec.model.packed import PackedLinear, pack, packable
+from treespec.spec import load
 
 WITHIN = {torch.float32: 1e-5, torch.bfloat16: 1 / 128}  # of the largest output: rounding
 DTYPES = [
@@ -86,6 +87,14 @@ def test_a_plain_weight_is_gone_before_the_next_is_packed(monkeypatch):
     pack(model)
     assert alive == [6, 5, 4, 3, 2, 1]
     assert not any(weight() is not None for weight in plain)
+
+
+def test_a_model_that_treespec_loaded_may_be_given_to_load(tmp_path):
+    first = load(save_model(tmp_path / "model"), dtype="float32")
+    second = load(first.target.model, drafter="lookup")
+    prompt = [5, 6, 7, 8, 5, 6, 7, 8]
+    said = [spec.generate(prompt, max_new_tokens=6).token_ids for spec in (first, second)]
+    assert said[0] == said[1]
 
 
 def test_other_dtypes_other_classes_and_hooked_layers_stay_as_they_are():

@@ -16,9 +16,9 @@ from treespec.eval.mtbench.run import evaluate
 from treespec.eval.page.charts import Bar, Chart, Grid, Group, Stack
 from treespec.eval.page.page import Page, rendered
 from treespec.eval.page.picture import BOX, HEIGHT, expected, picture
-from treespec.eval.page.setup import command
 from treespec.eval.page.trees import Said, Traced, Trees, chosen, read_trees
 from treespec.eval.report import Report, Table
+from treespec.options import command_line
 
 EVIL = "</text></svg><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"{{ 7 * 7 }}&amp;"
 ENDLESS = {"meta", "wbr", "br"}
@@ -135,7 +135,7 @@ def test_a_page_says_what_it_was_measured_on(measured):
     assert "--verifier topk,rrs@2x2" in text
     for what in ("device", "dtype", "torch", "transformers", "processor", "cores"):
         assert what in text
-    words = command("eval", EvalConfig, {"out": "a b", "baseline": False, "turns": None, "max_new_tokens": 1024})
+    words = command_line("eval", EvalConfig, {"out": "a b", "baseline": False, "turns": None, "max_new_tokens": 1024})
     assert words == "treespec eval --out 'a b' --no-baseline"
     assert config.out in text
 

@@ -19,7 +19,7 @@ from treespec.text.conversations import Conversation, encode_conversations, read
 from treespec.train import datasets
 from treespec.train.kinds import steps_at
 from treespec.train.known import DATA_SETS
-from treespec.train.run import train, untrained
+from treespec.train.run import stored_dtype, train, untrained
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,23 @@ def test_a_head_directory_holds_its_own_weights_alone_and_drafts(config):
     assert spec.head.embed_tokens.weight is spec.target.model.get_input_embeddings().weight
     said = spec.generate("question 001", max_new_tokens=12).token_ids
     assert said == spec.baseline().generate("question 001", max_new_tokens=12).token_ids
+
+
+def test_the_file_has_the_trained_weights_rounded_once(config):
+    """In float32 not at all, whatever the dtype of the target beside which the head is validated."""
+    whole = replace(config, save_dtype="float32", dtype="bfloat16", checkpoint_every=1)
+    train(whole)
+    trained = load_file(f"{config.out}/training/checkpoint.safetensors")
+    assert all(torch.equal(value, trained[f"weight.{name}"]) for name, value in weights(whole).items())
+
+
+def test_the_dtype_of_the_targets_file_is_found_where_the_target_is(config, monkeypatch):
+    """A path from the home directory too."""
+    model = Target.load(config.target, dtype="float32")
+    folder = Path(config.target)
+    expected = stored_dtype(config, model)
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert stored_dtype(replace(config, target=f"~/{folder.name}"), model) == expected
 
 
 def test_a_run_leaves_a_card_with_its_data_command_and_figures(config):

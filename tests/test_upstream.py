@@ -100,7 +100,7 @@ def test_safeailabs_eagle1_gives_the_features(tmp_path):
     theirs = cnets.Model(SimpleNamespace(**config, pretraining_tp=1, pad_token_id=None), bias=config["bias"]).eval()
     theirs.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     features = EIGHT.features(TOKENS)[:, :N]
-    agree(theirs(features, TOKENS[:, 1:]), head(TOKENS[:, 1:], features, torch.arange(N)))
+    agree(theirs(features, TOKENS[:, 1:]), head.step(TOKENS[:, 1:], features, torch.arange(N)))
 
 
 @torch.no_grad()

@@ -1,12 +1,12 @@
 """The model card of a trained head: data, recipe, command and figures, as README.md beside it."""
 
 import json
-import shlex
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from treespec.errors import InputError
 from treespec.files import write_text
+from treespec.options import command_line
 from treespec.train.config import TrainConfig
 from treespec.train.kinds import recipe_of
 from treespec.train.validate import Validation
@@ -63,23 +63,10 @@ def write_card(config: TrainConfig, counts: dict[str, int], result: Validation) 
         steps=int(last.get("step", 0)),
         minutes=last.get("seconds", 0.0) / 60,
         recipe=recipe[:1].upper() + recipe[1:] + ".",
-        command=command(config),
+        command=command_line("train", TrainConfig, asdict(config)),
         figures=figures(last, result),
     )
     write_text(file, card)
-
-
-def command(config: TrainConfig) -> str:
-    """The command line of a run: the options that are not the defaults."""
-    words = ["treespec", "train"]
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.default is not MISSING and value == field.default:
-            continue
-        flag = field.name.replace("_", "-")
-        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else []
-        words += [] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return shlex.join(words)
 
 
 def figures(last: dict[str, float], result: Validation) -> str:

@@ -24,7 +24,8 @@ def law_loss(
     """Mean cross-entropy with the target's laws, and the share of equal likeliest tokens.
 
     hidden: [M, H] what the head gave. wanted: [M, H] what the target has there, no gradient.
-    output_logits: [m, H] -> [m, V] logits; its weights get no gradient. rows: per chunk.
+    output_logits: [m, H] -> [m, V] logits of states in the dtype of `wanted`; its weights get no
+    gradient. rows: per chunk.
     """
     loss, agreement = ChunkedLaws.apply(hidden, wanted, output_logits, rows)
     return loss, agreement
@@ -52,18 +53,20 @@ class ChunkedLaws(torch.autograd.Function):
             law = output_logits(wanted[chunk]).float()
             likeliest = law.argmax(-1)
             law = law.softmax(-1)
-            own = hidden[chunk].detach().requires_grad_(wants_gradient)
+            own = hidden[chunk].detach().to(wanted.dtype).requires_grad_(wants_gradient)
             with torch.set_grad_enabled(wants_gradient):
                 logits = output_logits(own)
             logs = logits.detach().float().log_softmax(-1)
 
-            # 2. its loss, and its gradient in the place of its logarithms
+            # 2. its loss, and the gradient of its sum in the place of its logarithms: divided by
+            #    the count, much of it would be too small for float16
             agreeing += (logs.argmax(-1) == likeliest).sum()
             loss -= torch.dot(law.view(-1), logs.view(-1))
             if gradient is not None:
-                at_logits = logs.exp_().sub_(law).div_(count).to(logits.dtype)
+                at_logits = logs.exp_().sub_(law).to(logits.dtype)
                 (gradient[chunk],) = torch.autograd.grad(logits, own, at_logits)
         ctx.save_for_backward(gradient)
+        ctx.count = count
         agreement = agreeing / count
         ctx.mark_non_differentiable(agreement)
         return loss / count, agreement
@@ -71,4 +74,4 @@ class ChunkedLaws(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, grad_agreement: Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
-        return None if gradient is None else gradient * grad_loss, None, None, None
+        return gradient * (grad_loss / ctx.count), None, None, None

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -129,11 +130,12 @@ def law_tokens(
 
     vocabulary: what `draft_vocabulary` returned.
     """
-    if config.loss_vocab is not None and config.loss_vocab < target.vocab_size:
-        texts = [example.input_ids[example.loss_mask] for example in data.train]
-        frequent = most_frequent(texts, config.loss_vocab, target)[0]
-        return LawTokens.of(frequent, target, sampled=config.draft_vocab is None)
-    return None if vocabulary is None else LawTokens.of(vocabulary, target, sampled=False)
+    if config.loss_vocab is None or config.loss_vocab >= target.vocab_size:
+        return None if vocabulary is None else LawTokens.of(vocabulary, drafted=vocabulary)
+    texts = [example.input_ids[example.loss_mask] for example in data.train]
+    frequent, _ = most_frequent(texts, config.loss_vocab, target)
+    drafted = torch.arange(target.vocab_size) if vocabulary is None else vocabulary
+    return LawTokens.of(frequent, drafted)
 
 
 def store(

@@ -36,11 +36,9 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     extrapolated = model(batch.tokens, noisy, batch.steps)
 
     # 2. against what the target has there
+    # No position counts where answers are cut to their first token: the loss is 0 and still
+    # depends on the head, so that this process takes part in the gradient's mean.
     counts = counted(batch.loss_mask)
-    if (
-        not counts.any()
-    ):  # answers cut to their first token: nothing to learn, but every process takes part
-        counts = torch.ones_like(counts)
     output_logits = (
         batch.law_tokens.logits(target, batch.generator)
         if batch.law_tokens
@@ -82,6 +80,6 @@ def eagle_loss(
     """
     count = max(extrapolated.numel(), 1)
     feature = F.smooth_l1_loss(extrapolated.float(), features.float(), reduction="sum") / count
-    token, agreement = law_loss(extrapolated.to(features.dtype), features, output_logits)
+    token, agreement = law_loss(extrapolated, features, output_logits)
     parts = {"feature": feature, "token": token, "agreement": agreement}
     return Loss(feature_weight * feature + token_weight * token, parts)

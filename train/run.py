@@ -10,10 +10,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
-from transformers import AutoConfig
 
 from treespec.draft.calibration import save_calibration
 from treespec.draft.fit.calibrate import calibrate
+from treespec.draft.fit.dtype import dtype_of_file
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
@@ -115,7 +115,7 @@ def trained(
     check_weights(served, f"the head in {target.dtype}", run.checkpoint)
     result = validation(run)
     if accelerator.is_main_process:
-        save_head(served, config.out, run.stored, leave_out=served.optional)
+        save_head(run.head, config.out, run.stored, leave_out=served.optional)
         if vocabulary is not None:
             restrict(served, target, vocabulary)
         if config.calibrate and data.held_out:
@@ -175,10 +175,9 @@ def stored_dtype(config: TrainConfig, target: Target) -> torch.dtype:
     """The dtype of the head's file: as chosen, or the narrower one of the target and its file."""
     if config.save_dtype != "auto":
         return SAVED[config.save_dtype]
-    about = AutoConfig.from_pretrained(config.target, trust_remote_code=config.trust_remote_code)
-    file = about.get_text_config().dtype
-    narrow = isinstance(file, torch.dtype) and file in SAVED.values()
-    return file if narrow and target.dtype == torch.float32 else target.dtype
+    written = dtype_of_file(config.target, config.trust_remote_code)
+    file = SAVED.get(written or "", target.dtype)
+    return file if target.dtype == torch.float32 else target.dtype
 
 
 def save_calibration_of(head: Head, run: Run) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from treespec.heads.head import Head
@@ -62,11 +63,16 @@ class Run:
         return self.accelerator.unwrap_model(self.model)
 
     def served(self) -> Head:
-        """A copy of the head as it will be served: from its file, in the target's dtype."""
-        head = copy.deepcopy(self.head)
+        """A copy of the head as it will be served: from its file, in the target's dtype.
+
+        The embedding is the target's own, so it is not copied.
+        """
+        weights = self.head.parameters()
+        shared = {id(weight): weight for weight in weights if not weight.requires_grad}
+        head = copy.deepcopy(self.head, shared)
         for parameter in checkpoint.trained(head).values():
-            parameter.data = parameter.data.to(self.stored)
-        return head.to(dtype=self.target.dtype)
+            parameter.data = parameter.data.to(self.stored).to(self.target.dtype)
+        return head
 
 
 def fit(run: Run, after_step: Callable[[int], None]) -> None:
@@ -89,9 +95,12 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
     first, tokens, skips, logged = step, 0, Skips(state), seconds
 
     with Report(run.folder, first, total, accelerator.is_main_process) as report:
-        while step < total and not out_of_time(config, time.perf_counter() - started):
+        while step < total:
+            elapsed = common_clock(run, time.perf_counter() - started)
+            if out_of_time(config, elapsed):
+                break
+
             # 2. a step; one whose gradient is not finite is skipped
-            elapsed = time.perf_counter() - started
             rate = learning_rate(config, step, total, elapsed)
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -219,6 +228,17 @@ def learning_rate(config: TrainConfig, step: int, total: int, elapsed: float) ->
 def progress(config: TrainConfig, step: int, total: int, elapsed: float) -> float:
     """The share of the run that is behind, by steps or by the clock."""
     return max(step / total, elapsed / (60 * config.minutes) if config.minutes else 0.0)
+
+
+def common_clock(run: Run, elapsed: float) -> float:
+    """The main process's seconds, where the clock decides on the rate and on the last step.
+
+    With clocks of their own the processes would come to different weights, or wait for ever.
+    """
+    if not run.config.minutes or run.accelerator.num_processes == 1:
+        return elapsed
+    seconds = torch.tensor(elapsed, device=run.accelerator.device)
+    return float(broadcast(seconds))
 
 
 def out_of_time(config: TrainConfig, elapsed: float) -> bool:

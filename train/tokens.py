@@ -22,18 +22,15 @@ DRAWN = 1024  # random tokens a batch
 @final
 @dataclass(frozen=True)
 class LawTokens:
-    """frequent: [N] int64 ascending. others: [V - N] int64, of which a batch draws some; or none."""
+    """frequent: [N] int64 ascending. others: int64, of which a batch draws some; may be none."""
 
     frequent: Tensor
     others: Tensor
 
     @classmethod
-    def of(cls, frequent: Tensor, target: Target, sampled: bool) -> "LawTokens":
-        """sampled: whether batches draw from the other tokens too."""
-        left = torch.ones(target.vocab_size if sampled else 0, dtype=torch.bool)
-        if sampled:
-            left[frequent] = False
-        return cls(frequent, left.nonzero().flatten())
+    def of(cls, frequent: Tensor, drafted: Tensor) -> "LawTokens":
+        """drafted: [D] int64, the tokens that the head will draft; batches draw from the others."""
+        return cls(frequent, drafted[~torch.isin(drafted, frequent)])
 
     def logits(self, target: Target, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
         """[M, H] -> [M, N + drawn] logits for one batch. generator: draws its other tokens."""

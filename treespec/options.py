@@ -6,7 +6,8 @@ hold them equal to the registries.
 
 import difflib
 import re
-from collections.abc import Collection, Iterable
+import shlex
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -167,6 +168,24 @@ def numbers_in(name: str, text: str, allowed: Range, words: Collection[str]) -> 
         except ValueError:
             raise InputError(f"{name}: {part!r} is not {allowed}") from None
     return numbers
+
+
+def command_line(
+    name: str, options: type["DataclassInstance"], config: Mapping[str, object]
+) -> str:
+    """The line of the command `name` with these options, without those that have their defaults."""
+    words = ["treespec", name]
+    for known in fields(options):
+        value = config.get(known.name)
+        default = None if known.default is MISSING else known.default
+        if value is None or value == default:
+            continue
+        flag = "--" + known.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, f"{value:.12g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -45,7 +45,8 @@ def parts_of(
     seen = features[:, :-2].clone()
     wanted = seen.flatten(0, 1)
     hidden = (wanted + 0.1 * torch.randn(wanted.shape, generator=generator)).requires_grad_()
-    frequent = LawTokens.of(torch.arange(min(loss_vocab, target.vocab_size)), target, sampled=True)
+    every = torch.arange(target.vocab_size)
+    frequent = LawTokens.of(every[:loss_vocab], drafted=every)
 
     # 2. The losses.
     def all_at_once() -> None:

@@ -24,6 +24,11 @@ class PackedLinear(nn.Module):
         self.packed = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
 
+    @property
+    def weight(self) -> nn.Parameter:
+        """[out, in] in blocked order: it has a shape, dtype and device, and no plain values."""
+        return self.packed
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], no gradient."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from treespec.model.inspect import decoder_of
 from treespec.model.packed import pack
@@ -28,7 +28,7 @@ ROUNDS, SECONDS = 5, 3.0  # rounds, but none begins after SECONDS on a slow or b
 class ModelSize:
     """A model by its config. layers, weights: their number. per_layer: mean weights of a layer."""
 
-    config: Any
+    config: PreTrainedConfig
     trust_remote_code: bool
     layers: int
     weights: int
@@ -40,7 +40,7 @@ class ModelSize:
         return min(self.layers, 1 + COLD // (4 * max(self.per_layer, 1)))
 
 
-def size_of(config: Any, trust_remote_code: bool = False) -> ModelSize:
+def size_of(config: PreTrainedConfig, trust_remote_code: bool = False) -> ModelSize:
     """Sizes of a config's model, without memory for it. Raises whatever the model's code raises."""
     layers = config.get_text_config().num_hidden_layers
     first, whole = (
@@ -108,7 +108,7 @@ def stand_in(size: ModelSize, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _empty(
-    config: Any, layers: int, dtype: torch.dtype | None, trust_remote_code: bool
+    config: PreTrainedConfig, layers: int, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> PreTrainedModel:
     """A model of a number of layers without memory for its weights."""
     config = copy.deepcopy(config)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from treespec.draft.pace.pace import GUESS
 from treespec.draft.pace.times import seconds
@@ -34,6 +35,7 @@ from treespec.trees.sequoia import best_trees
 log = logging.getLogger(__name__)
 
 NODES = (1, 8, 16)  # of the measured forwards
+LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over accelerators, if there are any
 
 ForwardSeconds = Mapping[str, Sequence[float]]  # dtype -> seconds of a forward over each of NODES
@@ -78,7 +80,12 @@ def only_cpu(device_map: Any) -> bool:
     return str(device_map) == "cpu"
 
 
-def checkpoint_dtype(config: Any) -> str | None:
+def dtype_of_file(target: str, trust_remote_code: bool = False) -> str | None:
+    """`checkpoint_dtype` of a directory, a hub id or `demo`. Raises InputError."""
+    return checkpoint_dtype(load_config(os.path.expanduser(target), trust_remote_code))
+
+
+def checkpoint_dtype(config: PreTrainedConfig) -> str | None:
     """What config.json says; None where it does not, or where the weights are quantised."""
     text = config.get_text_config()
     if getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
@@ -87,12 +94,17 @@ def checkpoint_dtype(config: Any) -> str | None:
     return str(named).removeprefix("torch.") if named else None
 
 
-def has_room(weights: int) -> bool:
-    """Whether a number of weights in float32 takes at most half of the machine's memory."""
+def has_room(weights: int, limit: Path = LIMIT) -> bool:
+    """Whether a number of weights in float32 takes at most half of the memory.
+
+    limit: file with the container's limit in bytes, if it has one.
+    """
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # Windows
         memory = 8 << 30
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        memory = min(memory, int(limit.read_text()))
     return 4 * weights <= memory // 2
 
 

@@ -66,6 +66,14 @@ def test_a_flipped_bit_in_stored_features_is_named(config, tmp_path, name):
     train(config)
 
 
+def test_features_whose_checksum_is_missing_beside_others_are_damaged(config):
+    killed(config)
+    (shard,) = Path(config.features).glob("*.safetensors")
+    whole = shard.read_bytes()
+    shard.write_bytes(whole.replace(b'"12":"', b'"52":"', 1))  # what one flipped bit of the header does
+    assert config.features in refused(replace(config, out=f"{config.out}-other", max_steps=20, batch_size=1))
+
+
 def test_a_flipped_bit_in_a_result_is_named(config):
     train(replace(config, max_steps=1))
     result = Path(config.out) / "training" / "result.json"

@@ -70,6 +70,18 @@ def test_an_answer_that_a_limit_cut_has_no_end_token_to_learn(tmp_path):
     assert counted[-1] == end
 
 
+def test_where_it_is_unclear_which_answer_was_cut_no_end_token_is_learnt(tmp_path):
+    """`ended` names another number of answers than the text has."""
+    tokenizer, messages = byte_tokenizer(CHATML), turns(["u Hi", "a Hello", "u Bye", "a So long"])
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"messages": messages, "ended": ["max_new_tokens"]}))
+    (example,), _ = encode_conversations(tokenizer, read_conversations(file)[0], None, 100)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    counted = example.input_ids[example.loss_mask].tolist()
+    assert counted
+    assert end not in counted
+
+
 def test_a_head_directory_holds_its_own_weights_alone_and_drafts(config):
     """In 16 bits it is validated as it is stored, and its agreement at T = 0 is that of its target's text."""
     half = replace(config, save_dtype="float16")

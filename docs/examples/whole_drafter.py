@@ -16,7 +16,7 @@ class Again(Drafter):
     per_text = ("observed",)  # lists with one entry a text; texts come and go in them
 
     def __init__(self):
-        self.observed = [0]  # positions of each text; one text at first
+        self.observed = [0]  # positions, by text; one text at first
 
     @property
     def lengths(self):

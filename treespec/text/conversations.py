@@ -202,7 +202,10 @@ def _encode_batch(
         places, marks = np.array(offsets), np.isin(ids, list(special.values()))
         mask = _inside(places, one[1], marks)
         if any(talk.cut):
-            cut = [span for span, is_cut in zip(one[1], talk.cut, strict=False) if is_cut]
+            spans = one[1]
+            clear = len(spans) == len(talk.cut)  # which answer each flag is for
+            flags = talk.cut if clear else (True,) * len(spans)
+            cut = [span for span, is_cut in zip(spans, flags, strict=True) if is_cut]
             mask &= ~(_inside(places, cut, marks) & marks)
         if ids[: len(before)] != before:
             ids = before + ids

@@ -108,7 +108,7 @@ def test_without_held_out_conversations_no_numbers_are_made_up(config, tmp_path,
 
 
 def test_an_interrupt_says_which_step_the_same_command_goes_on_from(config):
-    for step, said in ((1, "before the first checkpoint, at step 2"), (3, "goes on from step 2")):
+    for step, said in ((1, "first checkpoint would have been at step 2"), (3, "goes on from step 2")):
         with pytest.raises(Killed):
             train(config, kill_at(step))
         assert said in stopped(config)

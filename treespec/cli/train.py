@@ -37,8 +37,8 @@ def stopped(config: TrainConfig) -> str:
 
     step = steps_done(Path(config.out) / "training" / FILE)
     if step is None:
-        first = f"the first checkpoint, at step {config.checkpoint_every}"
-        return f"Stopped before {first}: the same command begins anew."
+        first = f"The first checkpoint would have been at step {config.checkpoint_every}"
+        return f"Stopped. {first}: the same command begins anew."
     return (
         f"Stopped. The same command goes on from step {step}, the last checkpoint in {config.out}."
     )

@@ -17,6 +17,9 @@ from treespec.spec import load
 from treespec.target import Target
 from treespec.text.conversations import Conversation, encode_conversations, read_conversations
 from treespec.train import datasets
+from treespec.train.checks import make_accelerator
+from treespec.train.data import prepare
+from treespec.train.first_weights import RIDGE, fit_feature, sides
 from treespec.train.kinds import steps_at
 from treespec.train.known import DATA_SETS
 from treespec.train.run import stored_dtype, train, untrained
@@ -143,6 +146,43 @@ def test_a_head_may_begin_by_passing_its_feature_on(config):
 
     torch.manual_seed(0)
     assert change(first_weights="feature") < 0.3 < change()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_fitted_first_weights_are_the_least_squares_map_to_the_next_feature(config, bias):
+    """Against torch's own solver in float64, with the same ridge, to 1e-3 of the weights' norm."""
+    model, options = Target.load(config.target, dtype="float32"), replace(config, bias=bias)
+    head = untrained(options, model)
+    conversations, _ = read_conversations(config.data)
+    data = prepare(options, model, (), conversations, make_accelerator(options))
+    fit_feature(head, data, seed=0)
+
+    both = [sides(head, data, number) for number in range(len(data.train))]
+    x, y = (torch.cat(parts).double() for parts in zip(*both, strict=True))
+    x = torch.cat([x, x.new_ones(len(x), 1)], dim=1) if bias else x
+    ridge = torch.eye(x.shape[1], dtype=x.dtype) * (RIDGE * x.square().sum(0).mean()).sqrt()
+    wanted = torch.linalg.lstsq(torch.cat([x, ridge]), torch.cat([y, y.new_zeros(len(ridge), y.shape[1])])).solution
+    given = [head.fc.weight.T, *([head.fc.bias[None]] if bias else [])]
+    assert (torch.cat(given).detach() - wanted).norm() < 1e-3 * wanted.norm()
+
+
+def test_a_run_that_goes_on_has_the_weights_of_its_checkpoint_and_not_fitted_ones(config, tmp_path):
+    whole = replace(config, first_weights="fitted", max_steps=2, checkpoint_every=1, out=str(tmp_path / "whole"))
+    train(whole)
+
+    def killed(step):
+        raise KeyboardInterrupt
+
+    parts = replace(whole, out=str(tmp_path / "parts"))
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, after_step=killed)
+    train(parts)
+    assert same_weights(weights(whole), weights(parts))
+
+
+def test_a_trained_head_takes_no_first_weights(config):
+    with pytest.raises(InputError, match="leave --first-weights out"):
+        train(replace(config, first_weights="fitted", from_head=config.out))
 
 
 def test_later_draft_steps_are_trained_in_the_second_half(config):

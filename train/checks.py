@@ -15,7 +15,7 @@ from treespec.train.config import TrainConfig
 from treespec.train.kinds import TRAINING
 
 PRECISIONS = ("no", "bf16", "fp16")
-FIRST_WEIGHTS = ("random", "feature")
+FIRST_WEIGHTS = ("random", "feature", "fitted")
 SAVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,6 +37,8 @@ def check(config: TrainConfig) -> None:
         raise InputError(
             f"--first-weights is {config.first_weights!r}, must be {either(FIRST_WEIGHTS)}"
         )
+    if config.from_head is not None and config.first_weights != "random":
+        raise InputError("--from-head brings first weights: leave --first-weights out")
     templates.stops(config.template)  # raises for a name that fschat does not know
 
     # 2. Folders.

@@ -25,7 +25,9 @@ class TrainConfig(TargetOptions):
         most=64,
     )
     first_weights: str = option(
-        "eagle: random, or feature: the head begins by passing its feature on", "random"
+        "eagle: random, feature: the head begins by passing its feature on, or fitted: by the "
+        "least-squares map to the next feature",
+        "random",
     )
     from_head: str | None = option(
         "go on from the weights of this trained head, a directory or a hub id", None

@@ -23,12 +23,13 @@ from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.text.conversations import Conversation
 from treespec.train.card import write_card
+from treespec.train.checkpoint import FILE
 from treespec.train.checkpoint import trained as trained_weights
 from treespec.train.checks import SAVED, check, make_accelerator, start_tracker
 from treespec.train.config import TrainConfig
 from treespec.train.data import draft_vocabulary, law_tokens, prepare, read
 from treespec.train.finite import check_weights
-from treespec.train.first_weights import pass_feature
+from treespec.train.first_weights import fit_feature, pass_feature
 from treespec.train.kinds import recipe_of
 from treespec.train.record import Record, finished, keep, record_of
 from treespec.train.steps import Run, fit, held_out_rows, validation
@@ -93,6 +94,8 @@ def trained(
     )
     head = untrained(config, target).to(target.output_device)
     data = prepare(config, target, head.taps, conversations, accelerator)
+    if config.first_weights == "fitted" and not (Path(config.out) / "training" / FILE).exists():
+        fit_feature(head, data, config.seed)
     vocabulary = draft_vocabulary(config, target, head, data, accelerator)
     recipe = recipe_of(config)
     optimizer = torch.optim.AdamW(

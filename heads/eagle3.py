@@ -116,10 +116,10 @@ class Eagle3Head(FeatureHead):
         """Draft from every position at once, on its own features (training-time test, section 3.2).
 
         tokens: [B, T] int64. features: [B, R, F] the target's at the first R = T - 2 positions.
-        counts: [B, R] bool: whether the logits for token t + 2 are wanted. steps: at most R are
+        counts: [B, R] bool: whether the law of token t + 2 is wanted. steps: at most R are
         computed.
-        Returns for each step the logits [M, Vd] of its wanted rows. Five tokens, of which d and e
-        are wanted:
+        Returns for each step the normed states [M, H] of its wanted rows, which `lm_head` turns
+        into logits. Five tokens, of which d and e are wanted:
 
             row t     0  1  2
             counts    0  1  1
@@ -128,7 +128,7 @@ class Eagle3Head(FeatureHead):
             step 2    e
         """
         hidden, unrolled = self.fuse(features), UnrolledAttention(self.attention)
-        logits = []
+        states = []
         for step in range(min(steps, counts.shape[1])):
             rows = counts.shape[1] - step
             positions = torch.arange(step, step + rows, device=hidden.device)
@@ -136,8 +136,8 @@ class Eagle3Head(FeatureHead):
             attend = partial(unrolled, angles=angles)
             embeddings = self.embedded(tokens[:, step + 1 : step + 1 + rows], hidden.dtype)
             hidden = self.extrapolate(embeddings, hidden[:, :rows], attend)
-            logits.append(self.lm_head(self.norm(hidden[counts[:, step:]])))
-        return logits
+            states.append(self.norm(hidden[counts[:, step:]]))
+        return states
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., F] the target's features -> [..., H] the features that a step takes."""

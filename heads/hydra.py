@@ -127,19 +127,26 @@ class HydraHead(DepthHeads):
         """[..., (i + 2) H] state and the i + 1 embeddings after it -> [..., V] logits of head i."""
         return self.hydra_lm_head[i](self.hydra_mlp[i](inputs))
 
-    def forward(self, features: Tensor, embeddings: Tensor, kept: Tensor) -> list[Tensor]:
-        """For each head the logits [M, V] at the M positions of kept [B, T] bool.
+    def hidden(self, i: int, inputs: Tensor) -> Tensor:
+        """[..., (i + 2) H] state and the i + 1 embeddings after it -> [..., H] before the output."""
+        hidden = self.hydra_mlp[i](inputs)
+        for before in list(self.hydra_lm_head[i].children())[:-1]:
+            hidden = before(hidden)
+        return hidden
+
+    def forward(self, features: Tensor, embeddings: Tensor, counts: Tensor) -> list[Tensor]:
+        """For each head its states before the output layer, [M_i, H]; for training.
 
         features: [B, T, H] from position 0 on. embeddings: [B, T + K - 1, H] of the tokens after
-        them.
+        them. counts: [K, B, T] bool, which positions count for each head.
         """
         length = features.shape[1]
-        inputs = self.states(features, torch.arange(length, device=features.device))[kept]
-        logits = []
-        for i in range(self.max_depth):
-            inputs = torch.cat([inputs, embeddings[:, i : i + length][kept]], dim=-1)
-            logits.append(self.step(i, inputs))
-        return logits
+        states = self.states(features, torch.arange(length, device=features.device))
+        hidden = []
+        for i, kept in enumerate(counts):
+            following = [embeddings[:, j : j + length][kept] for j in range(i + 1)]
+            hidden.append(self.hidden(i, torch.cat([states[kept], *following], dim=-1)))
+        return hidden
 
 
 def in_line(modules: Sequence[nn.Module], gaps: bool) -> nn.Sequential:

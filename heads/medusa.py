@@ -44,6 +44,16 @@ class MedusaHead(DepthHeads):
         """[..., H] hidden states -> [..., V] logits of head i."""
         return self.get_submodule(str(i))(states)
 
-    def forward(self, states: Tensor) -> list[Tensor]:
-        """[..., H] hidden states -> for each head its [..., V] logits."""
-        return [self.step(i, states) for i in range(self.max_depth)]
+    def hidden(self, i: int, states: Tensor) -> Tensor:
+        """[..., H] hidden states of the target -> [..., H] those of head i before its output."""
+        *blocks, _ = self.get_submodule(str(i)).children()
+        for block in blocks:
+            states = block(states)
+        return states
+
+    def forward(self, features: Tensor, counts: Tensor) -> list[Tensor]:
+        """For each head its states before the output layer, [M_i, H]; for training.
+
+        features: [B, T, H] the target's. counts: [K, B, T] bool, which of them count for each head.
+        """
+        return [self.hidden(i, features[kept]) for i, kept in enumerate(counts)]

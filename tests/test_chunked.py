@@ -1,23 +1,33 @@
 """The loss in chunks: the same number and gradient as over all rows at once, in less memory."""
 
-import weakref
-
 import pytest
 import torch
 import torch.nn.functional as F
-from models import random_head, target
-from torch.utils._python_dispatch import TorchDispatchMode
+from models import random_eagle3, random_head, target
+from test_losses import plain as losses_of
 
-from treespec.train.chunked import law_loss
+from treespec.train.chunked import Guess, Laws, token_losses
 from treespec.train.config import TrainConfig
 from treespec.train.eagle import eagle_objective
 from treespec.train.loss import Batch
+from treespec.train.losses import LOSSES, chosen_loss
+from treespec.train.teacher import target_laws
 from treespec.train.tokens import LawTokens
+from treespec.train.unrolled import eagle3_objective
 
 
 def plain(hidden, wanted, output_logits):
     own, law = output_logits(hidden), output_logits(wanted)
     return F.cross_entropy(own, law.softmax(-1)), (own.argmax(-1) == law.argmax(-1)).float().mean()
+
+
+def chunked(hidden, wanted, output_logits, rows=None, width=64):
+    """Cross-entropy of one draft step, by the target's own output path."""
+    guess = Guess(hidden, lambda own: output_logits(own.to(wanted.dtype)))
+    laws = target_laws(wanted, output_logits, width)
+    places = torch.zeros(len(wanted), dtype=torch.int64)
+    found = token_losses([guess], laws, places, LOSSES["cross-entropy"], rows)
+    return found.total, found.agreements[0]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
@@ -32,13 +42,95 @@ def test_chunks_have_the_loss_and_gradient_of_all_rows_at_once(cap, rows):
         plain_logits = model.output_logits(states)
         return plain_logits if cap is None else torch.tanh(plain_logits / cap) * cap
 
-    loss, agreement = law_loss(hidden, wanted, logits, rows)
+    loss, agreement = chunked(hidden, wanted, logits, rows)
     expected, agreeing = plain(hidden, wanted, logits)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert float(agreement) == pytest.approx(float(agreeing))
     (slope,) = torch.autograd.grad(3 * loss, hidden)
     (known,) = torch.autograd.grad(3 * expected, hidden)
     assert (slope - known).norm() <= 1e-5 * known.norm()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", ["published", "tv", "log-acceptance", "lk", "acceptance:3"])
+def test_states_and_output_weights_get_autograds_gradient_over_several_steps(name, shared):
+    """In float64: three steps of which each reaches fewer positions, one output layer or three: 1e-9."""
+    generator = torch.Generator().manual_seed(0)
+    places = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2])
+    p = torch.randn(10, 20, generator=generator, dtype=torch.float64).softmax(-1)
+    layers = [torch.nn.Linear(8, 20, dtype=torch.float64) for _ in range(3)]
+    layers = layers[:1] * 3 if shared else layers
+    states = [
+        torch.randn(int((places >= i).sum()), 8, generator=generator, dtype=torch.float64).requires_grad_()
+        for i in range(3)
+    ]
+    loss = chosen_loss(TrainConfig(target="", data="", out="", loss=name))
+    guesses = [Guess.by_layer(own, layer, 0.5**i) for i, (own, layer) in enumerate(zip(states, layers, strict=True))]
+    found = token_losses(guesses, Laws(10, 20, lambda chunk: p[chunk]), places, loss, rows=4)
+    expected = [
+        losses_of(name, p[places >= i], layer(own).softmax(-1)).mean()
+        for i, (own, layer) in enumerate(zip(states, layers, strict=True))
+    ]
+    total = sum(0.5**i * one for i, one in enumerate(expected))
+    assert found.losses.tolist() == pytest.approx([float(one) for one in expected], abs=1e-6)
+    assert float(found.total) == pytest.approx(float(total), abs=1e-6)
+    learnt = [*states, *{id(w): w for layer in layers for w in layer.parameters()}.values()]
+    for slope, known in zip(*(torch.autograd.grad(one, learnt) for one in (found.total, total)), strict=True):
+        torch.testing.assert_close(slope, known, rtol=0, atol=1e-9)
+
+
+def test_autocast_is_for_the_heads_own_output_and_not_for_the_target():
+    """An output layer in bfloat16 under autocast; the target's laws in its own float32."""
+    layer, wanted = torch.nn.Linear(8, 20), torch.randn(6, 8)
+    seen = []
+
+    def logits(states):
+        seen.append(F.linear(states, layer.weight).dtype)
+        return F.linear(states, layer.weight)
+
+    guess = Guess(torch.randn(6, 8, requires_grad=True), logits, (layer.weight,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        laws = target_laws(wanted, logits, 20)
+        total = token_losses([guess], laws, torch.zeros(6, dtype=torch.int64), LOSSES["tv"], rows=6).total
+    total.backward()
+    assert seen == [torch.float32, torch.bfloat16]
+    assert layer.weight.grad.dtype == guess.states.grad.dtype == torch.float32
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_output_layers_outside_the_forward_take_part_in_the_gradients_of_several_processes():
+    """Two steps of an EAGLE-3 head behind DistributedDataParallel, which waits for every weight."""
+    model = target("llama")
+    head, tokens = random_eagle3(model), torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    features = model.features(tokens, head.taps, last=True)
+    everything = torch.ones(2, 9, dtype=torch.bool)
+    batch = Batch(tokens, everything, features, torch.tensor([9, 9]), torch.Generator(), steps=2)
+    config = TrainConfig(target="", data="", out="", head="eagle3")
+    eagle3_objective(config, model, head, batch).total.backward()
+    alone = [weight.grad.clone() for weight in head.parameters() if weight.requires_grad]
+    wrapped = torch.nn.parallel.DistributedDataParallel(head)
+    for _ in range(2):
+        wrapped.zero_grad()
+        eagle3_objective(config, model, wrapped, batch).total.backward()
+    together = [weight.grad for weight in head.parameters() if weight.requires_grad]
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradients_are_taken_once():
+    hidden = torch.randn(4, 8, requires_grad=True)
+    loss, _ = chunked(hidden, torch.randn(4, 8), lambda x: x, width=8)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        loss.backward()
 
 
 def test_in_float16_small_gradients_are_rounded_and_not_lost():
@@ -49,47 +141,16 @@ def test_in_float16_small_gradients_are_rounded_and_not_lost():
     wanted = hidden.detach() + 0.3 * torch.randn(1024, 16, generator=generator)
     (known,) = torch.autograd.grad(plain(hidden, wanted, lambda x: x @ output.T)[0], hidden)
     half = output.half()
-    (slope,) = torch.autograd.grad(law_loss(hidden, wanted.half(), lambda x: x @ half.T)[0], hidden)
+    (slope,) = torch.autograd.grad(chunked(hidden, wanted.half(), lambda x: x @ half.T)[0], hidden)
     assert (slope - known).norm() <= 0.01 * known.norm()
 
 
 def test_no_row_is_no_loss():
     hidden = torch.zeros(0, 8, requires_grad=True)
-    loss, agreement = law_loss(hidden, torch.zeros(0, 8), lambda x: x)
+    loss, agreement = chunked(hidden, torch.zeros(0, 8), lambda x: x)
     loss.backward()
     assert loss.item() == agreement.item() == 0
     assert hidden.grad.shape == (0, 8)
-
-
-class Live(TorchDispatchMode):
-    """The most bytes of tensors that are alive at once, of those that were made inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.most = 0, 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        made = function(*arguments, **(options or {}))
-        for tensor in [made] if isinstance(made, torch.Tensor) else []:
-            storage = tensor.untyped_storage()
-            if not hasattr(storage, "counted"):
-                storage.counted = True
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.free, storage.nbytes())
-        self.most = max(self.most, self.now)
-        return made
-
-    def free(self, size):
-        self.now -= size
-
-
-def test_the_loss_takes_at_most_six_bytes_a_position_and_token():
-    output, hidden, wanted = torch.randn(2048, 8), torch.randn(1024, 8, requires_grad=True), torch.randn(1024, 8)
-    with Live() as chunked:
-        law_loss(hidden, wanted, lambda x: x @ output.T)[0].backward()
-    with Live() as whole:
-        plain(hidden, wanted, lambda x: x @ output.T)[0].backward()
-    assert chunked.most < 6 * 1024 * 2048 < whole.most
 
 
 @torch.no_grad()

@@ -23,9 +23,11 @@ from treespec.spec import load
 from treespec.target import Target
 from treespec.train.batches import epoch_batches
 from treespec.train.config import TrainConfig
-from treespec.train.eagle import counted, eagle_loss
+from treespec.train.eagle import eagle_objective
+from treespec.train.loss import Batch
 from treespec.train.run import train
 from treespec.train.steps import learning_rate
+from treespec.train.teacher import counted
 from treespec.train.validate import rollout_agreement, validate
 
 
@@ -55,16 +57,20 @@ def test_the_drawn_five_token_shift():
 
 
 def test_the_loss_is_smallest_at_the_targets_own_features():
-    generator = torch.Generator().manual_seed(0)
-    features, output = torch.randn(40, 8, generator=generator), torch.randn(8, 16, generator=generator)
-    at_target = eagle_loss(features, features, lambda x: x @ output, 1.0, 0.1)
-    law = (features @ output).softmax(-1)
+    model, generator = target("llama"), torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 64, (2, 12), generator=generator)
+    features = model.features(tokens)
+    batch = Batch(tokens, torch.ones(2, 12, dtype=torch.bool), features, torch.tensor([12, 12]), generator)
+    config = TrainConfig(target="", data="", out="")
+    right = features[:, 1:-1]
+    at_target = eagle_objective(config, model, lambda *_: [right], batch)
+    law = model.output_logits(right).softmax(-1)
     assert float(at_target.parts["feature"]) == 0
     assert float(at_target.parts["agreement"]) == 1
     assert float(at_target.parts["token"]) == pytest.approx(float(-(law * law.log()).sum(-1).mean()), rel=1e-5)
-    off = eagle_loss(features + 0.1 * torch.randn(40, 8, generator=generator), features, lambda x: x @ output, 1.0, 0.1)
+    off = eagle_objective(config, model, lambda *_: [right + 0.1 * torch.randn(right.shape)], batch)
     assert off.parts["token"] > at_target.parts["token"]
-    assert off.total == pytest.approx(float(off.parts["feature"] + 0.1 * off.parts["token"]))
+    assert float(off.total) == pytest.approx(float(off.parts["feature"] + 0.1 * off.parts["token"]))
 
 
 @torch.no_grad()

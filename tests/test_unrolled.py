@@ -22,7 +22,8 @@ from treespec.train.config import TrainConfig
 from treespec.train.kinds import recipe_of
 from treespec.train.loss import Batch
 from treespec.train.run import train
-from treespec.train.unrolled import drafted_laws, eagle3_objective, unrolled_loss
+from treespec.train.teacher import drafted_laws
+from treespec.train.unrolled import eagle3_objective
 
 SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds likeliest, not all
 SEEN = """
@@ -95,8 +96,12 @@ def test_what_the_backward_pass_keeps_grows_with_the_rows_and_not_their_square(k
     assert kept(512) < 2.1 * kept(256)
 
 
+def logits_of(head, *given):
+    return [head.lm_head(states) for states in head(*given)]
+
+
 def one_by_one(head, tokens, features, counts, steps):
-    """What `Eagle3Head.forward` gives, each row's draft rolled out alone over pairs of its own."""
+    """The logits that `Eagle3Head.forward` leads to, each row's draft rolled out alone over pairs of its own."""
     logits = [[] for _ in range(steps)]
     for row, start in counts.any(-1).new_ones(counts.shape).nonzero().tolist():
         known = head.fuse(features[row, : start + 1])
@@ -120,8 +125,8 @@ def test_drafts_from_every_position_at_once_equal_each_alone_and_so_do_gradients
     counts = torch.rand(2, 8, generator=torch.Generator().manual_seed(3)) < 0.7
     weights = {name: p for name, p in head.named_parameters() if p.requires_grad}
     found, slopes = [], []
-    for forward in (head, lambda *given: one_by_one(head, *given)):
-        logits = forward(tokens, features, counts, steps)
+    for forward in (logits_of, one_by_one):
+        logits = forward(head, tokens, features, counts, steps)
         loss = sum((one.log_softmax(-1)[:, 3]).mean() for one in logits)
         found.append(logits)
         slopes.append(torch.autograd.grad(loss, list(weights.values())))
@@ -138,7 +143,7 @@ def test_the_first_steps_feature_learns_from_the_last_steps_law():
     head = random_eagle3(model)
     tokens = text(8)
     counts = torch.ones(2, 6, dtype=torch.bool)
-    logits = head(tokens, model.features(tokens, head.taps)[:, :-2], counts, 3)
+    logits = logits_of(head, tokens, model.features(tokens, head.taps)[:, :-2], counts, 3)
     assert torch.autograd.grad(logits[2].square().sum(), head.fc.weight)[0].abs().max() > 0
 
 
@@ -168,20 +173,25 @@ def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
     assert float(found.total) == pytest.approx(total, abs=1e-5)
 
 
-def test_laws_over_the_draft_vocabulary_sum_to_one_and_say_what_they_leave_out():
-    logits = torch.log(torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.3, 0.2, 0.4]]))
-    laws, drafted = drafted_laws(logits, torch.tensor([1, 3]))
-    torch.testing.assert_close(laws, torch.tensor([[2 / 3, 1 / 3], [3 / 7, 4 / 7]]))
-    assert drafted.tolist() == [False, True]
-    torch.testing.assert_close(drafted_laws(logits, None)[0], logits.exp())
+@torch.no_grad()
+def test_laws_over_the_draft_vocabulary_are_the_targets_where_its_likeliest_token_is_drafted():
+    model = target("llama")
+    states = model.features(text(20))[0]
+    whole = model.output_logits(states).softmax(-1)
+    drafted, laws = drafted_laws(model, states, SOME)
+    assert drafted.tolist() == [likeliest in SOME for likeliest in whole.argmax(-1)]
+    assert 0 < laws.count == drafted.sum() < 20
+    torch.testing.assert_close(laws.of(slice(1, 9)), whole[drafted][1:9, SOME])
 
 
 def test_a_batch_in_which_nothing_counts_has_no_loss_and_a_gradient_for_every_weight():
     model = target("llama")
     head = random_eagle3(model)
     tokens = text(6)
-    logits = head(tokens, model.features(tokens, head.taps)[:, :-2], torch.zeros(2, 4, dtype=torch.bool), 7)
-    total, _ = unrolled_loss(logits, torch.zeros(0, 64), torch.zeros(0, dtype=torch.int64), 0.8)
+    features, nothing = model.features(tokens, head.taps, last=True), torch.zeros(2, 6, dtype=torch.bool)
+    batch = Batch(tokens, nothing, features, torch.tensor([6, 6]), torch.Generator(), steps=7)
+    config = TrainConfig(target="", data="", out="", head="eagle3")
+    total, _ = eagle3_objective(config, model, head, batch)
     assert float(total.detach()) == 0
     total.backward()
     assert all(p.grad is not None and not p.grad.any() for p in head.parameters() if p.requires_grad)

@@ -6,6 +6,10 @@ from treespec.errors import InputError
 from treespec.options import DTYPES, MANY, TOKENS, TRAINED, either, nearest, option
 from treespec.shared_options import TargetOptions
 
+LOSSES = ("published", "cross-entropy", "tv", "log-acceptance", "lk", "acceptance:K")
+DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
+MOST_DRAWS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TargetOptions):
@@ -71,6 +75,12 @@ class TrainConfig(TargetOptions):
     token_weight: float = option(
         "eagle: weight of the cross-entropy between token laws", 0.1, least=0, most=MANY
     )
+    loss: str = option(
+        f"loss between the token laws of head and target: {either(LOSSES)}; published: the kind's "
+        "own; tv: 1 - α, the single draft's refusal rate; log-acceptance: -log α; lk: from KL to tv "
+        "as α grows; acceptance:K: 1 - the best acceptance rate of K independent drafts",
+        "published",
+    )
     unrolled_steps: int | None = option(
         "eagle, eagle3: draft steps to train over, from step 2 on its own features; eagle: in the "
         "second half of the run; default: 1 for eagle, 7 for eagle3",
@@ -98,9 +108,10 @@ class TrainConfig(TargetOptions):
     )
     checkpoint_every: int = option("steps between checkpoints", 500, least=1, most=MANY)
     draft_vocab: int | None = option(
-        "restrict drafts to the N tokens most frequent in the data (FR-Spec)",
+        "restrict drafts to the N tokens most frequent in the data (FR-Spec); 0: draft all; "
+        f"default: {DRAFT_VOCAB:,} for eagle3, all for the others",
         None,
-        least=1,
+        least=0,
         most=TOKENS * 10,
     )
     loss_vocab: int | None = option(
@@ -132,3 +143,18 @@ class TrainConfig(TargetOptions):
             hint = nearest(self.head, TRAINED)
             raise InputError(f"--head is {self.head!r}, must be one of {', '.join(TRAINED)}{hint}")
         super().__post_init__()
+        draws_of(self.loss)
+
+
+def draws_of(loss: str) -> int | None:
+    """K of `acceptance:K`, None for the other names of `LOSSES`. Raises InputError for no name."""
+    if loss in LOSSES[:-1]:
+        return None
+    name, _, draws = loss.partition(":")
+    if name != "acceptance":
+        raise InputError(f"--loss is {loss!r}, must be {either(LOSSES)}{nearest(loss, LOSSES)}")
+    if not draws.isdecimal() or not 1 <= int(draws) <= MOST_DRAWS:
+        raise InputError(
+            f"--loss is {loss!r}: give a number of drafts from 1 to {MOST_DRAWS}, as in acceptance:4"
+        )
+    return int(draws)

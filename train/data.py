@@ -25,9 +25,10 @@ from treespec.text.conversations import (
 )
 from treespec.text.printable import one_line
 from treespec.train import features
-from treespec.train.config import TrainConfig
+from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.datasets import data_file
 from treespec.train.kinds import TRAINING
+from treespec.train.record import began_with_all_tokens
 from treespec.train.tokens import LawTokens
 
 
@@ -107,10 +108,11 @@ def draft_vocabulary(
     A head with an output layer of its own is restricted to them here. Another one is trained on all
     tokens: they are saved beside it and returned, to restrict it in the end.
     """
-    if config.draft_vocab is None:
+    number = vocabulary_size(config, target, head)
+    if number is None:
         return None
     texts = [example.input_ids[example.loss_mask] for example in data.train]
-    tokens, coverage = most_frequent(texts, config.draft_vocab, target)
+    tokens, coverage = most_frequent(texts, number, target)
     target.output_rows(tokens[:1])  # raises what `restrict` would in the end
     accelerator.print(
         f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}"
@@ -121,6 +123,22 @@ def draft_vocabulary(
     if accelerator.is_main_process:
         save_vocabulary(tokens, coverage, config.out)
     return tokens
+
+
+def vocabulary_size(config: TrainConfig, target: Target, head: Head) -> int | None:
+    """The number of tokens that `draft_vocabulary` chooses; None: all that the head drafts."""
+    if config.draft_vocab is not None:
+        return config.draft_vocab or None
+    own_output = TRAINING[config.head].restricted_first
+    if not own_output or head.vocabulary is not None or target.vocab_size <= DRAFT_VOCAB:
+        return None
+    if began_with_all_tokens(Path(config.out) / "training"):
+        return None
+    try:
+        target.output_rows(torch.zeros(1, dtype=torch.int64))
+    except InputError:  # its output embedding cannot be cut
+        return None
+    return DRAFT_VOCAB
 
 
 def law_tokens(

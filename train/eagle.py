@@ -10,76 +10,77 @@ Five tokens, of which d and e are the assistant's:
 Later draft steps see the features that the head gave before (HASS, Zhang et al. 2024, 2408.15766):
 
     step 2            f1',c f2',d          gives f2'' f3'', laws of d and e
-"""
 
-from collections.abc import Callable
+The loss is SmoothL1 between features plus the loss between token laws (Li et al. 2024, section
+4.2).
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treespec.target import Target
-from treespec.train.chunked import law_loss
+from treespec.train.chunked import Guess, token_losses
 from treespec.train.config import TrainConfig
 from treespec.train.loss import Batch, Loss
+from treespec.train.losses import chosen_loss
+from treespec.train.teacher import counted, places_of, states_of, target_laws
 
 
 def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch: Batch) -> Loss:
-    """The sum over draft steps of decay^step times `eagle_loss`, and the parts of each.
+    """The sum over draft steps of decay^step times the loss, and the parts of each.
 
     The features that the head sees at step 1 carry noise. model: the head.
     """
-    # 1. what the head gives from every position
-    noise = torch.rand(batch.features[:, :-2].shape, generator=batch.generator) * 2 - 1
-    noise = noise * (config.noise * 512 / batch.lengths)[:, None, None]
-    noisy = batch.features[:, :-2].float() + noise.to(batch.features.device)
-    extrapolated = model(batch.tokens, noisy, batch.steps)
+    # 1. What the head gives from every position.
+    extrapolated = model(batch.tokens, noisy(batch, config.noise), batch.steps)
 
-    # 2. against what the target has there
+    # 2. What the target has at the counted ones.
     # No position counts where answers are cut to their first token: the loss is 0 and still
     # depends on the head, so that this process takes part in the gradient's mean.
     counts = counted(batch.loss_mask)
-    output_logits = (
-        batch.law_tokens.logits(target, batch.generator)
-        if batch.law_tokens
-        else target.output_logits
-    )
-    total = noisy.new_zeros(())
+    places = places_of(counts)
+    wanted = states_of(batch.features, counts).to(target.dtype)
+    logits, width = target.output_logits, target.vocab_size
+    if batch.law_tokens:
+        logits, width = batch.law_tokens.logits(target, batch.generator), batch.law_tokens.width
+
+    # 3. The loss between laws, of all steps together.
+    given = [step[counts[:, number:]] for number, step in enumerate(extrapolated)]
+    guesses = [
+        Guess(states, lambda own: logits(own.to(target.dtype)), share=config.step_decay**step)
+        for step, states in enumerate(given)
+    ]
+    laws = target_laws(wanted, logits, width)
+    tokens = token_losses(guesses, laws, places, chosen_loss(config))
+
+    # 4. The loss between features, of each step.
+    total = config.token_weight * tokens.total
     parts: dict[str, Tensor] = {}
-    for step, given in enumerate(extrapolated):
-        counting = counts[:, step:]
-        loss = eagle_loss(
-            given[counting],
-            batch.features[:, 1 + step : -1][counting].to(target.dtype),
-            output_logits,
-            config.feature_weight,
-            config.token_weight,
-        )
-        total = total + config.step_decay**step * loss.total
-        parts |= {name if not step else f"{name}_{step + 1}": x for name, x in loss.parts.items()}
+    for step, states in enumerate(given):
+        feature = feature_loss(states, wanted[places >= step])
+        total = total + config.step_decay**step * config.feature_weight * feature
+        named = {
+            "feature": feature,
+            "token": tokens.losses[step],
+            "agreement": tokens.agreements[step],
+        }
+        parts |= {name if not step else f"{name}_{step + 1}": x for name, x in named.items()}
     return Loss(total, parts)
 
 
-def counted(loss_mask: Tensor) -> Tensor:
-    """[B, T] bool, true at the assistant's tokens -> [B, T - 2], which pairs count."""
-    return loss_mask[:, 2:]
+def noisy(batch: Batch, noise: float) -> Tensor:
+    """[B, T - 2, H] the target's features, with uniform noise of ± noise · 512 / length.
 
-
-def eagle_loss(
-    extrapolated: Tensor,
-    features: Tensor,
-    output_logits: Callable[[Tensor], Tensor],
-    feature_weight: float,
-    token_weight: float,
-) -> Loss:
-    """SmoothL1 between features, plus cross-entropy of token laws (Li et al. 2024, section 4.2).
-
-    extrapolated: [M, H] what the head gave at the counted positions; M may be 0. features: [M, H]
-    what the target has there.
-    output_logits: [M, H] -> [M, V] logits, the target's own output path.
+    The noise is drawn where the features lie.
     """
-    count = max(extrapolated.numel(), 1)
-    feature = F.smooth_l1_loss(extrapolated.float(), features.float(), reduction="sum") / count
-    token, agreement = law_loss(extrapolated, features, output_logits)
-    parts = {"feature": feature, "token": token, "agreement": agreement}
-    return Loss(feature_weight * feature + token_weight * token, parts)
+    features = batch.features[:, :-2].float()
+    drawn = torch.rand(features.shape, generator=batch.generator, device=features.device)
+    widths = (noise * 512 / batch.lengths).to(features.device)
+    return features + (drawn * 2 - 1) * widths[:, None, None]
+
+
+def feature_loss(states: Tensor, wanted: Tensor) -> Tensor:
+    """SmoothL1 between features [M, H], the mean; 0 where M is 0."""
+    count = max(states.numel(), 1)
+    return F.smooth_l1_loss(states.float(), wanted.float(), reduction="sum") / count

@@ -16,9 +16,10 @@ class Batch(NamedTuple):
 
     tokens: [B, T] int64. loss_mask: [B, T] bool, true at the assistant's tokens. features: [B, T,
     F] the target's.
-    lengths: [B] tokens of each conversation. generator: draws this batch's noise.
+    lengths: [B] tokens of each conversation. generator: draws this batch's noise, on the device of
+    the features.
     steps: draft steps to train over, from step 2 on the head's own features.
-    law_tokens: what the cross-entropy is over; None is all tokens.
+    law_tokens: what EAGLE-1's loss between laws is over; None is all tokens.
     """
 
     tokens: Tensor

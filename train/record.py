@@ -90,6 +90,15 @@ def changes(before: Record, record: Record) -> Iterator[str]:
             yield f"{name} = {then!r}, not {now!r}"
 
 
+def began_with_all_tokens(folder: Path) -> bool:
+    """Whether a run of a version before `--loss` lies there: EAGLE-3 drafted all tokens by default.
+
+    folder: OUT/training.
+    """
+    file = folder / "config.json"
+    return file.exists() and "loss" not in read_json(file, f"delete {folder} to begin anew")
+
+
 def digests(record: Record) -> Record:
     """The digests of target and data file; none in a record of an older version."""
     contents = record.get("contents")

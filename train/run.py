@@ -30,7 +30,7 @@ from treespec.train.config import TrainConfig
 from treespec.train.data import draft_vocabulary, law_tokens, prepare, read
 from treespec.train.finite import check_weights
 from treespec.train.first_weights import fit_feature, pass_feature
-from treespec.train.kinds import recipe_of
+from treespec.train.kinds import TRAINING, recipe_of
 from treespec.train.record import Record, finished, keep, record_of
 from treespec.train.steps import Run, fit, held_out_rows, validation
 from treespec.train.validate import Validation, describe
@@ -157,16 +157,18 @@ def untrained(config: TrainConfig, target: Target) -> Head:
     if config.first_weights == "feature":
         pass_feature(head)
     if config.from_head is not None:
-        copy_weights(config.from_head, head)
+        copy_weights(config.from_head, head, target)
     return head
 
 
 @torch.no_grad()
-def copy_weights(folder: str, head: Head) -> None:
+def copy_weights(folder: str, head: Head, target: Target) -> None:
     """Go on from the weights of a trained head. Raises InputError for one of other shapes."""
     before = load_head(folder)
     if before.kind != head.kind:
         raise InputError(f"--from-head {folder} is a head of kind {before.kind}, not {head.kind}")
+    if TRAINING[head.kind].restricted_first and before.vocabulary is not None:
+        head.restrict(before.vocabulary, target)
     weights = trained_weights(before)
     for name, parameter in trained_weights(head).items():
         if name not in weights or weights[name].shape != parameter.shape:

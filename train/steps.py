@@ -185,11 +185,14 @@ def forward(run: Run, numbers: list[int], micro: int, steps: int) -> Loss:
         padded([row.loss_mask for row in rows]).to(features.device),
         features,
         torch.tensor([len(row.input_ids) for row in rows]),
-        torch.Generator().manual_seed((config.seed * 1_000_003 + micro) * 1009 + process),
+        torch.Generator(features.device).manual_seed(
+            (config.seed * 1_000_003 + micro) * 1009 + process
+        ),
         steps,
         run.law_tokens,
     )
-    return TRAINING[config.head].objective(config, run.target, run.model, batch)
+    with run.accelerator.autocast():  # for the output layers, which the loss applies itself
+        return TRAINING[config.head].objective(config, run.target, run.model, batch)
 
 
 def validation(run: Run) -> Validation:

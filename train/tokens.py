@@ -32,13 +32,20 @@ class LawTokens:
         """drafted: [D] int64, the tokens that the head will draft; batches draw from the others."""
         return cls(frequent, drafted[~torch.isin(drafted, frequent)])
 
+    @property
+    def width(self) -> int:
+        """Tokens in one batch."""
+        return len(self.frequent) + min(DRAWN, len(self.others))
+
     def logits(self, target: Target, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
         """[M, H] -> [M, N + drawn] logits for one batch. generator: draws its other tokens."""
         drawn = min(DRAWN, len(self.others))
         if not drawn:
             rows = target.output_rows(self.frequent)
             return lambda hidden: target.output_logits(hidden, rows)
-        chosen = torch.randint(len(self.others), (drawn,), generator=generator)
+        chosen = torch.randint(
+            len(self.others), (drawn,), generator=generator, device=generator.device
+        ).to(self.others.device)
         rows = target.output_rows(torch.cat([self.frequent, self.others[chosen]]))
         weights = torch.zeros(len(self.frequent) + drawn, device=target.output_device)
         weights[len(self.frequent) :] = math.log(len(self.others) / drawn)

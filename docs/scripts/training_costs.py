@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from treespec.draft.trained.eagle import new_head
 from treespec.heads.eagle import EagleHead
 from treespec.target import Target
-from treespec.train.chunked import law_loss
+from treespec.train.chunked import Guess, token_losses
+from treespec.train.losses import LOSSES
+from treespec.train.teacher import target_laws
 from treespec.train.tokens import LawTokens
 
 
@@ -53,11 +55,19 @@ def parts_of(
         law, logits = target.output_logits(wanted).float(), target.output_logits(hidden).float()
         F.cross_entropy(logits, law.softmax(-1)).backward()
 
+    def chunked(logits: Callable[[torch.Tensor], torch.Tensor], width: int) -> None:
+        laws, places = (
+            target_laws(wanted, logits, width),
+            torch.zeros(len(wanted), dtype=torch.int64),
+        )
+        loss = LOSSES["cross-entropy"]
+        token_losses([Guess(hidden, logits)], laws, places, loss).total.backward()
+
     def in_chunks() -> None:
-        law_loss(hidden, wanted, target.output_logits)[0].backward()
+        chunked(target.output_logits, target.vocab_size)
 
     def restricted() -> None:
-        law_loss(hidden, wanted, frequent.logits(target, generator))[0].backward()
+        chunked(frequent.logits(target, generator), frequent.width)
 
     # 3. All parts.
     count, rows = ids.numel(), len(wanted)

@@ -1,0 +1,118 @@
+"""The losses between laws: value and gradient are autograd's on full logits, and α's where they say so."""
+
+import pytest
+import torch
+
+from treespec.errors import InputError
+from treespec.train.config import LOSSES as NAMES
+from treespec.train.config import MOST_DRAWS, TrainConfig
+from treespec.train.losses import LOSSES, chosen_loss
+from treespec.verify.rates import optimal_iid
+
+TRIED = ["published", "cross-entropy", "tv", "log-acceptance", "lk", "acceptance:1", "acceptance:2", "acceptance:4"]
+
+
+def loss_of(name):
+    return chosen_loss(TrainConfig(target="", data="", out="", loss=name))
+
+
+def plain(name, p, q):
+    """[M] each loss as autograd can differentiate it; p and q [M, N] laws."""
+    whole = p / p.sum(-1, keepdim=True)
+    accepted = torch.minimum(p, q).sum(-1)
+    divergence = (torch.xlogy(whole, whole) - whole * q.log()).sum(-1)
+    if name == "tv":
+        return 1 - accepted
+    if name == "log-acceptance":
+        return -accepted.log()
+    if name == "lk":
+        weight = (-3 * accepted.detach()).exp()
+        return weight * divergence + (1 - weight) * (1 - accepted)
+    if name.startswith("acceptance"):
+        order = (q / p).argsort(-1, descending=True)
+        inside = q.gather(1, order).cumsum(-1) ** int(name[-1])
+        cuts = p.gather(1, order).cumsum(-1) + 1 - inside
+        return 1 - cuts.amin(-1).clamp(max=1)
+    return -(whole * q.log()).sum(-1)
+
+
+def laws(rows=12, tokens=30, seed=0, kept=30):
+    """Logits of q, and p over the first `kept` tokens of a law over all, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 1.5 * torch.randn(rows, kept, generator=generator, dtype=torch.float64)
+    p = (logits.new_zeros(rows, tokens).normal_(0, 1.5, generator=generator)).softmax(-1)
+    p[0] = torch.eye(tokens)[3]  # one-hot, as the text's laws are
+    return logits, p[:, :kept]
+
+
+@pytest.mark.parametrize("kept", [30, 20])
+@pytest.mark.parametrize("name", TRIED)
+def test_value_and_gradient_are_autograds(name, kept):
+    """In float64, where p sums to 1 and where a draft vocabulary leaves a third of it out: 1e-9."""
+    logits, p = laws(kept=kept)
+    logits.requires_grad_()
+    expected = plain(name, p, logits.softmax(-1))
+    (known,) = torch.autograd.grad(expected.sum(), logits)
+    values, slope = loss_of(name).of(p, logits.detach().log_softmax(-1))
+    torch.testing.assert_close(values, expected.detach(), rtol=0, atol=1e-9)
+    torch.testing.assert_close(slope, known, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("draws", [1, 2, 5])
+def test_the_loss_of_several_drafts_is_one_less_the_verifiers_best_rate(draws):
+    logits, p = laws(tokens=9, kept=9)
+    values, _ = loss_of(f"acceptance:{draws}").of(p, logits.log_softmax(-1))
+    torch.testing.assert_close(values, 1 - optimal_iid(p, logits.softmax(-1), draws), rtol=0, atol=1e-12)
+
+
+def test_one_draft_is_refused_as_often_as_two_laws_differ():
+    logits, p = laws()
+    values, slope = loss_of("acceptance:1").of(p, logits.log_softmax(-1))
+    expected, known = loss_of("tv").of(p, logits.log_softmax(-1))
+    torch.testing.assert_close(values, expected)
+    torch.testing.assert_close(slope, known)
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_laws_that_share_no_token_give_numbers(name):
+    """In float32, q where p is 0 and the other way round; and q equal to p, where no loss has a gradient."""
+    p = torch.eye(6)[:2]
+    logs = torch.full((2, 6), -1e4).fill_diagonal_(-1e4).log_softmax(-1)
+    logs[:, 4:] = torch.tensor([0.0, -1e4]).log_softmax(-1)
+    logs[:, :4] = -1e4
+    values, slope = loss_of(name).of(p, logs)
+    assert values.isfinite().all()
+    assert slope.isfinite().all()
+    law = torch.tensor([[0.5, 0.25, 0.25, 0.0]])
+    values, slope = loss_of(name).of(law, law.log().clamp(min=-1e4))
+    assert slope.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_descending_the_gradient_lowers_every_loss_to_its_least(name):
+    """That of q = p, within 1e-2, where p sums to 1. Several drafts have other best laws too."""
+    generator = torch.Generator().manual_seed(1)
+    p = torch.randn(4, 6, generator=generator).softmax(-1)
+    logits = torch.zeros(4, 6, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.03)
+    first, last = None, None
+    for _ in range(400):
+        values, logits.grad = loss_of(name).of(p, logits.detach().log_softmax(-1))
+        optimizer.step()
+        first, last = first if first is not None else values, values
+    least = loss_of(name).of(p, p.log())[0]
+    assert (last <= first + 1e-6).all()
+    assert (last - least).abs().max() < 0.01
+
+
+def test_the_names_are_those_of_the_help_and_others_are_refused():
+    assert set(NAMES) == {"published", *LOSSES, "acceptance:K"}
+    for name, complaint in {
+        "log-acceptence": "must be published, .*did you mean log-acceptance",
+        "acceptance": f"number of drafts from 1 to {MOST_DRAWS}, as in acceptance:4",
+        "acceptance:0": "number of drafts",
+        "acceptance:65": "number of drafts",
+        "acceptance:two": "number of drafts",
+    }.items():
+        with pytest.raises(InputError, match=complaint):
+            TrainConfig(target="", data="", out="", loss=name)

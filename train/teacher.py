@@ -1,0 +1,77 @@
+"""The laws that a head learns from, at the counted positions, computed a chunk at a time.
+
+Five tokens, of which d and e are the assistant's. The target's state at position t has the law of
+token t + 1, and a position's place says how many draft steps reach it:
+
+    token              a  b  c  d  e
+    state              h0 h1 h2 h3           counted: h2 (law of d) and h3 (law of e)
+    place                 0  1  2            from the second state on
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from treespec.target import Target
+from treespec.train.chunked import Laws, chunk_rows, precise
+
+
+def counted(loss_mask: Tensor) -> Tensor:
+    """[B, T] bool, true at the assistant's tokens -> [B, T - 2], which positions count."""
+    return loss_mask[:, 2:]
+
+
+def states_of(features: Tensor, counts: Tensor) -> Tensor:
+    """[B, T, H] the target's last hidden states -> [M, H] those of the counted positions."""
+    return features[:, 1:-1][counts]
+
+
+def places_of(counts: Tensor) -> Tensor:
+    """[B, T - 2] -> [M] int64, the place of each counted position."""
+    return counts.nonzero()[:, 1]
+
+
+def target_laws(states: Tensor, logits: Callable[[Tensor], Tensor], width: int) -> Laws:
+    """The target's own laws. states: [M, H]. logits: [m, H] -> [m, width] of its output path."""
+    return Laws(len(states), width, lambda chunk: precise(logits(states[chunk])).softmax(-1))
+
+
+def text_laws(tokens: Tensor, vocab_size: int) -> Laws:
+    """All mass on the text's tokens [M]."""
+
+    def laws(chunk: slice) -> Tensor:
+        some = tokens[chunk, None]
+        zeros = torch.zeros(len(some), vocab_size, device=tokens.device)
+        return zeros.scatter_(1, some, 1.0)
+
+    return Laws(len(tokens), vocab_size, laws)
+
+
+def drafted_laws(target: Target, states: Tensor, vocabulary: Tensor) -> tuple[Tensor, Laws]:
+    """The target's laws over a draft vocabulary, where its likeliest token is in it.
+
+    states: [M, H]. vocabulary: [Vd] int64. Returns which positions these are, [M] bool, and their
+    laws. A law's sum is the mass that the target has on the vocabulary.
+    """
+    # 1. A pass over all tokens keeps two numbers a position: its likeliest token, and the logarithm
+    #    of its softmax's denominator.
+    likeliest = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+    scales = torch.zeros(len(states), device=states.device)
+    rows = chunk_rows(len(states), target.vocab_size, states.device)
+    for start in range(0, len(states), rows):
+        chunk = slice(start, start + rows)
+        logits = target.output_logits(states[chunk])
+        likeliest[chunk] = logits.argmax(-1)
+        scales[chunk] = precise(logits).logsumexp(-1).to(scales.dtype)
+    drafted = torch.isin(likeliest, vocabulary)
+
+    # 2. The laws, over the vocabulary alone.
+    states, scales = states[drafted], scales[drafted]
+    output = target.output_rows(vocabulary)
+
+    def laws(chunk: slice) -> Tensor:
+        logits = precise(target.output_logits(states[chunk], output))
+        return logits.sub_(scales[chunk, None]).exp_()
+
+    return drafted, Laws(len(states), len(vocabulary), laws)

@@ -128,7 +128,7 @@ class HydraHead(DepthHeads):
         return self.hydra_lm_head[i](self.hydra_mlp[i](inputs))
 
     def hidden(self, i: int, inputs: Tensor) -> Tensor:
-        """[..., (i + 2) H] state and the i + 1 embeddings after it -> [..., H] before the output."""
+        """[..., (i + 2) H] state and embeddings, as for `step` -> [..., H] before the output."""
         hidden = self.hydra_mlp[i](inputs)
         for before in list(self.hydra_lm_head[i].children())[:-1]:
             hidden = before(hidden)

@@ -153,7 +153,7 @@ REMOVED = {"compile"}
 NEWER = {  # options that the earlier version lacked
     BenchConfig: {"template"},
     EvalConfig: {"categories", "run_code"},
-    TrainConfig: {"first_weights", "from_head", "loss_vocab", "save_dtype"},
+    TrainConfig: {"first_weights", "loss", "from_head", "loss_vocab", "save_dtype"},
 }
 OF_KIND = {"unrolled_steps"}  # options whose default is the kind of head's own now
 

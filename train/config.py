@@ -73,12 +73,12 @@ class TrainConfig(TargetOptions):
         "eagle: weight of the SmoothL1 loss between features", 1.0, least=0, most=MANY
     )
     token_weight: float = option(
-        "eagle: weight of the cross-entropy between token laws", 0.1, least=0, most=MANY
+        "eagle: weight of the loss between token laws", 0.1, least=0, most=MANY
     )
     loss: str = option(
         f"loss between the token laws of head and target: {either(LOSSES)}; published: the kind's "
-        "own; tv: 1 - α, the single draft's refusal rate; log-acceptance: -log α; lk: from KL to tv "
-        "as α grows; acceptance:K: 1 - the best acceptance rate of K independent drafts",
+        "own; tv: 1 - α, how often a single draft is refused; log-acceptance: -log α; lk: from KL to "
+        "tv as α grows; acceptance:K: 1 - the best acceptance rate of K independent drafts",
         "published",
     )
     unrolled_steps: int | None = option(
@@ -115,8 +115,8 @@ class TrainConfig(TargetOptions):
         most=TOKENS * 10,
     )
     loss_vocab: int | None = option(
-        "eagle: take the cross-entropy over the N tokens most frequent in the data and a sample "
-        "of the others, which is faster; default: the tokens of --draft-vocab, else all",
+        "eagle: take the loss between token laws over the N tokens most frequent in the data and a "
+        "sample of the others, which is faster; default: the tokens of --draft-vocab, else all",
         None,
         least=1,
         most=TOKENS * 10,
@@ -155,6 +155,7 @@ def draws_of(loss: str) -> int | None:
         raise InputError(f"--loss is {loss!r}, must be {either(LOSSES)}{nearest(loss, LOSSES)}")
     if not draws.isdecimal() or not 1 <= int(draws) <= MOST_DRAWS:
         raise InputError(
-            f"--loss is {loss!r}: give a number of drafts from 1 to {MOST_DRAWS}, as in acceptance:4"
+            f"--loss is {loss!r}: give a number of drafts from 1 to {MOST_DRAWS}, "
+            "as in acceptance:4"
         )
     return int(draws)

@@ -89,6 +89,6 @@ def ahead(x: Tensor, i: int, length: int) -> Tensor:
 
 
 def counted_heads(loss_mask: Tensor, heads: int) -> Tensor:
-    """[B, T] bool, true at the assistant's tokens -> [K, B, T - 2]: states that count for head k."""
+    """[B, T] bool, true at the assistant's tokens -> [K, B, T - 2]: which states head k counts."""
     length = loss_mask.shape[1] - 2
     return torch.stack([ahead(loss_mask, 2 + i, length) for i in range(heads)])

@@ -26,12 +26,12 @@ from treespec.train.loss import Batch
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", nargs="+", default=["eagle", "eagle3", "medusa", "hydra"])
+    parser.add_argument("--kinds", nargs="+", default=list(TRAINING))
     parser.add_argument("--losses", nargs="+", default=[*LOSSES[:-1], "acceptance:4"])
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--texts", type=int, default=4)
-    parser.add_argument("--length", type=int, default=256, help="tokens of each text")
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--width", type=int, default=4)
+    parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--length", type=int, default=130, help="tokens of each text")
     parser.add_argument("--dtype", default="float32", help="of the target")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()

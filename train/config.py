@@ -77,8 +77,8 @@ class TrainConfig(TargetOptions):
     )
     loss: str = option(
         f"loss between the token laws of head and target: {either(LOSSES)}; published: the kind's "
-        "own; tv: 1 - α, how often a single draft is refused; log-acceptance: -log α; lk: from KL to "
-        "tv as α grows; acceptance:K: 1 - the best acceptance rate of K independent drafts",
+        "own; tv: 1 - α, how often a single draft is refused; log-acceptance: -log α; lk: from KL "
+        "to tv as α grows; acceptance:K: 1 - the best acceptance rate of K independent drafts",
         "published",
     )
     unrolled_steps: int | None = option(

@@ -15,6 +15,8 @@ The loss is SmoothL1 between features plus the loss between token laws (Li et al
 4.2).
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,7 +43,8 @@ def eagle_objective(config: TrainConfig, target: Target, model: nn.Module, batch
     counts = counted(batch.loss_mask)
     places = places_of(counts)
     wanted = states_of(batch.features, counts).to(target.dtype)
-    logits, width = target.output_logits, target.vocab_size
+    logits: Callable[[Tensor], Tensor] = target.output_logits
+    width = target.vocab_size
     if batch.law_tokens:
         logits, width = batch.law_tokens.logits(target, batch.generator), batch.law_tokens.width
 

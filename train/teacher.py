@@ -61,7 +61,8 @@ def drafted_laws(target: Target, states: Tensor, vocabulary: Tensor) -> tuple[Te
     rows = chunk_rows(len(states), target.vocab_size, states.device)
     for start in range(0, len(states), rows):
         chunk = slice(start, start + rows)
-        logits = target.output_logits(states[chunk])
+        with torch.autocast(states.device.type, enabled=False):
+            logits = target.output_logits(states[chunk])
         likeliest[chunk] = logits.argmax(-1)
         scales[chunk] = precise(logits).logsumexp(-1).to(scales.dtype)
     drafted = torch.isin(likeliest, vocabulary)

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from treespec.errors import InputError
 from treespec.options import DTYPES, MANY, TOKENS, TRAINED, either, nearest, option
 from treespec.shared_options import TargetOptions
+from treespec.train.eagle3_options import Eagle3Options
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(TargetOptions):
+class TrainConfig(TargetOptions, Eagle3Options):
     """Defaults are those of the papers and their code; None is the kind's own (`train.kinds`).
 
     Kinds: Li et al. 2024 (2401.15077) and 2025 (2503.01840), Cai et al. 2024 (2401.10774), Ankner

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, get_type_hints
 
 import typer
 
+from treespec.cli.config_file import repeatable
 from treespec.options import MANY, range_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def takes(config: type[Config]) -> Callable[[Callable[[Config], None]], Callable
 
     def decorate(command: Callable[[Config], None]) -> Callable[..., None]:
         def run(**values: object) -> None:
-            command(config(**values))
+            with repeatable(values):
+                command(config(**values))
 
         hints = get_type_hints(config)
         shown = sorted(fields(config), key=lambda field: _place(config, field))

@@ -15,7 +15,6 @@ from treespec.cli.bench import bench
 from treespec.cli.calibrate import calibrate
 from treespec.cli.certify import certify
 from treespec.cli.chat import chat
-from treespec.cli.config_file import CONFIG
 from treespec.cli.datastore import app as datastore
 from treespec.cli.entry import TRACEBACK, run
 from treespec.cli.evaluate import evaluate
@@ -70,14 +69,6 @@ def treespec(
     traceback: Annotated[
         bool, typer.Option(TRACEBACK, help="Show the traceback of an error.")
     ] = False,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            CONFIG,
-            metavar="FILE",
-            help="Take a command's options from this YAML file; those on the line win.",
-        ),
-    ] = None,
 ) -> None:
     """The options that every command has."""
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -21,6 +21,12 @@ from treespec.options import nearest
 Click = Any  # a command or an option of the click that typer brings along
 CONFIG = "--config"
 FILE = "options.yaml"
+FromFile = Annotated[
+    str | None,
+    typer.Option(
+        CONFIG, metavar="FILE", help="take options from this YAML file; those on the line win"
+    ),
+]
 HEADER = "# The options of a run: the same command with --config and this file repeats it.\n"
 WORDS: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -45,7 +51,7 @@ def expanded(app: typer.Typer, arguments: Sequence[str]) -> list[str]:
     given: list[str] = []
     for key, value in read(file).items():
         name = str(key).replace("-", "_")
-        if name not in known:
+        if name not in known or f"--{name}" == CONFIG:
             hint = nearest(name, known).replace("_", "-")
             raise InputError(f"{CONFIG} {file}: {key!r} is no option of this command{hint}")
         try:
@@ -135,7 +141,7 @@ def repeatable(options: Mapping[str, object]) -> Iterator[None]:
     """
     try:
         yield
-    except typer.Exit:
+    except (typer.Exit, KeyboardInterrupt):
         write(options)
         raise
     write(options)

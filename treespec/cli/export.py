@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from treespec.cli.config_file import FromFile
 from treespec.cli.early import check_folder, check_sources
 from treespec.cli.terminal import end_notice, notice
 from treespec.errors import InputError
@@ -46,6 +47,7 @@ def export(
             "head's config says, which some files of SpecForge say wrongly",
         ),
     ] = None,
+    config: FromFile = None,
 ) -> None:
     """Write a head in another project's format, compare it, and say how to serve it."""
     # 1. Check the options and paths.

@@ -24,10 +24,15 @@ from treespec.heads.tensors import HeadError, read_tensors
 
 
 def load_head(
-    path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    norm_output: bool | None = None,
 ) -> Head:
     """The head in a directory or hub repository. dtype: of its weights; default: the file's own.
 
+    norm_output: of an EAGLE-3 head, in place of what its config says. Default: what it says.
+    Some files of SpecForge say true for a head whose next feature is not normed (docs/formats.md).
     It also reads the formats of other projects (`treespec.heads.formats`).
     Raises HeadError for a missing or corrupt file, and for missing, unknown or misshapen tensors,
     by name.
@@ -40,6 +45,10 @@ def load_head(
         config, tensors = kind.read(config, tensors)
     except Exception as error:  # a file may say anything
         raise HeadError(f"{folder}: {_line(error)}") from error
+    if norm_output is not None:
+        if kind is not HEADS["eagle3"]:
+            raise HeadError(f"{folder}: norm_output is for EAGLE-3 heads, it is {kind.known_as}")
+        config = config | {"norm_output": norm_output}
 
     # 2. Compare the tensors with those that the config describes.
     try:

@@ -11,6 +11,7 @@ output path turns that into the logits of token t + 2. Five tokens:
     head gives    f1'  f2'  f3'  f4'           compared with f1 f2 f3; f4' drafts the token after e
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, final
 
@@ -67,15 +68,18 @@ class EagleHead(FeatureHead):
         return layer
 
     @property
-    def attention(self) -> Attention:
-        return self.layer.self_attn
+    def attentions(self) -> list[Attention]:
+        return [self.layer.self_attn]
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., H] the target's features -> [..., H] the features that `step` takes: the same."""
         return features
 
-    def extrapolate(self, embeddings: Tensor, features: Tensor, attend: Attend) -> Tensor:
+    def extrapolate(
+        self, embeddings: Tensor, features: Tensor, attends: Sequence[Attend]
+    ) -> Tensor:
         """[B, T, H] embeddings and features -> [B, T, H] the features that follow."""
+        (attend,) = attends
         return self.layers[0](self.fc(torch.cat([embeddings, features], dim=-1)), attend)
 
     def forward(self, tokens: Tensor, features: Tensor, steps: int = 1) -> list[Tensor]:
@@ -86,14 +90,14 @@ class EagleHead(FeatureHead):
         Returns for each step s, from 0, the features [B, R - s, H] that the head gives: row t
         extrapolates the target's feature at position t + s + 1.
         """
-        hidden, attention = features, UnrolledAttention(self.attention)
+        hidden, attention = features, UnrolledAttention(self.layer.self_attn)
         extrapolated: list[Tensor] = []
         for step in range(min(steps, features.shape[1])):
             rows = features.shape[1] - step
             places = torch.arange(step, step + rows, device=hidden.device)
             attend = partial(attention, angles=self.rotary(places, hidden.dtype))
             embeddings = self.embedded(tokens[:, step + 1 : step + 1 + rows], hidden.dtype)
-            hidden = self.extrapolate(embeddings, hidden[:, :rows], attend)
+            hidden = self.extrapolate(embeddings, hidden[:, :rows], [attend])
             extrapolated.append(hidden)
         return extrapolated
 

@@ -2,8 +2,8 @@
 
 `fc` fuses the target's features at position t, tapped at three layers, into one. The head sees it
 with the embedding of token t + 1, and its logits are for token t + 2. To draft deeper, it takes its
-layer's output before the last norm as the feature at t + 1. Training does not compare that feature
-with the target's.
+last layer's output as the feature at t + 1: before the last norm, or, in EAGLE-3.1, after it.
+Training does not compare that feature with the target's.
 Five tokens:
 
     position      0    1    2    3    4
@@ -15,57 +15,44 @@ Five tokens:
     and gives     b2   b3   b4                 the laws of d, e and the token after e
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, final
+from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from treespec.heads import eagle
+from treespec.heads.draft_map import check_mapping, mapping_of
+from treespec.heads.eagle3_layer import Eagle3Layer, windows_of
 from treespec.heads.features import Attend, FeatureHead
 from treespec.heads.head import Config, OutputPath, Tensors
-from treespec.heads.layers import MLP, Attention, RMSNorm
+from treespec.heads.layers import Attention, NormedLayer, RMSNorm
 from treespec.heads.unrolled import UnrolledAttention
 
 TAPS = 3
 
 
 @final
-class Eagle3Layer(nn.Module):
-    """A decoder layer over normed embedding and normed feature; the raw feature is the residual.
-
-    norm_before_residual: the normed feature is the residual, as in some of speculators' heads.
-    """
-
-    def __init__(
-        self, config: LlamaConfig, qkv_bias: bool, norm_before_residual: bool = False
-    ) -> None:
-        super().__init__()
-        width, self.norm_before_residual = config.hidden_size, norm_before_residual
-        self.self_attn = Attention(config, qkv_bias, 2 * width)
-        self.mlp = MLP(config)
-        self.hidden_norm = RMSNorm(width, eps=config.rms_norm_eps)
-        self.input_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
-
-    def forward(self, embeddings: Tensor, features: Tensor, attend: Attend) -> Tensor:
-        """[B, T, H] embeddings and features -> [B, T, H]. attend: [B, T, 2H] -> [B, T, H]."""
-        normed = self.hidden_norm(features)
-        x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        x = (normed if self.norm_before_residual else features) + attend(x)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-@final
 class Eagle3Head(FeatureHead):
     """Parameter names are the published checkpoint's.
 
-    config: the content of config.json, Llama's fields plus `draft_vocab_size` Vd (V if absent),
-    `target_hidden_size` Ht (H if absent), `eagle_aux_hidden_state_layer_ids` (the taps; if absent
-    they follow from the target's depth), `qkv_bias` and `norm_before_residual` (false if absent)
-    and `embed_scale` (1 if absent). Where Vd is not V, d2t [Vd] int64 says that draft token i is
-    the target's i + d2t[i], and t2d [V] bool marks these.
+    config: the content of config.json, Llama's fields plus
+    - `draft_vocab_size` Vd (V if absent). Where Vd is not V, d2t [Vd] int64 says that draft token i
+      is the target's i + d2t[i], and t2d [V] bool marks these.
+    - `target_hidden_size` Ht (H if absent), `eagle_aux_hidden_state_layer_ids` (the taps; if absent
+      they follow from the target's depth), and `embed_scale` (1 if absent).
+    - `num_hidden_layers` (1 if absent). The first layer is `midlayer`, the next ones are Llama's.
+    - `layer_types`, one for each layer: "full_attention", which all are if it is absent, or
+      "sliding_attention", which sees `sliding_window` positions, its own included.
+    - `qkv_bias` and `norm_before_residual`, of the first layer, and `qk_norm`, which makes all
+      layers Qwen3's (false if absent).
+    - EAGLE-3.1's norms (false if absent). `norm_before_fc`: one over all taps together, before
+      `fc`. `fc_norm`: one for each tap. `norm_output`: the normed state is the next feature, and
+      the plain one otherwise; the logits come from the normed state in any case.
+
+    Raises ValueError for `norm_before_fc` together with `fc_norm`, and for layers of other types.
     """
 
     kind: str = "eagle3"
@@ -80,13 +67,34 @@ class Eagle3Head(FeatureHead):
         if drafted > self.vocab_size:
             raise ValueError(f"draft_vocab_size is {drafted}, of a vocabulary of {self.vocab_size}")
         self.taps = tuple(int(k) for k in config.get("eagle_aux_hidden_state_layer_ids") or ())
+        if config.get("norm_before_fc") and config.get("fc_norm"):
+            raise ValueError("norm_before_fc and fc_norm are both true, and exclude each other")
+        self.norm_output = bool(config.get("norm_output"))
+        first_window, *windows = windows_of(config)
 
         # 2. The modules, by their published names.
-        tapped = (len(self.taps) or TAPS) * (config.get("target_hidden_size") or width)
-        self.fc = nn.Linear(tapped, width, bias=False)
-        residual = config.get("norm_before_residual", False)
-        self.midlayer = Eagle3Layer(llama, config.get("qkv_bias", False), residual)
-        self.norm = RMSNorm(width, eps=llama.rms_norm_eps)
+        taps, eps = len(self.taps) or TAPS, llama.rms_norm_eps
+        tap_width = config.get("target_hidden_size") or width
+        self.fc = nn.Linear(taps * tap_width, width, bias=False)
+        self.input_norm: RMSNorm | None = None
+        self.fc_norm: nn.ModuleList | None = None
+        if config.get("norm_before_fc"):
+            self.input_norm = RMSNorm(taps * tap_width, eps=eps)
+        if config.get("fc_norm"):
+            self.fc_norm = nn.ModuleList(RMSNorm(tap_width, eps=eps) for _ in range(taps))
+        qk_norm = bool(config.get("qk_norm"))
+        self.midlayer = Eagle3Layer(
+            llama,
+            config.get("qkv_bias", False),
+            config.get("norm_before_residual", False),
+            qk_norm=qk_norm,
+            window=first_window,
+        )
+        self.layers = nn.ModuleDict(
+            (str(number), NormedLayer(llama, qk_norm=qk_norm, window=window))
+            for number, window in enumerate(windows, start=1)
+        )
+        self.norm = RMSNorm(width, eps=eps)
         self.lm_head = nn.Linear(width, drafted, bias=False)
         self.d2t: Tensor | None
         self.t2d: Tensor | None
@@ -102,8 +110,13 @@ class Eagle3Head(FeatureHead):
         return self.norm.weight.dtype
 
     @property
-    def attention(self) -> Attention:
-        return self.midlayer.self_attn
+    def attentions(self) -> list[Attention]:
+        return [self.midlayer.self_attn, *(layer.self_attn for layer in self.later_layers)]
+
+    @property
+    def later_layers(self) -> list[NormedLayer]:
+        """The layers after the first."""
+        return [cast(NormedLayer, layer) for layer in self.layers.values()]
 
     @property
     def vocabulary(self) -> Tensor | None:
@@ -127,29 +140,49 @@ class Eagle3Head(FeatureHead):
             step 1    d  e          and is wanted where counts[t + s]
             step 2    e
         """
-        hidden, unrolled = self.fuse(features), UnrolledAttention(self.attention)
+        hidden = self.fuse(features)
+        unrolled = [UnrolledAttention(attention) for attention in self.attentions]
         states = []
         for step in range(min(steps, counts.shape[1])):
             rows = counts.shape[1] - step
             positions = torch.arange(step, step + rows, device=hidden.device)
             angles = self.rotary(positions, hidden.dtype)
-            attend = partial(unrolled, angles=angles)
+            attends = [partial(attention, angles=angles) for attention in unrolled]
             embeddings = self.embedded(tokens[:, step + 1 : step + 1 + rows], hidden.dtype)
-            hidden = self.extrapolate(embeddings, hidden[:, :rows], attend)
-            states.append(self.norm(hidden[counts[:, step:]]))
+            hidden = self.extrapolate(embeddings, hidden[:, :rows], attends)
+            states.append(self.normed(hidden[counts[:, step:]]))
         return states
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., F] the target's features -> [..., H] the features that a step takes."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            taps = features.chunk(len(self.fc_norm), dim=-1)
+            normed = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
+            features = torch.cat(normed, dim=-1)
         return self.fc(features)
 
-    def extrapolate(self, embeddings: Tensor, features: Tensor, attend: Attend) -> Tensor:
-        """[B, T, H] embeddings and features -> [B, T, H] the features that follow, not normed."""
-        return self.midlayer(embeddings, features, attend)
+    def extrapolate(
+        self, embeddings: Tensor, features: Tensor, attends: Sequence[Attend]
+    ) -> Tensor:
+        """[B, T, H] embeddings and features -> [B, T, H] the features that follow.
+
+        They are normed if `norm_output` says so.
+        """
+        first, *later = attends
+        hidden = self.midlayer(embeddings, features, first)
+        for layer, attend in zip(self.later_layers, later, strict=True):
+            hidden = layer(hidden, attend)
+        return self.norm(hidden) if self.norm_output else hidden
 
     def logits(self, hidden: Tensor, target: OutputPath | None = None) -> Tensor:
         """[..., H] features of `step` -> [..., Vd] logits of its tokens; `target` is not used."""
-        return self.lm_head(self.norm(hidden))
+        return self.lm_head(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[..., H] features of `step` -> [..., H] what `lm_head` takes."""
+        return hidden if self.norm_output else self.norm(hidden)
 
     def settle_taps(self, layers: int) -> None:
         """If the config names no taps, take the published ones for a target of `layers` layers."""
@@ -171,37 +204,11 @@ class Eagle3Head(FeatureHead):
         Raises ValueError where d2t and t2d disagree.
         """
         super().fill(tensors)
-        self._check_vocabulary()
-
-    def _check_vocabulary(self) -> None:
-        """Raises ValueError unless d2t and t2d name the same tokens."""
-        if self.d2t is None or self.t2d is None:
-            return
-        for name, tensor, dtype in (("d2t", self.d2t, torch.int64), ("t2d", self.t2d, torch.bool)):
-            if tensor.dtype != dtype:
-                raise ValueError(f"{name} is of {tensor.dtype}, must be {dtype}")
-        tokens = self.d2t + torch.arange(len(self.d2t))
-        if len(outside := tokens[(tokens < 0) | (tokens >= self.vocab_size)]):
-            raise ValueError(
-                f"d2t leads to token {int(outside[0])}, outside the vocabulary of {self.vocab_size}"
-            )
-        times = tokens.bincount(minlength=self.vocab_size)
-        if len(twice := (times > 1).nonzero()):
-            raise ValueError(f"d2t leads to token {int(twice[0])} twice")
-        if len(other := ((times > 0) != self.t2d).nonzero()):
-            raise ValueError(
-                "t2d does not mark the tokens that d2t leads to: they differ at token "
-                f"{int(other[0])}"
-            )
+        check_mapping(self.d2t, self.t2d, self.vocab_size)
 
     def _draft(self, tokens: Tensor | None) -> None:
         """Set d2t and t2d for these tokens of the target, [Vd]; None: all, without either."""
-        d2t = t2d = None
-        if tokens is not None and len(tokens) != self.vocab_size:
-            d2t = tokens - torch.arange(len(tokens), device=tokens.device)
-            t2d = torch.zeros(self.vocab_size, dtype=torch.bool, device=tokens.device).index_fill(
-                0, tokens, True
-            )
+        d2t, t2d = mapping_of(tokens, self.vocab_size)
         self.register_buffer("d2t", d2t)
         self.register_buffer("t2d", t2d)
 

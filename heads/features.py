@@ -5,7 +5,8 @@ t + 1. To draft deeper, the head takes the features that it returned.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -17,11 +18,11 @@ from treespec.heads.layers import Attention, KeyValues, Rotary
 
 EMBEDDING = "embed_tokens.weight"
 
-Attend = Callable[[Tensor], Tensor]  # [B, T, in] -> [B, T, H]: the layer's attention at a step
+Attend = Callable[[Tensor], Tensor]  # [B, T, in] -> [B, T, H]: a layer's attention at a step
 
 
 class FeatureHead(nn.Module, ABC):
-    """A head that drafts by features. Its subclass has one decoder layer behind `fc`.
+    """A head that drafts by features. Its subclass has one decoder layer or more behind `fc`.
 
     config: the content of config.json, with Llama's fields and `embed_scale` (1 if absent; for
     targets that scale their embeddings).
@@ -70,16 +71,21 @@ class FeatureHead(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def attention(self) -> Attention:
-        """The attention of the decoder layer."""
+    def attentions(self) -> Sequence[Attention]:
+        """The attention of each decoder layer."""
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
         """[..., F] the target's features -> [..., H] the features that `step` takes."""
 
     @abstractmethod
-    def extrapolate(self, embeddings: Tensor, features: Tensor, attend: Attend) -> Tensor:
-        """[B, T, H] embeddings and features -> [B, T, H] the features that follow."""
+    def extrapolate(
+        self, embeddings: Tensor, features: Tensor, attends: Sequence[Attend]
+    ) -> Tensor:
+        """[B, T, H] embeddings and features -> [B, T, H] the features that follow.
+
+        attends: one for each decoder layer.
+        """
 
     @abstractmethod
     def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
@@ -107,18 +113,22 @@ class FeatureHead(nn.Module, ABC):
         features: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,
-        cache: KeyValues | None = None,
+        caches: Sequence[KeyValues] | None = None,
     ) -> Tensor:
         """[B, T] tokens and [B, T, H] features -> [B, T, H] the features that follow.
 
         tokens: int64, each the one after its feature. positions: [T] or [B, T] of the features.
-        mask: [T, P + T] or [B, 1, T, P + T], what each position attends to; None is causal.
+        mask: [T, P + T] or [B, 1, T, P + T] bool, what each position attends to; None is causal.
+        caches: keys and values of each decoder layer.
         """
-
-        def attend(x: Tensor) -> Tensor:
-            return self.attention(x, self.rotary(positions, x.dtype), mask, cache)
-
-        return self.extrapolate(self.embedded(tokens, features.dtype), features, attend)
+        angles = self.rotary(positions, features.dtype)
+        attends = [
+            partial(
+                attention, angles=angles, mask=mask, cache=None if caches is None else caches[i]
+            )
+            for i, attention in enumerate(self.attentions)
+        ]
+        return self.extrapolate(self.embedded(tokens, features.dtype), features, attends)
 
     def embedded(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T] int64 -> [B, T, H] embeddings, scaled as the target's are."""

@@ -21,27 +21,9 @@ from transformers import LlamaConfig
 
 from treespec.heads.depths import DepthHeads, ResBlock, last_linear
 from treespec.heads.head import Config
-from treespec.heads.layers import MLP, Attention, KeyValues, RMSNorm, Rotary
+from treespec.heads.layers import KeyValues, NormedLayer, RMSNorm, Rotary
 
 ARCHITECTURES = {"hydra": "mlp", "hydra++": "prefix-mlp"}  # by kind
-
-
-@final
-class LlamaLayer(nn.Module):
-    """Llama's decoder layer."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config, False, config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), angles, mask, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 @final
@@ -50,7 +32,7 @@ class Prefix(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([LlamaLayer(config)])
+        self.layers = nn.ModuleList([NormedLayer(config)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config)
 
@@ -65,7 +47,14 @@ class Prefix(nn.Module):
 
         mask, cache: as for `EagleHead.step`.
         """
-        return self.norm(self.layers[0](states, self.rotary(positions, states.dtype), mask, cache))
+        (layer,) = self.layers
+        assert isinstance(layer, NormedLayer)
+        angles = self.rotary(positions, states.dtype)
+
+        def attend(x: Tensor) -> Tensor:
+            return layer.self_attn(x, angles, mask, cache)
+
+        return self.norm(layer(states, attend))
 
 
 @final

@@ -47,28 +47,49 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: LlamaConfig, qkv_bias: bool, in_features: int) -> None:
+    """Llama's attention, or Qwen3's, which norms each head's queries and keys.
+
+    window: columns that a position attends to, its own included, counted back from it over the
+    columns that the mask lets it see (`last_seen`). None: all of these.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        qkv_bias: bool,
+        in_features: int,
+        *,
+        qk_norm: bool = False,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
         heads, size = config.num_attention_heads, config.head_dim
         kv_heads = config.num_key_value_heads
         assert size is not None  # LlamaConfig fills both in
         assert kv_heads is not None
-        self.head_dim, self.grouped = size, heads != kv_heads
+        self.head_dim, self.grouped, self.window = size, heads != kv_heads, window
         self.q_proj = nn.Linear(in_features, heads * size, bias=qkv_bias)
         self.k_proj = nn.Linear(in_features, kv_heads * size, bias=qkv_bias)
         self.v_proj = nn.Linear(in_features, kv_heads * size, bias=qkv_bias)
         self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(size, eps=config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(size, eps=config.rms_norm_eps) if qk_norm else None
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: KeyValues | None
     ) -> Tensor:
-        """x: [B, T, in]. mask: [T, P + T] or [B, 1, T, P + T], bool or additive, None is causal.
+        """x: [B, T, in]. mask: [T, P + T] or [B, 1, T, P + T] bool, None is causal.
 
-        Returns [B, T, H].
+        Without a window the mask may be additive too. Returns [B, T, H].
         """
         q, k, v = self.project(x, angles)
         if cache is not None:
             k, v = cache.update(k, v)
+        if self.window is not None:
+            rows, columns = q.shape[2], k.shape[2]
+            if mask is None:
+                mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril()
+            mask = last_seen(mask, self.window)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
         )
@@ -83,7 +104,24 @@ class Attention(nn.Module):
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *angles), rotate(k, *angles), v
+
+
+def last_seen(seen: Tensor, window: int) -> Tensor:
+    """Of the columns that each row sees, the last `window`. seen: [..., T, columns] bool.
+
+    A row sees its path in the order of its positions: the text's pairs, then one node of each level
+    of the tree. So the last columns that it sees are the last positions before it, whatever
+    columns its siblings fill. A window of 3 over a text of two pairs and the levels {0, 1}, {2, 3}:
+
+        columns        | pairs | level 1 | level 2 |
+        node 3 sees    |  x x  |   . x   |   . x   |     its parent is node 1
+        in the window  |  . x  |   . x   |   . x   |
+    """
+    to_its_right = seen.flip(-1).cumsum(-1).flip(-1)  # seen columns from each on, itself included
+    return seen & (to_its_right <= window)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -118,4 +156,23 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """[B, T, H] -> [B, T, H]. attend: `self_attn` at given positions, with mask and cache."""
         x = x + attend(x)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class NormedLayer(nn.Module):
+    """Llama's layer, or Qwen3's: a norm before the attention and one before the MLP."""
+
+    def __init__(
+        self, config: LlamaConfig, *, qk_norm: bool = False, window: int | None = None
+    ) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps=eps)
+        self.self_attn = Attention(config, False, width, qk_norm=qk_norm, window=window)
+        self.post_attention_layernorm = RMSNorm(width, eps=eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """[B, T, H] -> [B, T, H]. attend: as for `DecoderLayer`."""
+        x = x + attend(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))

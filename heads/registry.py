@@ -73,6 +73,7 @@ HEADS: dict[str, HeadKind[Any]] = {
             "vllm": eagle3.to_vllm,
             "speculators": speculators.write,
             "eagle": eagle3.to_eagle,
+            "treespec": eagle3.to_treespec,
         },
         outputs=eagle.outputs,
     ),

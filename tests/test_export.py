@@ -69,6 +69,7 @@ PAIRS = [
     ("eagle", biased),
     ("eagle", three),
     ("eagle", whole),
+    ("treespec", three),
 ]
 
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from treespec.draft.trained.kinds import KINDS
 from treespec.heads.checkpoint import HeadError, load_head
-from treespec.heads.eagle3 import Eagle3Layer
+from treespec.heads.eagle3_layer import Eagle3Layer
 from treespec.heads.formats.eagle3 import from_sglang, to_sglang_ids
 from treespec.heads.formats.export import outputs
 from treespec.heads.registry import HEADS, kind_of
@@ -249,10 +249,12 @@ def test_layer_ids_name_the_same_features_by_what_enters_and_what_leaves():
         ("eagle3-sglang", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
         ("eagle3-sglang", {"eagle_config": 3}, "eagle_config is no set of fields"),
         ("eagle3-vllm", {IDS: [2, 4, 5, 7]}, r"fc\.weight is \[32, 96\], config\.json says \[32, 128\]"),
-        ("eagle3-vllm", {"norm_before_fc": True}, "norm_before_fc is true"),
-        ("speculators", {"norm_output": True}, "norm_output is true"),
+        ("eagle3-vllm", {"norm_before_fc": True}, r"lacks input_norm\.weight"),
+        ("speculators", {"fc_norm": True}, r"lacks fc_norm\.0\.weight, fc_norm\.1\.weight"),
+        ("speculators", {"fc_norm": True, "norm_before_fc": True}, "both true, and exclude each other"),
         ("speculators", {"speculators_model_type": "eagle"}, "'eagle', of which only 'eagle3' is known"),
-        ("speculators", {"transformer_layer_config": {"vocab_size": 64}}, "'qwen3', of which only 'llama' is known"),
+        ("speculators", {"transformer_layer_config": {"model_type": "phi3"}}, "'phi3', of which only 'llama' and"),
+        ("speculators", {"transformer_layer_config": LLAMA}, r"lacks midlayer\.self_attn\.k_norm\.weight"),
         ("speculators", {"transformer_layer_config": None}, "transformer_layer_config is missing"),
         ("medusa", {"medusa_num_layers": 2}, r"lacks 0\.2\.weight"),
         ("medusa", {"medusa_num_heads": "two"}, "medusa_num_heads is 'two'"),

@@ -190,7 +190,7 @@ def test_a_cached_head_equals_the_head_over_the_whole_text():
     cache = TreeLayer(capacity=2)
     for start, end in ((0, 4), (4, 5), (5, 9)):
         mask = torch.ones(end - start, end, dtype=torch.bool).tril(start)
-        part = head.step(tokens[:, start:end], features[:, start:end], torch.arange(start, end), mask, cache)
+        part = head.step(tokens[:, start:end], features[:, start:end], torch.arange(start, end), mask, [cache])
         cache.length = end
         assert torch.allclose(part, whole[:, start:end], atol=1e-5)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import random_eagle3, random_head
 from safetensors.torch import load_file
+from test_eagle31 import VARIANTS, made
 from test_export import saved
 from test_formats import DRAFTED, EIGHT
 
@@ -67,6 +68,26 @@ def test_speculators_gives_the_logits_of_two_steps(drafted, residual, tmp_path):
     first, second = head(TOKENS, features, torch.ones(1, rows, dtype=torch.bool), 2)
     agree(logits[0], head.lm_head(first))
     agree(logits[1][: rows - 1], head.lm_head(second))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", VARIANTS)
+def test_speculators_gives_the_logits_of_the_newer_parts(name, tmp_path):
+    """With a window the first step alone: at later ones theirs counts pairs only, and vLLM's all positions."""
+    model = pytest.importorskip("speculators.models.eagle3", exc_type=ImportError).Eagle3DraftModel
+    head = made(VARIANTS[name], drafted=None)
+    out = exported(head, "speculators", tmp_path)
+    config = model.config_class.from_pretrained(out)
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs, rows = model.from_pretrained(out, config=config).eval(), N - 1
+    logits = []
+    theirs.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0]))
+    features = EIGHT.features(TOKENS, head.taps)[:, :rows]
+    theirs(features, TOKENS[:, 1:N], torch.zeros(1, rows, dtype=torch.int64), ttt_steps=2)
+    first, second = head(TOKENS, features, torch.ones(1, rows, dtype=torch.bool), 2)
+    agree(logits[0], first)
+    if "sliding_window" not in VARIANTS[name]:
+        agree(logits[1][: rows - 1], second)
 
 
 @torch.no_grad()

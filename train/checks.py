@@ -12,6 +12,7 @@ from treespec.errors import InputError, first_line
 from treespec.options import either, nearest
 from treespec.text import templates
 from treespec.train.config import TrainConfig
+from treespec.train.eagle3_options import EAGLE3_FLAGS, Eagle3Options
 from treespec.train.kinds import TRAINING
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -61,6 +62,9 @@ def check_kind(config: TrainConfig) -> None:
         "--loss-vocab": config.loss_vocab is not None,
         "--first-weights": config.first_weights != "random",
     }
+    published = Eagle3Options()
+    for name, flag in EAGLE3_FLAGS.items():
+        chosen[flag] = getattr(config, name) != getattr(published, name)
     for flag in [flag for flag, is_chosen in chosen.items() if is_chosen]:
         if flag not in TRAINING[config.head].flags:
             able = ", ".join(name for name, training in TRAINING.items() if flag in training.flags)

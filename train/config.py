@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from treespec.errors import InputError
 from treespec.options import DTYPES, MANY, TOKENS, TRAINED, either, nearest, option
 from treespec.shared_options import TargetOptions
+from treespec.train.eagle3_options import Eagle3Options
 
 LOSSES = ("published", "cross-entropy", "tv", "log-acceptance", "lk", "acceptance:K")
 DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
@@ -12,7 +13,7 @@ MOST_DRAWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(TargetOptions):
+class TrainConfig(TargetOptions, Eagle3Options):
     """Defaults are those of the papers and their code; None is the kind's own (`train.kinds`).
 
     Kinds: Li et al. 2024 (2401.15077) and 2025 (2503.01840), Cai et al. 2024 (2401.10774), Ankner

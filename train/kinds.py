@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from treespec.train.config import TrainConfig
 from treespec.train.depths import hydra_objective, medusa_objective
 from treespec.train.eagle import eagle_objective
+from treespec.train.eagle3_options import EAGLE3_FLAGS
 from treespec.train.loss import Objective
 from treespec.train.unrolled import eagle3_objective
 
@@ -47,7 +48,7 @@ TRAINING = {  # by kind of head: (epochs, learning rate, weight decay, warm-up),
     "eagle3": Training(
         Recipe(40, 5e-5, 0.0, warm_up=12000, unrolled_steps=7),
         eagle3_objective,
-        ("--unrolled-steps",),
+        ("--unrolled-steps", *EAGLE3_FLAGS.values()),
         restricted_first=True,
     ),
     "medusa": Training(Recipe(2, 1e-3, 0.01, warm_up=2000), medusa_objective, ("--draft-heads",)),

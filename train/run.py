@@ -152,6 +152,8 @@ def untrained(config: TrainConfig, target: Target) -> Head:
         head = kind.new(target, bias=False)
     elif config.draft_heads is not None:
         head = kind.new(target, config.draft_heads)
+    elif parts := config.parts():
+        head = kind.new(target, parts)
     else:
         head = kind.new(target)
     if config.first_weights == "feature":

@@ -9,15 +9,29 @@ the layer that it leaves. In a target of five layers:
     eagle_config. …_layer_ids               0   1   2   3   4   left: SGLang
 """
 
+import re
 from collections.abc import Collection
+
+from transformers import Qwen3Config
 
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.formats.eagle import check_project
+from treespec.heads.formats.eagle3_parts import check_parts, layer_fields, norm_fields
 from treespec.heads.formats.engines import Served, check_layer, llama_fields
 from treespec.heads.head import Config, Stored, Tensors
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-UNKNOWN = ("norm_before_fc", "fc_norm", "norm_output")  # parts that Eagle3Head lacks
+QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's architecture for layers of Qwen3
+QUERY_NORM = "midlayer.self_attn.q_norm.weight"
+NESTED = {  # in eagle_config, as vLLM and TensorRT-LLM read it: at the top level
+    "norm_before_fc": "norm_before_fc",
+    "return_hidden_post_norm": "norm_output",
+}
+OLDER = {  # tensors that SGLang renames too
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
 
 
 def recognises(config: Config, names: Collection[str]) -> bool:
@@ -29,14 +43,21 @@ def recognises(config: Config, names: Collection[str]) -> bool:
 def read(config: Config, tensors: Tensors) -> Stored:
     """Rename layers.0 to midlayer, translate SGLang's taps, and drop a d2t of all tokens.
 
-    Raises ValueError for a head with parts that `Eagle3Head` lacks, and for taps that contradict
-    each other.
+    A layer is Qwen3's by its architecture or its tensors. Raises ValueError for taps that
+    contradict each other.
     """
-    if unknown := [name for name in UNKNOWN if config.get(name)]:
-        raise ValueError(f"{unknown[0]} is true, a part that treespec's EAGLE-3 heads do not have")
+    # 1. The fields.
     if "eagle_config" in config:
         config = _untangled(config)
-    tensors = {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
+    if config.get("use_aux_norm"):
+        config = config | {"fc_norm": True}
+    tensors = {_renamed(name, tensors): value for name, value in tensors.items()}
+    if QWEN3 in (config.get("architectures") or ()):
+        config = as_qwen3(config)
+    elif QUERY_NORM in tensors:
+        config = config | {"qk_norm": True}
+
+    # 2. The draft vocabulary.
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None or t2d is None or d2t.shape != t2d.shape:
         return config, tensors
@@ -45,8 +66,31 @@ def read(config: Config, tensors: Tensors) -> Stored:
     return config, tensors
 
 
+def as_qwen3(config: Config) -> Config:
+    """A config of Qwen3 layers as treespec's: Llama's fields, with Qwen3's own defaults.
+
+    transformers of earlier versions leave out what equals a default, and Llama's differ.
+    """
+    defaults = Qwen3Config().to_dict()
+    sizes = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "hidden_act")
+    sizes += ("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+    known = {name: defaults[name] for name in sizes}
+    return known | config | {"model_type": "llama", "qk_norm": True}
+
+
+def _renamed(name: str, names: Collection[str]) -> str:
+    """treespec's name of a tensor. SGLang calls the norm of later layers hidden_norm."""
+    if name.startswith("layers.0."):
+        return name.replace("layers.0.", "midlayer.", 1)
+    plain = name.replace(".hidden_norm.", ".input_layernorm.")
+    if re.match(r"layers\.\d+\.hidden_norm\.", name) and plain not in names:
+        return plain
+    older = next((start for start in OLDER if name.startswith(start)), None)
+    return name if older is None else name.replace(older, OLDER[older], 1)
+
+
 def _untangled(config: Config) -> Config:
-    """Replace SGLang's nested taps by treespec's."""
+    """Replace nested taps and norms by treespec's fields."""
     nested = config["eagle_config"]
     if not isinstance(nested, dict):
         raise ValueError(f"eagle_config is no set of fields: {nested!r}")
@@ -55,6 +99,7 @@ def _untangled(config: Config) -> Config:
             "eagle_config.use_aux_hidden_state is false: a head without taps is not EAGLE-3's"
         )
     config = {name: value for name, value in config.items() if name != "eagle_config"}
+    config |= {own: True for name, own in NESTED.items() if nested.get(name)}
     if not nested.get(IDS):
         return config
     taps = from_sglang(nested[IDS])
@@ -81,7 +126,7 @@ def to_sglang_ids(taps: tuple[int, ...]) -> list[int]:
 def to_eagle(head: Eagle3Head, served: Served) -> Stored:
     """For SafeAILab/EAGLE, which reads no layer ids, and no embedding of another width."""
     check_layer(head, activation=None)
-    check_residual(head)
+    check_parts(head, "eagle")
     check_project(head)
     layers = served.layers
     if head.taps != (2, layers // 2, layers - 3):
@@ -96,28 +141,33 @@ def to_eagle(head: Eagle3Head, served: Served) -> Stored:
 
 
 def to_sglang(head: Eagle3Head, served: Served) -> Stored:
-    """For SGLang, which requires `draft_vocab_size`."""
+    """For SGLang, which requires `draft_vocab_size`, and names a norm of later layers otherwise."""
     check_layer(head)
-    check_residual(head)
+    check_parts(head, "sglang")
     taps = {"eagle_config": {IDS: to_sglang_ids(head.taps), "use_aux_hidden_state": True}}
-    return _config(head, served, "LlamaForCausalLMEagle3") | taps, head.state_dict()
+    norms = {name: value for name, value in norm_fields(head).items() if name != "norm_before_fc"}
+    tensors = {
+        re.sub(r"^(layers\.\d+\.)input_layernorm\.", r"\1hidden_norm.", name): value
+        for name, value in head.state_dict().items()
+    }
+    return _config(head, served, "LlamaForCausalLMEagle3") | taps | norms, tensors
 
 
 def to_vllm(head: Eagle3Head, served: Served) -> Stored:
     """For vLLM, which refuses unknown tensors, and d2t of a head that drafts all tokens."""
     check_layer(head)
     config = {IDS: list(head.taps), "norm_before_residual": head.midlayer.norm_before_residual}
-    return _config(head, served, "LlamaForCausalLMEagle3") | config, head.state_dict()
+    family = layer_fields(head)["model_type"]
+    architecture = QWEN3 if family == "qwen3" else "LlamaForCausalLMEagle3"
+    return _config(head, served, architecture) | config | norm_fields(head), head.state_dict()
+
+
+def to_treespec(head: Eagle3Head, served: Served) -> Stored:
+    """For treespec itself: a head of another project in treespec's own terms."""
+    return head.config, head.state_dict()
 
 
 def _config(head: Eagle3Head, served: Served, architecture: str) -> Config:
     own = {"draft_vocab_size": head.lm_head.out_features, "target_hidden_size": served.hidden_size}
-    return {"architectures": [architecture]} | llama_fields(head, served) | own
-
-
-def check_residual(head: Eagle3Head) -> None:
-    """Raises ValueError for the variant that SafeAILab/EAGLE and SGLang lack."""
-    if head.midlayer.norm_before_residual:
-        raise ValueError(
-            "its residual is normed (norm_before_residual), which only vllm and speculators know"
-        )
+    layers = llama_fields(head, served) | layer_fields(head)
+    return {"architectures": [architecture]} | layers | own

@@ -56,7 +56,7 @@ def check_layer(
 
 
 def llama_fields(head: FeatureHead, served: Served) -> Config:
-    """The fields of a Llama of one layer.
+    """The fields of a Llama of one layer. `eagle3` overrides what its layers have otherwise.
 
     They hold the rotary positions three times, because versions of the engines read different
     fields. The context is at least the target's: the engines stop at the end of the shorter one.

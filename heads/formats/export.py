@@ -20,7 +20,7 @@ from treespec.heads.formats.engines import Served
 from treespec.heads.head import Head
 from treespec.heads.registry import HEADS
 
-FORMATS = ("sglang", "vllm", "speculators", "eagle")
+FORMATS = ("sglang", "vllm", "speculators", "eagle", "treespec")
 TOKENS = 8  # length of the random text on which heads are compared
 
 
@@ -39,6 +39,7 @@ def export(
     out: Path,
     served: Served,
     embedding: Callable[[], Tensor] | None = None,
+    norm_output: bool | None = None,
 ) -> Exported:
     """Write a head's directory in the format of `to`, one of FORMATS.
 
@@ -46,11 +47,12 @@ def export(
     kill leaves no half-written head.
     embedding: computes the target's embedding [V, H], for a head that does not store it where the
     format must.
+    norm_output: as for `load_head`.
     Raises HeadError for a head that the format cannot describe, for an `out` that exists or cannot
     be written, and where the head that is read back differs.
     """
     # 1. Refuse what needs no conversion to be refused.
-    head = load_head(head_path)
+    head = load_head(head_path, norm_output=norm_output)
     if to not in FORMATS:
         raise HeadError(f"--to is {to!r}, must be one of {', '.join(FORMATS)}")
     if to not in HEADS[head.kind].writers:
@@ -62,7 +64,7 @@ def export(
     # 2. Write beside `out`, read back, compare, rename.
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        check(head, served)
+        check(head, served, engine=to != "treespec")
         if head.lacks_embedding and to in HEADS[head.kind].embedded:
             head.share_embedding(as_stored(embedding, head))
         config, tensors = HEADS[head.kind].writers[to](head, served)
@@ -110,6 +112,8 @@ def left_behind(head_path: str) -> str | None:
 def command(to: str, head: Head, served: Served, out: Path) -> str:
     """The shell command that serves the target with the head in `out`, or answers MT-Bench."""
     target, folder = shlex.quote(served.name), shlex.quote(str(out))
+    if to == "treespec":
+        return f"treespec chat --target {target} --head {folder}"
     if to == "speculators":
         return f"vllm serve {folder}"
     if to == "vllm":
@@ -153,7 +157,7 @@ def outputs(head: Head) -> Tensor:
     return compute(head, features, generator)
 
 
-def check(head: Head, served: Served) -> None:
+def check(head: Head, served: Served, engine: bool = True) -> None:
     """Raises ValueError for a head of another target, and for taps that no engine has."""
     if head.vocab_size != served.vocab_size:
         raise ValueError(
@@ -162,7 +166,7 @@ def check(head: Head, served: Served) -> None:
     head.settle_taps(served.layers)
     if beyond := [k for k in head.taps if not 0 <= k < served.layers]:
         raise ValueError(f"it taps layer {beyond[0]}, the target has {served.layers}")
-    if len(head.taps) not in (0, 3):
+    if engine and len(head.taps) not in (0, 3):
         raise ValueError(f"it taps {len(head.taps)} layers, where the engines take 3")
     width = (len(head.taps) or 1) * served.hidden_size
     if head.feature_size != width:

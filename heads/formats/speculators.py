@@ -2,10 +2,11 @@
 
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.formats import eagle3
+from treespec.heads.formats.eagle3_parts import NORMS, layer_fields, norm_fields
 from treespec.heads.formats.engines import Served, check_layer, llama_fields
 from treespec.heads.head import Config, Stored, Tensors
 
-OWN = ("draft_vocab_size", "target_hidden_size", eagle3.IDS, *eagle3.UNKNOWN)
+OWN = ("draft_vocab_size", "target_hidden_size", eagle3.IDS, *NORMS)
 VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compares
 DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
 
@@ -16,21 +17,22 @@ def read_any(config: Config, tensors: Tensors) -> Stored:
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
-    """Flatten the config. Raises ValueError for other speculators and for layers unlike Llama's."""
+    """Flatten the config. Raises ValueError for other speculators, and for layers of others."""
     if (kind := config["speculators_model_type"]) != "eagle3":
         raise ValueError(f"speculators_model_type is {kind!r}, of which only 'eagle3' is known")
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise ValueError("transformer_layer_config is missing")
-    if (kind := layer.get("model_type", "qwen3")) != "llama":
+    family = layer.get("model_type", "qwen3")
+    if family not in ("llama", "qwen3"):
         raise ValueError(
-            f"transformer_layer_config is of model_type {kind!r}, of which only 'llama' is known"
+            f"transformer_layer_config is of model_type {family!r}, of which only 'llama' and "
+            "'qwen3' are known"
         )
     fields = {name: config[name] for name in OWN if config.get(name) is not None}
-    residual = {"norm_before_residual": config.get("norm_before_residual", True)}
-    return eagle3.read(
-        layer | fields | residual | {"architectures": ["LlamaForCausalLMEagle3"]}, tensors
-    )
+    fields["norm_before_residual"] = config.get("norm_before_residual", True)
+    architecture = eagle3.QWEN3 if family == "qwen3" else "LlamaForCausalLMEagle3"
+    return eagle3.read(layer | fields | {"architectures": [architecture]}, tensors)
 
 
 def write(head: Eagle3Head, served: Served) -> Stored:
@@ -45,6 +47,8 @@ def write(head: Eagle3Head, served: Served) -> Stored:
     }
 
     # 2. The nested config, and the tensors by the name of its layer.
+    layers = layer_fields(head)
+    family = "Qwen3ForCausalLM" if layers["model_type"] == "qwen3" else "LlamaForCausalLM"
     config = {
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
@@ -53,10 +57,12 @@ def write(head: Eagle3Head, served: Served) -> Stored:
         "target_hidden_size": served.hidden_size,
         eagle3.IDS: list(head.taps),
         "norm_before_residual": head.midlayer.norm_before_residual,
+        **norm_fields(head),
         "tie_word_embeddings": False,
         "torch_dtype": str(head.dtype).removeprefix("torch."),
-        "transformer_layer_config": {"architectures": ["LlamaForCausalLM"]}
-        | llama_fields(head, served),
+        "transformer_layer_config": {"architectures": [family]}
+        | llama_fields(head, served)
+        | layers,
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [greedy],

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
+from treespec.cli.config_file import expanded
 from treespec.cli.terminal import end_notice
 from treespec.text.printable import one_line
 
@@ -20,15 +21,17 @@ def run(app: "typer.Typer", arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code.
 
     0: done. 1: a bug, or no memory left. 2: an input that cannot be used. 130: Ctrl-C. Each error
-    is one line; --traceback, anywhere on the line, raises it instead. Ctrl-C and a reader that
-    leaves, such as `| head`, end a command without a message.
+    is one line; --traceback, anywhere on the line, raises it instead. --config FILE, anywhere too,
+    stands for the options in the file. Ctrl-C and a reader that leaves, such as `| head`, end a
+    command without a message.
     """
     # 1. Run.
     tolerate_any_text()
     show_warnings()
     wants_traceback = TRACEBACK in arguments
     try:
-        code = app([word for word in arguments if word != TRACEBACK], standalone_mode=False)
+        words = [word for word in arguments if word != TRACEBACK]
+        code = app(expanded(app, words), standalone_mode=False)
         sys.stdout.flush()
 
     # 2. What ends a command early, in a line.

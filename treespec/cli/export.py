@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from treespec.cli.config_file import FromFile
 from treespec.cli.early import check_folder, check_sources
 from treespec.cli.terminal import end_notice, notice
 from treespec.errors import InputError
@@ -19,6 +20,7 @@ ENGINES = {
     "vllm": "vLLM",
     "speculators": "vLLM's speculators library",
     "eagle": "SafeAILab/EAGLE",
+    "treespec": "treespec's own",
 }
 FORMATS = f"format: {either(f'{name} ({project})' for name, project in ENGINES.items())}"
 
@@ -37,6 +39,15 @@ def export(
         Path | None, typer.Argument(help="the same as --out, kept from earlier versions")
     ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help=TRUST)] = False,
+    norm_output: Annotated[
+        bool | None,
+        typer.Option(
+            "--norm-output/--no-norm-output",
+            help="eagle3: whether the normed state is the next step's feature; default: as the "
+            "head's config says, which some files of SpecForge say wrongly",
+        ),
+    ] = None,
+    config: FromFile = None,
 ) -> None:
     """Write a head in another project's format, compare it, and say how to serve it."""
     # 1. Check the options and paths.
@@ -67,7 +78,7 @@ def export(
 
     remove_leftovers(place.parent)
     served = Served.of(target, load_config(target, trust_remote_code))
-    written = write(head, to, place, served, embedding)
+    written = write(head, to, place, served, embedding, norm_output)
     end_notice()
     print(
         f"{place} holds the {written.kind} head. Read back it gives the same {written.compared} "

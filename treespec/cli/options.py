@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, get_type_hints
 
 import typer
 
+from treespec.cli.config_file import FromFile, repeatable
 from treespec.options import MANY, range_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Config = TypeVar("Config", bound="DataclassInstance")
+FROM_FILE = inspect.Parameter(
+    "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=FromFile
+)
 
 
 def takes(config: type[Config]) -> Callable[[Callable[[Config], None]], Callable[..., None]]:
@@ -24,11 +28,14 @@ def takes(config: type[Config]) -> Callable[[Callable[[Config], None]], Callable
 
     def decorate(command: Callable[[Config], None]) -> Callable[..., None]:
         def run(**values: object) -> None:
-            command(config(**values))
+            values.pop(FROM_FILE.name)  # `entry.run` has put the file's options in its place
+            with repeatable(values):
+                command(config(**values))
 
         hints = get_type_hints(config)
         shown = sorted(fields(config), key=lambda field: _place(config, field))
         parameters = [_parameter(config, field, hints[field.name]) for field in shown]
+        parameters.append(FROM_FILE)
         run.__name__ = command.__name__
         run.__doc__ = command.__doc__
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

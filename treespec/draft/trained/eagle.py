@@ -104,7 +104,7 @@ class EagleProposer(Proposer):
         """chunk: pairs per forward of the head. Default: the target's chunk size."""
         self.head, self.target, self.chunk = head, target, chunk
         self.vocab_size = target.vocab_size
-        self.cache = TreeCache(layers=1)
+        self.cache = TreeCache(layers=len(head.attentions))
         self.waiting = [self._nothing()]  # by text
         self.positions = torch.empty(0)  # [B, 1] positions of the last level's features
         self.frontier = torch.empty(0)  # [B, F, H] features extrapolated at the frontiers
@@ -187,9 +187,10 @@ class EagleProposer(Proposer):
 
         tokens: [B, T]. features: [B, T, H]. positions: [B, T or 1]. mask: [B, T, P + T].
         """
-        layer = self.cache.tree_layers[0]
-        hidden = self.head.step(tokens, features, positions, mask[:, None], layer)
-        layer.length += tokens.shape[1]
+        layers = self.cache.tree_layers
+        hidden = self.head.step(tokens, features, positions, mask[:, None], layers)
+        for layer in layers:
+            layer.length += tokens.shape[1]
         return hidden
 
     def _nothing(self) -> "Pairs":

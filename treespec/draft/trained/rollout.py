@@ -29,14 +29,15 @@ def rollout(
     rollouts = len(tokens) - steps - 1
     if rollouts <= 0:
         return
-    cache = TreeLayer(capacity=rollouts * steps)
+    caches = [TreeLayer(capacity=rollouts * steps) for _ in head.attentions]
     hidden = head.fuse(features[:rollouts].to(head.dtype))
     seen = torch.ones(rollouts, rollouts, dtype=torch.bool, device=hidden.device).tril()
     own = torch.eye(rollouts, dtype=torch.bool, device=hidden.device)
     for step in range(steps):
         positions = torch.arange(step, step + rollouts, device=hidden.device)
         following = tokens[step + 1 : step + 1 + rollouts]
-        hidden = head.step(following[None], hidden[None], positions, seen, cache)[0]
-        cache.length += rollouts
+        hidden = head.step(following[None], hidden[None], positions, seen, caches)[0]
+        for cache in caches:
+            cache.length += rollouts
         seen = torch.cat([seen, own], dim=1)
         yield whole(head.logits(hidden.to(features.dtype), target), head, target)

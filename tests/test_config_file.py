@@ -1,0 +1,85 @@
+"""Options in a YAML file: they stand for those of the line, a bad one is one line, and a run's own file repeats it."""
+
+import pytest
+import yaml
+from models import save_model
+from safetensors.torch import load_file
+from training import same_weights, write_data
+
+from treespec.cli import app
+from treespec.cli.config_file import expanded
+from treespec.cli.entry import run
+from treespec.errors import InputError
+
+
+def written(folder, text):
+    (folder / "options.yaml").write_text(text)
+    return str(folder / "options.yaml")
+
+
+def test_a_files_options_stand_before_those_of_the_line(tmp_path):
+    file = written(tmp_path, "max-steps: 3\nlearning_rate: 1e-4\ncalibrate: false\nclip:\nmixed_precision: 'no'\n")
+    given = ["--max-steps=3", "--learning-rate=0.0001", "--no-calibrate", "--mixed-precision=no"]
+    assert expanded(app, ["train", "--config", file, "--max-steps", "5"]) == ["train", *given, "--max-steps", "5"]
+    assert expanded(app, [f"--config={file}", "train"]) == ["train", *given]
+    assert expanded(app, ["train", "--max-steps", "5"]) == ["train", "--max-steps", "5"]
+    file = written(tmp_path, "prompt: --odd text\n")
+    assert expanded(app, ["generate", "--config", file]) == ["generate", "--prompt=--odd text"]
+    assert expanded(app, ["datastore", "build", "--config", written(tmp_path, "")]) == ["datastore", "build"]
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "complaint"),
+    [
+        ("train", "max-step: 3", r"'max-step' is no option of this command \(did you mean max-steps\?\)"),
+        ("train", "max-steps: two", "max-steps is 'two', must be a whole number"),
+        ("train", "max-steps: 2.5", r"max-steps is 2\.5, must be a whole number"),
+        ("train", "learning-rate: fast", "learning-rate is 'fast', must be a number"),
+        ("train", "clip: true", "clip is True, must be a number"),
+        ("train", "calibrate: 1", "calibrate is 1, must be true or false"),
+        ("train", "mixed-precision: no", "mixed-precision is False, must be text: put it in quotes"),
+        ("eval", "temperature: [0, 1]", r"temperature is \[0, 1\], must be text"),
+        ("export", "3: 4", "3 is no option of this command"),
+        ("train", "- a\n- b", "holds no options: write lines such as max-steps: 1000"),
+        ("train", "a: [", "is not YAML: .* line 1"),
+        ("train", "a: \x00", "is not YAML"),
+    ],
+)
+def test_what_a_file_cannot_say_is_one_line(command, text, complaint, tmp_path, capsys):
+    assert run(app, [command, "--config", written(tmp_path, text)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    with pytest.raises(InputError, match=complaint):
+        raise InputError(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["train", "--config", "absent.yaml"], "cannot read --config absent.yaml: No such file or directory"),
+        (["train", "--config"], "--config names no file"),
+        (["--config", "a.yaml"], "--config goes with a command"),
+        (["train", "--config", "a", "--config", "b"], "--config is given 2 times"),
+        (["trian", "--config", "a"], "No such command 'trian'"),
+    ],
+)
+def test_a_file_that_is_not_there_is_one_line(words, complaint, capsys):
+    assert run(app, words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line
+
+
+def test_the_file_that_a_run_leaves_repeats_it(tmp_path, capsys):
+    model, data = save_model(tmp_path / "model"), write_data(tmp_path / "data.jsonl")
+    short = "max-steps: 2\nbatch-size: 2\nwarm-up: 1\nheld-out: 0.2\ncalibrate: false\ndtype: float32\nseed: 5\n"
+    file = written(tmp_path, f"target: {model}\ndata: {data}\n{short}")
+    assert run(app, ["train", "--config", file, "--out", str(tmp_path / "one"), "--seed", "7"]) == 0
+    left = tmp_path / "one" / "training" / "options.yaml"
+    assert yaml.safe_load(left.read_text())["seed"] == 7
+    assert run(app, ["train", "--config", str(left), "--out", str(tmp_path / "two")]) == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert same_weights(one, two)
+    before = left.read_text()
+    assert run(app, ["train", "--config", str(left), "--max-steps", "9"]) == 2  # another run lies there
+    assert left.read_text() == before
+    assert "--config" in before
+    assert capsys.readouterr().err

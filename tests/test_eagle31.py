@@ -1,0 +1,160 @@
+"""Newer EAGLE-3 heads: the norms of EAGLE-3.1, layers of Qwen3, several layers, sliding windows."""
+
+import pytest
+import torch
+from models import CONFIGS, follow, save_model, target
+from test_formats import DRAFTED, EIGHT
+from test_unrolled import one_by_one
+from training import small_run, write_data
+
+from treespec.draft.proposer import Frontier
+from treespec.draft.trained import eagle3
+from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.trained.kinds import KINDS
+from treespec.draft.vocabulary import restrict, whole
+from treespec.errors import InputError
+from treespec.heads.checkpoint import load_head
+from treespec.heads.formats.eagle3_parts import parts_of
+from treespec.heads.layers import last_seen
+from treespec.heads.unrolled import UnrolledAttention
+from treespec.spec import Spec
+from treespec.train.checks import check_kind
+from treespec.train.config import TrainConfig
+from treespec.train.run import train
+
+SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 3}
+TWO = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+VARIANTS = {
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "qwen3": {"qk_norm": True},
+    "layers": {"num_hidden_layers": 3},
+    "window": SLIDING,
+    "speculators today": {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True} | SLIDING,
+    "all": {"fc_norm": True, "norm_output": True, "qk_norm": True} | TWO,
+}
+
+
+def made(parts, model=EIGHT, drafted=DRAFTED):
+    """A head with these fields of its config, every norm's weights away from one, so that a wrong one shows."""
+    torch.manual_seed(0)
+    head = eagle3.new_head(model, parts).eval()
+    for name, parameter in head.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.add_((0.5 if "norm" in name else 0.2) * torch.randn_like(parameter))
+    if drafted is not None:
+        restrict(head, model, drafted)
+    return head
+
+
+@torch.no_grad()
+def test_the_norms_stand_where_their_names_say():
+    features, plain = torch.randn(2, 5, 96), made({})
+
+    def rms(x):
+        return x * x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
+
+    before = made({"norm_before_fc": True})
+    torch.testing.assert_close(before.fuse(features), before.fc(rms(features) * before.input_norm.weight))
+    each = made({"fc_norm": True})
+    taps = [rms(tap) * norm.weight for tap, norm in zip(features.chunk(3, -1), each.fc_norm, strict=True)]
+    torch.testing.assert_close(each.fuse(features), each.fc(torch.cat(taps, -1)))
+    after = made({"norm_output": True})
+    after.load_state_dict(plain.state_dict())
+    tokens, fused = torch.randint(3, 64, (2, 5)), plain.fuse(features)
+    raw, normed = (head.step(tokens, fused, torch.arange(5)) for head in (plain, after))
+    torch.testing.assert_close(normed, plain.norm(raw))
+    torch.testing.assert_close(after.logits(normed), plain.logits(raw))
+    with pytest.raises(ValueError, match="norm_before_fc and fc_norm are both true, and exclude each other"):
+        made({"norm_before_fc": True, "fc_norm": True})
+
+
+def test_a_window_is_the_last_columns_that_a_row_sees():
+    """The drawing of `last_seen`: two pairs, then two levels of two nodes each; node 3's parent is node 1."""
+    seen = torch.tensor([[1, 1, 0, 1, 0, 1], [1, 1, 1, 0, 1, 0]]).bool()
+    assert last_seen(seen, 3).tolist() == [[bool(x) for x in row] for row in ([0, 1, 0, 1, 0, 1], [0, 1, 1, 0, 1, 0])]
+    assert torch.equal(last_seen(seen, 4), seen)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("block", [2, 256])
+def test_an_unrolled_window_is_the_last_positions_of_each_drafts_own_path(window, block):
+    """Row t of step s stands at t + s. Its path: pairs 0 to t, then its own draft of each step."""
+    head = made(SLIDING | {"sliding_window": window})
+    (attention,), inputs = head.attentions, torch.randn(4, 7, 64)
+    unrolled = UnrolledAttention(attention, block)
+    for step in range(4):
+        rows = 7 - step
+        out = unrolled(inputs[step, None, :rows], head.rotary(torch.arange(step, 7), torch.float32))
+        for row in range(rows):
+            path = torch.cat([inputs[0, : row + 1], inputs[1 : step + 1, row]])[None]
+            alone = attention(path, head.rotary(torch.arange(row + step + 1), torch.float32), None, None)
+            torch.testing.assert_close(out[0, row], alone[0, -1], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["3.1", "speculators today", "all"])
+def test_training_drafting_and_rollouts_are_one_head(name):
+    """All rows at once, trees of two levels, and rollouts, each against one path after another: to 1e-4."""
+    model, steps = target("llama"), 3
+    head = made(VARIANTS[name], model)
+    tokens = torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(2))
+    features = model.features(tokens, head.taps)
+    counts = torch.ones(1, 7, dtype=torch.bool)
+    at_once = head(tokens, features[:, :-2], counts, steps)
+    alone = one_by_one(head, tokens, features[:, :-2], counts, steps)
+    torch.testing.assert_close(torch.cat(at_once), torch.cat(alone), rtol=0, atol=1e-4)
+    rollouts = KINDS["eagle3"].rollout(head, model, tokens[0], features[0], steps)
+    for drafted, rows in zip(rollouts, alone, strict=True):
+        torch.testing.assert_close(drafted, whole(rows, head, model)[: len(drafted)], rtol=0, atol=1e-4)
+
+    # a tree, whose node 3 hangs on node 1 of the level above
+    proposer = EagleProposer(head, model)
+    follow(proposer, features[0], tokens[0])
+    proposer.begin()
+    proposer.extend([Frontier(torch.tensor([5, 6, 7]), torch.tensor([0, 0, 0]))])
+    (level,) = proposer.extend([Frontier(torch.tensor([8, 9, 10, 11]), torch.tensor([0, 2, 2, 1]))])
+    path, known = tokens[0], head.fuse(features[0])
+    for token in (*DRAFTED[[6, 11]].tolist(), None):
+        hidden = head.step(path[None], known[None], torch.arange(len(known)))[0, -1:]
+        if token is not None:
+            path, known = torch.cat([path, torch.tensor([token])]), torch.cat([known, hidden])
+    torch.testing.assert_close(level[3], head.logits(hidden)[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_greedy_text_is_the_targets(name, arch):
+    model = target(arch)
+    spec = Spec(model, made(VARIANTS[name], model), "dynamic:depth=3,topk=4,nodes=9")
+    out = spec.generate([5, 9, 33, 12, 7], max_new_tokens=16)
+    assert out.token_ids == spec.baseline().generate([5, 9, 33, 12, 7], max_new_tokens=16).token_ids
+    assert arch in CONFIGS
+
+
+def test_a_run_trains_the_parts_that_its_options_name(tmp_path):
+    """A head of speculators' defaults of today, and one of EAGLE-3.1 with two layers of Qwen3."""
+    model, data = save_model(tmp_path / "model"), write_data(tmp_path / "data.jsonl")
+    today = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True, "sliding_window": 5}
+    newer = {"fc_norm": True, "norm_output": True, "layer_family": "qwen3", "head_layers": 2}
+    for name, options in {"today": today, "newer": newer}.items():
+        config = small_run(model, data, tmp_path / name, head="eagle3", **options, max_steps=2, checkpoint_every=1)
+        before = made(config.parts(), target("llama"), None)
+        result = train(config)
+        loaded = load_head(config.out)
+        assert parts_of(loaded) == parts_of(before)
+        assert len(result.agreement) == 3
+        assert train(config) == result
+
+
+def test_the_parts_are_for_eagle3_and_its_norms_exclude_each_other():
+    said = {"target": "", "data": "", "out": ""}
+    with pytest.raises(InputError, match="--norm-before-fc and --fc-norm exclude each other"):
+        TrainConfig(**said, head="eagle3", norm_before_fc=True, fc_norm=True)
+    with pytest.raises(InputError, match="--head-layers is for --head eagle3: leave it out for medusa"):
+        check_kind(TrainConfig(**said, head="medusa", head_layers=2))
+    with pytest.raises(InputError, match="--layer-family is 'qwen2', must be llama or qwen3"):
+        TrainConfig(**said, head="eagle3", layer_family="qwen2")
+    assert TrainConfig(**said, head="eagle3").parts() == {}

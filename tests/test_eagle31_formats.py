@@ -1,0 +1,151 @@
+"""Newer EAGLE-3 heads in the layouts of the projects that publish them: read, written, or refused by the part."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_eagle31 import SLIDING, VARIANTS, made
+from test_export import SERVED, saved
+from test_formats import EIGHT, IDS, LLAMA, SPECULATORS, THREE, layered, write
+
+from treespec.cli import app
+from treespec.cli.entry import run
+from treespec.draft.trained.kinds import KINDS
+from treespec.heads.checkpoint import HeadError, load_head
+from treespec.heads.formats.eagle3_parts import PARTS, parts_of
+from treespec.heads.formats.export import export, outputs
+
+QWEN3 = {"model_type": "qwen3", "head_dim": 8}
+
+
+def in_speculators(parts):
+    """config.json as speculators writes it, and how it names the tensors."""
+    parts = dict(parts)
+    layer = LLAMA | ({"model_type": "llama"} if not parts.pop("qk_norm", False) else QWEN3)
+    layer |= {k: parts.pop(k) for k in ("num_hidden_layers", "layer_types", "sliding_window") if k in parts}
+    return SPECULATORS | {"transformer_layer_config": layer} | parts, layered
+
+
+def in_vllm(parts):
+    parts = dict(parts)
+    qwen3 = parts.pop("qk_norm", False)
+    architecture = {"architectures": ["Eagle3Qwen3ForCausalLM"]} | QWEN3 if qwen3 else {}
+    return THREE | {IDS: [2, 4, 5]} | parts | architecture, layered
+
+
+def in_sglang(parts):
+    def told(tensors):
+        later = r"^(layers\.[1-9]\.)input_layernorm"
+        return {re.sub(later, r"\1hidden_norm", name): value for name, value in layered(tensors).items()}
+
+    nested = {"eagle_config": {IDS: [1, 3, 4], "norm_before_fc": parts.get("norm_before_fc", False)}}
+    return THREE | nested | {name: value for name, value in parts.items() if name != "norm_before_fc"}, told
+
+
+def in_specforge(parts):
+    """One layer named midlayer, and a mapping of the vocabulary in any case."""
+    return THREE | {"fc_norm": False} | parts, dict
+
+
+@pytest.mark.parametrize("layout", [in_speculators, in_vllm, in_sglang, in_specforge])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_directory_of_each_layout_gives_the_logits_of_its_head(name, layout, tmp_path):
+    head, (config, told) = made(VARIANTS[name]), layout(VARIANTS[name])
+    loaded = load_head(write(tmp_path, config, told(head.state_dict())))
+    assert torch.equal(outputs(loaded), outputs(head))
+    assert parts_of(loaded) == parts_of(head)
+
+
+def test_the_older_names_of_sglangs_norms_are_read(tmp_path):
+    head, names = made({"fc_norm": True}), ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+    tensors = head.state_dict()
+    for i, name in enumerate(names):
+        tensors[f"{name}.weight"] = tensors.pop(f"fc_norm.{i}.weight")
+    folder = write(tmp_path, THREE | {IDS: [2, 4, 5], "use_aux_norm": True}, tensors)
+    assert torch.equal(outputs(load_head(folder)), outputs(head))
+
+
+def test_a_qwen3_layer_that_leaves_out_what_equals_its_defaults_is_read_with_these(tmp_path):
+    config, told = in_speculators({"qk_norm": True})
+    head = made({"qk_norm": True})
+    del config["transformer_layer_config"]["model_type"], config["transformer_layer_config"]["head_dim"]
+    with pytest.raises(HeadError, match=r"k_norm\.weight is \[8\], config\.json says \[128\]"):
+        load_head(write(tmp_path, config, told(head.state_dict())))
+
+
+@pytest.mark.parametrize("to", ["sglang", "vllm", "speculators", "eagle", "treespec"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_head_goes_out_where_its_parts_have_a_place_and_is_refused_elsewhere(name, to, tmp_path):
+    head = made(VARIANTS[name])
+    folder = saved(head, tmp_path / "head")
+    missing = sorted(part for part in parts_of(head) if to not in (*PARTS[part][1], "treespec"))
+    assert parts_of(head)
+    if missing:
+        with pytest.raises(HeadError, match=rf"\({missing[0]}\), which only .* know") as caught:
+            export(folder, to, tmp_path / "out", SERVED)
+        assert "\n" not in str(caught.value)
+        return
+    export(folder, to, tmp_path / "out", SERVED)
+    assert torch.equal(outputs(load_head(tmp_path / "out")), outputs(head))
+
+
+def test_the_engines_find_the_newer_parts_where_they_look(tmp_path):
+    head = saved(made(VARIANTS["all"]), tmp_path / "head")
+    export(head, "vllm", tmp_path / "vllm", SERVED)
+    export(head, "speculators", tmp_path / "speculators", SERVED)
+    two = {"fc_norm": True, "norm_output": True, "num_hidden_layers": 2}
+    export(saved(made(two), tmp_path / "two"), "sglang", tmp_path / "sglang", SERVED)
+    vllm, speculators, sglang = (
+        json.loads((tmp_path / to / "config.json").read_text()) for to in ("vllm", "speculators", "sglang")
+    )
+    assert vllm["architectures"] == ["Eagle3Qwen3ForCausalLM"]
+    layer = speculators["transformer_layer_config"]
+    assert layer["architectures"] == ["Qwen3ForCausalLM"]
+    for where in (vllm, layer):
+        assert where["model_type"] == "qwen3"
+        assert where["layer_types"] == ["sliding_attention", "full_attention"]
+        assert (where["sliding_window"], where["use_sliding_window"], where["num_hidden_layers"]) == (3, True, 2)
+    for config in (vllm, speculators, sglang):
+        assert config["fc_norm"] is config["norm_output"] is True
+    names = load_file(tmp_path / "sglang" / "model.safetensors").keys()
+    assert "layers.1.hidden_norm.weight" in names
+    assert "layers.1.input_layernorm.weight" not in names
+    assert "fc_norm.2.weight" in names
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        (SLIDING | {"sliding_window": None}, "layer_types has sliding_attention, and sliding_window is None"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types has 'chunked_attention', must be full_attention or"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, must be at least 1"),
+        ({"num_hidden_layers": 2}, r"lacks layers\.1\.input_layernorm\.weight"),
+        ({"qk_norm": True}, r"lacks midlayer\.self_attn\.k_norm\.weight"),
+        ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
+    ],
+)
+def test_layers_that_cannot_be_are_refused_in_a_line(parts, complaint, tmp_path):
+    folder = write(tmp_path, THREE | parts, made({}).state_dict())
+    with pytest.raises(HeadError, match=complaint) as caught:
+        load_head(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_norm_output_can_be_said_otherwise_than_the_file_says(tmp_path, monkeypatch, capsys):
+    """SpecForge between b7ce50cd and #879 wrote norm_output: true for a head whose next feature is not normed."""
+    EIGHT.model.save_pretrained(tmp_path / "target")
+    head = made({})
+    folder = write(tmp_path / "head", THREE | {IDS: [2, 4, 5], "norm_output": True}, head.state_dict())
+    first, later = outputs(load_head(folder))
+    assert torch.equal(first, outputs(head)[0])  # the first draft step cannot tell
+    assert (later - outputs(head)[1]).abs().max() > 0.1
+    assert torch.equal(outputs(load_head(folder, norm_output=False)), outputs(head))
+    for to in ("treespec", "sglang"):
+        line = ["--head", str(folder), "--target", str(tmp_path / "target"), "--out", str(tmp_path / to), "--to", to]
+        assert run(app, ["export", *line, "--no-norm-output"]) == 0
+        assert torch.equal(outputs(load_head(tmp_path / to)), outputs(head))
+    assert f"treespec chat --target {tmp_path / 'target'} --head {tmp_path / 'treespec'}" in capsys.readouterr().out
+    with pytest.raises(HeadError, match="norm_output is for EAGLE-3 heads, it is an EAGLE-1 or EAGLE-2 head"):
+        load_head(saved(KINDS["eagle"].new(EIGHT), tmp_path / "one"), norm_output=False)

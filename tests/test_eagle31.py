@@ -103,7 +103,7 @@ def test_training_drafting_and_rollouts_are_one_head(name):
     tokens = torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(2))
     features = model.features(tokens, head.taps)
     counts = torch.ones(1, 7, dtype=torch.bool)
-    at_once = head(tokens, features[:, :-2], counts, steps)
+    at_once = [head.lm_head(states) for states in head(tokens, features[:, :-2], counts, steps)]
     alone = one_by_one(head, tokens, features[:, :-2], counts, steps)
     torch.testing.assert_close(torch.cat(at_once), torch.cat(alone), rtol=0, atol=1e-4)
     rollouts = KINDS["eagle3"].rollout(head, model, tokens[0], features[0], steps)

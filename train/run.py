@@ -19,6 +19,7 @@ from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.files import locked, remove_leftovers, write_json
 from treespec.heads.checkpoint import load_head, save_head
+from treespec.heads.eagle import EagleHead
 from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.text.conversations import Conversation
@@ -94,7 +95,8 @@ def trained(
     )
     head = untrained(config, target).to(target.output_device)
     data = prepare(config, target, head.taps, conversations, accelerator)
-    if config.first_weights == "fitted" and not (Path(config.out) / "training" / FILE).exists():
+    begun = (Path(config.out) / "training" / FILE).exists()
+    if config.first_weights == "fitted" and isinstance(head, EagleHead) and not begun:
         fit_feature(head, data, config.seed)
     vocabulary = draft_vocabulary(config, target, head, data, accelerator)
     recipe = recipe_of(config)

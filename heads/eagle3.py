@@ -91,8 +91,10 @@ class Eagle3Head(FeatureHead):
             window=first_window,
         )
         self.layers = nn.ModuleDict(
-            (str(number), NormedLayer(llama, qk_norm=qk_norm, window=window))
-            for number, window in enumerate(windows, start=1)
+            {
+                str(number): NormedLayer(llama, qk_norm=qk_norm, window=window)
+                for number, window in enumerate(windows, start=1)
+            }
         )
         self.norm = RMSNorm(width, eps=eps)
         self.lm_head = nn.Linear(width, drafted, bias=False)

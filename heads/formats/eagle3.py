@@ -23,6 +23,10 @@ from treespec.heads.head import Config, Stored, Tensors
 IDS = "eagle_aux_hidden_state_layer_ids"
 QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's architecture for layers of Qwen3
 QUERY_NORM = "midlayer.self_attn.q_norm.weight"
+SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "hidden_act"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
 NESTED = {  # in eagle_config, as vLLM and TensorRT-LLM read it: at the top level
     "norm_before_fc": "norm_before_fc",
     "return_hidden_post_norm": "norm_output",
@@ -72,9 +76,7 @@ def as_qwen3(config: Config) -> Config:
     transformers of earlier versions leave out what equals a default, and Llama's differ.
     """
     defaults = Qwen3Config().to_dict()
-    sizes = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "hidden_act")
-    sizes += ("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
-    known = {name: defaults[name] for name in sizes}
+    known = {name: defaults[name] for name in SIZES}
     return known | config | {"model_type": "llama", "qk_norm": True}
 
 

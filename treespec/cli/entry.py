@@ -30,8 +30,8 @@ def run(app: "typer.Typer", arguments: Sequence[str]) -> int:
     show_warnings()
     wants_traceback = TRACEBACK in arguments
     try:
-        words = [word for word in arguments if word != TRACEBACK]
-        code = app(expanded(app, words), standalone_mode=False)
+        plain = [word for word in arguments if word != TRACEBACK]
+        code = app(expanded(app, plain), standalone_mode=False)
         sys.stdout.flush()
 
     # 2. What ends a command early, in a line.

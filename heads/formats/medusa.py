@@ -110,4 +110,4 @@ def _widths(tensors: Tensors, output: str) -> dict[str, int]:
 
 def outputs(head: MedusaHead, features: Tensor, generator: torch.Generator) -> Tensor:
     """[K, T, V] logits of each head. features: [1, T, H]."""
-    return torch.cat(head(features))
+    return torch.cat([head.step(i, features) for i in range(head.max_depth)])

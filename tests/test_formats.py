@@ -153,7 +153,8 @@ def logits_of(head):
         return outputs(head)
     generator = torch.Generator().manual_seed(0)
     features, embeddings = torch.randn(1, 6, 32, generator=generator), torch.randn(1, 9, 32, generator=generator)
-    return torch.stack(head(features, embeddings, torch.ones(1, 6, dtype=torch.bool)))
+    states = head(features, embeddings, torch.ones(head.max_depth, 1, 6, dtype=torch.bool))
+    return torch.stack([layer(hidden) for layer, hidden in zip(head.output_layers, states, strict=True)])
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)

@@ -15,7 +15,8 @@ from training import same_weights, small_run, weights, write_data
 from treespec.errors import InputError
 from treespec.spec import load
 from treespec.target import Target
-from treespec.text.conversations import Conversation, encode_conversations, read_conversations
+from treespec.text.conversations import Conversation, read_conversations
+from treespec.text.encoding import encode_conversations
 from treespec.train import datasets
 from treespec.train.checks import make_accelerator
 from treespec.train.data import prepare

@@ -20,7 +20,9 @@ class TrainConfig(TargetOptions, Eagle3Options):
     et al. 2024 (2402.05109).
     """
 
-    data: str = option("conversations: JSONL in ShareGPT's form or as messages")
+    data: str = option(
+        "conversations: a JSONL, JSON or parquet file, a folder of them, or a data set of the hub"
+    )
     out: str = option("directory for the head")
     head: str = option(f"kind of head: {either(TRAINED)}", "eagle")
     draft_heads: int | None = option(

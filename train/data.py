@@ -1,7 +1,7 @@
 """What a run trains on: encoded conversations, split, with their features."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,21 +15,21 @@ from treespec.errors import InputError
 from treespec.files import locked
 from treespec.heads.head import Head
 from treespec.identity import identity_of
+from treespec.model.inspect import context_length
+from treespec.model.weights import load_config
 from treespec.target import Target
-from treespec.text.conversations import (
-    Conversation,
-    Example,
-    encode_conversations,
-    read_conversations,
-    split,
-)
-from treespec.text.printable import one_line
+from treespec.text.examples import Example, split
 from treespec.train import features
+from treespec.train.batches import epoch_batches, padding
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.datasets import data_file
 from treespec.train.kinds import TRAINING
 from treespec.train.record import began_with_all_tokens
+from treespec.train.tokenise import tokenised
+from treespec.train.tokenise_part import Job
 from treespec.train.tokens import LawTokens
+
+Examples = list[Example]
 
 
 @dataclass(frozen=True)
@@ -51,36 +51,31 @@ class Data:
         }
 
 
-def read(config: TrainConfig, accelerator: Accelerator) -> list[Conversation]:
-    """The usable conversations of the data file; prints what is wrong with the others."""
-    conversations, report = read_conversations(data_file(config.data, accelerator.print))
-    accelerator.print(f"{config.data}: {report}")
-    for problem in report.problems:
-        accelerator.print(f"  {one_line(problem)}")
-    return conversations
+def read(config: TrainConfig, contents: Mapping[str, object], accelerator: Accelerator) -> Examples:
+    """The conversations of the data as tokens; prints what is wrong with the others.
+
+    contents: digests of the target and of the data.
+    """
+    length = min(config.max_length, context_of(config.target, config.trust_remote_code))
+    source = str(data_file(config.data, accelerator.print))
+    job = Job(source, config.target, config.template, length, config.trust_remote_code)
+    return tokenised(job, config.data, contents, accelerator.print).examples
+
+
+def context_of(path: str, trust_remote_code: bool) -> int:
+    """The context length of a target, from its config alone."""
+    return context_length(load_config(path, trust_remote_code).get_text_config())[0]
 
 
 def prepare(
     config: TrainConfig,
     target: Target,
     taps: tuple[int, ...],
-    conversations: list[Conversation],
+    examples: Examples,
     accelerator: Accelerator,
 ) -> Data:
-    """Encode and split the conversations; with --features store them. taps: the head's."""
-    # 1. Encode.
-    if target.tokenizer is None:
-        raise InputError(f"the target {config.target} has no tokenizer: training needs one")
-    examples, report = encode_conversations(
-        target.tokenizer,
-        conversations,
-        config.template,
-        min(config.max_length, target.context_length),
-    )
-    if report.left_out or report.cut:
-        accelerator.print(f"encoded: {report}")
-
-    # 2. Split.
+    """Split the conversations; with --features store them. taps: the head's."""
+    # 1. Split.
     train, held_out = split(examples, config.held_out, config.seed)
     train = [example for example in train if len(example.input_ids) >= 3]
     if not train:
@@ -91,6 +86,15 @@ def prepare(
         why = "all conversations are the same" if config.held_out else "--held-out is 0"
         accelerator.print(
             f"{why}: none is held out, so the head is neither validated nor calibrated"
+        )
+
+    # 2. How much of a batch is padding.
+    lengths = [len(example.input_ids) for example in train]
+    together = config.batch_size * accelerator.num_processes
+    share = padding(lengths, epoch_batches(lengths, together, config.seed, 0))
+    if share > 0.05:
+        accelerator.print(
+            f"padding: {share:.1%} of the positions, as batches are few; a smaller --batch-size has less"
         )
 
     # 3. Features: computed with each batch, or stored once.

@@ -22,7 +22,7 @@ from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.eagle import EagleHead
 from treespec.heads.head import Head
 from treespec.target import Target
-from treespec.text.conversations import Conversation
+from treespec.text.examples import Example
 from treespec.train.card import write_card
 from treespec.train.checkpoint import FILE
 from treespec.train.checkpoint import trained as trained_weights
@@ -32,7 +32,7 @@ from treespec.train.data import draft_vocabulary, law_tokens, prepare, read
 from treespec.train.finite import check_weights
 from treespec.train.first_weights import fit_feature, pass_feature
 from treespec.train.kinds import TRAINING, recipe_of
-from treespec.train.record import Record, finished, keep, record_of
+from treespec.train.record import Record, digests, finished, keep, record_of
 from treespec.train.steps import Run, fit, held_out_rows, validation
 from treespec.train.validate import Validation, describe
 
@@ -61,7 +61,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     if done := finished(folder, record):
         accelerator.print(f"{config.out} holds this head already: {describe(done)}")
         return done
-    conversations = read(config, accelerator)
+    examples = read(config, digests(record), accelerator)
 
     # 2. the main process holds the folder until the head is there
     with (
@@ -71,14 +71,14 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         if accelerator.is_main_process:
             remove_leftovers(config.out)
         start_tracker(config, accelerator)
-        return trained(config, record, accelerator, conversations, after_step)
+        return trained(config, record, accelerator, examples, after_step)
 
 
 def trained(
     config: TrainConfig,
     record: Record,
     accelerator: Accelerator,
-    conversations: list[Conversation],
+    examples: list[Example],
     after_step: Callable[[int], None],
 ) -> Validation:
     """Load the target, train, and save the head with its calibration and result."""
@@ -94,7 +94,7 @@ def trained(
         trust_remote_code=config.trust_remote_code,
     )
     head = untrained(config, target).to(target.output_device)
-    data = prepare(config, target, head.taps, conversations, accelerator)
+    data = prepare(config, target, head.taps, examples, accelerator)
     begun = (Path(config.out) / "training" / FILE).exists()
     if config.first_weights == "fitted" and isinstance(head, EagleHead) and not begun:
         fit_feature(head, data, config.seed)

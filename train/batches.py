@@ -1,10 +1,13 @@
 """The order of training: a function of the seed and the epoch, so that a run resumes anywhere."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+T = TypeVar("T")
 
 POOL = 64  # batches sorted by length together: less than 5 % is padding
 
@@ -49,3 +52,12 @@ def batches_from(
         for batch in epoch_batches(lengths, batch_size, seed, epoch)[place:]:
             yield micro, batch
             micro += 1
+
+
+def read_ahead(batches: Iterator[T], expect: Callable[[T], None]) -> Iterator[T]:
+    """The same endless batches. `expect` hears of each while the one before it is in use."""
+    waiting = next(batches)
+    for following in batches:
+        expect(following)
+        yield waiting
+        waiting = following

@@ -40,6 +40,11 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "go on from the weights of this trained head, a directory or a hub id", None
     )
     features: str | None = option("store the target's features once in this directory", None)
+    feature_dtype: str = option(
+        "dtype of stored features: auto, the target's own; int8, with a scale a row, takes a byte a value",
+        "auto",
+        choices=("auto", "int8"),
+    )
     epochs: int | None = option(
         "passes over the data; default: the kind's recipe", None, least=1, most=MANY
     )

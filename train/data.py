@@ -28,17 +28,22 @@ from treespec.train.record import began_with_all_tokens
 from treespec.train.tokenise import tokenised
 from treespec.train.tokenise_part import Job
 from treespec.train.tokens import LawTokens
+from treespec.train.whole import whole
 
 Examples = list[Example]
 
 
 @dataclass(frozen=True)
 class Data:
-    """train, held_out: examples. features: (numbers of train examples) -> [B, T, F] padded."""
+    """train, held_out: examples. features: (numbers of train examples) -> [B, T, F] padded.
+
+    expect: is told the numbers of a coming batch, so that stored features are read ahead.
+    """
 
     train: list[Example]
     held_out: list[Example]
     features: Callable[[list[int]], Tensor]
+    expect: Callable[[list[int]], None] = lambda numbers: None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -101,7 +106,8 @@ def prepare(
     rows = [example.input_ids for example in train]
     if config.features is None:
         return Data(train, held_out, features.LiveFeatures(target, rows, taps).batch)
-    return Data(train, held_out, store(config, target, rows, taps, accelerator).batch)
+    stored = store(config, target, rows, taps, accelerator)
+    return Data(train, held_out, stored.batch, stored.expect)
 
 
 def draft_vocabulary(
@@ -170,30 +176,42 @@ def store(
     """Write the features that are not stored yet, each process its own shards."""
     # 1. everything that the features depend on
     folder = Path(config.features or "")
+    eight_bits = config.feature_dtype == "int8"
+    widths = features.widths_of(target, taps)
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(row.numpy().tobytes())
-    identity: dict[str, object] = {
+    identity: features.Identity = {
         "target": config.target,
         "content": identity_of(config.target),
         "dtype": str(target.dtype),
         "tokens": digest.hexdigest(),
         **({"taps": list(taps)} if taps else {}),
+        **({"eight_bits": widths} if eight_bits else {}),
     }
 
-    # 2. the main process holds the folder until all processes have written their shards
-    needed = features.stored_size(target, rows, taps)
-    accelerator.print(f"features: {needed / 2**30:.2f} GiB in {folder}")
+    # 2. how much they take
+    per_token = features.bytes_per_token(widths, target.dtype, eight_bits)
+    needed = per_token * sum(map(len, rows))
+    size = f"{needed / 2**30:.2f} GiB, {per_token:,} bytes per token"
+    accelerator.print(f"features: {size}, in {folder}")
+
+    # 3. the main process holds the folder until all processes have written their shards
+    def first() -> Tensor:
+        with whole(target, config, accelerator, "compare its features with stored ones") as full:
+            return full.features(rows[0][None], taps, last=True)
+
     writes = accelerator.is_main_process and not features.complete(folder, len(rows))
     with locked(folder) if writes else nullcontext():
         if accelerator.is_main_process:
-            features.prepare_folder(
-                folder, identity, needed, lambda: target.features(rows[0][None], taps, last=True)
-            )
+            features.prepare_folder(folder, identity, needed, first)
         accelerator.wait_for_everyone()
         stored = features.StoredFeatures(folder, identity, accelerator.device)
         shards = range(-(-len(rows) // features.SHARD))
-        for shard in shards[accelerator.process_index :: accelerator.num_processes]:
-            features.write_shard(target, rows, taps, stored, shard, config.batch_size)
+        mine = shards[accelerator.process_index :: accelerator.num_processes]
+        if missing := [shard for shard in mine if not stored.holds(shard)]:
+            with whole(target, config, accelerator, "store its features") as full:
+                for shard in missing:
+                    features.write_shard(full, rows, taps, stored, shard, config.batch_size)
         accelerator.wait_for_everyone()
     return stored

@@ -3,13 +3,14 @@
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
+from torch import Tensor
 
 from treespec.draft.calibration import save_calibration
 from treespec.draft.fit.calibrate import calibrate
@@ -35,6 +36,7 @@ from treespec.train.kinds import TRAINING, recipe_of
 from treespec.train.record import Record, digests, finished, keep, record_of
 from treespec.train.steps import Run, fit, held_out_rows, validation
 from treespec.train.validate import Validation, describe
+from treespec.train.whole import load_target, whole
 
 UNWRITABLE = {
     errno.ENOSPC,
@@ -84,15 +86,7 @@ def trained(
     """Load the target, train, and save the head with its calibration and result."""
     # 1. target, untrained head and data
     set_seed(config.seed)
-    placement = config.device_map or (
-        {"": accelerator.device} if accelerator.device.type != "cpu" else None
-    )
-    target = Target.load(
-        config.target,
-        device_map=placement,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    target = load_target(config, accelerator, ends=config.features is not None)
     head = untrained(config, target).to(target.output_device)
     data = prepare(config, target, head.taps, examples, accelerator)
     begun = (Path(config.out) / "training" / FILE).exists()
@@ -118,19 +112,30 @@ def trained(
     accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
     served = run.served()
     check_weights(served, f"the head in {target.dtype}", run.checkpoint)
+    with whole(target, config, accelerator, "validate and calibrate the head") as target:
+        result = finish(replace(run, target=target), served, vocabulary)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    accelerator.print(describe(result))
+    return result
+
+
+def finish(run: Run, served: Head, vocabulary: Tensor | None) -> Validation:
+    """Validate the head, and save it with its calibration and its card.
+
+    vocabulary: what restricts it when it drafts.
+    """
+    config, target, data = run.config, run.target, run.data
     result = validation(run)
-    if accelerator.is_main_process:
+    if run.accelerator.is_main_process:
         save_head(run.head, config.out, run.stored, leave_out=served.optional)
         if vocabulary is not None:
             restrict(served, target, vocabulary)
         if config.calibrate and data.held_out:
             save_calibration_of(served, run)
-        keep(run.folder, record)
+        keep(run.folder, run.record)
         write_card(config, data.counts, result)
         write_json(run.folder / "result.json", asdict(result))
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-    accelerator.print(describe(result))
     return result
 
 

@@ -69,9 +69,9 @@ def test_eight_bits_take_a_byte_a_value_and_train_nearly_the_same_head(config, c
     train(eight)
     said = capsys.readouterr().out
     assert "GiB, 512 bytes per token" in said  # three layers and the last state in float32
-    assert "GiB, 144 bytes per token" in said  # and in 8 bits with their four scales
+    assert "GiB, 132 bytes per token" in said  # in 8 bits, with two scales
     (shard,) = Path(eight.features).glob("*.safetensors")
-    assert {value.dtype for value in load_file(shard).values()} == {torch.int8, torch.float32}
+    assert {value.dtype for value in load_file(shard).values()} == {torch.int8, torch.float16}
     exact = load_file(f"{config.out}-exact/model.safetensors")
     for name, value in weights(eight).items():
         assert torch.allclose(value.float(), exact[name].float(), atol=5e-3), name
@@ -82,14 +82,14 @@ def test_eight_bits_take_a_byte_a_value_and_train_nearly_the_same_head(config, c
 
 
 def test_eight_bits_are_within_half_a_step_of_each_rows_largest_value():
-    """Also of rows of zeros, and of parts that differ a thousandfold."""
-    features = torch.randn(20, 48, generator=torch.Generator().manual_seed(0))
-    features[:, 16:] *= 1000
+    """Also of zeros, of rows that differ a thousandfold, and of a last row that is short."""
+    features = torch.randn(20, 100, generator=torch.Generator().manual_seed(0))
+    features[:, 64:] *= 1000
     features[3] = 0
-    back = unpacked(*packed(features, [16, 32]), [16, 32], torch.float32)
-    for part, given in zip(features.split([16, 32], -1), back.split([16, 32], -1), strict=True):
+    back = unpacked(*packed(features), torch.float32)
+    for part, given in zip(features.split(64, -1), back.split(64, -1), strict=True):
         step = part.abs().amax(-1, keepdim=True) / 127
-        assert ((part - given).abs() <= 0.5001 * step).all()
+        assert ((part - given).abs() <= 0.6 * step).all()  # half a step, and what float16 rounds of it
 
 
 def test_batches_are_read_one_ahead_in_their_order():

@@ -41,7 +41,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
     )
     features: str | None = option("store the target's features once in this directory", None)
     feature_dtype: str = option(
-        "dtype of stored features: auto, the target's own; int8, with a scale a row, takes a byte a value",
+        "dtype of stored features: auto, the target's own; int8 takes a byte a value, with a scale for every 64",
         "auto",
         choices=("auto", "int8"),
     )

@@ -23,6 +23,7 @@ from treespec.train import features
 from treespec.train.batches import epoch_batches, padding
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.datasets import data_file
+from treespec.train.eight_bits import ROW
 from treespec.train.kinds import TRAINING
 from treespec.train.record import began_with_all_tokens
 from treespec.train.tokenise import tokenised
@@ -177,7 +178,6 @@ def store(
     # 1. everything that the features depend on
     folder = Path(config.features or "")
     eight_bits = config.feature_dtype == "int8"
-    widths = features.widths_of(target, taps)
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(row.numpy().tobytes())
@@ -187,11 +187,11 @@ def store(
         "dtype": str(target.dtype),
         "tokens": digest.hexdigest(),
         **({"taps": list(taps)} if taps else {}),
-        **({"eight_bits": widths} if eight_bits else {}),
+        **({"eight_bits": ROW} if eight_bits else {}),
     }
 
     # 2. how much they take
-    per_token = features.bytes_per_token(widths, target.dtype, eight_bits)
+    per_token = features.bytes_per_token(target, taps, eight_bits)
     needed = per_token * sum(map(len, rows))
     size = f"{needed / 2**30:.2f} GiB, {per_token:,} bytes per token"
     accelerator.print(f"features: {size}, in {folder}")

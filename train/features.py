@@ -20,7 +20,7 @@ from treespec.files import read_json, write_json, write_tensors
 from treespec.heads import checksum
 from treespec.target import Target
 from treespec.train.batches import padded
-from treespec.train.eight_bits import packed, unpacked
+from treespec.train.eight_bits import bytes_of, packed, unpacked
 
 Identity = dict[str, Any]  # what the features depend on, as the index holds it
 
@@ -57,7 +57,7 @@ class StoredFeatures:
             {name: value for name, value in identity.items() if name != "target"}
         )
         self.older = "content" not in read_json(folder / INDEX, remedy(folder))
-        self.widths = identity.get("eight_bits")
+        self.eight_bits = "eight_bits" in identity
         self.dtype: torch.dtype = getattr(torch, str(identity["dtype"]).removeprefix("torch."))
         self.verified: set[int] = set()
         self.shards: dict[int, tuple[Any, dict[str, str]]] = {}  # open files and their metadata
@@ -90,9 +90,9 @@ class StoredFeatures:
 
     def stored(self, features: Tensor, number: int) -> dict[str, Tensor]:
         """The tensors that a shard holds of conversation `number`. features: [T, F]."""
-        if self.widths is None:
+        if not self.eight_bits:
             return {str(number): features}
-        values, scales = packed(features, self.widths)
+        values, scales = packed(features)
         return {str(number): values, f"{number}.scales": scales}
 
     def _begin(self, numbers: Sequence[int]) -> "Future[Tensor]":
@@ -108,7 +108,7 @@ class StoredFeatures:
                 shard = safe_open(file, framework="pt")
                 self.shards[number] = shard, shard.metadata() or {}
             shard, about = self.shards[number]
-            names = [str(i)] if self.widths is None else [str(i), f"{i}.scales"]
+            names = [str(i)] if not self.eight_bits else [str(i), f"{i}.scales"]
             tensors = {name: shard.get_tensor(name) for name in names}
 
         # 2. Their checksum.
@@ -117,9 +117,9 @@ class StoredFeatures:
             if not without and about.get(str(i)) != checksum.of_tensors(tensors, {}):
                 raise InputError(f"{file} is damaged, a checksum does not match: {remedy(file)}")
             self.verified.add(i)
-        if self.widths is None:
+        if not self.eight_bits:
             return tensors[str(i)]
-        return unpacked(tensors[str(i)], tensors[f"{i}.scales"], self.widths, self.dtype)
+        return unpacked(tensors[str(i)], tensors[f"{i}.scales"], self.dtype)
 
 
 @contextmanager
@@ -139,16 +139,10 @@ def shard_file(folder: Path, number: int) -> Path:
     return folder / f"features-{number:05d}.safetensors"
 
 
-def widths_of(target: Target, taps: tuple[int, ...]) -> list[int]:
-    """The widths of a feature's parts: the tapped layers' and the last hidden state's."""
-    return [target.config.hidden_size] * len(taps) + [target.feature_width]
-
-
-def bytes_per_token(widths: Sequence[int], dtype: torch.dtype, eight_bits: bool) -> int:
+def bytes_per_token(target: Target, taps: tuple[int, ...], eight_bits: bool) -> int:
     """Bytes that a token's features take."""
-    if eight_bits:
-        return sum(widths) + len(widths) * torch.float32.itemsize
-    return sum(widths) * dtype.itemsize
+    width = target.feature_width + len(taps) * target.config.hidden_size
+    return bytes_of(width) if eight_bits else width * target.dtype.itemsize
 
 
 def prepare_folder(

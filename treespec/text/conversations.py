@@ -15,6 +15,7 @@ from treespec.text.entries import (
     tokens_of,
     tools_of,
 )
+from treespec.text.examples import Example as Example
 from treespec.text.forms import TEXT, TOKENS, UnusableConversation
 from treespec.text.report import Report
 from treespec.text.sources import entries

@@ -60,7 +60,7 @@ class Target:
         self.model, self.tokenizer, self.ends = model.eval().requires_grad_(False), tokenizer, ends
         with refusing(model):
             self._read(model)
-            self.output_device = model.device if ends else understand(self)
+            self.output_device: torch.device = model.device if ends else understand(self)
 
     def _read(self, model: PreTrainedModel) -> None:
         """Read layers, sizes, windows and end tokens from the model and its config."""

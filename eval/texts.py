@@ -12,7 +12,8 @@ from treespec.errors import InputError
 from treespec.eval.common import Step, seed_of
 from treespec.eval.questions import Question
 from treespec.spec import Spec
-from treespec.text.conversations import encode_conversations, read_conversations
+from treespec.text.conversations import read_conversations
+from treespec.text.encoding import encode_conversations
 
 if TYPE_CHECKING:
     from treespec.eval.acceptance.config import AcceptanceConfig

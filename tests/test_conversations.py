@@ -17,13 +17,10 @@ from chat_templates import (
 
 from treespec.errors import InputError
 from treespec.text import templates
-from treespec.text.conversations import (
-    Conversation,
-    Example,
-    UnusableConversation,
-    encode_conversation,
-    encode_conversations,
-)
+from treespec.text.conversations import Conversation
+from treespec.text.encoding import encode_conversation, encode_conversations
+from treespec.text.examples import Example
+from treespec.text.forms import UnusableConversation
 
 
 def decoded_answers(tokenizer, example: Example) -> list[str]:
@@ -47,6 +44,10 @@ def test_the_mask_is_the_answers_and_their_end_markers_and_the_ids_are_the_serve
 ):
     tokenizer = byte_tokenizer(BY_HAND[name][0], trim_offsets=trim_offsets)
     messages, parts = turns(CONVERSATIONS[conversation]), segments(BY_HAND[name], CONVERSATIONS[conversation])
+    if conversation == "thoughts" and name in ("thinking", "opened thought"):
+        with pytest.raises(UnusableConversation, match="drops the thoughts"):
+            encode_conversation(tokenizer, messages, None, 10_000)
+        return
     example = encode_conversation(tokenizer, messages, None, 10_000)
 
     ids = example.input_ids.tolist()

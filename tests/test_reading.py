@@ -10,7 +10,9 @@ from chat_templates import (
 )
 
 from treespec.errors import InputError
-from treespec.text.conversations import Example, encode_conversation, read_conversations, split
+from treespec.text.conversations import read_conversations
+from treespec.text.encoding import encode_conversation
+from treespec.text.examples import Example, split
 
 SHAREGPT = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
@@ -50,7 +52,7 @@ def test_malformed_lines_are_counted_with_their_number_and_the_rest_goes_on(tmp_
         b'{"messages": [',
         b'{"messages": "\xff"}',
         b"17",
-        b'{"text": "hello"}',
+        b'{"words": "hello"}',
         b'{"messages": [{"role": "tool", "content": "x"}]}',
         b'{"messages": [{"role": "user", "content": null}]}',
         b'{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "a"}]}',

@@ -17,6 +17,7 @@ ARGUMENTS = {  # script: its arguments, and a word of what it prints; others are
     "dtypes": ("target --nodes 1 2 --rounds 1", "| float32 | plain |"),
     "draft_vocabulary": ("target questions.jsonl head --limit 1 --max-new-tokens 4 --steps 2", "ms a token"),
     "loss_memory": ("--kinds medusa --losses tv --vocabulary 64 --texts 1 --length 8", "| `tv` |"),
+    "feature_bits": ("target questions.jsonl --tokens 40 --length 20", "| 8 bits, a scale for 64 values |"),
     "long_context": ("target head 32 --max-new-tokens 4", "verify"),
     "node_cost": ("--vocabularies 64 --rows 2 --draws 3 --rounds 2", "| 64 | 2 | 3 |"),
     "packed_products": ("--weights 1 --rounds 1", "packed"),

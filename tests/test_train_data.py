@@ -15,7 +15,8 @@ from training import same_weights, small_run, weights, write_data
 from treespec.errors import InputError
 from treespec.spec import load
 from treespec.target import Target
-from treespec.text.conversations import Conversation, encode_conversations, read_conversations
+from treespec.text.conversations import Conversation, read_conversations
+from treespec.text.encoding import encode_conversations
 from treespec.train import datasets
 from treespec.train.checks import make_accelerator
 from treespec.train.data import prepare
@@ -153,8 +154,8 @@ def test_fitted_first_weights_are_the_least_squares_map_to_the_next_feature(conf
     """Against torch's own solver in float64, with the same ridge, to 1e-3 of the weights' norm."""
     model, options = Target.load(config.target, dtype="float32"), replace(config, bias=bias)
     head = untrained(options, model)
-    conversations, _ = read_conversations(config.data)
-    data = prepare(options, model, (), conversations, make_accelerator(options))
+    examples, _ = encode_conversations(model.tokenizer, read_conversations(config.data)[0], None, 2048)
+    data = prepare(options, model, (), examples, make_accelerator(options))
     fit_feature(head, data, seed=0)
 
     both = [sides(head, data, number) for number in range(len(data.train))]

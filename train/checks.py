@@ -40,6 +40,8 @@ def check(config: TrainConfig) -> None:
         )
     if config.from_head is not None and config.first_weights != "random":
         raise InputError("--from-head brings first weights: leave --first-weights out")
+    if config.feature_dtype != "auto" and config.features is None:
+        raise InputError("--feature-dtype is of stored features: name their folder with --features")
     templates.stops(config.template)  # raises for a name that fschat does not know
 
     # 2. Folders.

@@ -20,7 +20,9 @@ class TrainConfig(TargetOptions, Eagle3Options):
     et al. 2024 (2402.05109).
     """
 
-    data: str = option("conversations: JSONL in ShareGPT's form or as messages")
+    data: str = option(
+        "conversations: a JSONL, JSON or parquet file, a folder of them, or a data set of the hub"
+    )
     out: str = option("directory for the head")
     head: str = option(f"kind of head: {either(TRAINED)}", "eagle")
     draft_heads: int | None = option(
@@ -38,6 +40,11 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "go on from the weights of this trained head, a directory or a hub id", None
     )
     features: str | None = option("store the target's features once in this directory", None)
+    feature_dtype: str = option(
+        "dtype of stored features: auto, the target's own; int8 takes a byte a value, with a scale for every 64",
+        "auto",
+        choices=("auto", "int8"),
+    )
     epochs: int | None = option(
         "passes over the data; default: the kind's recipe", None, least=1, most=MANY
     )

@@ -1,7 +1,7 @@
 """What a run trains on: encoded conversations, split, with their features."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,30 +15,36 @@ from treespec.errors import InputError
 from treespec.files import locked
 from treespec.heads.head import Head
 from treespec.identity import identity_of
+from treespec.model.inspect import context_length
+from treespec.model.weights import load_config
 from treespec.target import Target
-from treespec.text.conversations import (
-    Conversation,
-    Example,
-    encode_conversations,
-    read_conversations,
-    split,
-)
-from treespec.text.printable import one_line
+from treespec.text.examples import Example, split
 from treespec.train import features
+from treespec.train.batches import epoch_batches, padding
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.datasets import data_file
+from treespec.train.eight_bits import ROW
 from treespec.train.kinds import TRAINING
 from treespec.train.record import began_with_all_tokens
+from treespec.train.tokenise import tokenised
+from treespec.train.tokenise_part import Job
 from treespec.train.tokens import LawTokens
+from treespec.train.whole import whole
+
+Examples = list[Example]
 
 
 @dataclass(frozen=True)
 class Data:
-    """train, held_out: examples. features: (numbers of train examples) -> [B, T, F] padded."""
+    """train, held_out: examples. features: (numbers of train examples) -> [B, T, F] padded.
+
+    expect: is told the numbers of a coming batch, so that stored features are read ahead.
+    """
 
     train: list[Example]
     held_out: list[Example]
     features: Callable[[list[int]], Tensor]
+    expect: Callable[[list[int]], None] = lambda numbers: None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -51,36 +57,31 @@ class Data:
         }
 
 
-def read(config: TrainConfig, accelerator: Accelerator) -> list[Conversation]:
-    """The usable conversations of the data file; prints what is wrong with the others."""
-    conversations, report = read_conversations(data_file(config.data, accelerator.print))
-    accelerator.print(f"{config.data}: {report}")
-    for problem in report.problems:
-        accelerator.print(f"  {one_line(problem)}")
-    return conversations
+def read(config: TrainConfig, contents: Mapping[str, object], accelerator: Accelerator) -> Examples:
+    """The conversations of the data as tokens; prints what is wrong with the others.
+
+    contents: digests of the target and of the data.
+    """
+    length = min(config.max_length, context_of(config.target, config.trust_remote_code))
+    source = str(data_file(config.data, accelerator.print))
+    job = Job(source, config.target, config.template, length, config.trust_remote_code)
+    return tokenised(job, config.data, contents, accelerator.print).examples
+
+
+def context_of(path: str, trust_remote_code: bool) -> int:
+    """The context length of a target, from its config alone."""
+    return context_length(load_config(path, trust_remote_code).get_text_config())[0]
 
 
 def prepare(
     config: TrainConfig,
     target: Target,
     taps: tuple[int, ...],
-    conversations: list[Conversation],
+    examples: Examples,
     accelerator: Accelerator,
 ) -> Data:
-    """Encode and split the conversations; with --features store them. taps: the head's."""
-    # 1. Encode.
-    if target.tokenizer is None:
-        raise InputError(f"the target {config.target} has no tokenizer: training needs one")
-    examples, report = encode_conversations(
-        target.tokenizer,
-        conversations,
-        config.template,
-        min(config.max_length, target.context_length),
-    )
-    if report.left_out or report.cut:
-        accelerator.print(f"encoded: {report}")
-
-    # 2. Split.
+    """Split the conversations; with --features store them. taps: the head's."""
+    # 1. Split.
     train, held_out = split(examples, config.held_out, config.seed)
     train = [example for example in train if len(example.input_ids) >= 3]
     if not train:
@@ -93,11 +94,21 @@ def prepare(
             f"{why}: none is held out, so the head is neither validated nor calibrated"
         )
 
+    # 2. How much of a batch is padding.
+    lengths = [len(example.input_ids) for example in train]
+    together = config.batch_size * accelerator.num_processes
+    share = padding(lengths, epoch_batches(lengths, together, config.seed, 0))
+    if share > 0.05:
+        accelerator.print(
+            f"padding: {share:.1%} of the positions, as batches are few; a smaller --batch-size has less"
+        )
+
     # 3. Features: computed with each batch, or stored once.
     rows = [example.input_ids for example in train]
     if config.features is None:
         return Data(train, held_out, features.LiveFeatures(target, rows, taps).batch)
-    return Data(train, held_out, store(config, target, rows, taps, accelerator).batch)
+    stored = store(config, target, rows, taps, accelerator)
+    return Data(train, held_out, stored.batch, stored.expect)
 
 
 def draft_vocabulary(
@@ -166,30 +177,41 @@ def store(
     """Write the features that are not stored yet, each process its own shards."""
     # 1. everything that the features depend on
     folder = Path(config.features or "")
+    eight_bits = config.feature_dtype == "int8"
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(row.numpy().tobytes())
-    identity: dict[str, object] = {
+    identity: features.Identity = {
         "target": config.target,
         "content": identity_of(config.target),
         "dtype": str(target.dtype),
         "tokens": digest.hexdigest(),
         **({"taps": list(taps)} if taps else {}),
+        **({"eight_bits": ROW} if eight_bits else {}),
     }
 
-    # 2. the main process holds the folder until all processes have written their shards
-    needed = features.stored_size(target, rows, taps)
-    accelerator.print(f"features: {needed / 2**30:.2f} GiB in {folder}")
+    # 2. how much they take
+    per_token = features.bytes_per_token(target, taps, eight_bits)
+    needed = per_token * sum(map(len, rows))
+    size = f"{needed / 2**30:.2f} GiB, {per_token:,} bytes per token"
+    accelerator.print(f"features: {size}, in {folder}")
+
+    # 3. the main process holds the folder until all processes have written their shards
+    def first() -> Tensor:
+        with whole(target, config, accelerator, "compare its features with stored ones") as full:
+            return full.features(rows[0][None], taps, last=True)
+
     writes = accelerator.is_main_process and not features.complete(folder, len(rows))
     with locked(folder) if writes else nullcontext():
         if accelerator.is_main_process:
-            features.prepare_folder(
-                folder, identity, needed, lambda: target.features(rows[0][None], taps, last=True)
-            )
+            features.prepare_folder(folder, identity, needed, first)
         accelerator.wait_for_everyone()
         stored = features.StoredFeatures(folder, identity, accelerator.device)
         shards = range(-(-len(rows) // features.SHARD))
-        for shard in shards[accelerator.process_index :: accelerator.num_processes]:
-            features.write_shard(target, rows, taps, stored, shard, config.batch_size)
+        mine = shards[accelerator.process_index :: accelerator.num_processes]
+        if missing := [shard for shard in mine if not stored.holds(shard)]:
+            with whole(target, config, accelerator, "store its features") as full:
+                for shard in missing:
+                    features.write_shard(full, rows, taps, stored, shard, config.batch_size)
         accelerator.wait_for_everyone()
     return stored

@@ -1,6 +1,5 @@
 """Known data sets, fetched once: from the hub if it answers, else from the package index."""
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -12,13 +11,14 @@ from treespec.downloads import HubFile
 from treespec.errors import InputError
 from treespec.files import locked, read_json, write_json, writing
 from treespec.packages import cache_folder, packaged_file
+from treespec.text.sources import sha256
 from treespec.train.known import DATA_SETS, DataSet
 
 LATER_PART = re.compile(r".*_[1-9][0-9]*")  # ids of entries that begin amid a conversation
 
 
 def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path:
-    """The file of a known data set, as JSONL in treespec's cache; any other name is a path.
+    """The file of a known data set, as JSONL in treespec's cache; any other name as it is.
 
     say: is told where the data came from. Raises InputError where it cannot be had.
     """
@@ -91,8 +91,3 @@ def whole_objects(text: str) -> Iterator[Any]:
         except ValueError:
             return
         yield value
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

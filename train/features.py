@@ -1,10 +1,12 @@
 """The target's features: as training goes, or stored once in safetensors shards.
 
 F values a position: what the head taps, with the last hidden state behind it, or that alone.
+A thread reads the rows of the next batch, and no other of their shards, while a step computes.
 """
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -18,11 +20,13 @@ from treespec.files import read_json, write_json, write_tensors
 from treespec.heads import checksum
 from treespec.target import Target
 from treespec.train.batches import padded
+from treespec.train.eight_bits import bytes_of, packed, unpacked
 
-Identity = dict[str, object]  # what the features depend on, as the index holds it
+Identity = dict[str, Any]  # what the features depend on, as the index holds it
 
 SHARD = 256  # conversations a file
 INDEX = "index.json"
+AHEAD = 4  # batches read before they are asked for
 OWNER = "features"  # metadata of a shard: the digest of the index that it belongs to
 
 
@@ -44,7 +48,7 @@ class StoredFeatures:
 
     identity: what the features depend on. A shard's metadata holds a checksum for each of its
     conversations, which is verified when the conversation is first read. Shards of older versions
-    have none.
+    have none. In 8 bits a conversation has its scales beside it, under the name "i.scales".
     """
 
     def __init__(self, folder: Path, identity: Identity, device: torch.device) -> None:
@@ -53,18 +57,30 @@ class StoredFeatures:
             {name: value for name, value in identity.items() if name != "target"}
         )
         self.older = "content" not in read_json(folder / INDEX, remedy(folder))
+        self.eight_bits = "eight_bits" in identity
+        self.dtype: torch.dtype = getattr(torch, str(identity["dtype"]).removeprefix("torch."))
         self.verified: set[int] = set()
+        self.shards: dict[int, tuple[Any, dict[str, str]]] = {}  # open files and their metadata
+        self.reader = ThreadPoolExecutor(1, "features")
+        self.ahead: dict[tuple[int, ...], Future[Tensor]] = {}
 
     def batch(self, numbers: Sequence[int]) -> Tensor:
         """[B, T, F] features of conversations, padded. Raises InputError for a damaged shard."""
-        return padded([self._row(i) for i in numbers]).to(self.device)
+        waiting = self.ahead.pop(tuple(numbers), None) or self._begin(numbers)
+        return waiting.result().to(self.device)
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Begin to read what `batch` will be asked for."""
+        while len(self.ahead) >= AHEAD:
+            self.ahead.pop(next(iter(self.ahead))).cancel()
+        self.ahead[tuple(numbers)] = self._begin(numbers)
 
     def holds(self, number: int) -> bool:
         """Whether a shard is there. Raises InputError for one of other features."""
         file = shard_file(self.folder, number)
         if not file.exists():
             return False
-        with opened(file) as shard:
+        with readable(file), safe_open(file, framework="pt") as shard:
             owner = (shard.metadata() or {}).get(OWNER)
         if owner != self.owner and not (owner is None and self.older):
             raise InputError(
@@ -72,26 +88,45 @@ class StoredFeatures:
             )
         return True
 
+    def stored(self, features: Tensor, number: int) -> dict[str, Tensor]:
+        """The tensors that a shard holds of conversation `number`. features: [T, F]."""
+        if not self.eight_bits:
+            return {str(number): features}
+        values, scales = packed(features)
+        return {str(number): values, f"{number}.scales": scales}
+
+    def _begin(self, numbers: Sequence[int]) -> "Future[Tensor]":
+        return self.reader.submit(lambda: padded([self._row(i) for i in numbers]))
+
     def _row(self, i: int) -> Tensor:
-        file = shard_file(self.folder, i // SHARD)
-        with opened(file) as shard:
-            row: Tensor = shard.get_tensor(str(i))
-            checksums = shard.metadata() or {}
+        """[T, F] features of a conversation, of whose shard no other is read."""
+        # 1. Its tensors.
+        number = i // SHARD
+        file = shard_file(self.folder, number)
+        with readable(file):
+            if number not in self.shards:
+                shard = safe_open(file, framework="pt")
+                self.shards[number] = shard, shard.metadata() or {}
+            shard, about = self.shards[number]
+            names = [str(i)] if not self.eight_bits else [str(i), f"{i}.scales"]
+            tensors = {name: shard.get_tensor(name) for name in names}
+
+        # 2. Their checksum.
         if i not in self.verified:
-            found = checksum.of_tensors({str(i): row}, {})
-            without = set(checksums) <= {OWNER}  # written by an older version
-            if not without and checksums.get(str(i)) != found:
+            without = set(about) <= {OWNER}  # written by an older version
+            if not without and about.get(str(i)) != checksum.of_tensors(tensors, {}):
                 raise InputError(f"{file} is damaged, a checksum does not match: {remedy(file)}")
             self.verified.add(i)
-        return row
+        if not self.eight_bits:
+            return tensors[str(i)]
+        return unpacked(tensors[str(i)], tensors[f"{i}.scales"], self.dtype)
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    """A shard that is open for reading. Raises InputError for one that is damaged."""
+def readable(file: Path) -> Iterator[None]:
+    """Inside the block a shard that is damaged raises InputError."""
     try:
-        with safe_open(file, framework="pt") as shard:
-            yield shard
+        yield
     except Exception as error:  # safetensors raises what the header's bytes lead to
         raise InputError(f"{file} is missing or damaged: {remedy(file)}") from error
 
@@ -104,10 +139,10 @@ def shard_file(folder: Path, number: int) -> Path:
     return folder / f"features-{number:05d}.safetensors"
 
 
-def stored_size(target: Target, rows: Sequence[Tensor], taps: tuple[int, ...]) -> int:
-    """Bytes that the features of these conversations take."""
+def bytes_per_token(target: Target, taps: tuple[int, ...], eight_bits: bool) -> int:
+    """Bytes that a token's features take."""
     width = target.feature_width + len(taps) * target.config.hidden_size
-    return sum(map(len, rows)) * width * target.dtype.itemsize
+    return bytes_of(width) if eight_bits else width * target.dtype.itemsize
 
 
 def prepare_folder(
@@ -164,7 +199,7 @@ def recomputed(folder: Path, first: Callable[[], Tensor]) -> bool:
     file = shard_file(folder, 0)
     if not file.exists():
         return True
-    with opened(file) as shard:
+    with readable(file), safe_open(file, framework="pt") as shard:
         stored = shard.get_tensor("0").float()
     now = first()[0].float().cpu()
     return stored.shape == now.shape and bool((stored - now).norm() < 0.05 * stored.norm())
@@ -178,17 +213,16 @@ def write_shard(
     number: int,
     batch_size: int,
 ) -> None:
-    """Store one shard, under a temporary name first. A shard that stands is not written again."""
-    if stored.holds(number):
-        return
+    """Store one shard, under a temporary name first."""
     numbers = range(number * SHARD, min((number + 1) * SHARD, len(rows)))
     ordered = sorted(numbers, key=lambda i: len(rows[i]))
     tensors: dict[str, Tensor] = {}
+    checksums: dict[str, str] = {}
     for start in range(0, len(ordered), batch_size):
         some = ordered[start : start + batch_size]
         features = target.features(padded([rows[i] for i in some]), taps, last=True).cpu()
-        tensors |= {
-            str(i): row[: len(rows[i])].clone() for i, row in zip(some, features, strict=True)
-        }
-    checksums = {name: checksum.of_tensors({name: row}, {}) for name, row in tensors.items()}
+        for i, row in zip(some, features, strict=True):
+            parts = stored.stored(row[: len(rows[i])].clone(), i)
+            checksums[str(i)] = checksum.of_tensors(parts, {})
+            tensors |= parts
     write_tensors(shard_file(stored.folder, number), tensors, {OWNER: stored.owner} | checksums)

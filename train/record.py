@@ -4,7 +4,6 @@ config.json is written with the first checkpoint. A run that failed before it le
 another run must agree with.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from treespec.errors import InputError
 from treespec.files import read_json, write_json
 from treespec.identity import identity_of
+from treespec.text.sources import digest
 from treespec.train.checkpoint import FILE
 from treespec.train.config import TrainConfig
 from treespec.train.datasets import data_file
@@ -24,17 +24,11 @@ PATHS = ("target", "data", "features")
 
 
 def record_of(config: TrainConfig) -> Record:
-    """The options of a run, and under "contents" the digests of its target and data file.
+    """The options of a run, and under "contents" the digests of its target and data.
 
     Raises InputError where one of them is not there.
     """
-    try:
-        with data_file(config.data).open("rb") as file:
-            data = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(
-            f"cannot read {config.data}: {error.strerror or error}; give a JSONL file"
-        ) from error
+    data = digest(data_file(config.data))
     return asdict(config) | {"contents": {"target": identity_of(config.target), "data": data}}
 
 

@@ -3,13 +3,14 @@
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
+from torch import Tensor
 
 from treespec.draft.calibration import save_calibration
 from treespec.draft.fit.calibrate import calibrate
@@ -22,7 +23,7 @@ from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.eagle import EagleHead
 from treespec.heads.head import Head
 from treespec.target import Target
-from treespec.text.conversations import Conversation
+from treespec.text.examples import Example
 from treespec.train.card import write_card
 from treespec.train.checkpoint import FILE
 from treespec.train.checkpoint import trained as trained_weights
@@ -32,9 +33,10 @@ from treespec.train.data import draft_vocabulary, law_tokens, prepare, read
 from treespec.train.finite import check_weights
 from treespec.train.first_weights import fit_feature, pass_feature
 from treespec.train.kinds import TRAINING, recipe_of
-from treespec.train.record import Record, finished, keep, record_of
+from treespec.train.record import Record, digests, finished, keep, record_of
 from treespec.train.steps import Run, fit, held_out_rows, validation
 from treespec.train.validate import Validation, describe
+from treespec.train.whole import load_target, whole
 
 UNWRITABLE = {
     errno.ENOSPC,
@@ -61,7 +63,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     if done := finished(folder, record):
         accelerator.print(f"{config.out} holds this head already: {describe(done)}")
         return done
-    conversations = read(config, accelerator)
+    examples = read(config, digests(record), accelerator)
 
     # 2. the main process holds the folder until the head is there
     with (
@@ -71,30 +73,22 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
         if accelerator.is_main_process:
             remove_leftovers(config.out)
         start_tracker(config, accelerator)
-        return trained(config, record, accelerator, conversations, after_step)
+        return trained(config, record, accelerator, examples, after_step)
 
 
 def trained(
     config: TrainConfig,
     record: Record,
     accelerator: Accelerator,
-    conversations: list[Conversation],
+    examples: list[Example],
     after_step: Callable[[int], None],
 ) -> Validation:
     """Load the target, train, and save the head with its calibration and result."""
     # 1. target, untrained head and data
     set_seed(config.seed)
-    placement = config.device_map or (
-        {"": accelerator.device} if accelerator.device.type != "cpu" else None
-    )
-    target = Target.load(
-        config.target,
-        device_map=placement,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    target = load_target(config, accelerator, ends=config.features is not None)
     head = untrained(config, target).to(target.output_device)
-    data = prepare(config, target, head.taps, conversations, accelerator)
+    data = prepare(config, target, head.taps, examples, accelerator)
     begun = (Path(config.out) / "training" / FILE).exists()
     if config.first_weights == "fitted" and isinstance(head, EagleHead) and not begun:
         fit_feature(head, data, config.seed)
@@ -118,19 +112,30 @@ def trained(
     accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
     served = run.served()
     check_weights(served, f"the head in {target.dtype}", run.checkpoint)
+    with whole(target, config, accelerator, "validate and calibrate the head") as target:
+        result = finish(replace(run, target=target), served, vocabulary)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    accelerator.print(describe(result))
+    return result
+
+
+def finish(run: Run, served: Head, vocabulary: Tensor | None) -> Validation:
+    """Validate the head, and save it with its calibration and its card.
+
+    vocabulary: what restricts it when it drafts.
+    """
+    config, target, data = run.config, run.target, run.data
     result = validation(run)
-    if accelerator.is_main_process:
+    if run.accelerator.is_main_process:
         save_head(run.head, config.out, run.stored, leave_out=served.optional)
         if vocabulary is not None:
             restrict(served, target, vocabulary)
         if config.calibrate and data.held_out:
             save_calibration_of(served, run)
-        keep(run.folder, record)
+        keep(run.folder, run.record)
         write_card(config, data.counts, result)
         write_json(run.folder / "result.json", asdict(result))
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-    accelerator.print(describe(result))
     return result
 
 

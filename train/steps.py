@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.train import checkpoint
-from treespec.train.batches import batches_from, epoch_batches, padded
+from treespec.train.batches import batches_from, epoch_batches, padded, read_ahead
 from treespec.train.config import TrainConfig
 from treespec.train.data import Data
 from treespec.train.finite import Skips, all_finite, check_weights
@@ -25,6 +25,7 @@ from treespec.train.progress import Report
 from treespec.train.record import Record, keep
 from treespec.train.tokens import LawTokens
 from treespec.train.validate import Validation, describe, validate
+from treespec.train.whole import whole
 
 LOG_EVERY = 20  # steps between lines of metrics.jsonl, or
 SECONDS = 30.0  # where steps are slow
@@ -90,7 +91,11 @@ def fit(run: Run, after_step: Callable[[int], None]) -> None:
     together = config.batch_size * accelerator.num_processes
     per_epoch = len(epoch_batches(lengths, together, config.seed, 0))
     total = config.max_steps or max(1, recipe_of(config).epochs * per_epoch // config.accumulate)
-    micro_steps = batches_from(step * config.accumulate, lengths, together, config.seed)
+    first_micro = step * config.accumulate
+    micro_steps = read_ahead(
+        batches_from(first_micro, lengths, together, config.seed),
+        lambda batch: run.data.expect(mine(accelerator, batch[1])),
+    )
     started = time.perf_counter() - seconds
     first, tokens, skips, logged = step, 0, Skips(state), seconds
 
@@ -160,9 +165,8 @@ def optimizer_step(
     accelerator, optimizer = run.accelerator, run.optimizer
     losses, good = torch.zeros((), device=accelerator.device), True
     for micro, numbers in batches:
-        mine = numbers[accelerator.process_index :: accelerator.num_processes]
         with accelerator.accumulate(run.model):
-            loss = forward(run, mine, micro, steps)
+            loss = forward(run, mine(accelerator, numbers), micro, steps)
             accelerator.backward(loss.total)
             losses += loss.total.detach().to(losses.device)
             if accelerator.sync_gradients:
@@ -173,6 +177,11 @@ def optimizer_step(
                 optimizer.step()
             optimizer.zero_grad()
     return loss, good
+
+
+def mine(accelerator: Accelerator, numbers: list[int]) -> list[int]:
+    """This process's share of a batch."""
+    return numbers[accelerator.process_index :: accelerator.num_processes]
 
 
 def forward(run: Run, numbers: list[int], micro: int, steps: int) -> Loss:
@@ -197,7 +206,10 @@ def forward(run: Run, numbers: list[int], micro: int, steps: int) -> Loss:
 
 def validation(run: Run) -> Validation:
     """On held-out conversations, with the head as it will be served."""
-    return validate(run.served(), run.target, held_out_rows(run), run.config.draft_steps)
+    config = run.config
+    with whole(run.target, config, run.accelerator, "validate the head") as target:
+        rows = held_out_rows(replace(run, target=target))
+        return validate(run.served(), target, rows, config.draft_steps)
 
 
 def held_out_rows(run: Run) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from treespec.cache import TreeCache
 from treespec.model.attention import repeats, stack_query_heads
 from treespec.model.chunks import causal_chunks
+from treespec.model.ends import NoLayers
 from treespec.model.inspect import (
     context_length,
     decoder_of,
@@ -54,11 +55,12 @@ class Target:
 
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
-        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:
+        """ends: whether the model has embedding and output alone, as `model.ends` loads it."""
+        self.model, self.tokenizer, self.ends = model.eval().requires_grad_(False), tokenizer, ends
         with refusing(model):
             self._read(model)
-            self.output_device = understand(self)
+            self.output_device: torch.device = model.device if ends else understand(self)
 
     def _read(self, model: PreTrainedModel) -> None:
         """Read layers, sizes, windows and end tokens from the model and its config."""
@@ -67,7 +69,7 @@ class Target:
         stack_query_heads(model)
 
         # 2. Sizes and tokens.
-        self.decoder = decoder_of(model)
+        self.decoder = NoLayers() if self.ends else decoder_of(model)
         self.config = model.config.get_text_config()
         self.dtype = model.dtype
         self.eos = end_tokens(model)
@@ -82,11 +84,10 @@ class Target:
         hook = getattr(model, "_hf_hook", None)
         self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
         self.windows = layer_windows(self.config)
-        self.stack = layers_of(self.decoder, self.layers)
+        self.stack = nn.ModuleList() if self.ends else layers_of(self.decoder, self.layers)
 
         # 4. Masks: the entries that one may have in a prefill, and whether its rows are repeated
-        #    once for all layers. A model that computes with masks does not take repeated rows;
-        #    `understand` finds out.
+        #    once for all layers: not for a model that computes with masks (`understand`).
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)
         self.repeats_masks = True
 

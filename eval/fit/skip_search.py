@@ -21,7 +21,8 @@ from treespec.eval.texts import CONVERSATIONS, content_of
 from treespec.files import check_writable
 from treespec.spec import Spec
 from treespec.target import Target
-from treespec.text.conversations import encode_conversations, read_conversations
+from treespec.text.conversations import read_conversations
+from treespec.text.encoding import encode_conversations
 
 if TYPE_CHECKING:
     from optuna import Study, Trial

@@ -22,7 +22,8 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
     )
     out: str = option("directory for conversations.jsonl, which treespec train --data reads")
     data: str | None = option(
-        "conversations whose questions are asked: JSONL in ShareGPT's form or as messages, or the name of a data set "
+        "conversations whose questions are asked: a JSONL, JSON or parquet file, a folder of them, a data set of the "
+        "hub, or the name of one "
         f"that is fetched once: {either(DATA_SETS)}",
         None,
     )

@@ -1,6 +1,5 @@
 """What OUT/config.json says of a run, so that another one never goes on with its rows."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from treespec.errors import InputError
 from treespec.files import read_json, write_json
 from treespec.identity import identity_of
+from treespec.text.sources import digest
 from treespec.train.datasets import data_file
 from treespec.train.regenerate.config import RegenerateConfig
 
@@ -42,13 +42,7 @@ def record_of(
         contents["target"] = identity_of(config.target)
     if config.data is not None:
         data = data_file(config.data, say)
-        try:
-            with data.open("rb") as file:
-                contents["data"] = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise InputError(
-                f"cannot read {config.data}: {error.strerror or error}; give a JSONL file"
-            ) from error
+        contents["data"] = digest(data)
     by = "a server" if config.endpoint else "the target"
     return {"answers_by": by, **asdict(config), "contents": contents}, data
 

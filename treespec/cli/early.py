@@ -173,6 +173,18 @@ def check_readable(**files: str | None) -> None:
         )
 
 
+def check_data(name: str) -> None:
+    """Raises InputError for `--data` that is no file, folder, known data set or one of the hub."""
+    from treespec.text.hub_rows import load_library
+    from treespec.text.sources import hub_name
+    from treespec.train.known import DATA_SETS
+
+    if hub_name(name):
+        load_library(name)
+    elif name not in DATA_SETS:
+        check_readable(data=name)
+
+
 def check_file(out: str) -> None:
     """Raises InputError for an `--out` that cannot become a file."""
     if Path(out).is_dir():

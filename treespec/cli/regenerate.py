@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from treespec.cli.early import begin, check_folder, check_pairing, check_readable
+from treespec.cli.early import begin, check_data, check_folder, check_pairing
 from treespec.cli.options import takes
 from treespec.cli.progress import remark, with_progress
 from treespec.cli.terminal import end_notice
 from treespec.text.printable import one_line
-from treespec.train.known import DATA_SETS
 from treespec.train.regenerate.config import RegenerateConfig
 
 if TYPE_CHECKING:
@@ -40,8 +39,8 @@ def regenerate(config: RegenerateConfig) -> None:
 def check(config: RegenerateConfig) -> None:
     """What needs no weights to tell. Raises InputError, HeadError, TreeError."""
     check_folder(config.out)
-    if config.data not in DATA_SETS:
-        check_readable(data=config.data)
+    if config.data is not None:
+        check_data(config.data)
     if config.endpoint is not None:
         return
     source = config.source

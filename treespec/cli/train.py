@@ -4,11 +4,10 @@ from pathlib import Path
 
 import typer
 
-from treespec.cli.early import begin, check_folder, check_readable
+from treespec.cli.early import begin, check_data, check_folder
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice
 from treespec.train.config import TrainConfig
-from treespec.train.known import DATA_SETS
 
 
 @takes(TrainConfig)
@@ -18,8 +17,7 @@ def train(config: TrainConfig) -> None:
     With several processes: accelerate launch -m treespec.train --target …
     """
     check_folder(config.out)
-    if config.data not in DATA_SETS:
-        check_readable(data=config.data)
+    check_data(config.data)
     begin(config.target, template=config.template)
     from treespec.train.run import train
 

@@ -39,7 +39,7 @@ def load_model(path: str, trust_remote_code: bool = False, **options: Any) -> Pr
 
     # 2. The weights, without transformers' table of misfits: step 3 names them in a line.
     try:
-        with _quiet():
+        with quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
@@ -75,7 +75,7 @@ def load_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
 
     # 2. The config.
     try:
-        with _quiet():
+        with quiet():
             config: PreTrainedConfig = AutoConfig.from_pretrained(path, **where)
         check_config(config)
     except Exception as error:  # a damaged file may raise anything
@@ -190,7 +190,7 @@ def _not_json(file: Path) -> str | None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Inside, transformers logs errors only."""
     log = logging.getLogger("transformers")
     before = log.level

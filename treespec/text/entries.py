@@ -1,15 +1,11 @@
-"""Conversations as files hold them: a JSON value an entry, in ShareGPT's form or as messages."""
+"""One row as its file holds it: its turns, tools, text or tokens."""
 
-import gzip
 import json
 import re
-import zlib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, cast
+from collections.abc import Sequence
+from typing import Any
 
-from treespec.errors import InputError
-from treespec.text.archives import refuse_archive
+from treespec.text.forms import IDS, MASKS, TEXT, TOKENS, TURNS, UnusableConversation
 
 ROLES = {
     "system": "system",
@@ -20,54 +16,20 @@ ROLES = {
     "assistant": "assistant",
     "model": "assistant",
     "bot": "assistant",
+    "tool": "tool",
+    "observation": "tool",
 }
+MAY_FOLLOW = {  # roles after a role; None is the beginning
+    None: ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of an answer's thoughts
+FURTHER = {"assistant": THOUGHTS, "tool": ("tool_call_id", "name")}  # fields for the template
+IGNORED = -100  # the label of a token that does not count
 
-
-class UnusableConversation(InputError):
-    """A conversation that cannot be trained on. Reports count its reason and show its detail."""
-
-    def __init__(self, reason: str, detail: object = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
-
-
-def entries(path: Path) -> Iterator[tuple[str, object]]:
-    """(file and line, the entry of a JSON list or the bytes of the line)."""
-    try:
-        with opened(path) as file:
-            # 1. Refuse an archive.
-            head = file.read(4096)
-            refuse_archive(path, head)
-            head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-            file.seek(0)
-
-            # 2. A JSON list as a whole, or JSON line by line.
-            if head.startswith(b"["):
-                entries = json.loads(file.read())
-                yield from ((f"{path.name} entry {i}", entry) for i, entry in enumerate(entries, 1))
-            else:
-                for i, line in enumerate(file, 1):
-                    if line.strip():
-                        yield f"{path.name}:{i}", line.removeprefix(b"\xef\xbb\xbf")
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise InputError(f"{path} is a damaged gzip archive: {error}; fetch it again") from error
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; give a JSONL file") from error
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} begins as a JSON list but is not valid JSON: {error}") from error
-
-
-def opened(path: Path) -> IO[bytes]:
-    """A file to read, unpacked if it is a gzip archive."""
-    file = path.open("rb")
-    packed = file.read(2) == b"\x1f\x8b"
-    file.seek(0)
-    if not packed:
-        return file
-    file.close()
-    return cast(IO[bytes], gzip.open(path))
+Message = dict[str, Any]  # role and content, thoughts, tool_calls, and what `FURTHER` names
 
 
 def parsed(entry: object) -> object:
@@ -83,7 +45,7 @@ def parsed(entry: object) -> object:
 
 def source_of(entry: object, where: str) -> str:
     """The id that an entry gives itself, else its number in the file."""
-    for name in ("id", "conversation_id", "prompt_id", "question_id"):
+    for name in IDS:
         value = entry.get(name) if isinstance(entry, dict) else None
         if isinstance(value, str | int):
             return str(value)
@@ -96,44 +58,164 @@ def cuts_of(entry: object) -> tuple[bool, ...]:
     return tuple(how == "max_new_tokens" for how in ended) if isinstance(ended, list) else ()
 
 
-def messages_of(entry: object, answered: bool = True) -> list[dict[str, str]]:
+def form_of(entry: object) -> str | None:
+    """The field of a row that holds its conversation; None where there is none.
+
+    Tokens that tell which of them count are the row as somebody prepared it, so they come first.
+    """
+    if not isinstance(entry, dict):
+        return None
+    if any(isinstance(entry.get(name), list) for name in MASKS) and TOKENS in entry:
+        return TOKENS
+    lists = [name for name in (*TURNS, TOKENS) if isinstance(_listed(entry.get(name)), list)]
+    if lists:
+        return lists[0]
+    return TEXT if isinstance(entry.get(TEXT), str) else None
+
+
+def tools_of(entry: object) -> list[Any]:
+    """The tools that a row offers, as the chat template takes them. Raises UnusableConversation."""
+    tools = _listed(entry.get("tools")) if isinstance(entry, dict) else None
+    if tools is None or tools == "":
+        return []
+    if not isinstance(tools, list):
+        raise UnusableConversation("its `tools` are no list")
+    return tools
+
+
+def tokens_of(entry: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    """(token ids, which of them count) of a row of tokens, without padding.
+
+    Raises UnusableConversation for a row that does not tell which tokens count.
+    """
+    # 1. The fields.
+    ids, seen = entry[TOKENS], entry.get("attention_mask")
+    name = next((name for name in MASKS if isinstance(entry.get(name), list)), None)
+    if name is None:
+        raise UnusableConversation(f"`{TOKENS}` without {', '.join(MASKS[:-1])} or {MASKS[-1]}")
+    marks = entry[name]
+    seen = seen if isinstance(seen, list) else [1] * len(marks)
+
+    # 2. What they hold.
+    if not isinstance(ids, list) or not all(type(value) is int and value >= 0 for value in ids):
+        raise UnusableConversation(f"`{TOKENS}` holds something else than token ids")
+    if not len(ids) == len(marks) == len(seen):
+        raise UnusableConversation(f"`{TOKENS}`, `{name}` and the attention mask differ in length")
+    counts = [mark != IGNORED if name == "labels" else bool(mark) for mark in marks]
+    kept = [i for i, is_seen in enumerate(seen) if is_seen]
+    return [ids[i] for i in kept], [counts[i] for i in kept]
+
+
+def messages_of(entry: object, answered: bool = True) -> list[Message]:
     """The turns of one entry. Raises UnusableConversation.
 
-    Answers before the first question are dropped, as in FastChat and EAGLE. So is a last question
-    without an answer where only `answered` ones are wanted.
+    Answers before the first question are dropped, as in FastChat and EAGLE. So is everything after
+    the last answer where only `answered` questions are wanted.
     """
     # 1. The list of turns.
-    turns = entry.get("conversations", entry.get("messages")) if isinstance(entry, dict) else None
-    if not isinstance(turns, list):
+    lists = [_listed(entry.get(name)) for name in TURNS] if isinstance(entry, dict) else []
+    turns = next((turns for turns in lists if isinstance(turns, list)), None)
+    if turns is None:
         raise UnusableConversation("no list under `conversations` or `messages`")
 
     # 2. Each turn: its role, its content, and whether it is due.
-    system: list[dict[str, str]] = []
-    messages: list[dict[str, str]] = []
-    for i, turn in enumerate(turns, 1):
+    system: list[Message] = []
+    messages: list[Message] = []
+    for i, turn in enumerate(_named(turns), 1):
         if not isinstance(turn, dict):
             raise UnusableConversation("a turn is not an object", f"turn {i}")
-        name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        role = ROLES.get(name.lower()) if isinstance(name, str) else None
-        if role is None:
-            raise UnusableConversation("a turn has an unknown role", f"turn {i}, {name!r}")
-        if not isinstance(content, str) or re.search("[\ud800-\udfff]", content):
-            raise UnusableConversation("the content of a turn is not text", f"turn {i}")
+        name, message = _name_of(turn), _message(turn, i)
+        role, content = message["role"], message["content"]
         if role == "system" and i == 1:
-            system = [{"role": role, "content": content}] if content.strip() else []
+            system = [message] if content.strip() else []
         elif messages or role != "assistant":
-            if role != ("user", "assistant")[len(messages) % 2]:
+            if role not in MAY_FOLLOW[messages[-1]["role"] if messages else None]:
                 raise UnusableConversation(
                     "user and assistant do not alternate", f"turn {i} is {name!r}"
                 )
-            if not content.strip():
+            if not (content.strip() or message.get("tool_calls") or role == "tool"):
                 raise UnusableConversation("a turn is empty", f"turn {i}")
-            messages.append({"role": role, "content": content})
+            messages.append(message)
 
     # 3. Whole pairs of question and answer, if only answered questions count.
-    if answered:
-        messages = messages[: len(messages) // 2 * 2]
+    while answered and messages and messages[-1]["role"] != "assistant":
+        messages.pop()
     if not messages:
         kind = "assistant turn that answers a " if answered else ""
         raise UnusableConversation(f"no {kind}user turn")
     return system + messages
+
+
+def thought_of(message: Message) -> str:
+    """The thoughts before an answer: in a field of their own, or inside <think>; "" for none."""
+    for name in THOUGHTS:
+        if isinstance(thought := message.get(name), str) and thought.strip():
+            return thought.strip()
+    before, end, _ = message["content"].rpartition("</think>")
+    return before.rpartition("<think>")[2].strip() if end else ""
+
+
+def _named(turns: Sequence[object]) -> Sequence[object]:
+    """UltraChat's list of texts as messages; other lists as they are."""
+    if not turns or not all(isinstance(turn, str) for turn in turns):
+        return turns
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+def _name_of(turn: dict[str, Any]) -> object:
+    name = turn.get("role")
+    return turn.get("from") if name is None else name
+
+
+def _message(turn: dict[str, Any], i: int) -> Message:
+    """Turn number `i` as a message. Raises UnusableConversation."""
+    # 1. Its role.
+    name = _name_of(turn)
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        raise UnusableConversation("a turn has an unknown role", f"turn {i}, {name!r}")
+
+    # 2. Its text. An answer that only calls tools has none.
+    content = turn.get("content")
+    content = turn.get("value") if content is None else content
+    calls = _listed(turn.get("tool_calls"))
+    if content is None and calls:
+        content = ""
+    thoughts = [turn[name] for name in THOUGHTS if isinstance(turn.get(name), str)]
+    if not isinstance(content, str) or any(map(_is_broken, [content, *thoughts])):
+        raise UnusableConversation("the content of a turn is not text", f"turn {i}")
+
+    # 3. What else a template may show.
+    message: Message = {"role": role, "content": content}
+    message |= {name: turn[name] for name in FURTHER.get(role, ()) if turn.get(name)}
+    if isinstance(calls, list) and calls and role == "assistant":
+        message["tool_calls"] = [_call(call) for call in calls]
+    return message
+
+
+def _call(call: object) -> object:
+    """A tool call with arguments as fields: templates write them out, a text would be quoted."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _is_broken(text: str) -> bool:
+    """Whether a text holds half of a surrogate pair, which no tokenizer takes."""
+    return re.search("[\ud800-\udfff]", text) is not None
+
+
+def _listed(value: object) -> object:
+    """The list that a JSON text holds, as tables without nested columns store it."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value

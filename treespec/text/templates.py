@@ -10,14 +10,16 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from treespec.errors import InputError, first_line
+from treespec.text.entries import thought_of
 from treespec.text.prefix import common_prefix
 
 if TYPE_CHECKING:
     from fastchat.conversation import Conversation
     from transformers import PreTrainedTokenizerBase
 
-# {"role": system | user | assistant, "content": text}, …
-Messages: TypeAlias = Sequence[dict[str, str]]
+# {"role": system | user | assistant | tool, "content": text}, …; further fields for the template
+Messages: TypeAlias = Sequence[dict[str, Any]]
+Tools: TypeAlias = Sequence[Any] | None  # JSON schemas of functions that the target may call
 # None: the tokenizer's own chat template; else the name of a template of fschat.
 Template: TypeAlias = str | None
 
@@ -48,14 +50,20 @@ def render(
     messages: Messages,
     template: Template = None,
     add_generation_prompt: bool = True,
+    tools: Tools = None,
 ) -> str:
     """The text of the messages. Raises InputError as `check`, and if the template refuses them."""
+    if template is not None and tools:
+        raise InputError(f"the fschat template {template} has no place for tools")
     if template is not None:
         return _text(_render_fschat(template, messages, add_generation_prompt))
     check(tokenizer)
     with _refusals():
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages),
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
         )
     return _text(str(text))
 
@@ -111,6 +119,7 @@ def answers(
     messages: Messages,
     template: Template,
     special: Iterable[str],
+    tools: Tools = None,
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation, and the span of each answer with the token that ends it.
 
@@ -129,25 +138,25 @@ def answers(
     # 2. The template's own marks.
     if template is None:
         check(tokenizer)
-        text, spans = _marked(tokenizer, messages)
-        found = [any(_has(text, span, answer) for span in spans) for answer in words.values()]
+        text, spans = _marked(tokenizer, messages, tools)
+        found = [any(holds(text, span, answer) for span in spans) for answer in words.values()]
         if spans and all(found):
             return text, spans
     # 3. Without marks: compare renderings of the turns up to each answer.
-    whole = render(tokenizer, messages, template, add_generation_prompt=False)
+    whole = render(tokenizer, messages, template, False, tools)
     names = _any_of(tuple(special))
     spans = []
     for i, answer in words.items():
-        span = _answer(tokenizer, messages[: i + 1], template, whole, answer, names)
-        if span is None or not _has(whole, span, answer):
+        span = _answer(tokenizer, messages[: i + 1], template, whole, answer, names, tools)
+        if span is None or not holds(whole, span, answer):
             return whole, []
         spans.append(span)
     return whole, spans
 
 
-def _has(text: str, span: tuple[int, int], answer: str) -> bool:
-    """Whether the span holds the words of the answer. Some templates change the spaces between."""
-    return span[0] >= 0 and " ".join(answer.split()) in " ".join(text[slice(*span)].split())
+def holds(text: str, span: tuple[int, int], words: str) -> bool:
+    """Whether the span holds these words. Some templates change the spaces between."""
+    return span[0] >= 0 and " ".join(words.split()) in " ".join(text[slice(*span)].split())
 
 
 def _answer(
@@ -157,18 +166,20 @@ def _answer(
     whole: str,
     answer: str,
     special: str,
+    tools: Tools,
 ) -> tuple[int, int] | None:
     """The span of the last message in the text of the whole conversation.
 
     whole: the text. special: a pattern of special tokens.
     """
     # 1. Where the answer starts.
-    prompt = render(tokenizer, messages[:-1], template)
-    upto = render(tokenizer, messages, template, add_generation_prompt=False)
+    prompt = render(tokenizer, messages[:-1], template, True, tools)
+    upto = render(tokenizer, messages, template, False, tools)
     start = len(prompt)
     if not whole.startswith(prompt):  # it opens a <think>, which finished answers lack
         start = common_prefix(prompt, whole)
-        if not whole[start:].lstrip().startswith(answer):
+        thought = thought_of(messages[-1])
+        if not whole[start:].lstrip().startswith((thought or answer, answer)):
             return None
     # 2. Where it ends: with the first special token after it, without a line break that follows.
     mark = re.compile(rf"({special})(?:\s|{special})*\Z").search(upto, start)
@@ -178,7 +189,7 @@ def _answer(
         (len(body) - len(form) for form in forms if body.endswith(form)), upto.find(answer, start)
     )
     led = first < start or upto[start:first].strip()  # words before it: perhaps a header
-    if led and prompt == render(tokenizer, messages[:-1], template, add_generation_prompt=False):
+    if led and answer and prompt == render(tokenizer, messages[:-1], template, False, tools):
         start = first
     if whole.startswith(upto):
         return start, mark.end(1) if mark else len(upto)
@@ -199,7 +210,7 @@ def _any_of(names: tuple[str, ...]) -> str:
 
 
 def _marked(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, tools: Tools
 ) -> tuple[str, list[tuple[int, int]]]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -210,7 +221,9 @@ def _marked(
         # apply_chat_template gives token masks alone. They run on where offsets omit a space.
         options: dict[str, Any] = {"return_assistant_tokens_mask": True}
         options |= tokenizer.special_tokens_map
-        rendered: Any = render_jinja_template([list(messages)], chat_template=source, **options)
+        rendered: Any = render_jinja_template(
+            [list(messages)], tools=list(tools) if tools else None, chat_template=source, **options
+        )
     (text,), (spans,) = rendered
     return _text(text), spans
 

@@ -20,7 +20,8 @@ import numpy as np
 from treespec.draft.model_free.suffixes import longest_suffix, suffix_array
 from treespec.errors import InputError
 from treespec.files import LOCK, TEMPORARY, locked, read_json, write_json, writing
-from treespec.text.conversations import encode_conversations, read_conversations
+from treespec.text.conversations import read_conversations
+from treespec.text.encoding import encode_conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

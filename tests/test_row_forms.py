@@ -1,0 +1,203 @@
+"""Rows of every form and file train the same tokens; thoughts and tools reach the template."""
+
+import gzip
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from chat_templates import CHATML, byte_tokenizer, each, prompt, turns
+
+from treespec.errors import InputError
+from treespec.text import hub_rows
+from treespec.text.conversations import read_conversations
+from treespec.text.encoding import encode_conversations
+from treespec.text.sources import digest
+
+TURNS = [["u Hi", "a Hello", "u Bye", "a So long"], ["u 1+1?", "a 2"]]
+TEXTS = [[turn[2:] for turn in talk] for talk in TURNS]
+FORMS = {
+    "messages": [{"messages": turns(talk)} for talk in TURNS],
+    "sharegpt": [
+        {"conversations": [{"from": ["human", "gpt"][i % 2], "value": text} for i, text in enumerate(talk)]}
+        for talk in TEXTS
+    ],
+    "ultrachat": [{"id": "7", "data": talk} for talk in TEXTS],
+    "json in a column": [{"conversations": json.dumps(turns(talk))} for talk in TURNS],
+}
+# Thoughts stand in the last answer alone, tools before all turns, as Qwen3's template does it.
+REASONING = (
+    "{% if tools %}{{ '<s>tools: ' + (tools | tojson) + '</s>' }}{% endif %}"
+    + each(
+        "{{ '<|im_start|>' + m['role'] + '\\n' }}"
+        "{% if m['reasoning_content'] and loop.last %}{{ '<think>' + m['reasoning_content'] + '</think>' }}{% endif %}"
+        "{% for call in m['tool_calls'] %}{{ 'call ' + call['function']['arguments']['city'] }}{% endfor %}"
+        "{{ m['content'] + '<|im_end|>\\n' }}"
+    )
+    + prompt("<|im_start|>assistant\\n")
+)
+
+
+def encoded(source, template=CHATML):
+    """(tokens, mask) of each row, as the tokenizer of tests encodes it."""
+    tokenizer = byte_tokenizer(template)
+    examples, report = encode_conversations(tokenizer, read_conversations(source)[0], None, 1000)
+    assert report.used == len(examples)
+    return [(example.input_ids.tolist(), example.loss_mask.tolist()) for example in examples]
+
+
+def lines(file, rows):
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+@pytest.fixture
+def expected(tmp_path):
+    return encoded(lines(tmp_path / "expected.jsonl", FORMS["messages"]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_trains_the_same_tokens(form, tmp_path, expected):
+    assert encoded(lines(tmp_path / "rows.jsonl", FORMS[form])) == expected
+
+
+def test_formatted_text_and_token_rows_train_the_same_tokens(tmp_path, expected):
+    tokenizer = byte_tokenizer(CHATML)
+    texts = [{"text": tokenizer.decode(ids)} for ids, _ in expected]
+    assert encoded(lines(tmp_path / "texts.jsonl", texts)) == expected
+    for name, rows in {
+        "loss_mask": [{"input_ids": ids, "loss_mask": list(map(int, mask))} for ids, mask in expected],
+        "labels": [
+            {"input_ids": ids, "labels": [i if counts else -100 for i, counts in zip(ids, mask, strict=True)]}
+            for ids, mask in expected
+        ],
+        "padding": [
+            {
+                "input_ids": [*ids, 0, 0],
+                "loss_mask": [*map(int, mask), 1, 1],
+                "attention_mask": [1] * len(ids) + [0, 0],
+                "messages": turns(["u another", "a text"]),
+            }
+            for ids, mask in expected
+        ],
+    }.items():
+        assert encoded(lines(tmp_path / f"{name}.jsonl", rows), template=None) == expected, name
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"input_ids": [1, 2, 3]}, "without loss_mask, assistant_masks or labels"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [1]}, "differ in length"),
+        ({"input_ids": [1, "b"], "loss_mask": [0, 1]}, "something else than token ids"),
+        ({"input_ids": [1, 10**6], "loss_mask": [0, 1]}, "beyond the vocabulary: 1000000"),
+        ({"text": "Hi and hello"}, "no answer in the text: it lacks '<|im_start|>assistant"),
+        ({"messages": turns(["u a", "a b"]), "tools": {"a": 1}}, "`tools` are no list"),
+    ],
+)
+def test_a_row_that_cannot_be_trained_on_is_named(row, told, tmp_path):
+    with pytest.raises(InputError) as error:
+        encoded(lines(tmp_path / "rows.jsonl", [row]))
+    assert told in str(error.value)
+    assert "rows.jsonl:1" in str(error.value)
+
+
+def test_a_folder_and_parquet_train_the_same_tokens(tmp_path, expected):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    first, second = FORMS["messages"]
+    parquet.write_table(pyarrow.Table.from_pylist([first | {"unread": 1}]), folder / "a.parquet")
+    (folder / "deep" / "b.json.gz").write_bytes(gzip.compress(json.dumps([second]).encode()))
+    (folder / "deep" / ".hidden.jsonl").write_text("half")
+    (folder / "README.md").write_text("about")
+    assert encoded(folder) == expected
+    packed = tmp_path / "packed.parquet.gz"
+    packed.write_bytes(gzip.compress((folder / "a.parquet").read_bytes()))
+    assert encoded(packed) == expected[:1]
+    before = digest(folder)
+    assert digest(folder.rename(tmp_path / "moved")) == before
+    lines(tmp_path / "moved" / "deep" / "c.jsonl", [first])
+    assert digest(tmp_path / "moved") != before
+
+    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "answer": "b"}]), packed)
+    with pytest.raises(InputError, match="has no column of conversations, only answer, prompt; name it"):
+        encoded(packed)
+    packed.write_bytes(packed.read_bytes()[:-30])
+    with pytest.raises(InputError, match="is a damaged parquet file"):
+        encoded(packed)
+
+
+def test_without_their_packages_parquet_and_the_hub_are_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    file = tmp_path / "rows.parquet"
+    file.write_bytes(b"PAR1 and so on")
+    for source in (file, "owner/name", "owner/name:train"):
+        with pytest.raises(InputError, match=r"pip install 'treespec\[data\]'"):
+            read_conversations(source)
+    with pytest.raises(InputError, match=r"no file named \*\.jsonl"):
+        read_conversations(tmp_path.joinpath("empty").mkdir() or tmp_path / "empty")
+
+
+class Table(list):
+    """A split as the library `datasets` gives it."""
+
+    @property
+    def column_names(self):
+        return list(self[0])
+
+    def select_columns(self, names):
+        return [{name: row[name] for name in names} for row in self]
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_split(monkeypatch, expected):
+    splits = {"train_sft": Table(FORMS["messages"]), "test": Table(FORMS["messages"][1:])}
+    library = SimpleNamespace(load_dataset=lambda repository, configuration: splits)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    monkeypatch.setattr(hub_rows, "commit_of", lambda repository: "0123")
+    assert encoded("owner/name:train_sft") == expected
+    assert encoded("owner/name:default:test") == expected[1:]
+    assert digest("owner/name:test") != digest("owner/name:train_sft")
+    with pytest.raises(InputError, match="has no split 'train': give owner/name:SPLIT with one of train_sft, test"):
+        encoded("owner/name")
+
+
+def test_thoughts_and_tools_reach_the_template(tmp_path):
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    call = {"function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Is it warm?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "31 degrees"},
+            {"role": "assistant", "content": "Yes.", "reasoning_content": "31 is a lot"},
+        ],
+        "tools": json.dumps(tools),
+    }
+    ((ids, mask),) = encoded(lines(tmp_path / "rows.jsonl", [row]), REASONING)
+    tokenizer = byte_tokenizer()
+    text = tokenizer.decode(ids)
+    assert text.startswith(f"<s>tools: {json.dumps(tools)}</s>")
+    learnt = tokenizer.decode([token for token, counts in zip(ids, mask, strict=True) if counts])
+    assert learnt == "call Rome<|im_end|><think>31 is a lot</think>Yes.<|im_end|>"
+
+
+def test_an_answer_without_its_thoughts_does_not_count(tmp_path):
+    """The template keeps the last thought alone: of a row whose thoughts all go, nothing is left."""
+    thought = {"role": "assistant", "content": "Yes.", "reasoning_content": "so it is"}
+    question, plain = turns(["u Is it?", "a Good."])
+    kept = [question, thought, question, thought]
+    file = lines(tmp_path / "rows.jsonl", [{"messages": kept}])
+    tokenizer = byte_tokenizer(REASONING)
+    (example,), report = encode_conversations(tokenizer, read_conversations(file)[0], None, 1000)
+    learnt = tokenizer.decode(example.input_ids[example.loss_mask])
+    assert learnt == "<think>so it is</think>Yes.<|im_end|>"
+    assert "the template drops the thoughts of 1 further answers, which do not count" in str(report)
+
+    file = lines(tmp_path / "rows.jsonl", [{"messages": kept}, {"messages": [question, plain]}])
+    conversations, _ = read_conversations(file)
+    examples, report = encode_conversations(byte_tokenizer(CHATML), conversations, None, 1000)
+    assert (len(examples), report.used) == (1, 1)
+    assert report.problems == ["rows.jsonl:1: the chat template drops the thoughts of its answers"]

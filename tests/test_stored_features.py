@@ -1,0 +1,98 @@
+"""Stored features let the target go: its two ends train the same head; 8 bits a value take a byte."""
+
+from dataclasses import replace
+from itertools import count, islice
+from pathlib import Path
+
+import pytest
+import torch
+from models import CONFIGS, random_model, save_model
+from safetensors.torch import load_file
+from training import same_weights, small_run, weights, write_data
+
+from treespec.errors import InputError
+from treespec.model.ends import load_ends
+from treespec.target import Target
+from treespec.train.batches import read_ahead
+from treespec.train.eight_bits import packed, unpacked
+from treespec.train.run import train
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("stored") / "model")
+
+
+@pytest.fixture
+def config(model_folder, tmp_path):
+    data = write_data(tmp_path / "data.jsonl")
+    return small_run(model_folder, data, tmp_path / "head", features=str(tmp_path / "features"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_ends_of_a_target_are_those_of_the_whole(name, tmp_path):
+    random_model(CONFIGS[name]()).save_pretrained(tmp_path)
+    whole, part = Target.load(str(tmp_path)), Target(load_ends(str(tmp_path)), ends=True)
+    tokens = torch.arange(3, 20)
+    hidden = torch.randn(4, whole.feature_width, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(part.embeddings(tokens), whole.embeddings(tokens))
+    assert torch.equal(part.output_logits(hidden), whole.output_logits(hidden))
+    assert (part.layers, part.dtype, part.context_length) == (whole.layers, whole.dtype, whole.context_length)
+    assert (part.embed_scale, part.config.to_dict()) == (whole.embed_scale, whole.config.to_dict())
+    own = sum(weight.numel() for weight in part.model.parameters())
+    assert own < sum(weight.numel() for weight in whole.model.parameters()) / 2
+    with pytest.raises(RuntimeError, match="only the embedding and the output are loaded"):
+        part.features(tokens[None])
+
+
+def test_a_run_on_complete_features_loads_the_whole_target_at_its_end_alone(config, capsys):
+    live = replace(config, features=None, out=config.out + "-live")
+    train(live)
+    train(config)
+    said = capsys.readouterr().out
+    assert "loading the whole target to store its features" in said
+    assert "GiB, 128 bytes per token" in said  # 32 values in float32
+    again = replace(config, out=config.out + "-again")
+    result = train(again)
+    said = capsys.readouterr().out
+    assert said.count("loading the whole target") == 1
+    assert "loading the whole target to validate and calibrate the head" in said
+    assert same_weights(weights(again), weights(config))
+    assert result.positions > 0
+    for name, value in weights(live).items():
+        assert torch.allclose(value, weights(config)[name], atol=1e-5)
+
+
+def test_eight_bits_take_a_byte_a_value_and_train_nearly_the_same_head(config, capsys):
+    train(replace(config, head="eagle3", out=config.out + "-exact"))
+    eight = replace(config, head="eagle3", features=config.features + "-8", feature_dtype="int8")
+    train(eight)
+    said = capsys.readouterr().out
+    assert "GiB, 512 bytes per token" in said  # three layers and the last state in float32
+    assert "GiB, 132 bytes per token" in said  # in 8 bits, with two scales
+    (shard,) = Path(eight.features).glob("*.safetensors")
+    assert {value.dtype for value in load_file(shard).values()} == {torch.int8, torch.float16}
+    exact = load_file(f"{config.out}-exact/model.safetensors")
+    for name, value in weights(eight).items():
+        assert torch.allclose(value.float(), exact[name].float(), atol=5e-3), name
+    with pytest.raises(InputError, match="holds features of another target or data"):
+        train(replace(eight, feature_dtype="auto", out=config.out + "-other"))
+    with pytest.raises(InputError, match="--feature-dtype is of stored features"):
+        train(replace(eight, features=None, out=config.out + "-other"))
+
+
+def test_eight_bits_are_within_half_a_step_of_each_rows_largest_value():
+    """Also of zeros, of rows that differ a thousandfold, and of a last row that is short."""
+    features = torch.randn(20, 100, generator=torch.Generator().manual_seed(0))
+    features[:, 64:] *= 1000
+    features[3] = 0
+    back = unpacked(*packed(features), torch.float32)
+    for part, given in zip(features.split(64, -1), back.split(64, -1), strict=True):
+        step = part.abs().amax(-1, keepdim=True) / 127
+        assert ((part - given).abs() <= 0.6 * step).all()  # half a step, and what float16 rounds of it
+
+
+def test_batches_are_read_one_ahead_in_their_order():
+    heard = []
+    ahead = read_ahead(count(), heard.append)
+    assert [(number, heard[-1]) for number in islice(ahead, 3)] == [(0, 1), (1, 2), (2, 3)]

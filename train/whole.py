@@ -1,0 +1,60 @@
+"""Loading the target of a run: whole, or its embedding and output alone where features are stored.
+
+prepare     whole, if features are missing; then it goes
+steps       embedding and output
+validate    whole; then it goes
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import release_memory
+
+from treespec.model.ends import load_ends
+from treespec.target import Target
+from treespec.text.tokenizers import load_tokenizer
+from treespec.train.config import TrainConfig
+
+
+def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = False) -> Target:
+    """The target of a run. ends: embedding and output alone, where it can be loaded like that."""
+    # 1. Where it goes.
+    on_device = {"": accelerator.device} if accelerator.device.type != "cpu" else None
+    placement: Any = config.device_map or on_device
+
+    # 2. The ends.
+    if ends:
+        path = os.path.expanduser(config.target)
+        options: dict[str, Any] = {} if placement is None else {"device_map": placement}
+        model = load_ends(path, config.trust_remote_code, dtype=config.dtype, **options)
+        if model is not None:
+            tokenizer = load_tokenizer(path, config.trust_remote_code)
+            return Target(model, tokenizer, ends=True)
+
+    # 3. All of it.
+    return Target.load(
+        config.target,
+        device_map=placement,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+@contextmanager
+def whole(
+    target: Target, config: TrainConfig, accelerator: Accelerator, purpose: str
+) -> Iterator[Target]:
+    """The whole target, loaded inside the block if only its ends were. purpose: said then."""
+    if not target.ends:
+        yield target
+        return
+    accelerator.print(f"loading the whole target to {purpose} …")
+    loaded = load_target(config, accelerator)
+    try:
+        yield loaded
+    finally:
+        del loaded
+        release_memory()

@@ -1,0 +1,240 @@
+"""Conversations as tokens, with a mask of those that a head learns from."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from treespec.errors import InputError
+from treespec.text.conversations import Conversation
+from treespec.text.entries import thought_of
+from treespec.text.examples import Example, digest
+from treespec.text.forms import UnusableConversation
+from treespec.text.preformatted import Marks, marks_of, spans_of
+from treespec.text.report import Report
+from treespec.text.templates import (
+    Messages,
+    Template,
+    answers,
+    check,
+    holds,
+    opening,
+    special_tokens,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BATCH = 64  # conversations given to the tokenizer at once
+Span = tuple[int, int]  # [start, end) in characters
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text. answers: the span of each. learnt: of those that count."""
+
+    text: str
+    answers: list[Span]
+    learnt: list[Span]
+
+
+def refuse_unencoded(report: Report) -> None:
+    """Raises InputError where encoding left no conversation."""
+    if not report.used:
+        raise InputError(
+            f"no conversation can be trained on: {'; '.join(report.problems) or 'there are none'}"
+        )
+
+
+def encode_conversation(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, template: Template, max_length: int
+) -> Example:
+    """One conversation as `templates.encode` tokenises it, cut at max_length tokens.
+
+    Raises UnusableConversation where the place of an answer in the rendered text is unknown.
+    """
+    check(tokenizer, template)
+    return _cut(
+        _usable(_encode_batch(tokenizer, [Conversation(list(messages))], template)[0]), max_length
+    )
+
+
+def encode_conversations(
+    tokenizer: "PreTrainedTokenizerBase",
+    conversations: Iterable[Conversation],
+    template: Template,
+    max_length: int,
+) -> tuple[list[Example], Report]:
+    """All conversations by `encode_conversation`. Those that it refuses are left out and counted.
+
+    Raises InputError where nothing is left, for a missing template, and for a tokenizer without
+    offsets.
+    """
+    examples, report = encode_some(tokenizer, conversations, template, max_length)
+    refuse_unencoded(report)
+    return examples, report
+
+
+def encode_some(
+    tokenizer: "PreTrainedTokenizerBase",
+    conversations: Iterable[Conversation],
+    template: Template,
+    max_length: int,
+) -> tuple[list[Example], Report]:
+    """`encode_conversations` of a part of the data, of which nothing may be left."""
+    examples, report = [], Report()
+    left = iter(conversations)
+    while batch := list(islice(left, BATCH)):
+        encoded = _encode_batch(tokenizer, batch, template)
+        for one, example in zip(batch, encoded, strict=True):
+            try:
+                whole = _usable(example)
+                examples.append(_cut(whole, max_length))
+            except UnusableConversation as error:
+                report.leave_out(one.where, error)
+            else:
+                report.cut += len(whole.input_ids) > max_length
+                report.thoughtless += whole.thoughtless
+    report.used = len(examples)
+    return examples, report
+
+
+def _encode_batch(
+    tokenizer: "PreTrainedTokenizerBase", batch: Sequence[Conversation], template: Template
+) -> list[Example | UnusableConversation]:
+    """Each conversation at full length, or the reason that it is unusable."""
+    if not tokenizer.is_fast:
+        raise InputError(
+            f"{type(tokenizer).__name__} does not say which characters its tokens come from; "
+            "train with the model's fast tokenizer (tokenizer.json)"
+        )
+    # 1. Render, and tokenise the whole batch at once.
+    if any(talk.tokens is None for talk in batch):
+        check(tokenizer, template)
+    special = special_tokens(tokenizer)
+    before = opening(tokenizer, template)
+    marks = None
+    if any(talk.text is not None for talk in batch):
+        marks = marks_of(tokenizer, template, special)
+    rendered = [_rendered(tokenizer, talk, template, special, marks) for talk in batch]
+    texts = [one.text for one in rendered if isinstance(one, Rendered)]
+    options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    encoded = tokenizer(texts, **options) if texts else {}
+    rows = zip(encoded.get("input_ids", ()), encoded.get("offset_mapping", ()), strict=True)
+
+    # 2. Mask the tokens of the answers.
+    examples: list[Example | UnusableConversation] = []
+    for talk, one in zip(batch, rendered, strict=True):
+        if not isinstance(one, Rendered):
+            examples.append(one)
+            continue
+        ids, offsets = next(rows)
+        places, is_special = np.array(offsets), np.isin(ids, list(special.values()))
+        mask = _inside(places, one.learnt, is_special)
+        if any(talk.cut):
+            spans = one.answers
+            clear = len(spans) == len(talk.cut)  # which answer each flag is for
+            flags = talk.cut if clear else (True,) * len(spans)
+            cut = [span for span, is_cut in zip(spans, flags, strict=True) if is_cut]
+            mask &= ~(_inside(places, cut, is_special) & is_special)
+        if ids[: len(before)] != before:
+            ids = before + ids
+            mask = np.concatenate([np.zeros(len(before), dtype=bool), mask])
+        dropped = len(one.answers) - len(one.learnt)
+        examples.append(Example(torch.tensor(ids), torch.from_numpy(mask), key_of(talk), dropped))
+    return examples
+
+
+def key_of(talk: Conversation) -> str:
+    """The digest by which equal conversations are known, wherever they stand."""
+    content: object = [dict(message) for message in talk.messages]
+    if talk.tools or talk.text is not None:
+        content = [content, talk.tools, talk.text]
+    return digest(json.dumps(content, sort_keys=True, default=str))
+
+
+def _rendered(
+    tokenizer: "PreTrainedTokenizerBase",
+    talk: Conversation,
+    template: Template,
+    special: dict[str, int],
+    marks: Marks | None,
+) -> Rendered | Example | UnusableConversation:
+    """A conversation as text, or where it is tokens already, as them.
+
+    marks: of answers in formatted text; None where no row of the batch is such text.
+    """
+    try:
+        if talk.tokens is not None:
+            return _tokens(talk.tokens, len(tokenizer))
+        if talk.text is not None and marks is not None:
+            spans = spans_of(talk.text, marks)
+            return Rendered(talk.text, spans, spans)
+        text, spans = answers(tokenizer, talk.messages, template, special, talk.tools)
+    except UnusableConversation as error:
+        return error
+    except InputError as error:
+        return UnusableConversation("refused by the chat template", error)
+    if not spans:
+        return UnusableConversation("an answer is lost in the chat template")
+    learnt = _with_thoughts(text, spans, talk.messages)
+    if not learnt:
+        return UnusableConversation("the chat template drops the thoughts of its answers")
+    return Rendered(text, spans, learnt)
+
+
+def _with_thoughts(text: str, spans: list[Span], messages: Messages) -> list[Span]:
+    """The answers without those whose thoughts the template dropped: no target answers like that.
+
+    A template's own marks may be of another number than the answers; then one missing thought
+    leaves none.
+    """
+    thoughts = [thought_of(message) for message in messages if message["role"] == "assistant"]
+    if len(spans) != len(thoughts):
+        return spans if all(holds(text, (0, len(text)), thought) for thought in thoughts) else []
+    pairs = zip(spans, thoughts, strict=True)
+    return [span for span, thought in pairs if holds(text, span, thought)]
+
+
+def _tokens(tokens: tuple[list[int], list[bool]], vocabulary: int) -> Example:
+    """A row of tokens as it stands. Raises UnusableConversation for ids beyond the vocabulary."""
+    ids, counts = tokens
+    if max(ids, default=0) >= vocabulary:
+        raise UnusableConversation("a token id is beyond the vocabulary", f"{max(ids)}")
+    content = digest(json.dumps([ids, counts]))
+    return Example(torch.tensor(ids, dtype=torch.int64), torch.tensor(counts), content)
+
+
+def _usable(example: Example | UnusableConversation) -> Example:
+    if isinstance(example, UnusableConversation):
+        raise example
+    return example
+
+
+def _cut(example: Example, length: int) -> Example:
+    mask = example.loss_mask[:length]
+    if not mask.any():
+        raise UnusableConversation(f"no answer within {length} tokens")
+    return replace(example, input_ids=example.input_ids[:length], loss_mask=mask)
+
+
+def _inside(
+    offsets: np.ndarray, spans: Sequence[tuple[int, int]], special: np.ndarray
+) -> np.ndarray:
+    """[T] bool: the tokens that spans of characters cover.
+
+    offsets: [T, 2] characters. special: [T] bool. A token that begins before a span counts if it
+    ends inside, unless it is special: a header that swallows the spaces after it. Offsets may omit
+    spaces; a token of spaces alone begins where the previous one ended.
+    """
+    starts, ends = offsets.reshape(-1, 2).T
+    starts = np.where(starts < ends, starts, np.minimum(starts, np.concatenate([[0], ends[:-1]])))
+    mask = np.zeros(len(offsets), dtype=bool)
+    for start, end in spans:
+        within = (starts >= start) & (starts < end)
+        mask |= within | ((starts < start) & (ends > start) & ~special)
+    return mask

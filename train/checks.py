@@ -59,6 +59,9 @@ def check_kind(config: TrainConfig) -> None:
         "--no-bias": not config.bias,
         "--draft-heads": config.draft_heads is not None,
         "--unrolled-steps": config.unrolled_steps is not None,
+        "--grow-at": config.grow_at is not None,
+        "--freeze-output": config.freeze_output,
+        "--dropout": config.dropout is not None,
         "--loss-vocab": config.loss_vocab is not None,
         "--first-weights": config.first_weights != "random",
     }
@@ -104,7 +107,6 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     try:
         return Accelerator(
             mixed_precision=config.mixed_precision,
-            gradient_accumulation_steps=config.accumulate,
             log_with=config.tracker,
             project_dir=config.out,
         )

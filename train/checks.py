@@ -40,6 +40,10 @@ def check(config: TrainConfig) -> None:
         )
     if config.from_head is not None and config.first_weights != "random":
         raise InputError("--from-head brings first weights: leave --first-weights out")
+    if config.patience and not config.validate_every:
+        raise InputError(
+            f"--patience {config.patience} needs --validate-every: it counts validations"
+        )
     templates.stops(config.template)  # raises for a name that fschat does not know
 
     # 2. Folders.

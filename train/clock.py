@@ -15,9 +15,8 @@ from treespec.train.config import TrainConfig
 from treespec.train.kinds import recipe_of
 
 MOST_WARM_UP = 0.1  # of the run
-FALLS: dict[
-    str, Callable[[float], float]
-] = {  # share of the decay behind -> share of the rate left
+# by the share of the decay that is behind, the share of the rate that is left
+FALLS: dict[str, Callable[[float], float]] = {
     "linear": lambda behind: 1 - behind,
     "cosine": lambda behind: (1 + math.cos(math.pi * behind)) / 2,
 }

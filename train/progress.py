@@ -1,14 +1,12 @@
 """Progress of a run: a bar on a terminal, a line every 30 s in a pipe, and metrics.jsonl."""
 
 import json
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO, final
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -16,36 +14,6 @@ from treespec.errors import InputError
 from treespec.files import write_text
 
 LINE_EVERY = 30.0  # seconds between lines where there is no terminal
-
-
-@final
-class Speed:
-    """Tokens per second since the last report. since: seconds of training at that report."""
-
-    def __init__(self, since: float) -> None:
-        self.since, self.tokens = since, 0
-
-    def count(self, tokens: int) -> None:
-        """tokens: of one step, in all processes."""
-        self.tokens += tokens
-
-    def take(self, seconds: float) -> float:
-        """The speed up to `seconds` of training, and begin anew."""
-        speed = self.tokens / max(seconds - self.since, 1e-9)
-        self.since, self.tokens = seconds, 0
-        return round(speed, 1)
-
-
-def memory() -> float:
-    """GiB: the most that torch held on the GPU so far, or the process in main memory."""
-    if torch.cuda.is_available():
-        return round(torch.cuda.max_memory_allocated() / 2**30, 3)
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return 0.0
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)
 
 
 @final

@@ -21,6 +21,7 @@ from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.files import locked, remove_leftovers, write_json
 from treespec.heads.checkpoint import save_head
+from treespec.heads.eagle import EagleHead
 from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.text.conversations import Conversation
@@ -37,8 +38,8 @@ from treespec.train.record import Record, begun, continued, finished, keep, reco
 from treespec.train.running import Run
 from treespec.train.steps import fit
 from treespec.train.validate import Validation, describe
-from treespec.train.warm_start import start_from
-from treespec.train.watch import take_best, validation
+from treespec.train.warm_start import start_from, take_vocabulary
+from treespec.train.watch import figures, take_best, validation
 
 UNWRITABLE = {
     errno.ENOSPC,
@@ -103,7 +104,9 @@ def trained(
     data = prepare(config, target, head.taps, conversations, accelerator)
     folder = Path(config.out) / "training"
     if config.first_weights == "fitted" and latest_step(folder) is None:
-        fit_feature(head, data, config.seed)
+        fit_feature(cast(EagleHead, head), data, config.seed)
+    if config.from_head is not None and config.draft_vocab is None:
+        take_vocabulary(config.from_head, head, target)
     vocabulary = draft_vocabulary(config, target, head, data, accelerator)
     recipe = recipe_of(config)
     if config.from_head is not None:
@@ -123,16 +126,20 @@ def trained(
     run = Run(config, record, accelerator, target, data, model, optimizer, stored, tokens)
 
     # 2. all steps that are left
-    watch = fit(run, after_step)
-    if config.patience and watch.best_step:
-        take_best(run)
-        accelerator.print(f"the best head is that of step {watch.best_step}: it is saved")
+    watch, last = fit(run, after_step)
 
     # 3. the head as it will be served, without what mixed precision wraps around its forward
     accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
     served = run.served()
     check_weights(served, f"the head in {target.dtype}", run.folder)
     result = validation(run)
+    watch.compare(run, last, result)
+    if config.patience and watch.best_step not in (0, last):
+        accelerator.wait_for_everyone()
+        take_best(run)
+        accelerator.print(f"the best head is that of step {watch.best_step}: it is saved")
+        served, result = run.served(), validation(run)
+    accelerator.log(figures(result), step=last)
     if accelerator.is_main_process:
         save_head(run.head, config.out, run.stored, leave_out=served.optional)
         if vocabulary is not None:

@@ -4,26 +4,24 @@ import time
 from collections.abc import Callable
 
 from treespec.train import checkpoints
-from treespec.train.averages import Averages
 from treespec.train.batches import batches_from, epoch_batches
 from treespec.train.checkpoint import Place
 from treespec.train.clock import Clock, draft_steps_at, learning_rate
 from treespec.train.finite import Skips, check_weights
 from treespec.train.gradient import forwards, forwards_each, optimizer_step
 from treespec.train.kinds import forwards_of, recipe_of
-from treespec.train.progress import Report, Speed, memory
+from treespec.train.meter import Meter
+from treespec.train.progress import Report
 from treespec.train.record import keep
 from treespec.train.running import Run
 from treespec.train.watch import Watch
 
-LOG_EVERY = 20  # steps between lines of metrics.jsonl, or
-SECONDS = 30.0  # where steps are slow
 
-
-def fit(run: Run, after_step: Callable[[int], None]) -> Watch:
+def fit(run: Run, after_step: Callable[[int], None]) -> tuple[Watch, int]:
     """All optimizer steps that are left, with progress, checkpoints and validations.
 
-    Raises InputError for a run that diverges.
+    Returns what validations said, and the number of finished steps. Raises InputError for a run
+    that diverges.
     """
     # 1. where the run is, and how its steps are shared
     config, accelerator = run.config, run.accelerator
@@ -39,15 +37,16 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Watch:
     total = config.max_steps or max(1, recipe_of(config).epochs * per_epoch // per_step)
     clock = Clock(total, config.minutes)
     batches = batches_from(place.step * per_step, lengths, together, config.seed)
-    watch, skips, averages = Watch(place), Skips(run.folder), Averages()
+    watch, skips = Watch(place), Skips(run.folder)
     step, saved, good, started = place.step, place.step, True, time.perf_counter() - place.seconds
-    speed = Speed(place.seconds)
+    rate = 0.0
 
     def now() -> Place:
         elapsed = time.perf_counter() - started
         return Place(step, elapsed, groups, watch.best, watch.best_step, watch.stale)
 
     with Report(run.folder, step, total, accelerator.is_main_process) as report:
+        meter = Meter(run, report, clock, place.seconds)
         while True:
             elapsed = run.agreed(time.perf_counter() - started)
             behind = clock.behind(step, elapsed)
@@ -65,30 +64,24 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Watch:
             skips.count(good, step)
 
             # 3. report it
-            speed.count(sum(lengths[i] for _, numbers in batch for i in numbers))
-            if good:
-                averages.add(losses)
-            else:
+            meter.count(
+                losses if good else [], sum(lengths[i] for _, numbers in batch for i in numbers)
+            )
+            if not good:
                 report.write({"step": step, "skipped": skips.total})
-            last = clock.behind(step, elapsed) >= 1
-            if step % LOG_EVERY == 0 or last or elapsed > speed.since + SECONDS:
-                line = averages.take(accelerator)
-                state = {"learning_rate": rate, "seconds": round(elapsed, 2)}
-                usage = {"tokens_per_second": speed.take(elapsed), "memory_gib": memory()}
-                if line:
-                    left = elapsed * (1 / max(clock.behind(step, elapsed), 1e-9) - 1)
-                    report.step(step, line["total"], usage["tokens_per_second"], left)
-                report.write({"step": step, **line, **state, **usage})
-                accelerator.log(line | state | usage, step=step)
+            if meter.due(step, elapsed):
+                meter.tell(step, elapsed, rate)
 
             # 4. validate and save, where it is time
-            if config.validate_every and step % config.validate_every == 0 and not last:
+            ends = clock.behind(step, elapsed) >= 1  # which is validated in the end
+            if not ends and config.validate_every and step % config.validate_every == 0:
                 watch.look(run, step, report)
             if good and step % config.checkpoint_every == 0:
                 saved = save(run, now())
             after_step(step)
 
-        # 5. end: what was skipped, the last validation, the last checkpoint
+        # 5. what was skipped, and the last checkpoint
+        meter.tell(step, elapsed, rate)
         skips.refuse_nothing_learnt()
         if skips.total:
             accelerator.print(
@@ -96,7 +89,7 @@ def fit(run: Run, after_step: Callable[[int], None]) -> Watch:
             )
         if good and step > saved:
             save(run, now())
-    return watch
+    return watch, step
 
 
 def save(run: Run, place: Place) -> int:

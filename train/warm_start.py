@@ -3,12 +3,23 @@
 import torch
 from torch import Tensor
 
+from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
 from treespec.heads.head import Head
+from treespec.target import Target
 from treespec.train.checkpoint import trained
+from treespec.train.kinds import TRAINING
 
 OUTPUT = "lm_head.weight"  # of a head that may draft fewer tokens than the target has
+
+
+def take_vocabulary(folder: str, head: Head, target: Target) -> None:
+    """Draft the tokens of a trained head whose output layer has rows for them alone."""
+    before = load_head(folder)
+    own_output = before.kind == head.kind and TRAINING[head.kind].restricted_first
+    if own_output and before.vocabulary is not None and before.vocab_size == head.vocab_size:
+        restrict(head, target, before.vocabulary)
 
 
 @torch.no_grad()

@@ -41,14 +41,20 @@ class Watch:
 
     def look(self, run: Run, step: int, report: Report) -> None:
         """Validate after step `step`, report it, and keep the head where it is the best so far."""
-        # 1. Validate, and say it.
         result = validation(run)
         report.write({"step": step, **asdict(result)})
         run.accelerator.print(f"step {step}: {describe(result)}")
         run.accelerator.log(figures(result), step=step)
+        if not self.best_step and result.positions:
+            self.best_step = step
+        self.compare(run, step, result)
 
-        # 2. Compare it by the acceptance length that was decoded, or else predicted.
-        if not result.positions:
+    def compare(self, run: Run, step: int, result: Validation) -> None:
+        """Keep the head after step `step` where it is the best so far, and was not the only one.
+
+        Heads are compared by the acceptance length that was decoded, or else predicted.
+        """
+        if not result.positions or not self.best_step:
             return
         value = run.agreed(result.decoded_length or result.acceptance_length)
         if value <= self.best:

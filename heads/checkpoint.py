@@ -133,7 +133,7 @@ def head_folder(path: str | Path) -> Path:
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        return folder
+        return latest_checkpoint(folder) or folder
     if problem := mistyped(path, "head directory"):
         raise HeadError(problem)
     if str(path).count("/") != 1:
@@ -147,6 +147,15 @@ def head_folder(path: str | Path) -> Path:
     except Exception as error:  # of many kinds; its first line gives the reason
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise HeadError(f"no directory {path}, and the hub did not give it: {line}") from error
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The latest checkpoint of a training run that goes on in a directory without a head yet."""
+    if (folder / "config.json").exists():
+        return None
+    checkpoints = folder.glob("training/checkpoint-*/config.json")
+    folders = [file.parent for file in checkpoints]
+    return max(folders, key=lambda path: (len(path.name), path.name), default=None)
 
 
 def _config(folder: Path) -> Config:

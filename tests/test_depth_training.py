@@ -137,7 +137,7 @@ def test_the_recipe_is_the_kinds_own_where_none_is_given():
     recipes = [recipe_of(config(head=kind)) for kind in ("medusa", "hydra", "hydra++")]
     assert [(recipe.learning_rate, recipe.epochs) for recipe in recipes] == [(1e-3, 2), (5e-4, 10), (5e-4, 10)]
     own = recipe_of(config(head="medusa", learning_rate=0.5, epochs=3))
-    assert (own.learning_rate, own.epochs, own.warm_up) == (0.5, 3, 2000)
+    assert (own.learning_rate, own.epochs, own.weight_decay) == (0.5, 3, 0.0)
 
 
 @pytest.mark.parametrize(

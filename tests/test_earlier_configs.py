@@ -1,6 +1,6 @@
 """What an earlier version saved beside its results is still the same run to this one."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -11,7 +11,8 @@ from treespec.eval.mtbench.config import EvalConfig
 from treespec.eval.mtbench.record import read_record, record_of
 from treespec.files import write_json
 from treespec.train.config import TrainConfig
-from treespec.train.record import changes
+from treespec.train.kinds import recipe_of
+from treespec.train.record import changes, continued
 
 # fmt: off
 SAVED = {  # by version 0.1.0, all defaults
@@ -153,9 +154,12 @@ REMOVED = {"compile"}
 NEWER = {  # options that the earlier version lacked
     BenchConfig: {"template"},
     EvalConfig: {"categories", "run_code"},
-    TrainConfig: {"first_weights", "loss", "from_head", "loss_vocab", "save_dtype"},
+    TrainConfig: {
+        *("first_weights", "loss", "from_head", "loss_vocab", "save_dtype", "decay", "last_rate", "dropout", "grow_at"),
+        *("freeze_output", "decode_on", "decode_tokens", "patience"),
+    },
 }
-OF_KIND = {"unrolled_steps"}  # options whose default is the kind of head's own now
+OF_KIND = {"unrolled_steps", "accumulate", "beta2", "clip"}  # options whose default is the kind of head's own now
 
 
 @pytest.mark.parametrize("kind", SAVED, ids=lambda kind: kind.__name__)
@@ -178,5 +182,25 @@ def test_an_evaluation_of_an_earlier_version_goes_on(tmp_path):
 
 
 def test_a_training_run_of_an_earlier_version_goes_on():
-    config = TrainConfig(target="org/T", data="d.jsonl", out="out")
-    assert list(changes(dict(SAVED[TrainConfig]), asdict(config) | {"contents": {}})) == []
+    config = continued(TrainConfig(target="org/T", data="d.jsonl", out="out"), dict(SAVED[TrainConfig]))
+    record = asdict(config) | {"contents": {}, "recipe": asdict(recipe_of(config))}
+    assert list(changes(dict(SAVED[TrainConfig]), record)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "earlier"),
+    [
+        ("eagle3", {"unrolled_steps": 7, "grow_at": 0.0}),
+        ("medusa", {"weight_decay": 0.01, "warm_up": 2000, "decay": "linear", "beta2": 0.95, "accumulate": 1}),
+        ("hydra++", {"weight_decay": 0.01, "dropout": 0.0, "last_rate": 0.0, "clip": 0.5}),
+    ],
+)
+def test_a_run_of_an_earlier_version_goes_on_by_the_recipe_that_it_began_with(kind, earlier):
+    before = SAVED[TrainConfig] | {"head": kind, "save_dtype": "auto", "unrolled_steps": None}
+    config = continued(TrainConfig(target="org/T", data="d.jsonl", out="out", head=kind), before)
+    assert {name: getattr(config, name) for name in earlier} == earlier
+    record = asdict(config) | {"contents": {}, "recipe": asdict(recipe_of(config))}
+    assert list(changes(before, record)) == []
+    faster = replace(config, learning_rate=0.1)
+    record = asdict(faster) | {"contents": {}, "recipe": asdict(recipe_of(faster))}
+    assert [name for name, _ in changes(before, record)] == ["learning_rate"]

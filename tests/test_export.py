@@ -285,7 +285,10 @@ def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, monkeypatc
     assert run("--head", head, "--to", "vllm") == 2
     assert capsys.readouterr().err == "treespec: give --out FOLDER\n"
     assert run("--head", head, "--to", "vlm", "--out", out) == 2
-    assert "'vlm', must be one of sglang, vllm, speculators, eagle, treespec (did you mean vllm?)" in capsys.readouterr().err
+    assert (
+        "'vlm', must be one of sglang, vllm, speculators, eagle, treespec (did you mean vllm?)"
+        in capsys.readouterr().err
+    )
     spec = Spec(target, source_of(f"eagle3:{out}", target), "chain:3")
     wanted = spec.baseline().generate([5, 9, 33], max_new_tokens=12).token_ids
     assert spec.generate([5, 9, 33], max_new_tokens=12).token_ids == wanted

@@ -67,7 +67,7 @@ ROOMS = {  # the rooms that each room may import
     "draft": "ground seams target trees heads verify draft.grow draft.model_free draft.models draft.pace draft.trained",
     "draft.fit": "ground seams target decode model text trees heads verify draft draft.grow draft.pace draft.trained",
     "spec": "ground seams target decode model text trees heads verify draft draft.fit draft.pace",
-    "train": "ground demo seams target model text heads draft.fit draft.trained",
+    "train": "ground demo seams target model text heads draft.fit draft.trained spec",
     "train.regenerate": "ground demo decode spec target text train",
     "train.toy": "ground",
     "eval": "ground target spec eval.suites text trees verify draft",

@@ -22,11 +22,11 @@ from treespec.heads.formats.export import export
 from treespec.spec import load
 from treespec.target import Target
 from treespec.train.batches import epoch_batches
+from treespec.train.clock import Clock, learning_rate
 from treespec.train.config import TrainConfig
 from treespec.train.eagle import eagle_objective
 from treespec.train.loss import Batch
 from treespec.train.run import train
-from treespec.train.steps import learning_rate
 from treespec.train.teacher import counted
 from treespec.train.validate import rollout_agreement, validate
 
@@ -122,8 +122,8 @@ def test_a_finished_run_is_not_repeated_and_another_config_is_refused(config):
     first = train(replace(config, max_steps=1))
     again = train(replace(config, max_steps=1), kill_at(1))
     assert again == first
-    with pytest.raises(InputError, match="max_steps = 1, not 9"):
-        train(replace(config, max_steps=9))
+    with pytest.raises(InputError, match=r"noise = 0\.1, not 0\.2"):
+        train(replace(config, max_steps=9, noise=0.2))
 
 
 def test_stored_features_train_the_same_head(config, tmp_path):
@@ -229,9 +229,7 @@ def test_batches_cover_an_epoch_once_in_a_settled_order():
 
 def test_the_learning_rate_rises_then_falls_to_nothing():
     config = TrainConfig(target="", data="", out="", learning_rate=1.0, warm_up=10)
-    rates = [learning_rate(config, step, 1000, elapsed=0.0) for step in range(1000)]
+    rates = [learning_rate(config, Clock(1000), step, 0.0) for step in range(1000)]
     assert rates[9] == pytest.approx(1.0, abs=1e-2)
     assert rates.index(max(rates)) in range(9, 12)
     assert rates[-1] < 0.002
-    hurried = replace(config, minutes=1.0)
-    assert learning_rate(hurried, 500, 1000, elapsed=59.0) < 0.02

@@ -141,7 +141,7 @@ def test_a_full_disk_is_one_line_and_the_checkpoint_before_still_good(config, tm
     metrics.parent.mkdir(parents=True)
     metrics.write_text('{"step": 0}\n' * 1000)
     with files_of_at_most(4096):
-        assert "checkpoint.safetensors: " in refused(config)
+        assert "model.safetensors: " in refused(config)
         features = tmp_path / "features"
         assert "features-00000.safetensors: " in refused(replace(config, out=config.out + "2", features=str(features)))
         assert "metrics.jsonl: " in refused(replace(config, out=config.out + "3"))

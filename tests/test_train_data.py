@@ -10,7 +10,7 @@ import torch
 from chat_templates import CHATML, byte_tokenizer, turns
 from models import save_model
 from safetensors.torch import load_file
-from training import same_weights, small_run, weights, write_data
+from training import checkpoint_of, same_weights, small_run, weights, write_data
 
 from treespec.errors import InputError
 from treespec.spec import load
@@ -19,9 +19,9 @@ from treespec.text.conversations import Conversation, read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.train import datasets
 from treespec.train.checks import make_accelerator
+from treespec.train.clock import draft_steps_at
 from treespec.train.data import prepare
 from treespec.train.first_weights import RIDGE, fit_feature, sides
-from treespec.train.kinds import steps_at
 from treespec.train.known import DATA_SETS
 from treespec.train.run import stored_dtype, train, untrained
 
@@ -103,8 +103,8 @@ def test_the_file_has_the_trained_weights_rounded_once(config):
     """In float32 not at all, whatever the dtype of the target beside which the head is validated."""
     whole = replace(config, save_dtype="float32", dtype="bfloat16", checkpoint_every=1)
     train(whole)
-    trained = load_file(f"{config.out}/training/checkpoint.safetensors")
-    assert all(torch.equal(value, trained[f"weight.{name}"]) for name, value in weights(whole).items())
+    trained = load_file(checkpoint_of(whole, 1) / "model.safetensors")
+    assert all(torch.equal(value, trained[name]) for name, value in weights(whole).items())
 
 
 def test_the_dtype_of_the_targets_file_is_found_where_the_target_is(config, monkeypatch):
@@ -187,8 +187,10 @@ def test_a_trained_head_takes_no_first_weights(config):
 
 
 def test_later_draft_steps_are_trained_in_the_second_half(config):
-    assert [steps_at(replace(config, unrolled_steps=3), done) for done in (0.0, 0.49, 0.5, 1.0)] == [1, 1, 3, 3]
-    assert steps_at(replace(config, head="eagle3"), 0.0) == 7
+    for growing in (replace(config, unrolled_steps=3), replace(config, head="eagle3")):
+        assert [draft_steps_at(growing, behind) for behind in (0.0, 0.49, 0.5, 1.0)] == [1, 1, 3, 3]
+    published = replace(config, head="eagle3", unrolled_steps=7, grow_at=0.0)
+    assert draft_steps_at(published, 0.0) == 7
     result = train(replace(config, unrolled_steps=3, max_steps=4, loss_vocab=20))
     assert result.positions > 0
 

@@ -8,13 +8,24 @@ import pytest
 import torch
 from models import random_head, save_model, target
 from safetensors.torch import load_file
-from training import Killed, checkpoint_of, kill_at, same_weights, small_run, weights, write_data
+from training import (
+    Killed,
+    as_older_checkpoint,
+    checkpoint_of,
+    files_of,
+    folder_of,
+    kill_at,
+    same_weights,
+    small_run,
+    weights,
+    write_data,
+)
 
 from treespec.errors import InputError
 from treespec.files import read_tensors, write_tensors
 from treespec.heads import checksum
-from treespec.train import checkpoint
 from treespec.train.batches import epoch_batches
+from treespec.train.checkpoints import OLDER, latest_step
 from treespec.train.finite import IN_A_ROW, Skips, check_weights
 from treespec.train.run import train
 
@@ -53,11 +64,11 @@ def test_a_bad_step_is_skipped_and_counted_and_resuming_stays_exact(config, tmp_
     assert all(value.isfinite().all() for value in weights(whole).values())
     lines = [json.loads(line) for line in (tmp_path / "whole" / "training" / "metrics.jsonl").read_text().splitlines()]
     assert [line for line in lines if "skipped" in line] == [{"step": 4, "skipped": 1}]
-    assert checkpoint.steps_done(checkpoint_of(whole)) == 6
+    assert latest_step(folder_of(whole)) == 6
     for step in (3, 5):
         with pytest.raises(Killed):
             train(killed, kill_at(step))
-        assert checkpoint.steps_done(checkpoint_of(killed)) == 2  # that of step 4 would follow a bad step
+        assert latest_step(folder_of(killed)) == 2  # that of step 4 would follow a bad step
     train(killed)
     assert same_weights(weights(killed), weights(whole))
 
@@ -66,11 +77,11 @@ def test_many_bad_steps_in_a_row_end_the_run_and_keep_the_last_good_checkpoint(c
     config = replace(config, max_steps=100)
     with pytest.raises(Killed):
         train(config, kill_at(3))
-    kept = checkpoint_of(config).read_bytes()
+    kept = files_of(checkpoint_of(config))
     spoil(config)
-    with pytest.raises(InputError, match=r"not finite since step 3; the checkpoint of step 2 is kept in .*safetensors"):
+    with pytest.raises(InputError, match=r"not finite since step 3; the checkpoint of step 2 is kept in .*training"):
         train(config)
-    assert checkpoint_of(config).read_bytes() == kept
+    assert files_of(checkpoint_of(config)) == kept
     assert not (Path(config.out) / "model.safetensors").exists()
 
 
@@ -102,10 +113,10 @@ def test_weights_that_are_not_finite_are_never_saved(config, tmp_path):
 def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_refused(config):
     with pytest.raises(Killed):
         train(config, kill_at(3))
-    state = checkpoint_of(config)
+    state = as_older_checkpoint(config)
     tensors, about = load_file(state), {"step": "2", "seconds": "1.0"}
     name = next(name for name in tensors if name.startswith("weight."))
     tensors[name].view(-1)[0] = torch.nan
     write_tensors(state, tensors, about)
-    with pytest.raises(InputError, match=r"checkpoint\.safetensors .*not finite.*: delete it to begin anew"):
+    with pytest.raises(InputError, match=rf"{OLDER} .*not finite.*; delete .*training to begin anew"):
         train(config)

@@ -12,12 +12,24 @@ import pytest
 import torch
 from models import save_model
 from safetensors.torch import load_file, save_file
-from training import Killed, checkpoint_of, flipped, kill_at, same_weights, small_run, weights, write_data
+from training import (
+    Killed,
+    as_older_checkpoint,
+    checkpoint_of,
+    flipped,
+    folder_of,
+    kill_at,
+    same_weights,
+    small_run,
+    weights,
+    write_data,
+)
 
 from treespec.errors import InputError
 from treespec.files import locked
 from treespec.train.run import train
 
+CHECKPOINT = "checkpoint-000002"
 PLACES = (0.02, 0.3, 0.7, 0.97)  # of the flipped bytes, as shares of a file: header and data
 
 
@@ -44,13 +56,16 @@ def refused(config):
     return str(told.value)
 
 
-@pytest.mark.parametrize("name", ["head/training/checkpoint.safetensors", "head/training/config.json"])
+@pytest.mark.parametrize(
+    "name", [*(f"{CHECKPOINT}/{file}" for file in ("model.safetensors", "optimizer.safetensors")), "config.json"]
+)
 def test_a_flipped_bit_in_what_a_run_goes_on_from_is_named(config, tmp_path, name):
     killed(config)
+    file = folder_of(config) / name
     for place in PLACES:
-        whole = flipped(tmp_path / name, place)
-        assert str(tmp_path / name) in refused(config), place
-        (tmp_path / name).write_bytes(whole)
+        whole = flipped(file, place)
+        assert str(file) in refused(config), place
+        file.write_bytes(whole)
     train(config)
 
 
@@ -61,7 +76,7 @@ def test_a_flipped_bit_in_stored_features_is_named(config, tmp_path, name):
     for place in PLACES:
         whole = flipped(tmp_path / name, place)
         assert config.features in refused(epoch), place
-        Path(epoch.out, "training", "checkpoint.safetensors").unlink(missing_ok=True)
+        shutil.rmtree(folder_of(epoch), ignore_errors=True)
         (tmp_path / name).write_bytes(whole)
     train(config)
 
@@ -135,9 +150,9 @@ def retrain(folder):
 
 def as_older_version(config):
     """Rewrite what a run left as the version before checksums and contents wrote it."""
-    for file in [*Path(config.out).rglob("*.safetensors"), *Path(config.features).glob("*.safetensors")]:
-        about = {"step": "2", "seconds": "1.0"} if file.name == "checkpoint.safetensors" else None
-        save_file(load_file(file), file, about)
+    as_older_checkpoint(config)
+    for file in Path(config.features).glob("*.safetensors"):
+        save_file(load_file(file), file)
     (Path(config.out) / "training" / "config.json").write_text(json.dumps(asdict(config), indent=2))
     index = Path(config.features) / "index.json"
     fields = json.loads(index.read_text())

@@ -1,10 +1,11 @@
 """A run of a few seconds: conversations, options, and a kill at a step."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from treespec.train.config import TrainConfig
 
@@ -45,6 +46,8 @@ def small_run(model, data, out, **changes):
         "checkpoint_every": 2,
         "validate_every": 0,
         "calibrate": False,
+        "decode_on": 0,
+        "accumulate": 1,
     }
     return TrainConfig(target=str(model), data=str(data), out=str(out), **(options | changes))
 
@@ -57,8 +60,17 @@ def same_weights(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def checkpoint_of(config):
-    return Path(config.out) / "training" / "checkpoint.safetensors"
+def folder_of(config):
+    return Path(config.out) / "training"
+
+
+def checkpoint_of(config, step=2):
+    return folder_of(config) / f"checkpoint-{step:06d}"
+
+
+def files_of(checkpoint):
+    """Name and content of each file of a checkpoint."""
+    return {file.name: file.read_bytes() for file in checkpoint.iterdir()}
 
 
 def flipped(file, place):
@@ -67,3 +79,14 @@ def flipped(file, place):
     at = int(place * len(whole))
     file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
     return whole
+
+
+def as_older_checkpoint(config, step=2):
+    """Rewrite a checkpoint as one file without checksum, as earlier versions wrote it. Returns the file."""
+    folder = checkpoint_of(config, step)
+    tensors = load_file(folder / "optimizer.safetensors")
+    tensors |= {f"weight.{name}": value for name, value in load_file(folder / "model.safetensors").items()}
+    file = folder_of(config) / "checkpoint.safetensors"
+    save_file(tensors, file, {"step": str(step), "seconds": "1.0"})
+    shutil.rmtree(folder)
+    return file

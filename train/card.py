@@ -52,7 +52,9 @@ def write_card(config: TrainConfig, counts: dict[str, int], result: Validation) 
         return
     last = last_line(Path(config.out) / "training" / "metrics.jsonl")
     recipe = ", ".join(
-        f"{name.replace('_', ' ')} {value}" for name, value in asdict(recipe_of(config)).items()
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in asdict(recipe_of(config)).items()
+        if value is not None
     )
     card = CARD.format(
         target=config.target,
@@ -77,9 +79,17 @@ def figures(last: dict[str, float], result: Validation) -> str:
         lines += [
             f"- agreement with the target's likeliest token, by draft step: {steps}",
             f"- a chain would accept {result.acceptance_length:.2f} tokens a cycle",
+            *decoded(result),
             f"- held-out positions: {result.positions:,}",
         ]
     return "\n".join(lines or ["- no conversation was held out"])
+
+
+def decoded(result: Validation) -> list[str]:
+    """The line of the acceptance length that was decoded, where one was."""
+    if result.decoded_length is None:
+        return []
+    return [f"- decoding held-out prompts, it accepts {result.decoded_length:.2f} tokens a cycle"]
 
 
 def last_line(metrics: Path) -> dict[str, float]:

@@ -42,6 +42,10 @@ def check(config: TrainConfig) -> None:
         raise InputError("--from-head brings first weights: leave --first-weights out")
     if config.feature_dtype != "auto" and config.features is None:
         raise InputError("--feature-dtype is of stored features: name their folder with --features")
+    if config.patience and not config.validate_every:
+        raise InputError(
+            f"--patience {config.patience} needs --validate-every: it counts validations"
+        )
     templates.stops(config.template)  # raises for a name that fschat does not know
 
     # 2. Folders.
@@ -61,6 +65,9 @@ def check_kind(config: TrainConfig) -> None:
         "--no-bias": not config.bias,
         "--draft-heads": config.draft_heads is not None,
         "--unrolled-steps": config.unrolled_steps is not None,
+        "--grow-at": config.grow_at is not None,
+        "--freeze-output": config.freeze_output,
+        "--dropout": config.dropout is not None,
         "--loss-vocab": config.loss_vocab is not None,
         "--first-weights": config.first_weights != "random",
     }
@@ -106,7 +113,6 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     try:
         return Accelerator(
             mixed_precision=config.mixed_precision,
-            gradient_accumulation_steps=config.accumulate,
             log_with=config.tracker,
             project_dir=config.out,
         )

@@ -11,6 +11,8 @@ LOSSES = ("published", "cross-entropy", "tv", "log-acceptance", "lk", "acceptanc
 DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
 MOST_DRAWS = 64
 
+DECAYS = ("linear", "cosine")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TargetOptions, Eagle3Options):
@@ -55,7 +57,13 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "end after this number of minutes of training; 0: no limit", 0.0, least=0, most=MANY
     )
     batch_size: int = option("conversations per forward in each process", 4, least=1, most=65536)
-    accumulate: int = option("forwards per optimizer step", 1, least=1, most=65536)
+    accumulate: int | None = option(
+        "forwards of a process per optimizer step; default: medusa 128 conversations a step, "
+        "hydra++ 32, the others 1 forward",
+        None,
+        least=1,
+        most=65536,
+    )
     max_length: int = option(
         "most tokens of a conversation; longer ones are cut", 2048, least=3, most=TOKENS
     )
@@ -63,17 +71,46 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "AdamW: highest learning rate; default: the kind's recipe", None, least=0, most=10
     )
     beta1: float = option("AdamW: beta1", 0.9, least=0, below=1)
-    beta2: float = option("AdamW: beta2", 0.95, least=0, below=1)
+    beta2: float | None = option(
+        "AdamW: beta2; default: 0.999 for medusa and hydra++, 0.95 for the others",
+        None,
+        least=0,
+        below=1,
+    )
     weight_decay: float | None = option(
         "AdamW: weight decay; default: the kind's recipe", None, least=0, most=100
     )
     warm_up: int | None = option(
-        "steps of linear warm-up, before a linear decay to 0; default: the kind's recipe",
+        "steps of linear warm-up, at most a tenth of the run; default: the kind's recipe",
         None,
         least=0,
         most=MANY,
     )
-    clip: float = option("clip gradients to this norm", 0.5, above=0, most=MANY)
+    decay: str | None = option(
+        f"how the learning rate falls to the end of the run: {either(DECAYS)}; default: cosine for "
+        "medusa and hydra++, linear for the others",
+        None,
+        choices=DECAYS,
+    )
+    last_rate: float | None = option(
+        "learning rate at the end, as a share of the highest; default: 0.33 for hydra++, 0 for the "
+        "others",
+        None,
+        least=0,
+        most=1,
+    )
+    clip: float | None = option(
+        "clip gradients to this norm; default: 1 for medusa and hydra++, 0.5 for the others",
+        None,
+        above=0,
+        most=MANY,
+    )
+    dropout: float | None = option(
+        "hydra++: share of the values dropped before each layer of its heads; default: 0.2",
+        None,
+        least=0,
+        below=1,
+    )
     noise: float = option(
         "eagle: uniform noise on input features, ± this · 512 / length", 0.1, least=0, most=1000
     )
@@ -90,16 +127,26 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "published",
     )
     unrolled_steps: int | None = option(
-        "eagle, eagle3: draft steps to train over, from step 2 on its own features; eagle: in the "
-        "second half of the run; default: 1 for eagle, 7 for eagle3",
+        "eagle, eagle3: draft steps to train over, from step 2 on its own features; default: 1 for "
+        "eagle, 3 for eagle3",
         None,
         least=1,
         most=64,
+    )
+    grow_at: float | None = option(
+        "eagle, eagle3: share of the run that trains over one draft step, before all of "
+        "--unrolled-steps; default: 0.5",
+        None,
+        least=0,
+        below=1,
     )
     step_decay: float = option(
         "eagle, eagle3: weight of a step's loss relative to the step before", 0.8, least=0, most=10
     )
     bias: bool = option("eagle: give fc a bias; vLLM serves heads without one", True)
+    freeze_output: bool = option(
+        "eagle3: keep its output layer as it begins, the target's own rows; less memory", False
+    )
     depth_decay: float = option(
         "medusa: weight of a head's loss relative to the head before", 0.8, least=0, most=10
     )
@@ -111,10 +158,26 @@ class TrainConfig(TargetOptions, Eagle3Options):
     calibrate: bool = option(
         "at the end, calibrate the head for --tree sampled on held-out conversations", True
     )
+    decode_on: int = option(
+        "held-out prompts to decode at a validation, for the acceptance length in use; 0: none",
+        8,
+        least=0,
+        most=MANY,
+    )
+    decode_tokens: int = option("most tokens of such an answer", 64, least=1, most=TOKENS)
+    patience: int = option(
+        "end after this number of validations without a better acceptance length, and save the "
+        "best head; 0: never",
+        0,
+        least=0,
+        most=MANY,
+    )
     validate_every: int = option(
         "steps between validations; 0: only at the end", 1000, least=0, most=MANY
     )
-    checkpoint_every: int = option("steps between checkpoints", 500, least=1, most=MANY)
+    checkpoint_every: int = option(
+        "steps between checkpoints; the last two are kept", 500, least=1, most=MANY
+    )
     draft_vocab: int | None = option(
         "restrict drafts to the N tokens most frequent in the data (FR-Spec); 0: draft all; "
         f"default: {DRAFT_VOCAB:,} for eagle3, all for the others",

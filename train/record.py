@@ -5,22 +5,33 @@ another run must agree with.
 """
 
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 from treespec.errors import InputError
 from treespec.files import read_json, write_json
 from treespec.identity import identity_of
 from treespec.text.sources import digest
-from treespec.train.checkpoint import FILE
+from treespec.train.checkpoints import latest_step
 from treespec.train.config import TrainConfig
 from treespec.train.datasets import data_file
+from treespec.train.kinds import EARLIER, TRAINING, recipe_of
 from treespec.train.validate import Validation
 
-Record = dict[
-    str, object
-]  # the options of a run, and under "contents" the digests of target and data
+Record = dict[str, object]  # the options of a run, its "recipe", and digests under "contents"
 PATHS = ("target", "data", "features")
+ENDS = {"epochs", "max_steps", "minutes", "patience"}  # when a run ends
+MAY_CHANGE = ENDS | {
+    "validate_every",
+    "validate_on",
+    "draft_steps",
+    "decode_on",
+    "decode_tokens",
+    "checkpoint_every",
+    "tracker",
+    "calibrate",
+}
 
 
 def record_of(config: TrainConfig) -> Record:
@@ -28,24 +39,57 @@ def record_of(config: TrainConfig) -> Record:
 
     Raises InputError where one of them is not there.
     """
-    data = digest(data_file(config.data))
-    return asdict(config) | {"contents": {"target": identity_of(config.target), "data": data}}
+    recipe = {"recipe": asdict(recipe_of(config))}
+    contents = {"target": identity_of(config.target), "data": digest(data_file(config.data))}
+    return asdict(config) | recipe | {"contents": contents}
 
 
-def finished(folder: Path, record: Record) -> Validation | None:
+def begun(folder: Path) -> Record | None:
+    """The record of a run that left a checkpoint or a result; None where there is none.
+
+    folder: OUT/training. Raises InputError for a damaged record.
+    """
+    if not (folder / "result.json").exists() and latest_step(folder) is None:
+        return None
+    return read_json(folder / "config.json", f"delete {folder} to begin anew")
+
+
+def continued(config: TrainConfig, before: Record | None) -> TrainConfig:
+    """The options of a run, where those left to the kind's recipe are as it began.
+
+    A later version may have other recipes, and the same command still goes on.
+    """
+    if before is None or before.get("head", config.head) != config.head:
+        return config
+    before = as_today(before)
+    recipe = before["recipe"]
+    assert isinstance(recipe, dict)
+    defaults = {"accumulate": 1 if "grow_at" not in before else None} | recipe
+    left_out: dict[str, Any] = {
+        name: before[name] if before.get(name) is not None else value
+        for name, value in defaults.items()
+        if getattr(config, name, "") is None
+    }
+    return replace(config, **left_out)
+
+
+def finished(folder: Path, before: Record | None, record: Record) -> Validation | None:
     """The result of a finished run of the same record; None where there is still something to do.
 
-    folder: OUT/training. Raises InputError where a run of other options, target or data lies there,
-    and for a damaged file.
+    before: what `begun` read. Raises InputError where a run of other options, target or data lies
+    there, and for a damaged file.
     """
-    result = folder / "result.json"
-    if not result.exists() and not (folder / FILE).exists():
+    if before is None:
         return None
-    before = read_json(folder / "config.json", f"delete {folder} to begin anew")
-    if changed := next(changes(before, record), None):
+    changed = list(changes(before, record))
+    refused = [text for name, text in changed if name not in MAY_CHANGE]
+    if refused:
         raise InputError(
-            f"{folder.parent} holds a run with {changed}; name another --out, or delete it"
+            f"{folder.parent} holds a run with {refused[0]}; name another --out, or delete it"
         )
+    result = folder / "result.json"
+    if any(name in ENDS for name, _ in changed):
+        return None
     if not result.exists() or not (folder.parent / "model.safetensors").exists():
         return None
     remedy = "delete it, and the same command ends the run again"
@@ -60,28 +104,44 @@ def keep(folder: Path, record: Record) -> None:
     write_json(folder / "config.json", record)
 
 
-def changes(before: Record, record: Record) -> Iterator[str]:
-    """How an earlier run differs, an option at a time.
+def changes(before: Record, record: Record) -> Iterator[tuple[str, str]]:
+    """How an earlier run differs, an option at a time: its name, and the difference in words.
 
     Runs of older versions lack contents, and options that are newer: those have their defaults.
+    Options that the recipe settles are compared as it settles them.
     """
-    if "save_dtype" not in before and before.get("unrolled_steps") == 7:
-        before = before | {"unrolled_steps": None}  # the default of older versions, EAGLE-3's alone
+    before = as_today(before)
+    old_recipe, new_recipe = before["recipe"], record.get("recipe", {})
+    assert isinstance(old_recipe, dict)
+    assert isinstance(new_recipe, dict)
     old_digests, new_digests = digests(before), digests(record)
     for field in fields(TrainConfig):
         name = field.name
         default = None if field.default is MISSING else field.default
         then, now = before.get(name, default), record[name]
+        if name in new_recipe:
+            then = old_recipe.get(name) if then is None else then
+            now = new_recipe[name]
         old, new = old_digests.get(name), new_digests.get(name)
         if name == "out":  # its folder may have been moved
             continue
         if old and new:
             if old != new and then != now:
-                yield f"{name} = {then!r}, not {now!r}"
+                yield name, f"{name} = {then!r}, not {now!r}"
             elif old != new:
-                yield f"another content of {name} = {now!r}"
+                yield name, f"another content of {name} = {now!r}"
         elif then != now and not (name in PATHS and same_path(then, now)):
-            yield f"{name} = {then!r}, not {now!r}"
+            yield name, f"{name} = {then!r}, not {now!r}"
+
+
+def as_today(before: Record) -> Record:
+    """A record as this version writes it: older ones lack the recipe, which was another."""
+    if "save_dtype" not in before and before.get("unrolled_steps") == 7:
+        before = before | {"unrolled_steps": None}  # the default of older versions, EAGLE-3's alone
+    if "recipe" in before:
+        return before
+    kind = str(before.get("head", "eagle"))
+    return before | {"recipe": asdict(EARLIER.get(kind) or TRAINING[kind].recipe)}
 
 
 def began_with_all_tokens(folder: Path) -> bool:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from treespec.draft.calibration import save_calibration
 from treespec.draft.fit.calibrate import calibrate
@@ -19,23 +20,26 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.files import locked, remove_leftovers, write_json
-from treespec.heads.checkpoint import load_head, save_head
+from treespec.heads.checkpoint import save_head
 from treespec.heads.eagle import EagleHead
 from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.text.examples import Example
 from treespec.train.card import write_card
-from treespec.train.checkpoint import FILE
-from treespec.train.checkpoint import trained as trained_weights
+from treespec.train.checkpoints import latest_step
 from treespec.train.checks import SAVED, check, make_accelerator, start_tracker
 from treespec.train.config import TrainConfig
 from treespec.train.data import draft_vocabulary, law_tokens, prepare, read
+from treespec.train.dropout import drop_out
 from treespec.train.finite import check_weights
 from treespec.train.first_weights import fit_feature, pass_feature
-from treespec.train.kinds import TRAINING, recipe_of
-from treespec.train.record import Record, digests, finished, keep, record_of
-from treespec.train.steps import Run, fit, held_out_rows, validation
+from treespec.train.kinds import recipe_of
+from treespec.train.record import Record, begun, continued, digests, finished, keep, record_of
+from treespec.train.running import Run
+from treespec.train.steps import fit
 from treespec.train.validate import Validation, describe
+from treespec.train.warm_start import start_from, take_vocabulary
+from treespec.train.watch import Watch, figures, take_best, validation
 from treespec.train.whole import load_target, whole
 
 UNWRITABLE = {
@@ -59,8 +63,10 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     check(config)
     accelerator = make_accelerator(config)
     folder = Path(config.out) / "training"
+    before = begun(folder)
+    config = continued(config, before)
     record = record_of(config)
-    if done := finished(folder, record):
+    if done := finished(folder, before, record):
         accelerator.print(f"{config.out} holds this head already: {describe(done)}")
         return done
     examples = read(config, digests(record), accelerator)
@@ -89,15 +95,22 @@ def trained(
     target = load_target(config, accelerator, ends=config.features is not None)
     head = untrained(config, target).to(target.output_device)
     data = prepare(config, target, head.taps, examples, accelerator)
-    begun = (Path(config.out) / "training" / FILE).exists()
-    if config.first_weights == "fitted" and isinstance(head, EagleHead) and not begun:
-        fit_feature(head, data, config.seed)
+    folder = Path(config.out) / "training"
+    if config.first_weights == "fitted" and latest_step(folder) is None:
+        fit_feature(cast(EagleHead, head), data, config.seed)
+    if config.from_head is not None and config.draft_vocab is None:
+        take_vocabulary(config.from_head, head, target)
     vocabulary = draft_vocabulary(config, target, head, data, accelerator)
     recipe = recipe_of(config)
+    if config.from_head is not None:
+        start_from(config.from_head, head)
+    if config.freeze_output:
+        cast(nn.Module, head).get_submodule("lm_head").requires_grad_(False)
+    drop_out(head, recipe.dropout)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in head.parameters() if parameter.requires_grad],
         lr=recipe.learning_rate,
-        betas=(config.beta1, config.beta2),
+        betas=(config.beta1, recipe.beta2),
         weight_decay=recipe.weight_decay,
     )
     model, optimizer = accelerator.prepare(head, optimizer)
@@ -106,28 +119,38 @@ def trained(
     run = Run(config, record, accelerator, target, data, model, optimizer, stored, tokens)
 
     # 2. all steps that are left
-    fit(run, after_step)
+    watch, last = fit(run, after_step)
 
     # 3. the head as it will be served, without what mixed precision wraps around its forward
     accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
     served = run.served()
-    check_weights(served, f"the head in {target.dtype}", run.checkpoint)
+    check_weights(served, f"the head in {target.dtype}", run.folder)
     with whole(target, config, accelerator, "validate and calibrate the head") as target:
-        result = finish(replace(run, target=target), served, vocabulary)
+        result = finish(replace(run, target=target), watch, last, vocabulary)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     accelerator.print(describe(result))
     return result
 
 
-def finish(run: Run, served: Head, vocabulary: Tensor | None) -> Validation:
+def finish(run: Run, watch: Watch, last: int, vocabulary: Tensor | None) -> Validation:
     """Validate the head, and save it with its calibration and its card.
 
-    vocabulary: what restricts it when it drafts.
+    last: its step. vocabulary: what restricts it when it drafts.
     """
-    config, target, data = run.config, run.target, run.data
-    result = validation(run)
-    if run.accelerator.is_main_process:
+    # 1. The last head, or the best one.
+    config, accelerator, target, data = run.config, run.accelerator, run.target, run.data
+    served, result = run.served(), validation(run)
+    watch.compare(run, last, result)
+    if config.patience and watch.best_step not in (0, last):
+        accelerator.wait_for_everyone()
+        take_best(run)
+        accelerator.print(f"the best head is that of step {watch.best_step}: it is saved")
+        served, result = run.served(), validation(run)
+    accelerator.log(figures(result), step=last)
+
+    # 2. It is saved.
+    if accelerator.is_main_process:
         save_head(run.head, config.out, run.stored, leave_out=served.optional)
         if vocabulary is not None:
             restrict(served, target, vocabulary)
@@ -165,24 +188,7 @@ def untrained(config: TrainConfig, target: Target) -> Head:
         head = kind.new(target)
     if config.first_weights == "feature":
         pass_feature(head)
-    if config.from_head is not None:
-        copy_weights(config.from_head, head, target)
     return head
-
-
-@torch.no_grad()
-def copy_weights(folder: str, head: Head, target: Target) -> None:
-    """Go on from the weights of a trained head. Raises InputError for one of other shapes."""
-    before = load_head(folder)
-    if before.kind != head.kind:
-        raise InputError(f"--from-head {folder} is a head of kind {before.kind}, not {head.kind}")
-    if TRAINING[head.kind].restricted_first and before.vocabulary is not None:
-        head.restrict(before.vocabulary, target)
-    weights = trained_weights(before)
-    for name, parameter in trained_weights(head).items():
-        if name not in weights or weights[name].shape != parameter.shape:
-            raise InputError(f"--from-head {folder} has another {name} than a head for this target")
-        parameter.copy_(weights[name])
 
 
 def stored_dtype(config: TrainConfig, target: Target) -> torch.dtype:
@@ -197,7 +203,7 @@ def stored_dtype(config: TrainConfig, target: Target) -> torch.dtype:
 def save_calibration_of(head: Head, run: Run) -> None:
     """Save the head's calibration, or say why there is none."""
     try:
-        calibration = calibrate(head, run.target, list(held_out_rows(run)), seed=run.config.seed)
+        calibration = calibrate(head, run.target, list(run.held_out()), seed=run.config.seed)
         save_calibration(calibration, Path(run.config.out))
     except InputError as error:
         print(f"no calibration, --tree sampled will need treespec calibrate: {error}")

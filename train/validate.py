@@ -18,11 +18,14 @@ class Validation:
     acceptance_length: 1 + the mean run of agreeing steps, in tokens a cycle: what a chain of these
     steps would commit where the target follows the text.
     positions: the number of positions behind both figures.
+    decoded_length: tokens a cycle while the target answers held-out prompts with such chains; None
+    where none was asked.
     """
 
     agreement: list[float]
     acceptance_length: float
     positions: int
+    decoded_length: float | None = None
 
 
 @torch.no_grad()
@@ -69,8 +72,11 @@ def describe(result: Validation) -> str:
     if not result.positions:
         return "the head was not validated: no held-out conversation is long enough"
     steps = " ".join(f"{share:.1%}" for share in result.agreement)
-    return (
+    said = (
         f"top-1 agreement by draft step {steps}; "
         f"a chain would accept {result.acceptance_length:.2f} tokens a cycle "
         f"({result.positions} held-out positions)"
     )
+    if result.decoded_length is None:
+        return said
+    return f"{said}; decoding accepts {result.decoded_length:.2f}"

@@ -140,6 +140,7 @@ def train_head(target: str, out: Path, minutes: float) -> None:
         loss_vocab=8192,
         first_weights="feature",
         validate_every=0,
+        decode_on=0,
         validate_on=8,
         draft_steps=3,
         calibrate=False,

@@ -49,6 +49,7 @@ def stages(config: "QuickstartConfig") -> list[str]:
             max_length=512,
             mixed_precision="bf16" if fast_dtype() == torch.bfloat16 else "no",
             validate_every=0,
+            decode_on=0,
         )
     )
 

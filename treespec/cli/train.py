@@ -31,9 +31,9 @@ def train(config: TrainConfig) -> None:
 
 def stopped(config: TrainConfig) -> str:
     """What the same command does after an interrupt."""
-    from treespec.train.checkpoint import FILE, steps_done
+    from treespec.train.checkpoints import latest_step
 
-    step = steps_done(Path(config.out) / "training" / FILE)
+    step = latest_step(Path(config.out) / "training")
     if step is None:
         first = f"The first checkpoint would have been at step {config.checkpoint_every}"
         return f"Stopped. {first}: the same command begins anew."

@@ -1,0 +1,165 @@
+"""What a run that goes on keeps: an intact checkpoint, the order of conversations, and the options that matter."""
+
+import json
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from models import save_model
+from training import (
+    Killed,
+    checkpoint_of,
+    flipped,
+    folder_of,
+    kill_at,
+    same_weights,
+    small_run,
+    weights,
+    write_data,
+)
+from transformers import LlamaConfig
+
+from treespec.errors import InputError
+from treespec.files import read_json, read_tensors, write_json, write_tensors
+from treespec.heads.checkpoint import head_folder, load_head
+from treespec.heads.formats.engines import Served
+from treespec.heads.formats.export import export
+from treespec.spec import load
+from treespec.train import gradient
+from treespec.train.batches import batches_from
+from treespec.train.checkpoints import all_in
+from treespec.train.gradient import forwards, forwards_each
+from treespec.train.run import train
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("train") / "model")
+
+
+@pytest.fixture
+def config(model_folder, tmp_path):
+    return small_run(model_folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head")
+
+
+def killed(config, step):
+    with pytest.raises(Killed):
+        train(config, kill_at(step))
+
+
+def steps_in(config):
+    return [step for step, _ in all_in(folder_of(config))]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "config.json"])
+def test_of_two_checkpoints_a_damaged_one_is_named_and_the_one_before_is_used(config, tmp_path, capsys, name):
+    whole = replace(config, out=str(tmp_path / "whole"))
+    train(whole)
+    assert steps_in(whole) == [6, 4]
+    killed(config, 5)
+    assert steps_in(config) == [4, 2]
+    file = checkpoint_of(config, 4) / name
+    flipped(file, 0.7)
+    capsys.readouterr()
+    train(config)
+    said = [line for line in capsys.readouterr().out.splitlines() if "going on from step 2" in line]
+    assert [str(file) in line for line in said] == [True]
+    assert same_weights(weights(config), weights(whole))
+    flipped(checkpoint_of(config, 6) / "optimizer.safetensors", 0.7)
+    flipped(file, 0.7)
+    with pytest.raises(InputError, match=rf"checkpoint-000006.*checkpoint-000004.*; delete {folder_of(config)}"):
+        train(replace(config, max_steps=8))
+
+
+def test_checkpoints_of_a_time_that_was_gone_back_on_go(config):
+    killed(config, 5)
+    flipped(checkpoint_of(config, 4) / "model.safetensors", 0.7)
+    killed(replace(config, checkpoint_every=3), 3)
+    assert steps_in(config) == [3, 2]
+
+
+@pytest.mark.parametrize("began", [1, 2, 3, 4])
+def test_all_numbers_of_processes_make_the_same_forwards(began):
+    lengths = [5] * 41
+    batches = batches_from(0, lengths, 2 * began, seed=3)
+    step = [next(batches) for _ in range(6)]
+    as_begun = [forward for process in range(began) for forward in forwards(step, began, began, process)]
+    seen = sorted(number for forward in as_begun for number in forward.conversations)
+    assert seen == sorted(number for _, numbers in step for number in numbers)
+    for processes in range(1, 6 * began + 1):
+        if 6 * began % processes:
+            with pytest.raises(InputError, match=rf"began with {began} processes .* not {processes}"):
+                forwards_each(6 * began, began, processes)
+            continue
+        each = [forwards(step, began, processes, process) for process in range(processes)]
+        assert {len(mine) for mine in each} == {forwards_each(6 * began, began, processes)}
+        assert sorted(chain.from_iterable(each)) == sorted(as_begun)
+
+
+def test_a_run_of_two_processes_goes_on_with_one_to_the_same_weights(config, tmp_path, monkeypatch):
+    """Two processes of 2 conversations each had the order and the mean gradient of one with 4: float32, 1e-5."""
+    whole = replace(config, batch_size=4, noise=0.0, out=str(tmp_path / "whole"))
+    train(whole)
+    begun = replace(whole, out=config.out)
+    killed(begun, 3)
+    file, record = checkpoint_of(begun) / "optimizer.safetensors", folder_of(begun) / "config.json"
+    tensors, about = read_tensors(file, "")
+    write_tensors(file, tensors, {"place": json.dumps(json.loads(about["place"]) | {"processes": 2})})
+    write_json(record, read_json(record, "") | {"batch_size": 2})
+
+    sizes, original = [], gradient.loss_of
+
+    def noted(run, forward, steps):
+        sizes.append(len(forward.conversations))
+        return original(run, forward, steps)
+
+    monkeypatch.setattr(gradient, "loss_of", noted)
+    train(replace(begun, batch_size=2))
+    assert sizes == [2] * 8
+    for name, value in weights(whole).items():
+        assert torch.allclose(value, weights(begun)[name], atol=1e-5), name
+
+
+MAY_CHANGE = {
+    "max_steps": 8,
+    "epochs": 3,
+    "validate_every": 5,
+    "validate_on": 2,
+    "draft_steps": 2,
+    "checkpoint_every": 1,
+    "decode_on": 1,
+    "decode_tokens": 4,
+    "patience": 50,
+}
+
+
+def test_what_may_change_on_resume_does_and_the_rest_is_named(config):
+    killed(config, 3)
+    for name, value in {"learning_rate": 0.1, "noise": 0.5, "held_out": 0.3, "grow_at": 0.1, "clip": 9.0}.items():
+        with pytest.raises(InputError, match=f"holds a run with {name} = "):
+            train(replace(config, **{name: value}))
+    train(replace(config, **MAY_CHANGE))
+    assert steps_in(config) == [8, 7]
+
+
+def test_a_finished_run_goes_on_where_it_is_given_more_steps(config):
+    train(config)
+    train(replace(config, max_steps=7))
+    assert steps_in(config) == [7, 6]
+    first = weights(config)
+    train(replace(config, max_steps=7, validate_on=3), kill_at(7))  # no step is left
+    assert same_weights(first, weights(config))
+
+
+def test_a_checkpoint_of_a_run_that_goes_on_is_a_head(config, tmp_path):
+    killed(config, 3)
+    assert load_head(checkpoint_of(config)).fc.weight.dtype == torch.float32
+    assert head_folder(config.out) == checkpoint_of(config)
+    spec = load(config.target, config.out, "chain:3", "topk", dtype="float32")
+    said = spec.generate("question 001", max_new_tokens=12, temperature=0.0)
+    assert said.token_ids == spec.baseline().generate("question 001", max_new_tokens=12, temperature=0.0).token_ids
+    assert said.stats.drafted[0] > 0
+    served = Served.of(config.target, LlamaConfig.from_pretrained(config.target))
+    weight = spec.target.model.get_input_embeddings().weight
+    assert export(str(checkpoint_of(config)), "sglang", tmp_path / "exported", served, lambda: weight).compared > 0

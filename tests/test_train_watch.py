@@ -1,0 +1,123 @@
+"""What a run says of itself: acceptance decoded and predicted, the best head, means over interval and processes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from models import save_model
+from safetensors.torch import load_file
+from training import folder_of, small_run, weights, write_data
+
+from treespec.draft.trained.kinds import KINDS
+from treespec.errors import InputError
+from treespec.heads.checkpoint import load_head, save_head
+from treespec.spec import load
+from treespec.target import Target
+from treespec.text.conversations import Example
+from treespec.train import watch
+from treespec.train.averages import Averages
+from treespec.train.decoding import decoded_length, prompts_of
+from treespec.train.loss import Loss
+from treespec.train.run import train
+from treespec.train.validate import Validation, describe
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("train") / "model")
+
+
+@pytest.fixture
+def config(model_folder, tmp_path):
+    return small_run(model_folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head")
+
+
+def lines_of(config):
+    return [json.loads(line) for line in (folder_of(config) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_decoded_length_is_what_a_spec_over_the_saved_head_counts(model_folder, tmp_path):
+    model = Target.load(str(model_folder), dtype="float32")
+    head, prompts = KINDS["eagle"].new(model), [[3, 4, 5], [7, 8, 9, 10]]
+    save_head(head, tmp_path / "head")
+    spec = load(str(model_folder), str(tmp_path / "head"), "chain:3", "topk", dtype="float32")
+    stats = [spec.generate(prompt, temperature=0.0, max_new_tokens=20).stats for prompt in prompts]
+    accepted, cycles = sum(sum(one.accepted) for one in stats), sum(one.cycles for one in stats)
+    found = decoded_length(head, model, prompts, steps=3, tokens=20)
+    assert found == pytest.approx(1 + accepted / cycles)
+
+
+def test_a_prompt_is_all_before_the_first_answer():
+    def example(length, answer):
+        mask = torch.zeros(length, dtype=torch.bool)
+        mask[answer:] = True
+        return Example(torch.arange(length), mask)
+
+    examples = [example(9, 4), example(9, 0), example(90, 60), example(9, 5), example(9, 3)]
+    assert list(prompts_of(examples, 4, context=100)) == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
+
+
+def test_validations_hold_what_was_decoded_beside_what_was_predicted(config):
+    result = train(replace(config, decode_on=2, decode_tokens=8, validate_every=3))
+    assert result.decoded_length >= 1
+    assert f"decoding accepts {result.decoded_length:.2f}" in describe(result)
+    (line,) = [line for line in lines_of(config) if "acceptance_length" in line]
+    assert line["step"] == 3
+    assert line["decoded_length"] >= 1
+
+
+def scripted(monkeypatch, lengths):
+    """Validations that find these acceptance lengths, in order; the last for all that follow."""
+    left = list(lengths)
+
+    def validation(run):
+        return Validation([0.5], left.pop(0) if len(left) > 1 else left[0], 10)
+
+    monkeypatch.setattr(watch, "validation", validation)
+    monkeypatch.setattr("treespec.train.run.validation", validation)
+
+
+def test_the_best_head_and_the_last_are_kept(config, monkeypatch):
+    scripted(monkeypatch, [2.0, 3.0, 1.5, 1.0])
+    train(replace(config, max_steps=4, validate_every=1, checkpoint_every=1))
+    best = load_file(folder_of(config) / "best" / "model.safetensors")
+    last = load_file(folder_of(config) / "checkpoint-000004" / "model.safetensors")
+    assert load_head(folder_of(config) / "best").kind == "eagle"
+    assert any(not torch.equal(best[name], last[name]) for name in best)
+    assert all(torch.equal(value, last[name].to(value.dtype)) for name, value in weights(config).items())
+
+
+def test_a_run_without_progress_ends_early_and_saves_its_best_head(config, monkeypatch, tmp_path, capsys):
+    """Best after step 2, two validations without a better one: the end after step 4, even with a kill amid."""
+    scripted(monkeypatch, [2.0, 3.0, 1.5, 1.0])
+    options = {"max_steps": 50, "validate_every": 1, "checkpoint_every": 1, "save_dtype": "float32"}
+    train(replace(config, patience=2, **options))
+    assert "the best head is that of step 2: it is saved" in capsys.readouterr().out
+    assert lines_of(config)[-1]["step"] == 4
+    best = load_file(folder_of(config) / "best" / "model.safetensors")
+    assert all(torch.equal(value, best[name]) for name, value in weights(config).items())
+
+
+def test_patience_without_validations_is_refused(config):
+    with pytest.raises(InputError, match="--patience 3 needs --validate-every"):
+        train(replace(config, patience=3))
+
+
+def test_reported_losses_are_means_over_the_steps_since_the_last_report():
+    averages, accelerator = Averages(), Accelerator(cpu=True)
+    values = torch.tensor([1.0, 2.0, 6.0])
+    averages.add([Loss(values[0], {"token": values[1]})])
+    averages.add([Loss(values[1], {"token": values[2], "token_2": values[0]}), Loss(values[2], {"token": values[0]})])
+    assert averages.take(accelerator) == {"total": 3.0, "token": 3.0, "token_2": 1.0}
+    assert averages.take(accelerator) == {}
+
+
+def test_a_line_of_metrics_has_what_a_run_is_watched_by(config):
+    train(replace(config, head="eagle3", unrolled_steps=3, max_steps=8))
+    (line,) = [line for line in lines_of(config) if "total" in line]
+    assert line["step"] == 8
+    assert {"learning_rate", "tokens_per_second", "memory_gib", "agreement_1", "agreement_3"} <= line.keys()
+    assert line["tokens_per_second"] > 0
+    assert line["memory_gib"] > 0

@@ -1,6 +1,6 @@
 """What an earlier version saved beside its results is still the same run to this one."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 
@@ -11,6 +11,7 @@ from treespec.eval.mtbench.config import EvalConfig
 from treespec.eval.mtbench.record import read_record, record_of
 from treespec.files import write_json
 from treespec.train.config import TrainConfig
+from treespec.train.eagle3_options import Eagle3Options
 from treespec.train.kinds import recipe_of
 from treespec.train.record import changes, continued
 
@@ -156,7 +157,8 @@ NEWER = {  # options that the earlier version lacked
     EvalConfig: {"categories", "run_code"},
     TrainConfig: {
         *("first_weights", "loss", "from_head", "loss_vocab", "save_dtype", "decay", "last_rate", "dropout", "grow_at"),
-        *("freeze_output", "decode_on", "decode_tokens", "patience"),
+        *("freeze_output", "decode_on", "decode_tokens", "patience", "feature_dtype", "shard_target"),
+        *(field.name for field in fields(Eagle3Options)),
     },
 }
 OF_KIND = {"unrolled_steps", "accumulate", "beta2", "clip"}  # options whose default is the kind of head's own now

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
+from torch import nn
 
 from treespec.draft.calibration import save_calibration
 from treespec.draft.fit.calibrate import calibrate
@@ -22,6 +23,7 @@ from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.text.conversations import Conversation
+from treespec.train import sharded
 from treespec.train.card import write_card
 from treespec.train.checkpoint import FILE
 from treespec.train.checkpoint import trained as trained_weights
@@ -83,16 +85,18 @@ def trained(
     """Load the target, train, and save the head with its calibration and result."""
     # 1. target, untrained head and data
     set_seed(config.seed)
-    placement = config.device_map or (
-        {"": accelerator.device} if accelerator.device.type != "cpu" else None
-    )
+    whole = {"": accelerator.device} if accelerator.device.type != "cpu" else None
+    placement = "cpu" if config.shard_target else config.device_map or whole
     target = Target.load(
         config.target,
         device_map=placement,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
     )
-    head = untrained(config, target).to(target.output_device)
+    if config.shard_target:
+        sharded.shard(target, accelerator.num_processes, accelerator.device)
+        accelerator.print(sharded.describe(target))
+    head = moved(untrained(config, target), target.output_device)
     data = prepare(config, target, head.taps, conversations, accelerator)
     if config.first_weights == "fitted" and not (Path(config.out) / "training" / FILE).exists():
         fit_feature(head, data, config.seed)
@@ -104,7 +108,8 @@ def trained(
         betas=(config.beta1, config.beta2),
         weight_decay=recipe.weight_decay,
     )
-    model, optimizer = accelerator.prepare(head, optimizer)
+    # the head stays beside the features, also where a target is spread over several devices
+    model, optimizer = accelerator.prepare(head, optimizer, device_placement=[False, False])
     stored = stored_dtype(config, target)
     tokens = law_tokens(config, target, data, vocabulary)
     run = Run(config, record, accelerator, target, data, model, optimizer, stored, tokens)
@@ -119,10 +124,12 @@ def trained(
     result = validation(run)
     if accelerator.is_main_process:
         save_head(run.head, config.out, run.stored, leave_out=served.optional)
-        if vocabulary is not None:
-            restrict(served, target, vocabulary)
-        if config.calibrate and data.held_out:
-            save_calibration_of(served, run)
+    if vocabulary is not None:
+        restrict(served, target, vocabulary)
+    calibrates = accelerator.is_main_process or config.shard_target  # all gather its weights
+    if config.calibrate and data.held_out and calibrates:
+        save_calibration_of(served, run)
+    if accelerator.is_main_process:
         keep(run.folder, record)
         write_card(config, data.counts, result)
         write_json(run.folder / "result.json", asdict(result))
@@ -161,6 +168,15 @@ def untrained(config: TrainConfig, target: Target) -> Head:
     return head
 
 
+def moved(head: Head, device: torch.device) -> Head:
+    """The head on a device. What it shares with a target elsewhere is copied and not moved."""
+    for module in head.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if not weight.requires_grad and weight.device != device:
+                setattr(module, name, nn.Parameter(weight.to(device), requires_grad=False))
+    return head.to(device)
+
+
 @torch.no_grad()
 def copy_weights(folder: str, head: Head) -> None:
     """Go on from the weights of a trained head. Raises InputError for one of other shapes."""
@@ -187,6 +203,7 @@ def save_calibration_of(head: Head, run: Run) -> None:
     """Save the head's calibration, or say why there is none."""
     try:
         calibration = calibrate(head, run.target, list(held_out_rows(run)), seed=run.config.seed)
-        save_calibration(calibration, Path(run.config.out))
+        if run.accelerator.is_main_process:
+            save_calibration(calibration, Path(run.config.out))
     except InputError as error:
-        print(f"no calibration, --tree sampled will need treespec calibrate: {error}")
+        run.accelerator.print(f"no calibration, --tree sampled will need treespec calibrate: {error}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -157,14 +158,16 @@ def validate_untrained(config):
     return train(replace(config, out=config.out + "-untrained", max_steps=1, learning_rate=0.0))
 
 
-def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path):
+@pytest.mark.parametrize("more", [[], ["--shard-target", "--calibrate", "--features"]], ids=["whole", "sharded"])
+def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path, more):
     """Equal lengths and no noise, so the mean of two gradients is the gradient of both: float32, 1e-5."""
-    one = replace(config, out=str(tmp_path / "one"), noise=0.0, batch_size=4, max_steps=3)
+    one = replace(config, out=str(tmp_path / "one"), noise=0.0, batch_size=4, max_steps=3, calibrate=bool(more))
     train(one)
     two = tmp_path / "two"
     options = ["--target", config.target, "--data", config.data, "--out", str(two), "--dtype", "float32"]
     options += ["--max-steps", "3", "--batch-size", "2", "--warm-up", "2", "--learning-rate", "1e-3", "--noise", "0"]
-    options += ["--held-out", "0.2", "--draft-steps", "3", "--validate-every", "0"]
+    options += ["--held-out", "0.2", "--draft-steps", "3", "--validate-every", "0", *more]
+    options += [str(tmp_path / "features")] if more else []
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     command = [*launch, "-m", "treespec.train", *options]
@@ -173,6 +176,10 @@ def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_pa
     ours = load_file(two / "model.safetensors")
     for name, value in weights(one).items():
         assert torch.allclose(value, ours[name], atol=1e-5), name
+    assert (two / "calibration.json").exists() or not more
+    if more:
+        held, whole = re.search(r"target: ([\d.]+) of ([\d.]+) MiB in each process", done.stdout).groups()
+        assert float(held) < 0.8 * float(whole)
 
 
 @pytest.fixture

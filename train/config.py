@@ -207,6 +207,10 @@ class TrainConfig(TargetOptions, Eagle3Options):
     device_map: str | None = option(
         "accelerate's placement of the target; default: the process's device", None
     )
+    shard_target: bool = option(
+        "split the target's layers over all processes (FSDP2), for one that fits no single GPU",
+        False,
+    )
     tracker: str | None = option("tensorboard or wandb", None)
 
     def __post_init__(self) -> None:

@@ -198,6 +198,8 @@ def store(
 
     # 3. the main process holds the folder until all processes have written their shards
     def first() -> Tensor:
+        if config.shard_target:
+            raise InputError(f"{folder} is of an older version: delete it to store them anew")
         with whole(target, config, accelerator, "compare its features with stored ones") as full:
             return full.features(rows[0][None], taps, last=True)
 
@@ -209,9 +211,20 @@ def store(
         stored = features.StoredFeatures(folder, identity, accelerator.device)
         shards = range(-(-len(rows) // features.SHARD))
         mine = shards[accelerator.process_index :: accelerator.num_processes]
-        if missing := [shard for shard in mine if not stored.holds(shard)]:
+        missing = [shard for shard in mine if not stored.holds(shard)]
+        own = sum(features.forwards(rows, shard, config.batch_size) for shard in missing)
+        most = most_of_all(own, accelerator) if config.shard_target else own
+        if most:
             with whole(target, config, accelerator, "store its features") as full:
                 for shard in missing:
                     features.write_shard(full, rows, taps, stored, shard, config.batch_size)
+                for _ in range(most - own):  # a sharded target needs as many of all processes
+                    full.features(rows[0][None], taps, last=True)
         accelerator.wait_for_everyone()
     return stored
+
+
+def most_of_all(count: int, accelerator: Accelerator) -> int:
+    """The largest count of all processes."""
+    counts = accelerator.gather(torch.tensor([count], device=accelerator.device))
+    return int(counts.max())

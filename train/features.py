@@ -205,6 +205,11 @@ def recomputed(folder: Path, first: Callable[[], Tensor]) -> bool:
     return stored.shape == now.shape and bool((stored - now).norm() < 0.05 * stored.norm())
 
 
+def forwards(rows: Sequence[Tensor], number: int, batch_size: int) -> int:
+    """The target's forwards that a shard takes."""
+    return -(-min(SHARD, len(rows) - number * SHARD) // batch_size)
+
+
 def write_shard(
     target: Target,
     rows: Sequence[Tensor],

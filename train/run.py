@@ -93,7 +93,7 @@ def trained(
     # 1. target, untrained head and data
     set_seed(config.seed)
     target = load_target(config, accelerator, ends=config.features is not None)
-    head = untrained(config, target).to(target.output_device)
+    head = moved(untrained(config, target), target.output_device)
     data = prepare(config, target, head.taps, examples, accelerator)
     folder = Path(config.out) / "training"
     if config.first_weights == "fitted" and latest_step(folder) is None:
@@ -113,7 +113,8 @@ def trained(
         betas=(config.beta1, recipe.beta2),
         weight_decay=recipe.weight_decay,
     )
-    model, optimizer = accelerator.prepare(head, optimizer)
+    # the head stays beside the features, also where a target is spread over several devices
+    model, optimizer = accelerator.prepare(head, optimizer, device_placement=[False, False])
     stored = stored_dtype(config, target)
     tokens = law_tokens(config, target, data, vocabulary)
     run = Run(config, record, accelerator, target, data, model, optimizer, stored, tokens)
@@ -152,10 +153,12 @@ def finish(run: Run, watch: Watch, last: int, vocabulary: Tensor | None) -> Vali
     # 2. It is saved.
     if accelerator.is_main_process:
         save_head(run.head, config.out, run.stored, leave_out=served.optional)
-        if vocabulary is not None:
-            restrict(served, target, vocabulary)
-        if config.calibrate and data.held_out:
-            save_calibration_of(served, run)
+    if vocabulary is not None:
+        restrict(served, target, vocabulary)
+    calibrates = accelerator.is_main_process or config.shard_target  # all gather its weights
+    if config.calibrate and data.held_out and calibrates:
+        save_calibration_of(served, run)
+    if accelerator.is_main_process:
         keep(run.folder, run.record)
         write_card(config, data.counts, result)
         write_json(run.folder / "result.json", asdict(result))
@@ -191,6 +194,16 @@ def untrained(config: TrainConfig, target: Target) -> Head:
     return head
 
 
+def moved(head: Head, device: torch.device) -> Head:
+    """The head on a device. What it shares with a target elsewhere is copied and not moved."""
+    model = cast(nn.Module, head)
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if not weight.requires_grad and weight.device != device:
+                setattr(module, name, nn.Parameter(weight.to(device), requires_grad=False))
+    return head.to(device)
+
+
 def stored_dtype(config: TrainConfig, target: Target) -> torch.dtype:
     """The dtype of the head's file: as chosen, or the narrower one of the target and its file."""
     if config.save_dtype != "auto":
@@ -204,6 +217,9 @@ def save_calibration_of(head: Head, run: Run) -> None:
     """Save the head's calibration, or say why there is none."""
     try:
         calibration = calibrate(head, run.target, list(run.held_out()), seed=run.config.seed)
-        save_calibration(calibration, Path(run.config.out))
+        if run.accelerator.is_main_process:
+            save_calibration(calibration, Path(run.config.out))
     except InputError as error:
-        print(f"no calibration, --tree sampled will need treespec calibrate: {error}")
+        run.accelerator.print(
+            f"no calibration, --tree sampled will need treespec calibrate: {error}"
+        )

@@ -16,6 +16,7 @@ from accelerate.utils import release_memory
 from treespec.model.ends import load_ends
 from treespec.target import Target
 from treespec.text.tokenizers import load_tokenizer
+from treespec.train import sharded
 from treespec.train.config import TrainConfig
 
 
@@ -34,13 +35,17 @@ def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = Fals
             tokenizer = load_tokenizer(path, config.trust_remote_code)
             return Target(model, tokenizer, ends=True)
 
-    # 3. All of it.
-    return Target.load(
+    # 3. All of it, or this process's share.
+    target = Target.load(
         config.target,
-        device_map=placement,
+        device_map="cpu" if config.shard_target else placement,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
     )
+    if config.shard_target:
+        sharded.shard(target, accelerator.num_processes, accelerator.device)
+        accelerator.print(sharded.describe(target))
+    return target
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def test_the_file_that_a_run_leaves_repeats_it(tmp_path, capsys):
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert same_weights(one, two)
     before = left.read_text()
-    assert run(app, ["train", "--config", str(left), "--max-steps", "9"]) == 2  # another run lies there
+    assert run(app, ["train", "--config", str(left), "--seed", "9"]) == 2  # another run lies there
     assert left.read_text() == before
     assert "--config" in before
     assert capsys.readouterr().err

@@ -161,7 +161,8 @@ NEWER = {  # options that the earlier version lacked
         *(field.name for field in fields(Eagle3Options)),
     },
 }
-OF_KIND = {"unrolled_steps", "accumulate", "beta2", "clip"}  # options whose default is the kind of head's own now
+# options whose default is the kind of head's own now, or the hardware's
+OF_KIND = {"unrolled_steps", "accumulate", "beta2", "clip", "mixed_precision"}
 
 
 @pytest.mark.parametrize("kind", SAVED, ids=lambda kind: kind.__name__)

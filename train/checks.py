@@ -25,7 +25,7 @@ def check(config: TrainConfig) -> None:
     # 1. Names.
     check_kind(config)
     check_tracker(config.tracker)
-    if config.mixed_precision not in PRECISIONS:
+    if config.mixed_precision not in (None, *PRECISIONS):
         raise InputError(
             f"--mixed-precision is {config.mixed_precision!r}, must be no, bf16 or fp16"
         )
@@ -108,8 +108,19 @@ def check_folder(option: str, path: str) -> None:
         raise InputError(f"{option} {path}: {folder} cannot be written into, name another folder")
 
 
+def precision_of(config: TrainConfig) -> str:
+    """The mixed precision as chosen, or the one that the hardware is made for."""
+    fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return config.mixed_precision or ("bf16" if fast else "no")
+
+
 def make_accelerator(config: TrainConfig) -> Accelerator:
-    """Raises InputError for a precision that this machine does not have."""
+    """With float32 products in TF32 where a GPU has it.
+
+    Raises InputError for a precision that this machine does not have.
+    """
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")
     try:
         return Accelerator(
             mixed_precision=config.mixed_precision,

@@ -198,7 +198,9 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "float32, bfloat16 or float16",
         "auto",
     )
-    mixed_precision: str = option("no, bf16 or fp16", "no")
+    mixed_precision: str | None = option(
+        "no, bf16 or fp16; default: bf16 where the GPU computes in it, else no", None
+    )
     dtype: str = option(
         f"precision of the target's weights: {either(DTYPES)}; auto takes the checkpoint's",
         "auto",

@@ -64,7 +64,8 @@ def continued(config: TrainConfig, before: Record | None) -> TrainConfig:
     before = as_today(before)
     recipe = before["recipe"]
     assert isinstance(recipe, dict)
-    defaults = {"accumulate": 1 if "grow_at" not in before else None} | recipe
+    older = {"mixed_precision": "no", "accumulate": 1 if "grow_at" not in before else None}
+    defaults = older | recipe
     left_out: dict[str, Any] = {
         name: before[name] if before.get(name) is not None else value
         for name, value in defaults.items()

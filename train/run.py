@@ -27,7 +27,7 @@ from treespec.target import Target
 from treespec.text.examples import Example
 from treespec.train.card import write_card
 from treespec.train.checkpoints import latest_step
-from treespec.train.checks import SAVED, check, make_accelerator, start_tracker
+from treespec.train.checks import SAVED, check, make_accelerator, precision_of, start_tracker
 from treespec.train.config import TrainConfig
 from treespec.train.data import draft_vocabulary, law_tokens, prepare, read
 from treespec.train.dropout import drop_out
@@ -61,10 +61,11 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     """
     # 1. what needs no weights is checked before they are loaded
     check(config)
-    accelerator = make_accelerator(config)
     folder = Path(config.out) / "training"
     before = begun(folder)
     config = continued(config, before)
+    config = replace(config, mixed_precision=precision_of(config))
+    accelerator = make_accelerator(config)
     record = record_of(config)
     if done := finished(folder, before, record):
         accelerator.print(f"{config.out} holds this head already: {describe(done)}")

@@ -121,6 +121,8 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     """
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
+    if config.device_map:  # the head lies where the target ends, on whichever GPU that is
+        os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
     try:
         return Accelerator(
             mixed_precision=config.mixed_precision,

@@ -21,7 +21,7 @@ from treespec.train.loss import Batch
 
 HEAD, GIB = 128, 2**30
 LAYERS, WIDTH, VOCABULARY, DRAFTED = 32, 4096, 128256, 32000
-LOSS = 6 * DRAFTED  # bytes a position, the most (loss_memory.py)
+LOSS = 6  # bytes a position and token, the most (loss_memory.py)
 TOKENS, PEAK, SHARE = 100e6, 990e12, 0.4  # FLOP/s of an H100 in bf16, and the share that is assumed
 
 
@@ -45,7 +45,8 @@ def main() -> None:
         config = TrainConfig(target="", data="", out="", head=kind)
         shape = shape_of(kind)
         step = step_bytes(config, options.width, options.length) * WIDTH / options.width
-        step += LOSS * options.length
+        tokens = DRAFTED if TRAINING[kind].restricted_first else VOCABULARY
+        step += LOSS * tokens * options.length
         state = 16 * shape.head + step  # weights, gradients and two moments in float32
         forward, own = 2 * shape.layers, 6 * shape.head * recipe_of(config).unrolled_steps
         whole, ends = 2 * (shape.layers + shape.ends), 2 * shape.ends

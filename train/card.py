@@ -47,9 +47,12 @@ def write_card(config: TrainConfig, counts: dict[str, int], result: Validation) 
 
     counts: conversations, tokens, answers (tokens of answers) and held_out (conversations).
     """
+    # 1. A card that someone filled in stays.
     file = Path(config.out) / "README.md"
     if file.exists():
         return
+
+    # 2. What the run used and gave.
     last = last_line(Path(config.out) / "training" / "metrics.jsonl")
     recipe = ", ".join(
         f"{name.replace('_', ' ')} {value}"

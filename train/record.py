@@ -111,18 +111,22 @@ def changes(before: Record, record: Record) -> Iterator[tuple[str, str]]:
     Runs of older versions lack contents, and options that are newer: those have their defaults.
     Options that the recipe settles are compared as it settles them.
     """
+    # 1. Both as this version writes them.
     before = as_today(before)
     old_recipe, new_recipe = before["recipe"], record.get("recipe", {})
     assert isinstance(old_recipe, dict)
     assert isinstance(new_recipe, dict)
     old_digests, new_digests = digests(before), digests(record)
     for field in fields(TrainConfig):
+        # 2. An option of both; a recipe settles some.
         name = field.name
         default = None if field.default is MISSING else field.default
         then, now = before.get(name, default), record[name]
         if name in new_recipe:
             then = old_recipe.get(name) if then is None else then
             now = new_recipe[name]
+
+        # 3. What differs. Contents count and not paths.
         old, new = old_digests.get(name), new_digests.get(name)
         if name == "out":  # its folder may have been moved
             continue

@@ -153,7 +153,8 @@ def as_older_version(config):
     as_older_checkpoint(config)
     for file in Path(config.features).glob("*.safetensors"):
         save_file(load_file(file), file)
-    (Path(config.out) / "training" / "config.json").write_text(json.dumps(asdict(config), indent=2))
+    written = asdict(config) | {"mixed_precision": "no"}  # its default was no
+    (Path(config.out) / "training" / "config.json").write_text(json.dumps(written, indent=2))
     index = Path(config.features) / "index.json"
     fields = json.loads(index.read_text())
     index.write_text(json.dumps({name: fields[name] for name in ("target", "dtype", "tokens")}))

@@ -2,9 +2,19 @@
 
 import os
 import tempfile
+from pathlib import Path
 
+import pytest
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="treespec-tests-")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random target with its tokenizer, to read only."""
+    from models import save_model  # transformers reads the environment when it is imported
+
+    return save_model(tmp_path_factory.mktemp("read-only") / "model")

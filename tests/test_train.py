@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from models import random_head, save_model, target
+from models import random_head, target
 from safetensors.torch import load_file
 from training import Killed, kill_at, same_weights, small_run, weights, write_data
 from transformers import LlamaConfig
@@ -30,11 +30,6 @@ from treespec.train.loss import Batch
 from treespec.train.run import train
 from treespec.train.teacher import counted
 from treespec.train.validate import rollout_agreement, validate
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("train") / "model")
 
 
 @pytest.fixture(scope="module")

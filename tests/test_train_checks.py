@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from models import save_model
 from training import Killed, kill_at, same_weights, small_run, weights, write_data
 
 from treespec.cli.train import stopped
@@ -16,11 +15,6 @@ from treespec.heads.tensors import HeadError
 from treespec.target import Target
 from treespec.train.run import train
 from treespec.train.validate import describe
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("train") / "model")
 
 
 @pytest.fixture

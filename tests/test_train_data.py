@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from chat_templates import CHATML, byte_tokenizer, turns
-from models import save_model
 from safetensors.torch import load_file
 from training import checkpoint_of, same_weights, small_run, weights, write_data
 
@@ -24,11 +23,6 @@ from treespec.train.data import prepare
 from treespec.train.first_weights import RIDGE, fit_feature, sides
 from treespec.train.known import DATA_SETS
 from treespec.train.run import stored_dtype, train, untrained
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("data") / "model")
 
 
 @pytest.fixture

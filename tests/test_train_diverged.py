@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import random_head, save_model, target
+from models import random_head, target
 from safetensors.torch import load_file
 from training import (
     Killed,
@@ -28,11 +28,6 @@ from treespec.train.batches import epoch_batches
 from treespec.train.checkpoints import OLDER, latest_step
 from treespec.train.finite import IN_A_ROW, Skips, check_weights
 from treespec.train.run import train
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("train") / "model")
 
 
 @pytest.fixture

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import save_model
 from safetensors.torch import load_file, save_file
 from training import (
-    Killed,
     as_older_checkpoint,
     checkpoint_of,
     flipped,
     folder_of,
     kill_at,
+    killed,
     same_weights,
     small_run,
     weights,
@@ -33,20 +32,10 @@ CHECKPOINT = "checkpoint-000002"
 PLACES = (0.02, 0.3, 0.7, 0.97)  # of the flipped bytes, as shares of a file: header and data
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("train") / "model")
-
-
 @pytest.fixture
 def config(model_folder, tmp_path):
     data = write_data(tmp_path / "data.jsonl")
     return small_run(model_folder, data, tmp_path / "head", features=str(tmp_path / "features"))
-
-
-def killed(config, step=3):
-    with pytest.raises(Killed):
-        train(config, kill_at(step))
 
 
 def refused(config):

@@ -6,13 +6,12 @@ from itertools import chain
 
 import pytest
 import torch
-from models import save_model
 from training import (
-    Killed,
     checkpoint_of,
     flipped,
     folder_of,
     kill_at,
+    killed,
     same_weights,
     small_run,
     weights,
@@ -33,19 +32,9 @@ from treespec.train.gradient import forwards, forwards_each
 from treespec.train.run import train
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("train") / "model")
-
-
 @pytest.fixture
 def config(model_folder, tmp_path):
     return small_run(model_folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head")
-
-
-def killed(config, step):
-    with pytest.raises(Killed):
-        train(config, kill_at(step))
 
 
 def steps_in(config):

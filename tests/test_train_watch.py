@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate import Accelerator
-from models import save_model
 from safetensors.torch import load_file
 from training import folder_of, small_run, weights, write_data
 
@@ -22,11 +21,6 @@ from treespec.train.decoding import decoded_length, prompts_of
 from treespec.train.loss import Loss
 from treespec.train.run import train
 from treespec.train.validate import Validation, describe
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("train") / "model")
 
 
 @pytest.fixture

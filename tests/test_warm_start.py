@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import random_head, save_model, target
+from models import random_head, target
 from safetensors.torch import load_file
 from torch import nn
 from training import Killed, checkpoint_of, kill_at, same_weights, small_run, weights, write_data
@@ -17,11 +17,6 @@ from treespec.target import Target
 from treespec.train.dropout import drop_out
 from treespec.train.run import train
 from treespec.train.warm_start import start_from
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("train") / "model")
 
 
 @pytest.fixture

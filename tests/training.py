@@ -4,10 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from treespec.train.config import TrainConfig
+from treespec.train.run import train
 
 
 class Killed(Exception):
@@ -20,6 +22,11 @@ def kill_at(step):
             raise Killed
 
     return after_step
+
+
+def killed(config, step=3):
+    with pytest.raises(Killed):
+        train(config, kill_at(step))
 
 
 def write_data(file, count=24, name="question"):

@@ -127,7 +127,9 @@ class ChunkedLoss(torch.autograd.Function):
         losses = torch.zeros(len(guesses), device=device)
         agreeing = torch.zeros(len(guesses), device=device)
         gradients = [torch.zeros_like(tensor) for tensor in tensors] if job.gradient else []
-        of_weight = dict(zip(map(id, job.weights), gradients[len(guesses) :], strict=False))
+        of_weight = {}
+        if job.gradient:
+            of_weight = dict(zip(map(id, job.weights), gradients[len(guesses) :], strict=True))
         starts = torch.arange(0, job.laws.count + job.rows, job.rows, device=device)
         reached = [(job.places >= i).nonzero().squeeze(1) for i in range(len(guesses))]
         before = [torch.searchsorted(positions, starts).tolist() for positions in reached]

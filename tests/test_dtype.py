@@ -9,9 +9,21 @@ import transformers as hf
 from evaluating import answered, config_in, save_models, tokens_of
 from models import GROUPED, random_model, save_model
 
+from treespec.draft.calibration import Calibration
 from treespec.draft.fit import dtype as choice
-from treespec.draft.fit.dtype import NODES, dtype_for, fastest, has_room, kept_or_measured, key, tokens_a_second, told
+from treespec.draft.fit.dtype import (
+    NODES,
+    dtype_for,
+    fastest,
+    has_room,
+    kept_or_measured,
+    key,
+    rates_of,
+    tokens_a_second,
+    told,
+)
 from treespec.draft.pace import times
+from treespec.draft.pace.pace import GUESS
 from treespec.eval.mtbench.run import evaluate
 from treespec.files import read_json, write_json
 from treespec.model.stand_in import forward_seconds, size_of
@@ -63,8 +75,28 @@ def test_the_choice_follows_the_measured_times(half, full, chosen):
     assert fastest({"bfloat16": half, "float32": full}) == chosen
 
 
+@pytest.mark.parametrize(
+    ("rates", "chosen"),
+    [
+        ((), "bfloat16"),  # no drafts: one token at a time
+        ((0.05, 0.02), "bfloat16"),  # poor ones: 1.1 tokens from the tree that takes 90 ms
+        ((0.5, 0.2, 0.1), "float32"),
+    ],
+)
+def test_the_choice_follows_what_the_drafts_bring(rates, chosen):
+    assert fastest({"bfloat16": STEEP, "float32": FLAT}, rates) == chosen
+
+
+def test_the_rates_are_those_of_the_only_head_and_a_guess_for_others():
+    known = Calibration((0.0,), (0.0,), {}, rates={"0.01": (0.3, 0.1), "1": (0.2,)})
+    assert rates_of([]) == ()
+    assert rates_of([known]) == (0.3, 0.1)
+    assert rates_of([known, known]) == rates_of([None]) == rates_of([Calibration((), (), {})]) == GUESS
+
+
 def test_the_drawing():
     assert [round(1 / STEEP[0]), round(tokens_a_second(STEEP)), round(tokens_a_second(FLAT))] == [20, 20, 35]
+    assert [round(tokens_a_second(spent, rates=())) for spent in (STEEP, FLAT)] == [20, 17]
     line = told("float32", "bfloat16", {"bfloat16": STEEP, "float32": FLAT})
     assert "over 1, 8 and 16 nodes takes 60, 90, 120 ms" in line
     assert "\n" not in line
@@ -153,8 +185,9 @@ def test_a_containers_limit_counts_as_its_memory(tmp_path):
 def test_a_target_is_measured_at_its_first_load_and_runs_in_the_faster_dtype(half, cache, caplog):
     chosen = dtype_for(str(half), "auto")
     (file,) = files(cache)
-    assert chosen == fastest({name: read_json(file, "")[name] for name in ("bfloat16", "float32")})
-    spec = load(str(half))
+    measured = {name: read_json(file, "")[name] for name in ("bfloat16", "float32")}
+    assert chosen == fastest(measured)
+    spec, chosen = load(str(half)), fastest(measured, rates=())
     assert str(spec.target.dtype) == f"torch.{chosen}"
     assert chosen in repr(spec)
 
@@ -163,17 +196,17 @@ def test_a_target_is_measured_at_its_first_load_and_runs_in_the_faster_dtype(hal
 def test_the_dtype_is_told_and_gives_what_the_same_dtype_gives_when_asked_for(half, cache, caplog):
     keep(half, bfloat16=STEEP, float32=FLAT)
     with caplog.at_level(logging.WARNING, "treespec"):
-        spec = load(half)
+        spec = load(half, drafter="lookup")
     assert "float32" in repr(spec)
     assert [record.getMessage() for record in caplog.records] == [
         told("float32", "bfloat16", {"bfloat16": STEEP, "float32": FLAT})
     ]
     answer = spec.generate([5, 9, 3], max_new_tokens=12).token_ids
-    assert answer == load(half, dtype="float32").generate([5, 9, 3], max_new_tokens=12).token_ids
+    assert answer == load(half, drafter="lookup", dtype="float32").generate([5, 9, 3], max_new_tokens=12).token_ids
     caplog.clear()
-    assert load(half, dtype="bfloat16").target.dtype == torch.bfloat16
+    assert load(half, drafter="lookup", dtype="bfloat16").target.dtype == torch.bfloat16
     keep(half, bfloat16=FLAT, float32=STEEP)
-    assert load(half).target.dtype == torch.bfloat16
+    assert load(half, drafter="lookup").target.dtype == torch.bfloat16
     assert not caplog.records
 
 

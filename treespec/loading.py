@@ -9,9 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.demo.known import is_demo, own_head
 from treespec.draft.calibration import Calibration, load_calibration
-from treespec.draft.fit.dtype import dtype_for
+from treespec.draft.fit.dtype import dtype_for, rates_of
 from treespec.draft.source import Source, source_for
 from treespec.draft.sources import source_of
+from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder
 from treespec.locks import alone_with
@@ -49,7 +50,8 @@ def load_sources(
                 "model"
             )
         if dtype == "auto":
-            dtype = dtype_for(fspath(target), device_map, max_memory, trust_remote_code)
+            rates = rates_of([calibration_beside(name) for name in drafters])
+            dtype = dtype_for(fspath(target), device_map, max_memory, trust_remote_code, rates)
         model = Target.load(
             fspath(target),
             trust_remote_code=trust_remote_code,
@@ -86,4 +88,10 @@ def refuse_placement(**options: object) -> None:
 
 def calibration_of(source: Source, drafter: str) -> Calibration | None:
     """The calibration beside a trained head. drafter: `kind:value`, the name of the source."""
-    return load_calibration(head_folder(drafter.partition(":")[2])) if source.head else None
+    return calibration_beside(drafter) if source.head else None
+
+
+def calibration_beside(drafter: str) -> Calibration | None:
+    """The calibration beside the head that a drafter names. drafter: `kind:value`."""
+    kind, _, value = drafter.partition(":")
+    return load_calibration(head_folder(value)) if kind in ("head", *KINDS) else None

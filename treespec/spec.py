@@ -260,8 +260,8 @@ def load(
     tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
     verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
     template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers
-    take them, but that on a CPU dtype "auto" is the checkpoint's or float32, in which trees are
-    faster (`treespec.draft.fit.dtype`); repr(spec) names it.
+    take them, but that on a CPU dtype "auto" is the checkpoint's or float32, whichever these drafts
+    are faster in (`treespec.draft.fit.dtype`); repr(spec) names it.
     trust_remote_code: run Python files from the target's or a draft model's directory.
     Raises InputError, or HeadError and TreeError, for models, names and files that cannot be used.
     """

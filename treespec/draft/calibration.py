@@ -24,6 +24,7 @@ from treespec.sampling import largest
 Known = TypeVar("Known")
 FILE = "calibration.json"
 AGAIN = "make it again with treespec calibrate"
+COLDEST = 0.01  # the temperature whose rates are those of temperature 0
 TOPS, DRAWS = 5, 6  # at most, at one node
 TOP_FEATURES, DRAW_FEATURES = 4, 7
 RANKS, TURNS = np.log(np.arange(1, TOPS + 1)), np.log(np.arange(1, DRAWS + 1))

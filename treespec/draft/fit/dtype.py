@@ -1,12 +1,15 @@
-"""`--dtype auto` on a CPU: the checkpoint's dtype or float32, whichever a tree is faster in.
+"""`--dtype auto` on a CPU: the checkpoint's dtype or float32, whichever the drafts are faster in.
 
 Either holds the checkpoint's weights exactly. A processor without fast bfloat16 takes one token
-sooner in bfloat16, whose weights are half as long to read, but a tree sooner in float32:
+sooner in bfloat16, whose weights are half as long to read, but a tree sooner in float32. So good
+drafts pay in float32; without drafts, or with poor ones, bfloat16 is taken:
 
     nodes                         1      8     16
     tokens a cycle, expected      1   3.16   3.64     the best tree of a drafter nothing is known of
     bfloat16                  50 ms    200    360     20, 16, 10 tokens/s
     float32                   60 ms     90    120     17, 35, 30          taken: 35 beats 20
+
+    no drafts                     1      1      1     bfloat16: 20 beats 17
 """
 
 import hashlib
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from treespec.draft.calibration import COLDEST, Calibration, nearest
 from treespec.draft.pace.pace import GUESS
 from treespec.draft.pace.times import seconds
 from treespec.errors import InputError
@@ -45,11 +49,16 @@ Measure = Callable[
 
 
 def dtype_for(
-    target: str, device_map: Any, max_memory: Any = None, trust_remote_code: bool = False
+    target: str,
+    device_map: Any,
+    max_memory: Any = None,
+    trust_remote_code: bool = False,
+    rates: Sequence[float] = GUESS,
 ) -> str:
     """The dtype that `auto` is for a target: a name of torch's, or `auto` for the checkpoint's own.
 
-    target: a directory or hub id. Anywhere but on a CPU alone it is the checkpoint's own. Measures
+    target: a directory or hub id. rates: how often the first, second, … likeliest draft at a node
+    is accepted; () without drafts. Anywhere but on a CPU alone it is the checkpoint's own. Measures
     for a second or two, once for a processor and a model. Raises InputError.
     """
     if max_memory is not None or not only_cpu(device_map):
@@ -65,7 +74,7 @@ def dtype_for(
         return "auto"
     if not times:
         return "auto"
-    chosen = fastest(times)
+    chosen = fastest(times, rates)
     if chosen != own:
         log.warning("%s", told(chosen, own, times))
     return chosen
@@ -135,14 +144,27 @@ def key(size: ModelSize, dtypes: Sequence[str]) -> str:
     return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 
-def fastest(times: ForwardSeconds) -> str:
+def rates_of(calibrations: Sequence[Calibration | None]) -> tuple[float, ...]:
+    """The rates of the only draft model at temperature 0; a guess where they are not known.
+
+    calibrations: one a source of drafts. Returns () where there is no source.
+    """
+    if not calibrations:
+        return ()
+    known = calibrations[0].rates if len(calibrations) == 1 and calibrations[0] else {}
+    return nearest(known, COLDEST) if known else GUESS
+
+
+def fastest(times: ForwardSeconds, rates: Sequence[float] = GUESS) -> str:
     """The dtype with most tokens a second at its best number of nodes; the first of equal ones."""
-    return max(times, key=lambda dtype: tokens_a_second(times[dtype]))
+    return max(times, key=lambda dtype: tokens_a_second(times[dtype], rates))
 
 
-def tokens_a_second(forwards: Sequence[float]) -> float:
+def tokens_a_second(forwards: Sequence[float], rates: Sequence[float] = GUESS) -> float:
     """The most that a forward over one of NODES brings. forwards: seconds of each."""
-    expected = best_trees(torch.tensor(GUESS), NODES[-1], NODES[-1]).tokens[-1]
+    if not rates:
+        return 1 / max(forwards[0], math.ulp(1.0))
+    expected = best_trees(torch.tensor(rates), NODES[-1], NODES[-1]).tokens[-1]
     return max(
         float(expected[nodes]) / max(spent, math.ulp(1.0))
         for nodes, spent in zip(NODES, forwards, strict=True)

@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.draft.calibration import nearest
+from treespec.draft.calibration import COLDEST, nearest
 from treespec.draft.grow.grower import DraftModel, Grower, Means, check_depth, check_one_law
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.likeliest import grow_likeliest
@@ -17,8 +17,6 @@ from treespec.sampling import SamplingParams
 from treespec.trees.auto import AutoTree
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
-
-COLDEST = 0.01  # the temperature whose rates are those of temperature 0
 
 
 @final

@@ -26,6 +26,7 @@ ARGUMENTS = {  # script: its arguments, and a word of what it prints; others are
     "picture": ("target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),
     "training_costs": ("target --texts 2 --length 8 --loss-vocab 16 --rounds 1", "`--loss-vocab 16`"),
     "training_memory": ("--length 16 --width 512", "| eagle3 | `--features`, made |"),
+    "training_profile": ("target --kinds eagle3 --texts 1 --length 8 --rounds 1", "| eagle3 | stored |"),
     "unequal_values": ("logits.safetensors --temperatures 1 --samples 2", "| rrs-wo |"),
     "verify_large": ("--vocabulary 64 --rounds 1", "| `layer:greedy` |"),
 }

@@ -119,6 +119,16 @@ def test_a_run_leaves_a_card_with_its_data_command_and_figures(config):
     assert "license: FILL IN" in card
 
 
+def test_a_run_that_goes_on_writes_its_card_anew_unless_someone_completed_it(config):
+    card = Path(config.out) / "README.md"
+    train(config)
+    train(replace(config, max_steps=2))
+    assert "2 optimizer steps" in card.read_text()
+    card.write_text(card.read_text().replace("FILL IN", "apache-2.0"))
+    train(replace(config, max_steps=3))
+    assert "2 optimizer steps" in card.read_text()
+
+
 def test_a_run_goes_on_from_the_weights_of_another_head(config, tmp_path):
     """With learning rate 0 they stay what they were, in more data too."""
     train(config)

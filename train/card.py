@@ -1,6 +1,7 @@
 """The model card of a trained head: data, recipe, command and figures, as README.md beside it."""
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from treespec.train.config import TrainConfig
 from treespec.train.kinds import recipe_of
 from treespec.train.validate import Validation
 
+UNFILLED = "FILL IN"  # stands in a card until someone completes it
 CARD = """\
 ---
 base_model: {target}
 tags: [treespec, speculative-decoding, {kind}]
-license: FILL IN (the data and the target bind it)
+license: {unfilled} (the data and the target bind it)
 ---
 
 # A draft head of kind {kind} for {target}
@@ -43,14 +45,15 @@ answers keep the target's own law.
 
 
 def write_card(config: TrainConfig, counts: dict[str, int], result: Validation) -> None:
-    """Write OUT/README.md, unless there is one already.
+    """Write OUT/README.md, unless someone has completed the card of an earlier end of the run.
 
     counts: conversations, tokens, answers (tokens of answers) and held_out (conversations).
     """
-    # 1. A card that someone filled in stays.
+    # 1. A completed card stays.
     file = Path(config.out) / "README.md"
-    if file.exists():
-        return
+    with suppress(OSError):
+        if UNFILLED not in file.read_text(encoding="utf-8", errors="replace"):
+            return
 
     # 2. What the run used and gave.
     last = last_line(Path(config.out) / "training" / "metrics.jsonl")
@@ -60,6 +63,7 @@ def write_card(config: TrainConfig, counts: dict[str, int], result: Validation) 
         if value is not None
     )
     card = CARD.format(
+        unfilled=UNFILLED,
         target=config.target,
         kind=config.head,
         folder=Path(config.out).name,

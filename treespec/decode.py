@@ -13,13 +13,14 @@ from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
 from treespec.errors import InputError, SupersededError
 from treespec.locks import alone_with
-from treespec.sampling import SamplingParams, TargetLaws, greedy_choice
+from treespec.shaping.law import Law
 from treespec.stats import Stats, shared
 from treespec.target import Target
 from treespec.text.ending import Ending
 from treespec.text.prefix import common_prefix
 from treespec.trees.tree import TokenTree, root_only
-from treespec.verify.walk import Verdict, Verifier, follow_all
+from treespec.verify.together import judge_all
+from treespec.verify.walk import Verdict, Verifier
 
 STRETCH = 1024  # prompt tokens a prefill takes at once: bounds the memory of their features
 
@@ -36,7 +37,7 @@ class Piece:
 @final
 @dataclass(eq=False)
 class Text:
-    """One request: the prompt, how its answer ends, the generator of its draws, and its counts.
+    """One request: the prompt, the answer's end, the generator of its draws, its counts, its law.
 
     prompt: at least one token, and shorter than the context. committed: tokens whose keys and
     values are in the cache. root: the token after them.
@@ -46,6 +47,7 @@ class Text:
     ending: Ending
     generator: torch.Generator
     stats: Stats
+    law: Law
     committed: list[int] = field(default_factory=list)
     root: int = -1
 
@@ -76,9 +78,7 @@ class Decoder:
         self.sound = True  # False within a cycle, and after an interrupted one
 
     @torch.inference_mode()
-    def run(
-        self, texts: Sequence[Text], params: SamplingParams, batch: int = 1
-    ) -> Iterator[tuple[Text, Piece]]:
+    def run(self, texts: Sequence[Text], batch: int = 1) -> Iterator[tuple[Text, Piece]]:
         """Yields pieces as they are accepted, fills the texts' stats; InputError for NaN logits.
 
         batch: texts at a time; the next text takes the place of a finished one. A text's draws come
@@ -93,7 +93,7 @@ class Decoder:
             self._refuse_superseded(iteration)
             with self.lock, alone_with(self.models):
                 self._refuse_superseded(iteration)
-                pieces, running = self._step(waiting, running, params, batch)
+                pieces, running = self._step(waiting, running, batch)
             yield from pieces
 
     def _refuse_superseded(self, iteration: object) -> None:
@@ -101,7 +101,7 @@ class Decoder:
             raise SupersededError
 
     def _step(
-        self, waiting: deque[Text], running: int, params: SamplingParams, batch: int
+        self, waiting: deque[Text], running: int, batch: int
     ) -> tuple[list[tuple[Text, Piece]], int]:
         """Texts enter, all go through a cycle, finished ones leave.
 
@@ -113,7 +113,7 @@ class Decoder:
         entering = [waiting.popleft() for _ in range(min(batch - running, len(waiting)))]
         if entering:
             self._enter(entering, running)
-        pieces = list(self._cycle(params))
+        pieces = list(self._cycle())
         if not self.drafter:
             self._refill(waiting)
         unfinished = [row for row, text in enumerate(self.texts) if not text.ending.finished]
@@ -123,7 +123,7 @@ class Decoder:
         self.sound = True
         return pieces, len(unfinished)
 
-    def _cycle(self, params: SamplingParams) -> Iterator[tuple[Text, Piece]]:
+    def _cycle(self) -> Iterator[tuple[Text, Piece]]:
         """One forward over a tree for each text."""
         device, drafter, texts = self.target.output_device, self.drafter, self.texts
         stats = [text.stats for text in texts]
@@ -132,7 +132,7 @@ class Decoder:
             # 1. Draft a tree for each text.
             with shared(stats, "draft"):
                 roots = torch.tensor([text.root for text in texts], device=device)
-                trees = self._draft(roots, params)
+                trees = self._draft(roots)
 
             # 2. Score all trees in one forward.
             with shared(stats, "target"):
@@ -140,7 +140,9 @@ class Decoder:
 
             # 3. Verify: an accepted path and one more token for each text.
             with shared(stats, "verify"):
-                verdicts = self._verify(trees, [out.logits for out in outs], params)
+                laws, generators = [text.law for text in texts], [text.generator for text in texts]
+                logits = [out.logits for out in outs]
+                verdicts = judge_all(self.verifier, trees, logits, laws, generators)
             highest = max(token for verdict in verdicts for token in verdict.tokens)
             if highest >= self.target.vocab_size:
                 raise InputError(
@@ -155,6 +157,7 @@ class Decoder:
                 for text, verdict in zip(texts, verdicts, strict=True):
                     text.committed += [text.root, *verdict.tokens[:-1]]
                     text.root = verdict.tokens[-1]
+                    text.law.grow(verdict.tokens)
                 if drafter:
                     drafter.settle([verdict.path for verdict in verdicts], outs)
                     pairs = zip(outs, nodes, strict=True)
@@ -169,24 +172,15 @@ class Decoder:
                 pieces += [(text, piece) for piece in _take(text, tree, verdict)]
         yield from pieces
 
-    def _draft(self, roots: Tensor, params: SamplingParams) -> list[TokenTree]:
+    def _draft(self, roots: Tensor) -> list[TokenTree]:
         if not self.drafter:
             return [root_only(root) for root in roots.split(1)]
         before, generators = self.drafter.forward_seconds, [text.generator for text in self.texts]
-        now = self.texts[0].stats.now
-        trees = self.drafter.draft_trees(roots, params, generators, self.cache, now)
+        laws, now = [text.law for text in self.texts], self.texts[0].stats.now
+        trees = self.drafter.draft_trees(roots, laws, generators, self.cache, now)
         for text in self.texts:
             text.stats.seconds["head"] += (self.drafter.forward_seconds - before) / len(self.texts)
         return trees
-
-    def _verify(
-        self, trees: list[TokenTree], logits: list[Tensor], params: SamplingParams
-    ) -> list[Verdict]:
-        if params.greedy:
-            return follow_all(trees, [greedy_choice(rows) for rows in logits])
-        laws = [TargetLaws(rows, params) for rows in logits]
-        texts = zip(trees, laws, self.texts, strict=True)
-        return [self.verifier(tree, law, text.generator) for tree, law, text in texts]
 
     def _enter(self, texts: list[Text], running: int) -> None:
         """Give each text a row of the cache.

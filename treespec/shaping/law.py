@@ -18,12 +18,14 @@ class Law:
     """How logits become the law of a text's next token: the shapers in order, then the params.
 
     shapers: those of this text, which have begun with its prompt. answer: the committed tokens
-    after the prompt. It is kept only for shapers.
+    after the prompt. It is kept only for shapers. error: the first of a shaper; from then on the
+    logits stay as they are, until the decoder ends the text.
     """
 
     def __init__(self, params: SamplingParams, shapers: Sequence[Shaper] = ()) -> None:
         self.params, self.shapers = params, tuple(shapers)
         self.answer: list[int] = []
+        self.error: Exception | None = None
 
     @property
     def greedy(self) -> bool:
@@ -37,8 +39,11 @@ class Law:
     def shape(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
         """[N, V] the shaped logits after the answer and each of N paths. logits: [N, V]."""
         shaped = logits if logits.dtype == torch.float64 else logits.float()
-        for shaper in self.shapers:
-            shaped = shaper.shape(self.answer, paths, shaped)
+        try:
+            for shaper in () if self.error else self.shapers:
+                shaped = shaper.shape(self.answer, paths, shaped)
+        except Exception as error:
+            self.error = error
         return shaped
 
 

@@ -18,23 +18,26 @@ def judge_all(
     logits: Sequence[Tensor],
     laws: Sequence[Law],
     generators: Sequence[torch.Generator],
-) -> list[Verdict]:
-    """A verdict for each text's tree. logits: by text [N, V], the target's."""
+) -> list[Verdict | Exception]:
+    """A verdict for each text's tree, or the error at it. logits: by text [N, V], the target's."""
     # 1. Greedy texts without shapers: the host waits once for all of them.
     at_once = [row for row, law in enumerate(laws) if law.greedy and not law.shapers]
     choices = [greedy_choice(logits[row]) for row in at_once]
     greedy = follow_all([trees[row] for row in at_once], choices) if at_once else []
-    verdicts = dict(zip(at_once, greedy, strict=True))
+    verdicts: dict[int, Verdict | Exception] = dict(zip(at_once, greedy, strict=True))
 
     # 2. All others, one after another, by the rows that the verifier visits.
     for row, (tree, law) in enumerate(zip(trees, laws, strict=True)):
         if row in verdicts:
             continue
-        rows = TreeLogits(law, tree, logits[row]) if law.shapers else logits[row]
-        if law.greedy:
-            verdicts[row] = follow_by_step(tree, partial(_choice, rows))
-        else:
-            verdicts[row] = verifier(tree, TargetLaws(rows, law.params), generators[row])
+        try:
+            rows = TreeLogits(law, tree, logits[row]) if law.shapers else logits[row]
+            if law.greedy:
+                verdicts[row] = follow_by_step(tree, partial(_choice, rows))
+            else:
+                verdicts[row] = verifier(tree, TargetLaws(rows, law.params), generators[row])
+        except Exception as error:  # of this text's law or verdict; the others go on
+            verdicts[row] = error
     return [verdicts[row] for row in range(len(trees))]
 
 

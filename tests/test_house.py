@@ -42,7 +42,21 @@ FLOORS = {  # the files of rooms that hold more than one floor
     "target": "target",
     **dict.fromkeys(("decode", "rows"), "decode"),
     **dict.fromkeys(
-        ("spec", "loading", "names", "request", "stream", "engine", "cycle", "trace", "__init__", "__main__"), "spec"
+        (
+            "spec",
+            "loading",
+            "names",
+            "request",
+            "stream",
+            "answer",
+            "room",
+            "engine",
+            "cycle",
+            "trace",
+            "__init__",
+            "__main__",
+        ),
+        "spec",
     ),
     **dict.fromkeys(
         ("draft.drafter", "draft.per_text", "draft.proposer", "draft.calibration", "draft.vocabulary"), "seams"

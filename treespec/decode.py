@@ -14,7 +14,7 @@ from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
 from treespec.errors import InputError, SupersededError
 from treespec.locks import alone_with
-from treespec.rows import Rows
+from treespec.rows import Rows, admitted
 from treespec.shaping.law import Law
 from treespec.stats import Stats, shared
 from treespec.target import Target
@@ -59,6 +59,11 @@ class Text:
     root: int = -1
     cancelled: bool = False
     error: Exception | None = None
+
+    @property
+    def columns(self) -> int:
+        """Positions of the cache that the text takes at most."""
+        return len(self.prompt) + self.stats.new_tokens + self.ending.left
 
     @property
     def ended(self) -> bool:
@@ -119,14 +124,14 @@ class Decoder:
             iteration = self.latest = object()
             for text in self.rows.texts:
                 text.cancelled = True
-        waiting, running = deque(texts), 0
+        waiting, running = deque(texts), False
         while waiting or running:
             self._refuse_superseded(iteration)
             with self.lock, alone_with(self.models):
                 self._refuse_superseded(iteration)
-                entering = [waiting.popleft() for _ in range(min(batch - running, len(waiting)))]
+                entering = admitted(waiting, self.rows.running, batch)
                 pieces = self.step(entering)
-                running = len(self.rows.running)
+                running = bool(self.rows.running)
             yield from pieces
             for text in (*entering, *self.rows.texts):
                 if text.error:
@@ -217,7 +222,7 @@ class Decoder:
                 text.error = verdict
             elif max(verdict.tokens) >= self.target.vocab_size:
                 text.error = InputError(NOT_NUMBERS)
-            else:
+            elif text.law.error:
                 text.error = text.law.error
             verdicts.append(UNREAD if text.error else verdict)
         return verdicts

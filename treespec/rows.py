@@ -1,7 +1,7 @@
 """The texts that are decoded together: one row a text in the target's cache and in the drafter."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, final
 
@@ -40,9 +40,9 @@ class Rows:
 
     def exchange(self, entering: Iterable["Text"] = ()) -> None:
         """Ended texts leave, and entering ones are prefilled into a row each."""
-        # 1. Without a drafter a text takes the row of an ended one: no other row is copied.
+        # 1. A text takes the row of an ended one: no other row of the target's cache is copied.
         waiting = deque(entering)
-        if self.running and not self.drafter:
+        if self.running:
             for row in range(len(self.texts)):
                 while waiting and self.texts[row].ended and not self.texts[row].error:
                     self._put(row, waiting.popleft())
@@ -62,11 +62,17 @@ class Rows:
 
     def _put(self, row: int, text: "Text") -> None:
         """Prefill a text into the row of an ended one, while others go on."""
-        cache = self.target.new_cache()
+        cache, drafter = self.target.new_cache(), self.drafter.new() if self.drafter else None
         with prefilling([text]):
-            if self._prefilled(text, cache, None):
-                self.cache.put(row, cache)
-                self.texts[row] = text
+            if not self._prefilled(text, cache, drafter):
+                return
+            self.cache.put(row, cache)
+            if self.drafter and drafter:
+                order = list(range(len(self.texts)))
+                order[row] = len(order)  # the joined one stands behind all
+                self.drafter.join([drafter])
+                self.drafter.select(order)
+            self.texts[row] = text
 
     def _replace(self, text: "Text") -> None:
         """Put a text into the only row, and keep the prefix it has in common with the text before.
@@ -142,6 +148,28 @@ class Rows:
             if self.drafter:
                 self.drafter.select(rows)
             self.texts = [self.texts[row] for row in rows]
+
+
+def admitted(
+    waiting: deque["Text"], running: Sequence["Text"], batch: int, columns: int | None = None
+) -> list["Text"]:
+    """Take the texts that enter now off the front of `waiting`.
+
+    batch: texts at a time. columns: positions that the memory of keys and values holds; None: any
+    number. Every row is as long as the longest text may become. A text alone always enters.
+    While texts run, about STRETCH tokens of new prompts enter a cycle, so that none waits long.
+    """
+    entering: list[Text] = []
+    longest, prefill = max((text.columns for text in running), default=0), 0
+    while waiting and len(running) + len(entering) < batch:
+        others, text = len(running) + len(entering), waiting[0]
+        longest = max(longest, text.columns)
+        prefill += len(text.prompt)
+        too_large = columns is not None and (others + 1) * longest > columns
+        if others and (too_large or (running and entering and prefill > STRETCH)):
+            break
+        entering.append(waiting.popleft())
+    return entering
 
 
 def prefilling(texts: list["Text"]) -> AbstractContextManager[object]:

@@ -22,12 +22,10 @@ def test_a_thread_that_waits_gets_the_next_turn_of_one_that_computes_on_and_on()
     thread.start()
     inside.wait(10)
     for _ in range(20):
-        before = len(turns)
         with alone_with([model]), alone_with([model]):  # the thread inside may enter again
             turns.append("waits")
             inside.clear()
         assert inside.wait(10)
-        assert "waits" in turns[before:]
     over.set()
     thread.join(10)
     assert not thread.is_alive()

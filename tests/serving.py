@@ -26,16 +26,16 @@ def held():
     return threading.active_count(), psutil.Process().num_fds()
 
 
-def soak(engine: Engine, prompts, clients, cut=0.1, seed=0, **options):
+def soak(engine: Engine, prompts, clients, options, cut=0.1, seed=0):
     """What each of `clients` threads read of its share of the prompts, a part of which it cuts off at random.
 
-    Returns (prompt number, tokens, whether it was cut off) for each.
+    options: of the request with a number. Returns (prompt number, tokens, whether it was cut off) for each.
     """
 
     def submitted(number, prompt):
         while True:
             try:
-                return engine.submit(prompt, seed=number, **options)
+                return engine.submit(prompt, **options(number))
             except Busy:
                 threading.Event().wait(0.002)
 

@@ -6,11 +6,13 @@ import weakref
 from threading import Event
 
 import pytest
+import torch
 from models import random_head, target
 from serving import held, random_prompts, said, soak
 
 from treespec.engine import Engine
 from treespec.errors import Busy, InputError
+from treespec.shaping.law import Law
 from treespec.spec import Spec
 from treespec.target import Target
 
@@ -48,16 +50,56 @@ def held_up(engine, prompt, **options):
     return answer, go
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}], ids=["greedy", "sampled"])
-def test_each_of_many_callers_gets_the_answer_of_its_request_alone(spec, options):
+def mixed(number):
+    """Options of a request: its own temperature, limits and seed."""
+    return {
+        "temperature": (0.0, 1.0, 0.7)[number % 3],
+        "top_k": number % 4,
+        "max_new_tokens": 6 + number,
+        "seed": number,
+    }
+
+
+def test_each_of_many_callers_gets_the_answer_of_its_request_alone(spec):
     prompts = random_prompts(9)
     with Engine(spec, batch=4) as engine:
-        found = soak(engine, prompts, clients=5, cut=0.0, max_new_tokens=NEW, **options)
-        beside = spec.generate(prompts[0], max_new_tokens=NEW, seed=0, **options)  # the Spec stays free
-    assert [number for number, _, _ in sorted(found)] == list(range(9))
-    for number, tokens, _ in found:
-        assert tokens == alone(spec, prompts[number], max_new_tokens=NEW, seed=number, **options)
-    assert beside.token_ids == next(tokens for number, tokens, _ in found if number == 0)
+        found = soak(engine, prompts, 5, mixed, cut=0.0)
+        beside = spec.generate(prompts[0], **mixed(0))  # the Spec stays free
+    wanted = [(number, alone(spec, prompt, **mixed(number)), False) for number, prompt in enumerate(prompts)]
+    assert sorted(found) == wanted
+    assert beside.token_ids == wanted[0][1]
+
+
+class Raising:
+    """A shaper that breaks once the answer has begun."""
+
+    def begin(self, prompt):
+        return self
+
+    def shape(self, answer, paths, logits):
+        if answer:
+            raise LookupError("a shaper broke")
+        return logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_shaper_that_raises_ends_its_own_text(spec, temperature):
+    prompts, decoder = random_prompts(3), spec.new().decoder
+    options = {"max_new_tokens": NEW, "temperature": temperature, "seed": 4}
+    wanted = [alone(spec, prompt, **options) for prompt in prompts]
+    texts = [spec.request(prompt, **options) for prompt in prompts]
+    texts[1].law = Law(texts[1].law.params, [Raising()])
+    answers = {text: [] for text in texts}
+    with torch.inference_mode():
+        pieces = decoder.step(texts)
+        while pieces:
+            for text, piece in pieces:
+                answers[text].append(piece)
+            pieces = decoder.step([])
+    assert said(answers[texts[0]]) == wanted[0]
+    assert said(answers[texts[2]]) == wanted[2]
+    assert isinstance(texts[1].error, LookupError)
+    assert said(answers[texts[1]]) == wanted[1][: texts[1].stats.new_tokens]
 
 
 def test_a_cancelled_request_leaves_within_a_cycle_and_the_others_go_on(spec):
@@ -236,9 +278,10 @@ def test_a_soak_of_500_requests(spec):
 def soaked(spec, requests, clients):
     before, prompts = held(), random_prompts(requests)
     options = {"max_new_tokens": 24}
-    wanted = [alone(spec, prompt, **options) for prompt in prompts]
+    single = spec.new()
+    wanted = [single.generate(prompt, **options).token_ids for prompt in prompts]
     engine = Engine(spec, batch=8, queue=8)
-    found = soak(engine, prompts, clients, seed=1, **options)
+    found = soak(engine, prompts, clients, lambda number: options, seed=1)
     assert sorted(number for number, _, _ in found) == list(range(requests))
     assert 0 < sum(cut for _, _, cut in found) < requests / 4
     for number, tokens, cut in found:

@@ -53,10 +53,10 @@ def redraft(spec: Spec, before: Callable | None = None, after: Callable | None =
     """Around every draft: before(generators) and after(tree)."""
     drafter = spec.decoder.drafter
 
-    def draft_trees(roots: Any, params: Any, generators: Sequence[torch.Generator], *rest: Any) -> list[TokenTree]:
+    def draft_trees(roots: Any, laws: Any, generators: Sequence[torch.Generator], *rest: Any) -> list[TokenTree]:
         if before:
             before(generators)
-        trees = type(drafter).draft_trees(drafter, roots, params, generators, *rest)
+        trees = type(drafter).draft_trees(drafter, roots, laws, generators, *rest)
         return [after(tree) for tree in trees] if after else trees
 
     drafter.draft_trees = draft_trees

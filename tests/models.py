@@ -19,6 +19,7 @@ from treespec.draft.vocabulary import restrict
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.sampling import SamplingParams
+from treespec.shaping.law import Law
 from treespec.target import Target
 from treespec.trees.tree import TokenTree
 
@@ -192,7 +193,7 @@ def follow(drafter: Any, features: Tensor, following: Tensor) -> None:
 
 def draft_tree(drafter: Drafter, root: Tensor, params: SamplingParams, generator: torch.Generator) -> TokenTree:
     """The tree of one text, by a drafter that needs no target's cache."""
-    return drafter.draft_trees(root, params, [generator], TreeCache(layers=1))[0]
+    return drafter.draft_trees(root, [Law(params)], [generator], TreeCache(layers=1))[0]
 
 
 CHAT = (

@@ -104,7 +104,7 @@ def test_a_batch_leaves_the_object_as_usable_as_a_text_does(llama):
     assert what(spec.generate(prompts(), **options)) == wanted
     assert what([spec.generate(prompts()[1], **options)]) == wanted[1:2]
     texts = [spec.request(prompt, **options) for prompt in prompts()]
-    running = spec.decoder.run([text for text, _ in texts], texts[0][1], batch=3)
+    running = spec.decoder.run(texts, batch=3)
     for _ in range(9):
         next(running)
     running.close()
@@ -141,8 +141,8 @@ def test_a_text_takes_the_place_of_another_without_a_copy_of_the_rest(llama, mon
     requests = [
         spec.request(text, max_new_tokens=most) for text, most in zip(texts, (3, 9, 4, 9, 5, 2, 9), strict=True)
     ]
-    answers = {text: [] for text, _ in requests}
-    for text, piece in spec.decoder.run([text for text, _ in requests], requests[0][1], batch=3):
+    answers = {text: [] for text in requests}
+    for text, piece in spec.decoder.run(requests, batch=3):
         answers[text] += piece.token_ids
     assert list(answers.values()) == [ids[: len(mine)] for (ids, _), mine in zip(wanted, answers.values(), strict=True)]
     assert len(copied) <= 3  # two texts join the first, and leave it in the end

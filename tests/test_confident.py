@@ -14,6 +14,7 @@ from treespec.draft.pairing import check_pair
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams, probs
+from treespec.shaping.law import Law as TextLaw
 from treespec.spec import Spec
 from treespec.target import Target
 from treespec.trees.confident import ConfidentChain
@@ -34,7 +35,7 @@ def chains(tables, verifier, params, runs=40, tree="confident:depth=6,threshold=
     drafter = TreeDrafter(proposer, policy(tree), scheme_by_name(verifier))
     generator = torch.Generator().manual_seed(3)
     for _ in range(runs):
-        (grown,) = drafter.draft_trees(torch.tensor([2]), params, [generator], TreeCache(1))
+        (grown,) = drafter.draft_trees(torch.tensor([2]), [TextLaw(params)], [generator], TreeCache(1))
         text = torch.tensor([[1, *grown.tokens.tolist()]])
         yield grown, tables[1].model(text).logits[0, 1:]
 

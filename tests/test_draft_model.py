@@ -17,6 +17,7 @@ from treespec.draft.models.model import ModelProposer, tokens_differ
 from treespec.draft.models.several import SeveralModels
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
+from treespec.shaping.law import Law as TextLaw
 from treespec.spec import Spec
 from treespec.target import Target
 
@@ -137,7 +138,7 @@ class TestSeveral:
         trees = Spec(target("llama"), two, "2x1").decoder.drafter
         cache, together = joined(target("llama"), two, TEXTS[:1])
         trees.proposer = together
-        (tree,) = trees.draft_trees(torch.tensor([8]), SamplingParams(), [torch.Generator()], cache)
+        (tree,) = trees.draft_trees(torch.tensor([8]), [TextLaw(SamplingParams())], [torch.Generator()], cache)
         best = [int(model.model.model(torch.tensor([TEXTS[0]])).logits[0, -1].argmax()) for model in two.proposers]
         assert len(set(best)) == 2
         assert tree.tokens[1:].tolist() == best
@@ -146,7 +147,7 @@ class TestSeveral:
         trees = Spec(target("llama"), two, "3x1", "rrs").decoder.drafter
         cache, together = joined(target("llama"), two, TEXTS[:1])
         trees.proposer, params = together, SamplingParams(temperature=0.8, top_k=20)
-        (tree,) = trees.draft_trees(torch.tensor([8]), params, [torch.Generator().manual_seed(1)], cache)
+        (tree,) = trees.draft_trees(torch.tensor([8]), [TextLaw(params)], [torch.Generator().manual_seed(1)], cache)
         for draw in range(3):
             logits = two.proposers[draw % 2].model.model(torch.tensor([TEXTS[0]])).logits[0, -1] / 0.8
             law = logits.masked_fill(logits < logits.topk(20).values[-1], -math.inf).softmax(-1)

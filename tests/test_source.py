@@ -25,7 +25,7 @@ class NoDrafts(Drafter):
     def lengths(self):
         return self.counts
 
-    def draft_trees(self, roots, params, generators, cache, now=None):
+    def draft_trees(self, roots, laws, generators, cache, now=None):
         assert self.counts == cache.lengths
         return [root_only(root) for root in roots.split(1)]
 

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import final
@@ -13,15 +14,20 @@ from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
 from treespec.errors import InputError, SupersededError
 from treespec.locks import alone_with
-from treespec.sampling import SamplingParams, TargetLaws, greedy_choice
+from treespec.rows import Rows, admitted
+from treespec.shaping.law import Law
 from treespec.stats import Stats, shared
 from treespec.target import Target
 from treespec.text.ending import Ending
-from treespec.text.prefix import common_prefix
 from treespec.trees.tree import TokenTree, root_only
-from treespec.verify.walk import Verdict, Verifier, follow_all
+from treespec.verify.together import judge_all
+from treespec.verify.walk import Verdict, Verifier
 
-STRETCH = 1024  # prompt tokens a prefill takes at once: bounds the memory of their features
+UNREAD = Verdict([], [0])
+NOT_NUMBERS = (
+    "the target's logits are not numbers (NaN): its weights are damaged, or its dtype is too narrow "
+    "for it; try --dtype float32"
+)
 
 
 @dataclass(frozen=True)
@@ -36,24 +42,47 @@ class Piece:
 @final
 @dataclass(eq=False)
 class Text:
-    """One request: the prompt, how its answer ends, the generator of its draws, and its counts.
+    """One request: the prompt, the answer's end, the generator of its draws, its counts, its law.
 
     prompt: at least one token, and shorter than the context. committed: tokens whose keys and
     values are in the cache. root: the token after them.
+    cancelled: set by any thread; the text leaves after the present cycle. error: what ended the
+    text before its time.
     """
 
     prompt: list[int]
     ending: Ending
     generator: torch.Generator
     stats: Stats
+    law: Law
     committed: list[int] = field(default_factory=list)
     root: int = -1
+    cancelled: bool = False
+    error: Exception | None = None
+
+    @property
+    def columns(self) -> int:
+        """Positions of the cache that the text takes at most."""
+        return len(self.prompt) + self.stats.new_tokens + self.ending.left
+
+    @property
+    def ended(self) -> bool:
+        return self.cancelled or self.error is not None or self.ending.finished
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """An error in the block ends this text alone."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
 
 
 @final
 class Decoder:
     """Decodes texts together with a target and a drafter; without a drafter, one token at a time.
 
+    `step` is one cycle of all texts that run; `run` steps until its texts have ended.
     It keeps the keys and values of the last text to finish; the next text reuses the common prefix.
     One iteration runs at a time: after another has begun, the earlier one raises SupersededError.
     lock: held for each cycle; a thread that holds it is not superseded by other threads.
@@ -67,19 +96,24 @@ class Decoder:
         draft_models: Sequence[nn.Module] = (),
     ) -> None:
         """draft_models: the models that the drafter computes with besides the target."""
-        self.target, self.drafter, self.verifier = target, drafter, verifier
+        self.target, self.verifier = target, verifier
         self.models = [target.model, *draft_models]
-        self.cache = target.new_cache()
-        self.texts: list[Text] = []  # one a row of the cache; empty before the first
+        self.rows = Rows(target, drafter)
         self.lock = RLock()
         self.latest = object()  # marks the iteration that the texts belong to
         self.sound = True  # False within a cycle, and after an interrupted one
 
+    @property
+    def cache(self) -> TreeCache:
+        return self.rows.cache
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self.rows.drafter
+
     @torch.inference_mode()
-    def run(
-        self, texts: Sequence[Text], params: SamplingParams, batch: int = 1
-    ) -> Iterator[tuple[Text, Piece]]:
-        """Yields pieces as they are accepted, fills the texts' stats; InputError for NaN logits.
+    def run(self, texts: Sequence[Text], batch: int = 1) -> Iterator[tuple[Text, Piece]]:
+        """Yields pieces as they are accepted, fills the texts' stats. Raises a text's error.
 
         batch: texts at a time; the next text takes the place of a finished one. A text's draws come
         from its own generator, so its answer depends on the others by rounding alone.
@@ -88,51 +122,52 @@ class Decoder:
         """
         with self.lock:  # waits while another thread holds the lock for its whole answer
             iteration = self.latest = object()
-        waiting, running = deque(texts), 0
+            for text in self.rows.texts:
+                text.cancelled = True
+        waiting, running = deque(texts), False
         while waiting or running:
             self._refuse_superseded(iteration)
             with self.lock, alone_with(self.models):
                 self._refuse_superseded(iteration)
-                pieces, running = self._step(waiting, running, params, batch)
+                entering = admitted(waiting, self.rows.running, batch)
+                pieces = self.step(entering)
+                running = bool(self.rows.running)
             yield from pieces
+            for text in (*entering, *self.rows.texts):
+                if text.error:
+                    raise text.error
 
     def _refuse_superseded(self, iteration: object) -> None:
         if self.latest is not iteration:
             raise SupersededError
 
-    def _step(
-        self, waiting: deque[Text], running: int, params: SamplingParams, batch: int
-    ) -> tuple[list[tuple[Text, Piece]], int]:
-        """Texts enter, all go through a cycle, finished ones leave.
+    def step(self, entering: Sequence[Text]) -> list[tuple[Text, Piece]]:
+        """Ended texts leave, texts enter, and all go through a cycle. Returns the pieces.
 
-        Returns the pieces, and the number of texts that go on.
+        The caller holds the models, in inference mode. What concerns one text ends that text:
+        it gets the error, and the others go on. An error that this raises ends all of them.
         """
+        rows = self.rows
         if not self.sound:  # an interrupt may have left cache, texts and drafter inconsistent
-            self.texts = []
+            rows.texts = []
         self.sound = False
-        entering = [waiting.popleft() for _ in range(min(batch - running, len(waiting)))]
-        if entering:
-            self._enter(entering, running)
-        pieces = list(self._cycle(params))
-        if not self.drafter:
-            self._refill(waiting)
-        unfinished = [row for row, text in enumerate(self.texts) if not text.ending.finished]
-        kept_rows = unfinished or [0]  # the last text to finish stays for its prefix
-        if len(kept_rows) < len(self.texts):
-            self._select(kept_rows)
+        rows.exchange(entering)
+        pieces = self._cycle() if rows.running else []
+        if not rows.running:
+            rows.exchange()  # frees the rows but one
         self.sound = True
-        return pieces, len(unfinished)
+        return pieces
 
-    def _cycle(self, params: SamplingParams) -> Iterator[tuple[Text, Piece]]:
+    def _cycle(self) -> list[tuple[Text, Piece]]:
         """One forward over a tree for each text."""
-        device, drafter, texts = self.target.output_device, self.drafter, self.texts
+        device, drafter, texts = self.target.output_device, self.drafter, self.rows.texts
         stats = [text.stats for text in texts]
         pieces = []
         with shared(stats, "total"):
             # 1. Draft a tree for each text.
             with shared(stats, "draft"):
                 roots = torch.tensor([text.root for text in texts], device=device)
-                trees = self._draft(roots, params)
+                trees = self._draft(roots)
 
             # 2. Score all trees in one forward.
             with shared(stats, "target"):
@@ -140,13 +175,7 @@ class Decoder:
 
             # 3. Verify: an accepted path and one more token for each text.
             with shared(stats, "verify"):
-                verdicts = self._verify(trees, [out.logits for out in outs], params)
-            highest = max(token for verdict in verdicts for token in verdict.tokens)
-            if highest >= self.target.vocab_size:
-                raise InputError(
-                    "the target's logits are not numbers (NaN): its weights are damaged, or its dtype is too "
-                    "narrow for it; try --dtype float32"
-                )
+                verdicts = self._verify(trees, [out.logits for out in outs])
 
             # 4. Cache, texts and drafter keep the paths.
             with shared(stats, "commit"):
@@ -155,6 +184,7 @@ class Decoder:
                 for text, verdict in zip(texts, verdicts, strict=True):
                     text.committed += [text.root, *verdict.tokens[:-1]]
                     text.root = verdict.tokens[-1]
+                    text.law.grow(verdict.tokens)
                 if drafter:
                     drafter.settle([verdict.path for verdict in verdicts], outs)
                     pairs = zip(outs, nodes, strict=True)
@@ -166,113 +196,36 @@ class Decoder:
 
             # 5. Pieces of the answers.
             for text, tree, verdict in zip(texts, trees, verdicts, strict=True):
-                pieces += [(text, piece) for piece in _take(text, tree, verdict)]
-        yield from pieces
+                if not text.ended:
+                    with text.failing():
+                        pieces += [(text, piece) for piece in _take(text, tree, verdict)]
+        return pieces
 
-    def _draft(self, roots: Tensor, params: SamplingParams) -> list[TokenTree]:
+    def _draft(self, roots: Tensor) -> list[TokenTree]:
         if not self.drafter:
             return [root_only(root) for root in roots.split(1)]
-        before, generators = self.drafter.forward_seconds, [text.generator for text in self.texts]
-        now = self.texts[0].stats.now
-        trees = self.drafter.draft_trees(roots, params, generators, self.cache, now)
-        for text in self.texts:
-            text.stats.seconds["head"] += (self.drafter.forward_seconds - before) / len(self.texts)
+        texts = self.rows.texts
+        before, generators = self.drafter.forward_seconds, [text.generator for text in texts]
+        laws, now = [text.law for text in texts], texts[0].stats.now
+        trees = self.drafter.draft_trees(roots, laws, generators, self.cache, now)
+        for text in texts:
+            text.stats.seconds["head"] += (self.drafter.forward_seconds - before) / len(texts)
         return trees
 
-    def _verify(
-        self, trees: list[TokenTree], logits: list[Tensor], params: SamplingParams
-    ) -> list[Verdict]:
-        if params.greedy:
-            return follow_all(trees, [greedy_choice(rows) for rows in logits])
-        laws = [TargetLaws(rows, params) for rows in logits]
-        texts = zip(trees, laws, self.texts, strict=True)
-        return [self.verifier(tree, law, text.generator) for tree, law, text in texts]
-
-    def _enter(self, texts: list[Text], running: int) -> None:
-        """Give each text a row of the cache.
-
-        With none running, the first takes the kept text's row.
-        """
-        if not running:
-            with texts[0].stats.timed("total"), texts[0].stats.timed("prefill"):
-                self._replace(texts[0])
-        if beside := texts if running else texts[1:]:
-            stats = [text.stats for text in beside]
-            with shared(stats, "total"), shared(stats, "prefill"):
-                self._join(beside)
-
-    def _replace(self, text: Text) -> None:
-        """Put a text into the only row, and keep the prefix it has in common with the text before.
-
-        The last common position is computed again: drafters pair its feature with the token that
-        follows it in this text.
-        """
-        # 1. A fresh cache and drafter for the very first text, and after an interrupt amid several.
-        drafter = self.drafter
-        single = len(self.cache.lengths) == len(self.texts) == 1  # else drafter.lengths may raise
-        if not (single and (drafter is None or len(drafter.lengths) == 1)):
-            self.cache = self.target.new_cache()
-            self.drafter = drafter = drafter.new() if drafter else None
-            self.texts = [text]
-
-        # 2. Cut to the common prefix, then prefill the rest.
-        before = self.texts[0].committed
-        common = common_prefix(text.prompt[:-1], before)
-        keep = max(0, min(common, drafter.lengths[0] if drafter else common) - 1)
-        text.committed, self.texts = before[:keep], [text]
-        self.cache.rewind([keep])
-        if drafter:
-            drafter.rewind([keep])
-        self._prefill(text, self.cache, drafter)
-
-    def _refill(self, waiting: deque[Text]) -> None:
-        """Put waiting texts into the rows of finished ones, while others go on.
-
-        No other row of the cache is copied, as `_select` and `_join` would.
-        """
-        finished = [row for row, text in enumerate(self.texts) if text.ending.finished]
-        if len(finished) == len(self.texts):
-            return
-        for row in finished[: len(waiting)]:
-            text, cache = waiting.popleft(), self.target.new_cache()
-            with text.stats.timed("total"), text.stats.timed("prefill"):
-                self._prefill(text, cache, None)
-                self.cache.put(row, cache)
-            self.texts[row] = text
-
-    def _join(self, texts: list[Text]) -> None:
-        """Append rows for texts, each prefilled by itself."""
-        caches, drafters = [], []
-        for text in texts:
-            caches.append(self.target.new_cache())
-            drafters += [self.drafter.new()] if self.drafter else []
-            self._prefill(text, caches[-1], drafters[-1] if drafters else None)
-        self.cache.join(caches)
-        if self.drafter:
-            self.drafter.join(drafters)
-        self.texts = self.texts + texts
-
-    def _prefill(self, text: Text, cache: TreeCache, drafter: Drafter | None) -> None:
-        """Prefill the prompt except its last token, continuing after the reused prefix."""
-        text.root = text.prompt[-1]
-        kept, taps = len(text.committed), drafter.taps if drafter else ()
-        text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), kept
-        cache.reserve(len(text.prompt))
-        for start in range(kept, len(text.prompt) - 1, STRETCH):
-            tokens = torch.tensor(text.prompt[start : start + STRETCH + 1])
-            features = self.target.prefill(cache, tokens[None, :-1], taps)
-            text.committed = text.prompt[: start + len(tokens) - 1]
-            if drafter:
-                drafter.observe([features[0]], [tokens.to(features.device)])
-
-    def _select(self, rows: list[int]) -> None:
-        """Keep the texts in these rows."""
-        stats = [text.stats for text in self.texts]
-        with shared(stats, "total"), shared(stats, "commit"):
-            self.cache.select(rows)
-            if self.drafter:
-                self.drafter.select(rows)
-            self.texts = [self.texts[row] for row in rows]
+    def _verify(self, trees: list[TokenTree], logits: list[Tensor]) -> list[Verdict]:
+        """A text that cannot be judged gets the error, and a verdict that nobody reads."""
+        texts, verdicts = self.rows.texts, []
+        laws, generators = [text.law for text in texts], [text.generator for text in texts]
+        judged = judge_all(self.verifier, trees, logits, laws, generators)
+        for text, verdict in zip(texts, judged, strict=True):
+            if isinstance(verdict, Exception):
+                text.error = verdict
+            elif max(verdict.tokens) >= self.target.vocab_size:
+                text.error = InputError(NOT_NUMBERS)
+            elif text.law.error:
+                text.error = text.law.error
+            verdicts.append(UNREAD if text.error else verdict)
+        return verdicts
 
 
 def _rows(features: Tensor, nodes: list[int]) -> Tensor:

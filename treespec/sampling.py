@@ -4,7 +4,7 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -89,11 +89,20 @@ def probs(logits: Tensor, params: SamplingParams) -> Tensor:
     return torch.threshold_(law, torch.finfo(law.dtype).tiny, 0.0)
 
 
+class Logits(Protocol):
+    """[N, V] logits of which rows may be computed when they are asked for. A tensor is one, too."""
+
+    def __getitem__(self, rows: int | slice | Tensor, /) -> Tensor: ...
+    def __len__(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
 @final
 class TargetLaws:
     """[N, V] probabilities p for verifiers, computed by `probs` for the requested rows only."""
 
-    def __init__(self, logits: Tensor, params: SamplingParams) -> None:
+    def __init__(self, logits: Logits, params: SamplingParams) -> None:
         self.logits, self.params = logits, params
 
     def __getitem__(self, rows: int | slice | Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from treespec.loading import DeviceMap, calibration_of, default_head, load_sourc
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
 from treespec.request import BatchOptions, Options, asked, refuse_unknown, seed_of, seeds_of, whole
-from treespec.sampling import SamplingParams
+from treespec.shaping.law import Law
 from treespec.shared_options import ModelOptions
 from treespec.stats import Stats
 from treespec.stream import Output, Stream, output_of
@@ -117,7 +117,7 @@ class Spec:
 
     def request(
         self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
-    ) -> tuple[Text, SamplingParams]:
+    ) -> Text:
         """The decoder's request for a prompt; same seed, same answer.
 
         Raises InputError for bad input.
@@ -141,7 +141,7 @@ class Spec:
         own = templates.stops(self.template)
         ends, stop = self.target.eos | set(own.token_ids), (*wanted.stop, *own.strings)
         ending = Ending(self.target.tokenizer, ends, stop, min(wanted.max_new_tokens, room))
-        return Text(ids, ending, generator, Stats()), wanted.params
+        return Text(ids, ending, generator, Stats(), Law(wanted.params))
 
     def stream(
         self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
@@ -152,8 +152,8 @@ class Spec:
         `treespec.request.Options`. The stream ends with a SupersededError once this Spec begins
         another text.
         """
-        text, params = self.request(prompt, seed=seed, **options)
-        return Stream((piece for _, piece in self.decoder.run([text], params)), text.stats)
+        text = self.request(prompt, seed=seed, **options)
+        return Stream((piece for _, piece in self.decoder.run([text])), text.stats)
 
     @overload
     def generate(self, prompt: Prompts, **options: Unpack[BatchOptions]) -> list[Output]: ...
@@ -220,15 +220,14 @@ class Spec:
         texts = []
         for i, (prompt, own) in enumerate(zip(several, seeds_of(seed, count), strict=True), 1):
             try:
-                text, params = self.request(prompt, seed=own, **options)
+                texts.append(self.request(prompt, seed=own, **options))
             except InputError as error:
                 raise InputError(f"prompt {i} of {count}: {error}") from None
-            texts.append(text)
 
         # 3. Decode them together.
         pieces: dict[Text, list[Piece]] = {text: [] for text in texts}
         with self.decoder.lock:
-            for text, piece in self.decoder.run(texts, params, at_once) if texts else ():
+            for text, piece in self.decoder.run(texts, at_once) if texts else ():
                 pieces[text].append(piece)
         return [output_of(pieces[text], text.stats) for text in texts]
 

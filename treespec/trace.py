@@ -12,11 +12,12 @@ from torch import Tensor
 
 from treespec.cycle import Cycle, OwnToken
 from treespec.decode import Decoder, Piece
-from treespec.draft.recorder import Path, Recorded, heard, recorded
+from treespec.draft.recorder import Recorded, heard, recorded
 from treespec.draft.source import Model
 from treespec.errors import InputError
 from treespec.request import Options
 from treespec.sampling import SamplingParams, probs
+from treespec.shaping.law import Path
 from treespec.spec import Spec
 from treespec.text.prompts import Prompt
 from treespec.trees.tree import TokenTree
@@ -45,12 +46,12 @@ def trace(
     copy = Spec(spec.target, source, spec.policy, spec.verifier, *rest)
     assert copy.decoder.drafter
     drafter = recorded(copy.decoder.drafter, logits, cycles.append)
-    text, params = copy.request(prompt, seed=seed, **options)
+    text = copy.request(prompt, seed=seed, **options)
     decoder = Decoder(spec.target, drafter, spec.verifier, source.models)
 
     # 2. Its pieces, of which the target's own token ends a cycle; the answer may end before it.
     before, pieces, number = dict.fromkeys(STAGES, 0.0), [], 0
-    for _, piece in chain(decoder.run([text], params), [(text, None)]):
+    for _, piece in chain(decoder.run([text]), [(text, None)]):
         if piece:
             pieces.append(piece)
         if not pieces or (piece and piece.drafted):
@@ -58,7 +59,7 @@ def trace(
         number += 1
         now = {stage: text.stats.seconds[stage] for stage in STAGES}
         spent = {stage: now[stage] - before[stage] for stage in STAGES}
-        yield _cycle(number, cycles.pop(), pieces, spent, spec, params)
+        yield _cycle(number, cycles.pop(), pieces, spent, spec, text.law.params)
         before, pieces = now, []
 
 

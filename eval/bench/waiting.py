@@ -8,6 +8,7 @@ import torch
 
 from treespec.decode import Decoder, Text
 from treespec.sampling import SamplingParams
+from treespec.shaping.law import Law
 from treespec.spec import Spec
 from treespec.stats import Stats
 from treespec.text.ending import Ending
@@ -42,7 +43,7 @@ def stage_times(
     ending = Ending(spec.target.tokenizer, spec.target.eos, (), max_new_tokens)
     generator = torch.Generator(device=device).manual_seed(seed)
     stats = WaitingStats(device=device)
-    for _ in decoder.run([Text(prompt, ending, generator, stats)], params):
+    for _ in decoder.run([Text(prompt, ending, generator, stats, Law(params))]):
         pass
     return stats
 

@@ -79,7 +79,7 @@ def plain_texts(
     texts: list[list[int]] = []
 
     def ending() -> Ending:
-        return spec.request(prompt, max_new_tokens=tokens)[0].ending
+        return spec.request(prompt, max_new_tokens=tokens).ending
 
     options: dict[str, object] = {"do_sample": False}
     if not params.greedy:

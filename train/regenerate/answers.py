@@ -49,7 +49,7 @@ class Local:
             return "a question is too long"
         options = self.config.sampling(one.greedy)
         try:
-            text, self.params = self.spec.request(
+            text = self.spec.request(
                 messages, seed=drawn(self.config.seed, one.row.key, turn), **options
             )
         except InputError as error:
@@ -65,7 +65,7 @@ class Local:
         by_length = sorted(texts, key=lambda text: len(text.prompt))
         said: dict[Text, str] = dict.fromkeys(texts, "")
         ids: dict[Text, list[int]] = {text: [] for text in texts}
-        for text, piece in self.spec.decoder.run(by_length, self.params, self.config.batch):
+        for text, piece in self.spec.decoder.run(by_length, self.config.batch):
             said[text] += piece.text
             ids[text] += piece.token_ids
             self.tokens += len(piece.token_ids)

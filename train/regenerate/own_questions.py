@@ -17,6 +17,7 @@ from treespec.decode import Text
 from treespec.errors import InputError
 from treespec.lines import Lines
 from treespec.request import asked
+from treespec.shaping.law import Law
 from treespec.spec import Spec
 from treespec.stats import Stats
 from treespec.text import templates
@@ -84,11 +85,11 @@ def drafts(
         ending = Ending(
             spec.target.tokenizer, spec.target.eos, wanted.stop, min(wanted.max_new_tokens, room)
         )
-        said[Text(prompt, ending, generator, Stats())] = []
+        said[Text(prompt, ending, generator, Stats(), Law(wanted.params))] = []
 
     # 2. Decode them together.
     ids: dict[Text, list[int]] = {text: [] for text in said}
-    for text, piece in spec.decoder.run(list(said), wanted.params, config.batch):
+    for text, piece in spec.decoder.run(list(said), config.batch):
         said[text].append(piece.text)
         ids[text] += piece.token_ids
 

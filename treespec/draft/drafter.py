@@ -10,7 +10,7 @@ from torch import Tensor
 
 from treespec.cache import TreeCache
 from treespec.draft.per_text import PerText
-from treespec.sampling import SamplingParams
+from treespec.shaping.law import Law
 from treespec.target import TreeOutput
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
@@ -56,14 +56,14 @@ class Drafter(PerText, Protocol):
     def draft_trees(
         self,
         roots: Tensor,
-        params: SamplingParams,
+        laws: Sequence[Law],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
         """The tree below the last committed token of each text.
 
-        roots: [B] int64. cache: the target's. A drafter may write behind the committed texts, and
+        roots: [B] int64. laws: of each text. cache: the target's. A drafter may write behind the committed texts, and
         leaves the cache as it found it. now: the clock in seconds that times forwards.
         """
 

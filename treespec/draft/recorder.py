@@ -15,11 +15,9 @@ from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.draft.vocabulary import spread
-from treespec.sampling import SamplingParams
+from treespec.shaping.law import Law, Path
 from treespec.target import TreeOutput
 from treespec.trees.tree import TokenTree
-
-Path = tuple[int, ...]  # the target's tokens from below the root down to a node
 
 
 @dataclass(frozen=True)
@@ -102,13 +100,13 @@ class Recorder:
     def draft_trees(
         self,
         roots: Tensor,
-        params: SamplingParams,
+        laws: Sequence[Law],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float],
     ) -> list[TokenTree]:
         self.draft_logits.clear()  # a cycle that rests drafts nothing
-        trees = self.drafter.draft_trees(roots, params, generators, cache, now)
+        trees = self.drafter.draft_trees(roots, laws, generators, cache, now)
         self.tree = trees[0]
         return trees
 

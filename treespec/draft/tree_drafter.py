@@ -13,10 +13,11 @@ from treespec.draft.drafter import Drafter
 from treespec.draft.grow.grower import DraftModel, Grower, Means
 from treespec.draft.grow.growers import check_fit, new_grower
 from treespec.draft.grow.growth import Growth, grow_together, ungrown
+from treespec.draft.grow.shaped import grow_shaped, shape_drafts
 from treespec.draft.pace.times import Times
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.draft.vocabulary import in_target
-from treespec.sampling import SamplingParams
+from treespec.shaping.law import Law
 from treespec.target import TreeOutput
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree, root_only
@@ -62,13 +63,14 @@ class TreeDrafter(Drafter):
     def draft_trees(
         self,
         roots: Tensor,
-        params: SamplingParams,
+        laws: Sequence[Law],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
         # 1. Texts that go without drafts this cycle.
-        rests = [grower.rests(params) for grower in self.growers]
+        pairs = zip(self.growers, laws, strict=True)
+        rests = [grower.rests(law.params) for grower, law in pairs]
         if all(rests):
             return [root_only(root) for root in roots.split(1)]
 
@@ -83,14 +85,29 @@ class TreeDrafter(Drafter):
             if rests[row] or logits is None:
                 growths.append(ungrown(root))
                 continue
-            own_root, generator = root.to(logits.device), generators[row]
-            growths.append(self.growers[row].grow(own_root, logits, params, generator))
+            own_root = root.to(logits.device)
+            growths.append(self._growth(row, own_root, logits, laws[row], generators[row]))
         trees, vocabulary = grow_together(self, growths), self.proposer.vocabulary
 
         # 4. In the target's tokens.
         if vocabulary is None:
             return trees
         return [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
+
+    def _growth(
+        self, row: int, root: Tensor, logits: Tensor, law: Law, generator: torch.Generator
+    ) -> Growth:
+        """The growth of a text's tree, of logits that its law shapes. logits: [1, N]."""
+        grower, params = self.growers[row], law.params
+        if not law.shapers:
+            return grower.grow(root, logits, params, generator)
+        vocabulary, size = self.proposer.vocabulary, self.proposer.vocab_size
+        return grow_shaped(
+            lambda shaped: grower.grow(root, shaped, params, generator),
+            logits,
+            lambda paths, rows: shape_drafts(law, paths, rows, vocabulary, size),
+            vocabulary,
+        )
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         """Draft one level of all trees, and time it."""

@@ -1,6 +1,6 @@
 """The seam of verifiers, and the walk: sample the plan at a node, descend while it is a child."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -82,18 +82,14 @@ class Walk:
     def step_by_step(
         self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
     ) -> Verdict:
-        child_of = children_by_token(tree)
         inner = tree.drafts.nodes.tolist() if tree.drafts else []
         row_of = {node: row for row, node in enumerate(inner)}
-        path, tokens = [0], []
-        while True:
-            node = path[-1]
+
+        def choice(node: int) -> int:
             plan = self.plan_at(tree, p, node, row_of.get(node))
-            tokens.append(int(sample(plan, generator)))
-            child = child_of.get((node, tokens[-1]))
-            if child is None:
-                return Verdict(path[1:], tokens)
-            path.append(child)
+            return int(sample(plan, generator))
+
+        return follow_by_step(tree, choice)
 
     def plans(self, tree: TokenTree, p: Tensor | TargetLaws) -> Tensor:
         """[N, V] the plan at every node: probabilities of the output token."""
@@ -176,6 +172,21 @@ def follow_all(trees: Sequence[TokenTree], choices: Sequence[Tensor]) -> list[Ve
         verdicts.append(Verdict(path[1:], [chosen[first + node] for node in path]))
         first += len(tree.tokens)
     return verdicts
+
+
+def follow_by_step(tree: TokenTree, choice: Callable[[int], int]) -> Verdict:
+    """`follow` of tokens that are chosen when they are asked for, at the visited nodes alone.
+
+    choice: the output token at a node.
+    """
+    child_of = children_by_token(tree)
+    path, tokens = [0], []
+    while True:
+        tokens.append(choice(path[-1]))
+        child = child_of.get((path[-1], tokens[-1]))
+        if child is None:
+            return Verdict(path[1:], tokens)
+        path.append(child)
 
 
 def next_nodes(tree: TokenTree, choice: Tensor) -> Tensor:

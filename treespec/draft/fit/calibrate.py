@@ -14,6 +14,7 @@ from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.sampling import SamplingParams, largest, probs
+from treespec.shaping.law import Law
 from treespec.target import Target
 from treespec.trees.sampled import SampledTree
 from treespec.verify.laws import rejections, without
@@ -206,7 +207,7 @@ def tree_sizes(
     generator: torch.Generator,
 ) -> list[tuple[float, float]]:
     """Pairs (price, mean nodes of the trees at that price), grown from positions of the text."""
-    params, sizes = SamplingParams(temperature), []
+    law, sizes = Law(SamplingParams(temperature)), []
     roots = []
     for row in rows:
         counted = row[1][1:].nonzero().squeeze(1)[::40] + 1
@@ -219,7 +220,7 @@ def tree_sizes(
             tree = SampledTree(depth=depth, price=price)
             drafter = TreeDrafter(proposer, tree, RRSWithoutReplacement(), calibration)
             cache = target.new_cache()
-            (drafted,) = drafter.draft_trees(tokens[at : at + 1], params, [generator], cache)
+            (drafted,) = drafter.draft_trees(tokens[at : at + 1], [law], [generator], cache)
             nodes.append(len(drafted.tokens))
         sizes.append((price, sum(nodes) / len(nodes)))
     return sizes

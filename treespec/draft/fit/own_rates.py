@@ -14,6 +14,7 @@ from treespec.decode import Decoder, Text
 from treespec.draft.proposer import Proposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.sampling import SamplingParams, TargetLaws
+from treespec.shaping.law import Law
 from treespec.stats import Stats
 from treespec.target import Target
 from treespec.text.ending import Ending
@@ -71,11 +72,11 @@ def own_rates(
     tree = eagle().cut(proposer.max_depth) if proposer.max_depth else eagle()
     counted = Counted(tree)
     decoder = Decoder(target, TreeDrafter(proposer.new(), tree, counted.scheme), counted)
-    params = SamplingParams(max(temperature, COLDEST))
+    law = Law(SamplingParams(max(temperature, COLDEST)))
     for i, prompt in enumerate(prompts):
         generator = torch.Generator(device=target.output_device).manual_seed(seed + i)
         ending = Ending(None, target.eos, (), min(tokens, target.context_length - len(prompt)))
-        for _ in decoder.run([Text(list(prompt), ending, generator, Stats())], params):
+        for _ in decoder.run([Text(list(prompt), ending, generator, Stats(), law)]):
             pass
 
     # 2. From chances given that earlier draws were refused, to unconditional ones.

@@ -18,7 +18,7 @@ from treespec.draft.drafter import Drafter
 from treespec.draft.model_free.budget import part, rests
 from treespec.draft.pace.pace import Pace
 from treespec.draft.pace.times import Times
-from treespec.sampling import SamplingParams
+from treespec.shaping.law import Law
 from treespec.target import TreeOutput
 from treespec.trees.tree import Rows, TokenTree, root_only
 
@@ -77,7 +77,7 @@ class GivenDrafter(Drafter):
     def draft_trees(
         self,
         roots: Tensor,
-        params: SamplingParams,
+        laws: Sequence[Law],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,

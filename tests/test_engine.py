@@ -1,0 +1,295 @@
+"""One engine, many callers: each answer is its own alone, whoever else comes, leaves or fails."""
+
+import gc
+import threading
+import weakref
+from threading import Event
+
+import pytest
+import torch
+from models import random_head, target
+from serving import held, random_prompts, said, soak
+
+from treespec.engine import Engine
+from treespec.errors import Busy, InputError
+from treespec.shaping.law import Law
+from treespec.spec import Spec
+from treespec.target import Target
+
+NEW = 12
+SPECS = {
+    "head": lambda: Spec(target("llama"), random_head(target("llama")), "2x2"),
+    "baseline": lambda: Spec(target("llama"), None),
+}
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def spec(request):
+    return SPECS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def head():
+    return SPECS["head"]()
+
+
+def alone(spec, prompt, **options):
+    return spec.new().generate(prompt, **options).token_ids
+
+
+def held_up(engine, prompt, **options):
+    """A request that runs, and an event that lets the engine's thread go on after its first piece."""
+    begun, go = Event(), Event()
+
+    def on_piece(piece):
+        begun.set()
+        assert go.wait(60)
+
+    answer = engine.submit(prompt, on_piece=on_piece, **options)
+    assert begun.wait(60)
+    return answer, go
+
+
+def mixed(number):
+    """Options of a request: its own temperature, limits and seed."""
+    return {
+        "temperature": (0.0, 1.0, 0.7)[number % 3],
+        "top_k": number % 4,
+        "max_new_tokens": 6 + number,
+        "seed": number,
+    }
+
+
+def test_each_of_many_callers_gets_the_answer_of_its_request_alone(spec):
+    prompts = random_prompts(9)
+    with Engine(spec, batch=4) as engine:
+        found = soak(engine, prompts, 5, mixed, cut=0.0)
+        beside = spec.generate(prompts[0], **mixed(0))  # the Spec stays free
+    wanted = [(number, alone(spec, prompt, **mixed(number)), False) for number, prompt in enumerate(prompts)]
+    assert sorted(found) == wanted
+    assert beside.token_ids == wanted[0][1]
+
+
+class Raising:
+    """A shaper that breaks once the answer has begun."""
+
+    def begin(self, prompt):
+        return self
+
+    def shape(self, answer, paths, logits):
+        if answer:
+            raise LookupError("a shaper broke")
+        return logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_shaper_that_raises_ends_its_own_text(spec, temperature):
+    prompts, decoder = random_prompts(3), spec.new().decoder
+    options = {"max_new_tokens": NEW, "temperature": temperature, "seed": 4}
+    wanted = [alone(spec, prompt, **options) for prompt in prompts]
+    texts = [spec.request(prompt, **options) for prompt in prompts]
+    texts[1].law = Law(texts[1].law.params, [Raising()])
+    answers = {text: [] for text in texts}
+    with torch.inference_mode():
+        pieces = decoder.step(texts)
+        while pieces:
+            for text, piece in pieces:
+                answers[text].append(piece)
+            pieces = decoder.step([])
+    assert said(answers[texts[0]]) == wanted[0]
+    assert said(answers[texts[2]]) == wanted[2]
+    assert isinstance(texts[1].error, LookupError)
+    assert said(answers[texts[1]]) == wanted[1][: texts[1].stats.new_tokens]
+
+
+def test_a_cancelled_request_leaves_within_a_cycle_and_the_others_go_on(spec):
+    prompts = random_prompts(3)
+    with Engine(spec, batch=2) as engine:
+        first, go = held_up(engine, prompts[0], max_new_tokens=80)
+        second, third = (engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts[1:])
+        first.cancel()
+        third.cancel()
+        assert engine.waiting == 2
+        go.set()
+        assert list(third) == []
+        assert said(second) == alone(spec, prompts[1], max_new_tokens=NEW)
+        assert first.wait(60)
+        assert first.error is None
+        assert len(first.output.token_ids) < 10
+        assert first.output.token_ids == alone(spec, prompts[0], max_new_tokens=80)[: first.stats.new_tokens]
+        assert (engine.running, engine.waiting) == (0, 0)
+
+
+def test_a_full_queue_is_busy_and_takes_requests_again_once_one_has_ended(spec):
+    (prompt,) = random_prompts(1)
+    with Engine(spec, batch=1, queue=1) as engine:
+        first, go = held_up(engine, prompt, max_new_tokens=NEW)
+        second = engine.submit(prompt, max_new_tokens=NEW)
+        with pytest.raises(Busy, match="try again later"):
+            engine.submit(prompt)
+        assert (engine.running, engine.waiting) == (1, 1)
+        go.set()
+        assert first.result().token_ids == second.result().token_ids
+        assert engine.submit(prompt, max_new_tokens=NEW).result().token_ids == first.output.token_ids
+
+
+def test_memory_bounds_how_many_run_at_a_time(head, monkeypatch):
+    """Each row counts as long as the longest: beside one of 40 columns, 100 columns hold one more of any length."""
+    original, together = Target.forward_trees, []
+
+    def counted(self, cache, trees, taps=()):
+        together.append(len(trees))
+        return original(self, cache, trees, taps)
+
+    monkeypatch.setattr(Target, "forward_trees", counted)
+    with Engine(head, batch=8, columns=100) as engine:
+        _, go = held_up(engine, [5] * 28, max_new_tokens=NEW)
+        answers = [engine.submit([5] * length, max_new_tokens=NEW) for length in (3, 28, 5, 4)]
+        go.set()
+        assert all(answer.result().token_ids for answer in answers)
+        with pytest.raises(InputError, match=r"take 101 positions, .* holds 100"):
+            engine.submit([5] * 50, max_new_tokens=51)
+    assert max(together) == 2
+
+
+def test_what_fails_for_one_request_ends_that_one_alone(head, monkeypatch):
+    """Its prefill, its logits, its caller."""
+    original, prompts = Target.prefill, random_prompts(4)
+    bad = [7, 7, 7, 7]
+
+    def prefill(self, cache, tokens, *rest):
+        if tokens[0, :3].tolist() == bad[:3]:
+            raise MemoryError("no room")
+        return original(self, cache, tokens, *rest)
+
+    def broken(piece):
+        raise LookupError("nobody listens")
+
+    monkeypatch.setattr(Target, "prefill", prefill)
+    with Engine(head, batch=8) as engine:
+        first, go = held_up(engine, prompts[0], max_new_tokens=NEW)
+        unheard = engine.submit(prompts[1], on_piece=broken, max_new_tokens=NEW)
+        failed = engine.submit(bad, max_new_tokens=NEW)
+        others = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts[2:]]
+        go.set()
+        with pytest.raises(MemoryError):
+            list(failed)
+        with pytest.raises(LookupError):
+            unheard.result()
+        with pytest.raises(LookupError):  # and again, never an end
+            unheard.result()
+        for prompt, answer in zip((prompts[0], *prompts[2:]), (first, *others), strict=True):
+            assert answer.result().token_ids == alone(head, prompt, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_whose_logits_are_no_numbers_ends_alone(spec, monkeypatch, temperature):
+    original, prompts = Target.forward_trees, random_prompts(3)
+    options = {"max_new_tokens": NEW, "temperature": temperature, "seed": 4}
+
+    def forward_trees(self, cache, trees, taps=()):
+        outs = original(self, cache, trees, taps)
+        if len(outs) == 3:
+            outs[1].logits.fill_(float("nan"))
+        return outs
+
+    wanted = [alone(spec, prompt, **options) for prompt in prompts]
+    monkeypatch.setattr(Target, "forward_trees", forward_trees)
+    with Engine(spec, batch=3) as engine:
+        _, go = held_up(engine, [5], max_new_tokens=1)
+        answers = [engine.submit(prompt, **options) for prompt in prompts]
+        go.set()
+        with pytest.raises(InputError, match="not numbers"):
+            list(answers[1])
+        assert [answers[0].result().token_ids, answers[2].result().token_ids] == wanted[::2]
+
+
+def test_an_error_of_the_models_ends_all_that_run_and_the_next_are_answered(spec, monkeypatch):
+    original, prompts = Target.forward_trees, random_prompts(3)
+
+    def forward_trees(self, cache, trees, taps=()):
+        if len(trees) == 2 and not lost.is_set():
+            lost.set()
+            raise RuntimeError("device lost")
+        return original(self, cache, trees, taps)
+
+    lost = Event()
+    monkeypatch.setattr(Target, "forward_trees", forward_trees)
+    with Engine(spec, batch=2) as engine:
+        first, go = held_up(engine, prompts[0], max_new_tokens=40)
+        others = [engine.submit(prompt, max_new_tokens=40) for prompt in prompts[1:]]
+        go.set()
+        for answer in (first, others[0]):
+            with pytest.raises(RuntimeError, match="device lost"):
+                answer.result()
+        assert others[1].result().token_ids == alone(spec, prompts[2], max_new_tokens=40)
+
+
+def test_bad_input_is_refused_at_once(head):
+    with Engine(head) as engine:
+        for prompt, options, complaint in [
+            ([], {}, "prompt is empty"),
+            ([5], {"temperature": -1.0}, "temperature is -1.0"),
+            ([5], {"warmth": 1.0}, "unknown option warmth"),
+            ([5] * 128, {}, "the prompt has 128 tokens"),
+        ]:
+            with pytest.raises(InputError, match=complaint):
+                engine.submit(prompt, **options)
+        assert (engine.running, engine.waiting) == (0, 0)
+    for limits in ({"batch": 0}, {"queue": -1}, {"columns": 0}):
+        with pytest.raises(InputError, match=f"{next(iter(limits))} is"):
+            Engine(head, **limits)
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_closing_answers_what_was_asked_or_ends_it_and_leaves_nothing(head, finish):
+    before, prompts = held(), random_prompts(3)
+    engine = Engine(head, batch=2)
+    first, go = held_up(engine, prompts[0], max_new_tokens=NEW)
+    others = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts[1:]]
+    closing = threading.Thread(target=engine.close, args=(finish,))
+    closing.start()
+    while not engine._closed:
+        pass
+    with pytest.raises(InputError, match="the engine is closed"):
+        engine.submit(prompts[0])
+    go.set()
+    closing.join(60)
+    for prompt, answer in zip(prompts, (first, *others), strict=True):
+        if finish:
+            assert answer.result().token_ids == alone(head, prompt, max_new_tokens=NEW)
+        else:
+            with pytest.raises(InputError, match="the engine was closed"):
+                list(answer)
+    engine.close()
+    assert held() == before
+
+
+def test_a_soak_loses_and_mixes_nothing_and_leaves_nothing(head):
+    """A tenth of the answers is cut off at random; what was read of them begins the whole answer."""
+    soaked(head, requests=24, clients=6)
+
+
+@pytest.mark.slow
+def test_a_soak_of_500_requests(spec):
+    soaked(spec, requests=500, clients=32)
+
+
+def soaked(spec, requests, clients):
+    before, prompts = held(), random_prompts(requests)
+    options = {"max_new_tokens": 24}
+    single = spec.new()
+    wanted = [single.generate(prompt, **options).token_ids for prompt in prompts]
+    engine = Engine(spec, batch=8, queue=8)
+    found = soak(engine, prompts, clients, lambda number: options, seed=1)
+    assert sorted(number for number, _, _ in found) == list(range(requests))
+    assert 0 < sum(cut for _, _, cut in found) < requests / 4
+    for number, tokens, cut in found:
+        assert tokens == wanted[number][: len(tokens) if cut else None]
+    engine.close()
+    texts = [weakref.ref(text) for text in engine.decoder.rows.texts]
+    assert len(texts) == 1  # kept for its prefix
+    del engine
+    gc.collect()
+    assert texts[0]() is None
+    assert held() == before

@@ -1,0 +1,182 @@
+"""One thread owns target and drafter, and decodes the requests of many callers together."""
+
+import atexit
+from collections import deque
+from threading import Condition, Thread, current_thread
+from types import TracebackType
+from typing import Unpack, final
+
+import torch
+
+from treespec.answer import Answer, OnPiece
+from treespec.decode import Piece, Text
+from treespec.errors import Busy, InputError
+from treespec.locks import alone_with
+from treespec.request import Options, whole
+from treespec.room import free_columns
+from treespec.rows import admitted
+from treespec.spec import Spec
+from treespec.text.prompts import Prompt
+
+
+@final
+class Engine:
+    """Requests enter the running batch between cycles, in the order in which they came.
+
+    Each has its own options, seed and end. A request that fails or is cancelled leaves after the
+    present cycle, and the others do not notice. An error of the models ends all requests that run;
+    the next ones start anew.
+    The engine decodes with a cache and drafter of its own, so the Spec stays free for its callers;
+    they take turns with the engine, a cycle each. `close` it, or use it in a `with` block.
+    """
+
+    def __init__(
+        self, spec: Spec, *, batch: int = 8, queue: int = 64, columns: int | None = None
+    ) -> None:
+        """batch: requests that run at a time. queue: requests that may wait beside them.
+
+        columns: positions of keys and values that the running requests may take together, each row
+        counted as long as the longest (prompt and max_new_tokens). Default: what a quarter of the
+        memory holds that is free now; on devices that do not tell, no limit.
+        Raises InputError for a number out of range.
+        """
+        # 1. Limits.
+        self.spec = spec.new()
+        self.batch, self.queue = whole("batch", batch, least=1), whole("queue", queue, least=0)
+        self.decoder = self.spec.decoder
+        with alone_with(self.decoder.models):
+            if self.decoder.drafter and self.decoder.drafter.timed:
+                self.spec.times()  # measured now, before requests wait for it
+            known = columns is not None
+            self.columns = whole("columns", columns, 1) if known else free_columns(spec.target)
+
+        # 2. Requests, and the thread that answers them.
+        self._changed = Condition()  # guards the fields below
+        self._waiting: deque[Text] = deque()
+        self._running: list[Text] = []
+        self._answers: dict[Text, Answer] = {}  # of both
+        self._closed = False
+        self._thread = Thread(target=self._work, name="treespec-engine", daemon=True)
+        self._thread.start()
+        atexit.register(
+            self.close, False
+        )  # a thread that computes must not outlive the interpreter
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self.close(finish=kind is None)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests in the batch."""
+        return len(self._running)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        seed: int | None = None,
+        on_piece: OnPiece | None = None,
+        **options: Unpack[Options],
+    ) -> Answer:
+        """Queue a request. prompt, seed, options: as for `Spec.stream`; same seed, same answer.
+
+        on_piece: called on the engine's thread with each piece, and with None at the end, also
+        after an error or `cancel`; it must return soon.
+        Raises InputError for bad input, for a request that the memory never holds and after
+        `close`; Busy when the queue is full.
+        """
+        # 1. The request, on the caller's thread.
+        self._refuse()
+        text = self.spec.request(prompt, seed=seed, **options)
+        if self.columns is not None and text.columns > self.columns:
+            raise InputError(
+                f"the prompt and max_new_tokens take {text.columns} positions, the memory for keys "
+                f"and values holds {self.columns}: shorten the prompt or lower max_new_tokens"
+            )
+
+        # 2. Its place in the queue.
+        answer = Answer(text, on_piece)
+        with self._changed:
+            self._refuse()
+            self._waiting.append(text)
+            self._answers[text] = answer
+            self._changed.notify_all()
+        return answer
+
+    def close(self, finish: bool = True) -> None:
+        """Take no more requests and end the thread.
+
+        finish: answer all requests first. Otherwise the present cycle is the last, and each
+        unfinished answer raises an InputError.
+        """
+        with self._changed:
+            self._closed = True
+            if not finish:
+                for text in self._answers:
+                    text.error = text.error or InputError("the engine was closed")
+            self._changed.notify_all()
+        if current_thread() is not self._thread:
+            self._thread.join()
+        atexit.unregister(self.close)
+
+    def _refuse(self) -> None:
+        if self._closed:
+            raise InputError("the engine is closed: begin another")
+        with self._changed:
+            pending = len(self._answers)
+        if pending >= self.batch + self.queue:
+            raise Busy(
+                f"{self.batch} requests run and {pending - self.batch} wait, which is the limit: "
+                "try again later, or begin the engine with a longer queue"
+            )
+
+    @torch.inference_mode()
+    def _work(self) -> None:
+        """The thread: a cycle of all running requests after another."""
+        while self._wait():
+            # 1. Requests leave the queue: those that were cancelled, and those that there is room for.
+            with self._changed:
+                left = [text for text in self._waiting if text.ended]
+                self._waiting = deque(text for text in self._waiting if not text.ended)
+                entering = admitted(self._waiting, self._running, self.batch, self.columns)
+                self._running += entering
+
+            # 2. A cycle, and its pieces.
+            for text, piece in self._step(entering):
+                self._answers[text].take(piece)
+
+            # 3. Requests that have ended.
+            ended = [text for text in self._running if text.ended]
+            self._running = [text for text in self._running if not text.ended]
+            for text in left + ended:
+                with self._changed:
+                    answer = self._answers.pop(text)
+                answer.end()
+            if not self._running and len(self.decoder.rows.texts) > 1:
+                self._step([])  # frees the rows of requests that were cancelled since the cycle
+
+    def _wait(self) -> bool:
+        """Wait for requests; False once the engine is closed and all are answered."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._answers or self._closed)
+            return bool(self._answers)
+
+    def _step(self, entering: list[Text]) -> list[tuple[Text, Piece]]:
+        """A cycle of the decoder. An error of the models ends all requests that run."""
+        try:
+            with alone_with(self.decoder.models):
+                return self.decoder.step(entering)
+        except Exception as error:
+            for text in self._running:
+                text.error = text.error or error
+            return []

@@ -1,0 +1,32 @@
+"""How many columns of keys and values the free memory holds."""
+
+import psutil
+import torch
+
+from treespec.target import Target
+
+SHARE = 4  # a cache is up to twice as long as its texts, and a change of its rows copies it once
+
+
+@torch.inference_mode()
+def free_columns(target: Target) -> int | None:
+    """Columns that a quarter of the free memory holds; None where nobody knows how much is free.
+
+    A column is the keys and values of one position of one text, in all layers. The caller holds the
+    model.
+    """
+    # 1. Bytes of a column, from a cache with one token.
+    cache = target.new_cache(capacity=1)
+    target.prefill(cache, torch.zeros(1, 1, dtype=torch.int64))
+    storages = [states for layer in cache.tree_layers for states in layer.storage]
+    size = sum(states[0, :, 0].numel() * states.element_size() for states in storages)
+
+    # 2. Free bytes, where the output layer lies.
+    device = target.output_device
+    if device.type == "cpu":
+        free = psutil.virtual_memory().available
+    elif device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        return None
+    return free // (SHARE * size)

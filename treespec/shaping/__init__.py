@@ -1,0 +1,1 @@
+"""The law of each text: what changes the logits before temperature, top-k and the rest."""

@@ -1,0 +1,96 @@
+"""The law of one text's tokens, and where it shapes the logits of a tree."""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from treespec.sampling import SamplingParams
+from treespec.shaping.shaper import Shaper
+from treespec.trees.tree import TokenTree
+
+Path = tuple[int, ...]  # tokens from below the root down to a node
+
+
+@final
+class Law:
+    """How logits become the law of a text's next token: the shapers in order, then the params.
+
+    shapers: those of this text, which have begun with its prompt. answer: the committed tokens
+    after the prompt. It is kept only for shapers. error: the first of a shaper; from then on the
+    logits stay as they are, until the decoder ends the text.
+    """
+
+    def __init__(self, params: SamplingParams, shapers: Sequence[Shaper] = ()) -> None:
+        self.params, self.shapers = params, tuple(shapers)
+        self.answer: list[int] = []
+        self.error: Exception | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.params.greedy
+
+    def grow(self, tokens: Sequence[int]) -> None:
+        """The answer grew by these tokens."""
+        if self.shapers:
+            self.answer += tokens
+
+    def shape(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
+        """[N, V] the shaped logits after the answer and each of N paths. logits: [N, V]."""
+        shaped = logits if logits.dtype == torch.float64 else logits.float()
+        try:
+            for shaper in () if self.error else self.shapers:
+                shaped = shaper.shape(self.answer, paths, shaped)
+        except Exception as error:
+            self.error = error
+        return shaped
+
+
+@final
+class TreeLogits:
+    """The target's logits at the nodes of one tree, shaped for the requested rows only.
+
+    forbidden: nodes at which the shapers forbid every token. Their logits stay as they are, so that
+    laws of nodes that no text reaches are numbers.
+    """
+
+    def __init__(self, law: Law, tree: TokenTree, logits: Tensor) -> None:
+        self.law, self.tree, self.logits = law, tree, logits
+        self.forbidden: set[int] = set()
+        self.paths = node_paths(tree)
+
+    def __getitem__(self, rows: int | slice | Tensor) -> Tensor:
+        """[M, V] logits of these nodes; [V] of one."""
+        logits = self.logits[rows]
+        if isinstance(rows, int):
+            return self._shaped([rows], logits[None])[0]
+        if isinstance(rows, slice):
+            return self._shaped(list(range(len(self.paths)))[rows], logits)
+        return self._shaped(rows.tolist(), logits)
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+    def _shaped(self, nodes: list[int], logits: Tensor) -> Tensor:
+        shaped = self.law.shape([self.paths[node] for node in nodes], logits)
+        empty = shaped.amax(-1) == -torch.inf  # [M]
+        if not empty.any():
+            return shaped
+        self.forbidden.update(
+            node for node, none in zip(nodes, empty.tolist(), strict=True) if none
+        )
+        return torch.where(empty[:, None], logits.to(shaped.dtype), shaped)
+
+
+def node_paths(tree: TokenTree) -> list[Path]:
+    """The path of every node. An absent draw counts as token 0: no text goes there."""
+    paths: list[Path] = [()]
+    tokens, parents = tree.tokens.clamp_min(0).tolist(), tree.parents.tolist()
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths

@@ -214,12 +214,12 @@ class Decoder:
 
     def _verify(self, trees: list[TokenTree], logits: list[Tensor]) -> list[Verdict]:
         """A text that cannot be judged gets the error, and a verdict that nobody reads."""
-        texts, verdicts = self.rows.texts, []
+        texts, verdicts = self.rows.texts, list[Verdict]()
         laws, generators = [text.law for text in texts], [text.generator for text in texts]
         judged = judge_all(self.verifier, trees, logits, laws, generators)
         for text, verdict in zip(texts, judged, strict=True):
             if isinstance(verdict, Exception):
-                text.error = verdict
+                text.error, verdict = verdict, UNREAD
             elif max(verdict.tokens) >= self.target.vocab_size:
                 text.error = InputError(NOT_NUMBERS)
             elif text.law.error:

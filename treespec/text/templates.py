@@ -1,8 +1,8 @@
 """Chat templates: messages to token ids, the same in training, evaluation and chat."""
 
-import difflib
+import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,20 +10,20 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from treespec.errors import InputError, first_line
+from treespec.text import fschat
 from treespec.text.entries import thought_of
 from treespec.text.prefix import common_prefix
 
 if TYPE_CHECKING:
-    from fastchat.conversation import Conversation
     from transformers import PreTrainedTokenizerBase
 
 # {"role": system | user | assistant | tool, "content": text}, …; further fields for the template
 Messages: TypeAlias = Sequence[dict[str, Any]]
 Tools: TypeAlias = Sequence[Any] | None  # JSON schemas of functions that the target may call
+# Variables of a chat template, such as enable_thinking.
+Variables: TypeAlias = Mapping[str, Any] | None
 # None: the tokenizer's own chat template; else the name of a template of fschat.
 Template: TypeAlias = str | None
-
-EXAMPLES = "vicuna_v1.1, llama-2, mistral, zephyr, zero_shot"
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Stops:
 def check(tokenizer: "PreTrainedTokenizerBase | None", template: Template = None) -> None:
     """Raises InputError for an unknown template; without one, for a tokenizer that has none."""
     if template is not None:
-        _conversation(template)
+        fschat.conversation(template)
     elif not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'this model'} has no "
-            f"chat template; pass `--template NAME` with one of fschat's, such as {EXAMPLES}"
+            f"chat template; pass `--template NAME` with one of fschat's, such as {fschat.EXAMPLES}"
         )
 
 
@@ -51,12 +51,14 @@ def render(
     template: Template = None,
     add_generation_prompt: bool = True,
     tools: Tools = None,
+    chat_template_kwargs: Variables = None,
 ) -> str:
     """The text of the messages. Raises InputError as `check`, and if the template refuses them."""
-    if template is not None and tools:
-        raise InputError(f"the fschat template {template} has no place for tools")
+    if template is not None and (tools or chat_template_kwargs):
+        unused = "tools" if tools else "chat_template_kwargs"
+        raise InputError(f"the fschat template {template} has no place for {unused}")
     if template is not None:
-        return _text(_render_fschat(template, messages, add_generation_prompt))
+        return _text(fschat.render(template, messages, add_generation_prompt))
     check(tokenizer)
     with _refusals():
         text = tokenizer.apply_chat_template(
@@ -64,8 +66,20 @@ def render(
             tools=list(tools) if tools else None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            **_variables(chat_template_kwargs),
         )
     return _text(str(text))
+
+
+def _variables(named: Variables) -> dict[str, Any]:
+    """Raises InputError for a name that transformers keeps to itself, such as chat_template."""
+    from transformers import PreTrainedTokenizerBase
+
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    for name in named or ():
+        if name in own and name != "documents":
+            raise InputError(f"chat_template_kwargs: {name} is no variable of a chat template")
+    return dict(named or {})
 
 
 def encode(
@@ -73,6 +87,8 @@ def encode(
     messages: Messages,
     template: Template = None,
     add_generation_prompt: bool = True,
+    tools: Tools = None,
+    chat_template_kwargs: Variables = None,
 ) -> list[int]:
     """Token ids of the messages, with one start token. Raises as `render` does.
 
@@ -80,7 +96,7 @@ def encode(
     `tokenizer.apply_chat_template`. fschat leaves it to the tokenizer, as in
     `fastchat.llm_judge.gen_model_answer`.
     """
-    text = render(tokenizer, messages, template, add_generation_prompt)
+    text = render(tokenizer, messages, template, add_generation_prompt, tools, chat_template_kwargs)
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     before = opening(tokenizer, template)
     return ids if ids[: len(before)] == before else before + ids
@@ -99,7 +115,7 @@ def stops(template: Template = None) -> Stops:
     """The stop strings and tokens of an fschat template; the tokenizer's own template has none."""
     if template is None:
         return Stops()
-    conversation = _conversation(template)
+    conversation = fschat.conversation(template)
     strings = conversation.stop_str or ()
     return Stops(
         strings=(strings,) if isinstance(strings, str) else tuple(strings),
@@ -254,45 +270,3 @@ def _text(rendered: str) -> str:
             f"the messages hold {half!r}, half of a surrogate pair, which stands for no character"
         ) from None
     return rendered
-
-
-@lru_cache
-def _conversation(name: str) -> "Conversation":
-    from fastchat.conversation import conv_templates, get_conv_template
-
-    if name not in conv_templates:
-        known = {known.lower(): known for known in conv_templates}
-        matches = difflib.get_close_matches(name.lower(), known, cutoff=0.4)
-        close = [known[match] for match in matches]
-        raise InputError(
-            f"no fschat template is called {name!r}; try {', '.join(close) or EXAMPLES}"
-        )
-    conversation = get_conv_template(name)
-    if conversation.sep_style is None:
-        raise InputError(
-            f"the fschat template {name} is of a service and has no text form; try {EXAMPLES}"
-        )
-    return conversation
-
-
-def _render_fschat(name: str, messages: Messages, add_generation_prompt: bool) -> str:
-    conversation = _conversation(name).copy()
-    user, assistant = conversation.roles[:2]
-    roles = {"user": user, "assistant": assistant}
-    for i, message in enumerate(messages):
-        role, content = message["role"], message["content"]
-        if role == "system" and i == 0:
-            conversation.set_system_message(content)
-        elif role not in roles:
-            raise InputError(
-                f"the fschat template {name} has no place for role {role!r} at message {i + 1}"
-            )
-        elif not content:
-            raise InputError(
-                f"message {i + 1} is empty; fschat templates take an empty message for a prompt"
-            )
-        else:
-            conversation.append_message(roles[role], content)
-    if add_generation_prompt:
-        conversation.append_message(roles["assistant"], None)
-    return str(conversation.get_prompt())

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.shaping.compiled import Grammar
+from treespec.shaping.compiled import Grammar, compiled
+from treespec.target import Target
 from treespec.text.prefix import common_prefix
 
 MOST_FORCED = 64  # tokens of a forced chain: bounds the nodes of a forward
@@ -47,7 +48,7 @@ class GrammarShaper:
 
         The logits below a path that the grammar forbids stay: no text gets there. answer: only
         grows. paths: token ids below it, one for each row of logits [N, V]. Raises InputError where
-        the matcher gives up, or allows none of the V tokens.
+        the matcher gives up.
         """
         # 1. The masks, in an order that moves the matcher little.
         self._follow(answer)
@@ -59,11 +60,6 @@ class GrammarShaper:
         v = logits.shape[-1]
         rows = np.frombuffer(b"".join([self.masks[path] for path in wanted]), dtype=np.uint8)
         rows = rows.reshape(len(wanted), -1)[:, : -(-v // 8)]
-        if not rows.any(1).all():
-            raise InputError(
-                f"the grammar allows no token after {len(answer)} tokens of the answer: the "
-                "target's vocabulary cannot write what comes next"
-            )
         bits = np.unpackbits(rows, axis=1, count=v, bitorder="little")
         allowed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
         return logits.where(allowed, -math.inf)
@@ -120,3 +116,10 @@ class GrammarShaper:
             self.matcher.consume_token(token)
             self.below.append(token)
         return True
+
+
+def grammar_shaper(
+    target: Target, ends: frozenset[int], kind: str, source: object
+) -> GrammarShaper:
+    """The shaper of an answer. ends: the tokens that end it; the rest as for `compiled`."""
+    return GrammarShaper(compiled(kind, source, target.tokenizer, target.vocab_size, ends))

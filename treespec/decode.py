@@ -243,6 +243,7 @@ def _take(text: Text, tree: TokenTree, verdict: Verdict) -> Iterator[Piece]:
     own, own_words = text.ending.take(verdict.tokens[-1:])
     text.stats.accepted.append(len(drafted) + len(own) - 1)
     text.stats.new_tokens += len(drafted) + len(own)
+    text.stats.truncated = text.ending.truncated
     text.stats.count_drafted(tree.depth.bincount()[1:].tolist())
     if drafted:
         yield Piece(drafted_words, drafted, drafted=True)

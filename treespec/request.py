@@ -10,6 +10,7 @@ from typing import TypedDict
 
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
+from treespec.shaping.compiled import KINDS
 
 
 class Options(TypedDict, total=False):
@@ -17,6 +18,9 @@ class Options(TypedDict, total=False):
 
     max_new_tokens: at least 1, default 256. stop: a string, or a list of strings; any of them ends
     the answer.
+    json_schema, regex, grammar: what the answer must be, at most one of them: a JSON schema as a
+    dict or JSON text, a regular expression, or a grammar in llguidance's Lark. The answer ends
+    where nothing may follow.
     """
 
     temperature: float
@@ -25,6 +29,9 @@ class Options(TypedDict, total=False):
     min_p: float
     max_new_tokens: int
     stop: str | Sequence[str]
+    json_schema: Mapping[str, object] | str | bool
+    regex: str
+    grammar: str
 
 
 class BatchOptions(Options, total=False):
@@ -49,11 +56,15 @@ def refuse_unknown(options: Mapping[str, object], *more: str) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """Checked options. stop: strings; any of them ends the answer."""
+    """Checked options. stop: strings; any of them ends the answer.
+
+    grammar: what the answer must be: the option's name and its value; None: anything.
+    """
 
     params: SamplingParams
     stop: tuple[str, ...]
     max_new_tokens: int
+    grammar: tuple[str, object] | None = None
 
 
 def asked(options: Options) -> Asked:
@@ -65,7 +76,15 @@ def asked(options: Options) -> Asked:
         min_p=_number("min_p", options.get("min_p", 0.0)),
     )
     most = whole("max_new_tokens", options.get("max_new_tokens", 256), least=1)
-    return Asked(params, _strings(options.get("stop", ())), most)
+    return Asked(params, _strings(options.get("stop", ())), most, _grammar(options))
+
+
+def _grammar(options: Options) -> tuple[str, object] | None:
+    asked_for = [(name, options[name]) for name in KINDS if options.get(name) is not None]
+    if len(asked_for) > 1:
+        names = " and ".join(name for name, _ in asked_for)
+        raise InputError(f"{names} are given: leave out all but one")
+    return asked_for[0] if asked_for else None
 
 
 def _strings(stop: object) -> tuple[str, ...]:

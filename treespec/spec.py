@@ -21,6 +21,7 @@ from treespec.loading import DeviceMap, calibration_of, default_head, load_sourc
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
 from treespec.request import BatchOptions, Options, asked, refuse_unknown, seed_of, seeds_of, whole
+from treespec.shaping.grammar import grammar_shaper
 from treespec.shaping.law import Law
 from treespec.shared_options import ModelOptions
 from treespec.stats import Stats
@@ -141,7 +142,10 @@ class Spec:
         own = templates.stops(self.template)
         ends, stop = self.target.eos | set(own.token_ids), (*wanted.stop, *own.strings)
         ending = Ending(self.target.tokenizer, ends, stop, min(wanted.max_new_tokens, room))
-        return Text(ids, ending, generator, Stats(), Law(wanted.params))
+        shapers = []
+        if wanted.grammar:
+            shapers.append(grammar_shaper(self.target, ends, *wanted.grammar))
+        return Text(ids, ending, generator, Stats(), Law(wanted.params, shapers))
 
     def stream(
         self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]

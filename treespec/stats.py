@@ -15,7 +15,8 @@ class Stats:
     accepted: accepted nodes by cycle, cut at the end of the text. drafted: nodes drafted at depth
     1, 2, … over all cycles. seconds: by stage: prefill, draft (of it head: the draft model's
     forwards), target, verify, commit, total. Texts of a batch share the seconds of their cycles
-    evenly, so that the sum over texts is wall-clock time.
+    evenly, so that the sum over texts is wall-clock time. truncated: whether max_new_tokens or the
+    context ended the text, which may then be half a sentence, or half an object.
     """
 
     prompt_tokens: int = 0
@@ -24,6 +25,7 @@ class Stats:
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    truncated: bool = False
 
     @property
     def cycles(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from treespec.cache import TreeCache
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Drafter
+from treespec.draft.grow.forced import below_chain, in_drafts, with_chain
 from treespec.draft.grow.grower import DraftModel, Grower, Means
 from treespec.draft.grow.growers import check_fit, new_grower
 from treespec.draft.grow.growth import Growth, grow_together, ungrown
@@ -22,6 +23,8 @@ from treespec.target import TreeOutput
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree, root_only
 from treespec.verify.scheme import Scheme
+
+MOST_STEPS = 8  # forced tokens that a draft model steps along; each step costs a draft forward
 
 
 @final
@@ -58,6 +61,7 @@ class TreeDrafter(Drafter):
         self.policy: Policy = policy
         self.times, self.now = times, time.perf_counter
         self.growers = [self._new_grower()]
+        self.chains: list[list[int]] = [[]]  # forced tokens of this cycle, by text
 
     @torch.no_grad()
     def draft_trees(
@@ -68,20 +72,49 @@ class TreeDrafter(Drafter):
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        # 1. Texts that go without drafts this cycle.
+        # 1. Forced tokens, and texts that go without drafts this cycle.
+        self.chains = [law.forced() for law in laws]
         pairs = zip(self.growers, laws, strict=True)
         rests = [grower.rests(law.params) for grower, law in pairs]
-        if all(rests):
-            return [root_only(root) for root in roots.split(1)]
 
-        # 2. Draft logits for the children of the roots.
+        # 2. A tree for each of the others.
+        if all(rests):
+            trees = [root_only(root) for root in self._ends(roots).split(1)]
+        else:
+            trees = self._grown(roots, laws, generators, cache, rests, now)
+
+        # 3. Below the forced tokens.
+        for row, chain in enumerate(self.chains):
+            if chain:
+                root, scheme = roots[row : row + 1], self.scheme
+                trees[row] = with_chain(root, chain, trees[row], scheme, generators[row])
+        return trees
+
+    def _ends(self, roots: Tensor) -> Tensor:
+        """[B] the tokens below which trees are drafted: the last forced ones, or the roots [B]."""
+        if not any(self.chains):
+            return roots
+        pairs = zip(roots.split(1), self.chains, strict=True)
+        return torch.cat([root.new_tensor(chain[-1:]) if chain else root for root, chain in pairs])
+
+    def _grown(
+        self,
+        roots: Tensor,
+        laws: Sequence[Law],
+        generators: Sequence[torch.Generator],
+        cache: TreeCache,
+        rests: Sequence[bool],
+        now: Callable[[], float],
+    ) -> list[TokenTree]:
+        """Trees that the draft model grows, each below its text's forced tokens."""
+        # 1. Draft logits for the children of the roots.
         started, self.now = now(), now
         begun = self.proposer.begin(roots, cache)
         self.forward_seconds += now() - started
 
-        # 3. A tree for each text, in draft tokens but for the root.
+        # 2. A tree for each text, in draft tokens but for the root.
         growths: list[Growth] = []
-        for row, (root, logits) in enumerate(zip(roots.split(1), begun, strict=True)):
+        for row, (root, logits) in enumerate(zip(self._ends(roots).split(1), begun, strict=True)):
             if rests[row] or logits is None:
                 growths.append(ungrown(root))
                 continue
@@ -89,7 +122,7 @@ class TreeDrafter(Drafter):
             growths.append(self._growth(row, own_root, logits, laws[row], generators[row]))
         trees, vocabulary = grow_together(self, growths), self.proposer.vocabulary
 
-        # 4. In the target's tokens.
+        # 3. In the target's tokens.
         if vocabulary is None:
             return trees
         return [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
@@ -97,17 +130,36 @@ class TreeDrafter(Drafter):
     def _growth(
         self, row: int, root: Tensor, logits: Tensor, law: Law, generator: torch.Generator
     ) -> Growth:
-        """The growth of a text's tree, of logits that its law shapes. logits: [1, N]."""
-        grower, params = self.growers[row], law.params
+        """The growth of a text's tree, of logits that its law shapes.
+
+        root: [1] int64, the last forced token if there is one. logits: [1, N] below the text.
+        """
+        grower, params, chain = self.growers[row], law.params, self.chains[row]
         if not law.shapers:
             return grower.grow(root, logits, params, generator)
         vocabulary, size = self.proposer.vocabulary, self.proposer.vocab_size
-        return grow_shaped(
-            lambda shaped: grower.grow(root, shaped, params, generator),
-            logits,
-            lambda paths, rows: shape_drafts(law, paths, rows, vocabulary, size),
-            vocabulary,
-        )
+
+        def grow(logits: Tensor) -> Growth:
+            return grow_shaped(
+                lambda shaped: grower.grow(root, shaped, params, generator),
+                logits,
+                lambda paths, rows: shape_drafts(law, paths, rows, vocabulary, size),
+                vocabulary,
+                tuple(chain),
+            )
+
+        if not chain:
+            return grow(logits)
+        drafted = self._steps(chain, logits.device)
+        return ungrown(root) if drafted is None else below_chain(drafted, grow, logits)
+
+    def _steps(self, chain: Sequence[int], device: torch.device) -> Tensor | None:
+        """[n] the draft tokens of a chain that the draft model steps along; None: it does not."""
+        deepest = self.proposer.max_depth
+        levels = len(chain) + self.policy.max_depth
+        if len(chain) > MOST_STEPS or (deepest is not None and levels > deepest):
+            return None
+        return in_drafts(chain, self.proposer.vocabulary, device)
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         """Draft one level of all trees, and time it."""
@@ -132,8 +184,8 @@ class TreeDrafter(Drafter):
         self.proposer.observe(features, tokens)
 
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
-        for grower, path in zip(self.growers, paths, strict=True):
-            grower.feedback(path)
+        for grower, path, chain in zip(self.growers, paths, self.chains, strict=True):
+            grower.feedback([node - len(chain) for node in path[len(chain) :]])
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)

@@ -36,6 +36,16 @@ class Law:
         if self.shapers:
             self.answer += tokens
 
+    def forced(self) -> list[int]:
+        """The tokens that must follow the answer, as far as a shaper leaves no choice.
+
+        A shaper that knows them has a method `forced(answer)`.
+        """
+        for shaper in self.shapers:
+            if forced := getattr(shaper, "forced", None):
+                return list(forced(self.answer))
+        return []
+
     def shape(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
         """[N, V] the shaped logits after the answer and each of N paths. logits: [N, V]."""
         shaped = logits if logits.dtype == torch.float64 else logits.float()

@@ -46,6 +46,8 @@ class Ending:
         self.given = 0  # characters of the window's text that were returned
         self.held = ""  # text that may become a stop string
         self.finished = max_new_tokens <= 0
+        self.stopped = False  # whether a stop string has ended the text
+        self.truncated = False  # whether the text ended for want of room
 
     def take(self, tokens: Sequence[int]) -> tuple[list[int], str]:
         """Append tokens until the text ends. Returns the tokens kept and the text that they add."""
@@ -55,8 +57,10 @@ class Ending:
                 break
             kept.append(token)
             self.left -= 1
-            self.finished = token in self.eos or self.left <= 0
+            ended = token in self.eos
+            self.finished = ended or self.left <= 0
             text += self._cut(self._text(token))
+            self.truncated = self.left <= 0 and not (ended or self.stopped)
         if self.finished:
             text, self.held = text + self.held, ""
         return kept, text
@@ -86,7 +90,8 @@ class Ending:
         text = self.held + text
         found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
         if found:
-            self.finished, self.held = True, ""
+            self.finished = self.stopped = True
+            self.held = ""
             return text[: min(found)]
         overlap = max(
             (n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])),

@@ -14,14 +14,19 @@ Shape = Callable[[Sequence[Path], Tensor], Tensor]
 
 
 def grow_shaped(
-    grow: Callable[[Tensor], Growth], logits: Tensor, shape: Shape, names: Tensor | None
+    grow: Callable[[Tensor], Growth],
+    logits: Tensor,
+    shape: Shape,
+    names: Tensor | None,
+    above: Path = (),
 ) -> Growth:
     """The growth that `grow` begins, with shaped logits in place of the draft model's.
 
     logits: [1, N] draft logits of the root's children. shape: of paths in the target's tokens.
-    names: [N] the target's token for each draft token; None: they are the same.
+    names: [N] the target's token for each draft token; None: they are the same. above: the path of
+    the tree's root, where forced tokens stand above it.
     """
-    paths: list[Path] = [()]
+    paths: list[Path] = [above]
     growth = grow(shape(paths, logits))
     try:
         frontier = next(growth)

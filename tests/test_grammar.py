@@ -1,0 +1,124 @@
+"""Answers by a grammar: valid, with the target's law among what is allowed, forced tokens drafted for free."""
+
+import itertools
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from grammars import END, TOKENS, by_words, law_of_answers, letters_spec
+from scipy.stats import chi2
+from test_sequence_law import ERROR, chi_square
+
+from treespec.sampling import SamplingParams
+from treespec.shaping.compiled import compiled
+from treespec.shaping.grammar import GrammarShaper
+from treespec.verify.registry import NAMES
+
+PROMPT = [0, 2, 1]
+WORDS = {x + y + z for x in ("ab", "c") for y in ("", "b", "bb") for z in ("", "a")}  # of REGEX
+REGEX = "(ab|c)b{0,2}a?"
+FORCED = "(a|b)cabcab(c|ab)b"  # after its first token, c ab c ab must follow
+TREES = [("rrs-wo", "2x2"), ("traversal", "3x2"), ("block", "chain:3"), ("topk", "dynamic:depth=2,topk=3,nodes=6")]
+
+
+@pytest.fixture(scope="module")
+def letters():
+    return letters_spec()
+
+
+def shaper_of(spec, regex):
+    target = spec.target
+    return GrammarShaper(compiled("regex", regex, target.tokenizer, target.vocab_size, frozenset({END})))
+
+
+def allowed_by_matcher(spec, regex, answer):
+    """By a matcher that goes straight to the end of the answer."""
+    rows = shaper_of(spec, regex).shape(answer, [()], torch.zeros(1, len(TOKENS)))
+    return set((rows[0] == 0).nonzero()[:, 0].tolist())
+
+
+def test_the_mask_allows_what_begins_a_word_of_the_grammar(letters):
+    allowed = by_words(WORDS)
+    shaper = shaper_of(letters, REGEX)
+    paths = [path for n in range(4) for path in itertools.product(range(4), repeat=n)]
+    rows = shaper.shape([], paths, torch.zeros(len(paths), len(TOKENS)))
+    for path, row in zip(paths, rows, strict=True):
+        if all(token in allowed(path[:n]) for n, token in enumerate(path)):
+            assert set((row == 0).nonzero()[:, 0].tolist()) == allowed(path)
+
+
+def test_masks_do_not_depend_on_the_way_to_a_node(letters):
+    """One matcher walks a tree, others go straight to each node, and one goes on from a longer answer."""
+    paths = [path for n in range(5) for path in itertools.product([0, 1, 2, 3], repeat=n)][::-1]
+    walked = shaper_of(letters, FORCED)
+    for answer in ([], [0, 2]):
+        rows = walked.shape(answer, paths, torch.zeros(len(paths), len(TOKENS)))
+        for path, row in zip(paths, rows, strict=True):
+            alone = shaper_of(letters, FORCED).shape([], [(*answer, *path)], torch.zeros(1, len(TOKENS)))
+            assert torch.equal(row, alone[0])
+
+
+SLOW = itertools.product([REGEX, FORCED], TREES)
+FAST = [(FORCED, TREES[0]), (REGEX, TREES[1])]
+
+
+@pytest.mark.parametrize(
+    ("regex", "pair"), FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in FAST]
+)
+def test_answers_have_the_targets_law_among_what_is_allowed(letters, pair, regex):
+    verifier, tree = pair
+    spec, params = letters.configured(tree, verifier), SamplingParams(0.8)
+    allowed = by_words(WORDS) if regex == REGEX else partial(allowed_by_matcher, letters, regex)
+    wanted = law_of_answers(spec.target, PROMPT, allowed, params)
+    answers = spec.generate([PROMPT] * 200, temperature=0.8, regex=regex, seed=0, batch=50)
+    seen = Counter(tuple(answer.token_ids) for answer in answers)
+    assert seen.keys() <= wanted.keys()
+    statistic, freedom = chi_square([seen[answer] for answer in wanted], list(wanted.values()))
+    assert freedom > 2
+    assert statistic < chi2.isf(ERROR, freedom)
+
+
+@pytest.mark.parametrize("verifier", NAMES)
+def test_at_temperature_0_every_verifier_gives_the_likeliest_allowed_tokens(letters, verifier):
+    spec = letters.configured(verifier=verifier, allow_lossy=True)
+    for regex in (REGEX, FORCED):
+        wanted = letters.baseline().generate(PROMPT, regex=regex).token_ids
+        assert spec.generate(PROMPT, regex=regex).token_ids == wanted
+
+
+@pytest.mark.parametrize("verifier", NAMES)
+def test_forced_tokens_are_accepted_by_every_verifier(letters, verifier):
+    """After the first token four are forced: one cycle takes them, whatever the head drafts."""
+    spec = letters.configured(verifier=verifier, allow_lossy=True)
+    for seed in range(3):
+        stats = spec.generate(PROMPT, regex="(a|b)cabcab", temperature=1.0, seed=seed).stats
+        assert stats.new_tokens == 6
+        assert stats.cycles <= 2
+
+
+def test_an_answer_without_a_choice_takes_one_cycle(letters):
+    answer = letters.generate(PROMPT, regex="cabbcab")
+    assert answer.text == "cabbcab"
+    assert answer.stats.cycles == 1
+    assert letters.baseline().generate(PROMPT, regex="cabbcab").stats.cycles == answer.stats.new_tokens
+
+
+def test_an_answer_ends_where_nothing_may_follow_and_says_when_it_was_cut(letters):
+    whole = letters.generate(PROMPT, regex="(ab){3}c")
+    assert whole.text == "abababc"
+    assert whole.token_ids[-1] == END
+    assert not whole.stats.truncated
+    part = letters.generate(PROMPT, regex="(ab){3}c", max_new_tokens=2)
+    assert part.text == "abab"
+    assert part.stats.truncated
+
+
+def test_texts_with_and_without_a_grammar_are_decoded_together(letters):
+    plain, bound = ({"max_new_tokens": 6, "seed": seed} for seed in (1, 2))
+    wanted = letters.generate(PROMPT, **plain), letters.generate(PROMPT, regex=FORCED, **bound)
+    texts = [letters.request(PROMPT, **plain), letters.request(PROMPT, regex=FORCED, **bound)]
+    tokens = {text: [] for text in texts}
+    for text, piece in letters.decoder.run(texts, batch=2):
+        tokens[text] += piece.token_ids
+    assert [tokens[text] for text in texts] == [answer.token_ids for answer in wanted]

@@ -1,0 +1,91 @@
+"""JSON schemas: every answer validates, whatever the schema and the seed; a broken schema says where."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+from models import random_head, save_model, tokenizer
+from random_schemas import random_schema
+
+from treespec.errors import InputError
+from treespec.shaping.compiled import compiled
+from treespec.spec import Spec
+from treespec.target import Target
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    target = Target.load(str(save_model(tmp_path_factory.mktemp("target"))), dtype="float32")
+    return Spec(target, random_head(target), "2x4", "rrs-wo")
+
+
+def check(spec, seeds):
+    """Answers at temperature 1 to random schemas, each with its own seed; how many were complete."""
+    complete = 0
+    for seed in seeds:
+        schema = random_schema(seed)
+        answer = spec.generate([1, 5], json_schema=schema, temperature=1.0, seed=seed, max_new_tokens=450)
+        if not answer.stats.truncated:
+            complete += 1
+            checker = jsonschema.FormatChecker()
+            jsonschema.validate(json.loads(answer.text), schema, format_checker=checker)
+    return complete
+
+
+def test_answers_validate(spec):
+    assert check(spec, range(10)) >= 9
+
+
+@pytest.mark.slow
+def test_answers_to_a_thousand_random_schemas_validate(spec):
+    trees = ("auto", None), ("rrs-wo", "2x4"), ("traversal", "3x2"), ("topk", "dynamic:depth=3,topk=3,nodes=9")
+    for part, (verifier, tree) in enumerate(trees):
+        assert check(spec.configured(tree, verifier), range(250 * part, 250 * (part + 1))) >= 245
+
+
+def nested(schema):
+    return {"type": "object", "properties": {"a": {"type": "array", "items": {"properties": {"b/c": schema}}}}}
+
+
+BROKEN = [
+    (
+        "json_schema",
+        nested({"type": "strin"}),
+        "json_schema at #/properties/a/items/properties/b~1c: invalid type: strin",
+    ),
+    ("json_schema", {"properties": {"a": {"type": "string", "pattern": "("}}}, "at #/properties/a: unclosed group"),
+    (
+        "json_schema",
+        {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"items": {"minItems": "x"}}}},
+        "at #/$defs/a/items: expected positive integer for 'minItems'",
+    ),
+    ("json_schema", {"type": "array", "uniqueItems": True}, "at #: unimplemented keys"),
+    ("json_schema", '{"type":', "json_schema is no JSON: Expecting value: line 1 column 9"),
+    ("json_schema", 5, "json_schema is 5, must be an object"),
+    ("json_schema", False, "json_schema is false, which no answer satisfies"),
+    ("json_schema", {"const": float("nan")}, "cannot be written as JSON"),
+    ("regex", "[0-9]+(", "regex: unclosed group at character 7"),
+    ("regex", "(?=a)b", "regex: look-around, including look-ahead and look-behind, is not supported at character 1"),
+    ("regex", 5, "regex is 5, must be a string"),
+    ("grammar", 'start: "a" b', 'grammar: unknown name: "b" at line 1, column 8'),
+    ("grammar", 'start: "a"\nb: "c" (', "at line 2, column 9"),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "message"), BROKEN)
+def test_a_broken_grammar_is_refused_by_its_place(spec, kind, source, message):
+    with pytest.raises(InputError, match=re.escape(message)) as raised:
+        spec.generate([1, 5], **{kind: source})
+    assert "\n" not in str(raised.value)
+
+
+def test_grammars_for_targets_that_cannot_be_matched_are_refused_by_name(spec):
+    with pytest.raises(InputError, match="json_schema and regex are given: leave out all but one"):
+        spec.generate([1, 5], json_schema={}, regex="a")
+    with pytest.raises(InputError, match="the target has no tokenizer"):
+        compiled("regex", "a", None, 290, frozenset({2}))
+    with pytest.raises(InputError, match="needs a fast tokenizer"):
+        compiled("regex", "a", object(), 290, frozenset({2}))
+    with pytest.raises(InputError, match="needs a token that ends the answer"):
+        compiled("regex", "a", tokenizer(), 290, frozenset())

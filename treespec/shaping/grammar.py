@@ -1,0 +1,125 @@
+"""Answers by a grammar: each node of a tree gets the mask of its own path."""
+
+import math
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.errors import InputError
+from treespec.shaping.compiled import Grammar, compiled
+from treespec.target import Target
+from treespec.text.prefix import common_prefix
+
+MOST_FORCED = 64  # tokens of a forced chain: bounds the nodes of a forward
+
+
+@final
+class GrammarShaper:
+    """Forbids the tokens that a grammar does not allow after an answer.
+
+    One matcher walks the tree: it consumes the tokens down to a node and rolls back to the fork.
+    A node's mask is computed once a cycle, for the draft law and for the target's alike.
+
+    Masks of three paths below the answer `[`, for a list of digits:
+
+        [1      0-9 , ]
+        [1,     0-9
+        [1]     the end-of-sequence tokens
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar, self.matcher = grammar, grammar.matcher()
+        self.answer: list[int] = []  # what the matcher has consumed, and will not roll back
+        self.below: list[int] = []  # what it has consumed behind the answer
+        self.masks: dict[tuple[int, ...], bytes] = {}  # bits, by path below the answer
+
+    def begin(self, prompt: Sequence[int]) -> "GrammarShaper":
+        """One for another text. The grammar is of the answer alone, whatever the prompt."""
+        return GrammarShaper(self.grammar)
+
+    def shape(
+        self, answer: Sequence[int], paths: Sequence[Sequence[int]], logits: Tensor
+    ) -> Tensor:
+        """[N, V] logits with -inf for forbidden tokens.
+
+        The logits below a path that the grammar forbids stay: no text gets there. answer: only
+        grows. paths: token ids below it, one for each row of logits [N, V]. Raises InputError where
+        the matcher gives up.
+        """
+        # 1. The masks, in an order that moves the matcher little.
+        self._follow(answer)
+        wanted = [tuple(path) for path in paths]
+        for path in sorted(set(wanted) - self.masks.keys()):
+            self.masks[path] = self._mask(path)
+
+        # 2. Their bits, lowest first, as columns.
+        v = logits.shape[-1]
+        rows = np.frombuffer(b"".join([self.masks[path] for path in wanted]), dtype=np.uint8)
+        rows = rows.reshape(len(wanted), -1)[:, : -(-v // 8)]
+        bits = np.unpackbits(rows, axis=1, count=v, bitorder="little")
+        allowed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+        return logits.where(allowed, -math.inf)
+
+    def forced(self, answer: Sequence[int]) -> list[int]:
+        """The tokens that must follow the answer, as far as the grammar leaves no choice."""
+        self._follow(answer)
+        self._reach(())
+        forced: list[int] = self.matcher.compute_ff_tokens()[:MOST_FORCED]
+        ends = self.grammar.ends
+        if len(ends) == 1 and len(forced) < MOST_FORCED and self._reach(forced):
+            forced += ends if self.matcher.is_stopped() else ()
+        return forced
+
+    def _follow(self, answer: Sequence[int]) -> None:
+        """Let the matcher consume what the answer has grown by."""
+        if len(answer) == len(self.answer):
+            return
+        self._reach(())
+        self.masks.clear()
+        ends = self.grammar.ends
+        new = list(takewhile(lambda token: token not in ends, answer[len(self.answer) :]))
+        if self.matcher.validate_tokens(new) < len(new):
+            raise InputError(
+                "the answer has left its grammar: a verifier that is not lossless may do that; take "
+                "a lossless one"
+            )
+        self.matcher.consume_tokens(new)
+        self.answer = list(answer)
+
+    def _mask(self, path: tuple[int, ...]) -> bytes:
+        """The tokens allowed after a path, a bit each; all of them below a forbidden path."""
+        if not self._reach(path):
+            return b"\xff" * len(self.matcher.compute_bitmask())
+        mask = self.matcher.compute_bitmask()
+        if self.matcher.is_error():
+            reason = self.matcher.get_error().splitlines()[0]
+            raise InputError(f"the grammar is too complex for its matcher: {reason}")
+        return mask
+
+    def _reach(self, path: Sequence[int]) -> bool:
+        """Move the matcher to the end of a path; False where the grammar forbids one of its tokens.
+
+        The matcher consumes no end-of-sequence token: what stands below one is no part of a text.
+        """
+        common = common_prefix(self.below, path)
+        if common < len(self.below):
+            self.matcher.rollback(len(self.below) - common)
+            del self.below[common:]
+        for token in path[common:]:
+            absent = token < 0 or token in self.grammar.ends
+            if absent or not self.matcher.validate_tokens([token]):
+                return False
+            self.matcher.consume_token(token)
+            self.below.append(token)
+        return True
+
+
+def grammar_shaper(
+    target: Target, ends: frozenset[int], kind: str, source: object
+) -> GrammarShaper:
+    """The shaper of an answer. ends: the tokens that end it; the rest as for `compiled`."""
+    return GrammarShaper(compiled(kind, source, target.tokenizer, target.vocab_size, ends))

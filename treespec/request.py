@@ -79,7 +79,7 @@ def asked(options: Options) -> Asked:
     return Asked(params, _strings(options.get("stop", ())), most, _grammar(options))
 
 
-def _grammar(options: Options) -> tuple[str, object] | None:
+def _grammar(options: Mapping[str, object]) -> tuple[str, object] | None:
     asked_for = [(name, options[name]) for name in KINDS if options.get(name) is not None]
     if len(asked_for) > 1:
         names = " and ".join(name for name, _ in asked_for)

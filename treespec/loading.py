@@ -11,8 +11,7 @@ from treespec.demo.known import is_demo, own_head
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.fit.dtype import dtype_for, rates_of
 from treespec.draft.source import Source, source_for
-from treespec.draft.sources import source_of
-from treespec.draft.trained.kinds import KINDS
+from treespec.draft.sources import HEADS, source_of
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder
 from treespec.locks import alone_with
@@ -94,4 +93,4 @@ def calibration_of(source: Source, drafter: str) -> Calibration | None:
 def calibration_beside(drafter: str) -> Calibration | None:
     """The calibration beside the head that a drafter names. drafter: `kind:value`."""
     kind, _, value = drafter.partition(":")
-    return load_calibration(head_folder(value)) if kind in ("head", *KINDS) else None
+    return load_calibration(head_folder(value)) if kind in HEADS else None

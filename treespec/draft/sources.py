@@ -57,6 +57,7 @@ def draft_models(paths: str, target: Target) -> ModelProposer | SeveralModels:
     return models[0] if len(models) == 1 else SeveralModels(models)
 
 
+HEADS = ("head", *KINDS)  # kinds of drafters that name a trained head's directory
 # (value, target) -> a trained head, a proposer or a drafter
 SOURCES: dict[str, Callable[[str, Target], Head | Proposer | Drafter]] = {
     "head": trained_head,

@@ -214,17 +214,20 @@ class Decoder:
 
     def _verify(self, trees: list[TokenTree], logits: list[Tensor]) -> list[Verdict]:
         """A text that cannot be judged gets the error, and a verdict that nobody reads."""
-        texts, verdicts = self.rows.texts, list[Verdict]()
+        texts = self.rows.texts
         laws, generators = [text.law for text in texts], [text.generator for text in texts]
         judged = judge_all(self.verifier, trees, logits, laws, generators)
+        verdicts: list[Verdict] = []
         for text, verdict in zip(texts, judged, strict=True):
-            if isinstance(verdict, Exception):
-                text.error, verdict = verdict, UNREAD
+            failed = verdict if isinstance(verdict, Exception) else text.law.error
+            if isinstance(verdict, Exception) or failed:
+                text.error = failed
             elif max(verdict.tokens) >= self.target.vocab_size:
                 text.error = InputError(NOT_NUMBERS)
-            elif text.law.error:
-                text.error = text.law.error
-            verdicts.append(UNREAD if text.error else verdict)
+            else:
+                verdicts.append(verdict)
+                continue
+            verdicts.append(UNREAD)
         return verdicts
 
 

@@ -45,8 +45,7 @@ class Engine:
         self.batch, self.queue = whole("batch", batch, least=1), whole("queue", queue, least=0)
         self.decoder = self.spec.decoder
         with alone_with(self.decoder.models):
-            if self.decoder.drafter and self.decoder.drafter.timed:
-                self.spec.times()  # measured now, before requests wait for it
+            self.spec.measure(self.batch)
             known = columns is not None
             self.columns = whole("columns", columns, 1) if known else free_columns(spec.target)
 

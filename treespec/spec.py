@@ -1,7 +1,6 @@
 """The public API: `load` a target and a head, `generate` and `stream`."""
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
 from os import PathLike, fspath
 from typing import Unpack, cast, final, overload
 
@@ -11,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from treespec.decode import Decoder, Piece, Text
 from treespec.draft.calibration import Calibration
 from treespec.draft.default_tree import verifier_for
-from treespec.draft.fit.measure import times_for
-from treespec.draft.pace.times import Times
+from treespec.draft.fit.measure import measure_up_to, measured_times
+from treespec.draft.pace.times import Times, TimesBy
 from treespec.draft.proposer import Proposer
 from treespec.draft.source import Drafting, source_for
 from treespec.errors import InputError
@@ -58,17 +57,14 @@ class Spec:
         template: str | None = None,
         allow_lossy: bool = False,
         calibration: Calibration | None = None,
-        times: Times | Callable[[], Times] | None = None,
+        times: Times | TimesBy | None = None,
     ) -> None:
         self.target, self.template, self.calibration = target, template, calibration
         self.source = origin = source_for(source, target)
         named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         wanted = policy(tree) if isinstance(tree, str) else tree
         self.verifier = verifier_for(named, origin is not None and origin.law_per_draw, wanted)
-        measured = (lambda: times) if isinstance(times, Times) else times
-        self.times: Callable[[], Times] = measured or cache(
-            partial(times_for, target, self.proposer)
-        )
+        self.times: TimesBy = measured_times(target, self.proposer, times)
         drafter = origin.drafter(wanted, self.verifier, calibration, self.times) if origin else None
         self.policy = drafter.policy if drafter else wanted
         self.decoder = Decoder(target, drafter, self.verifier, origin.models if origin else ())
@@ -112,6 +108,12 @@ class Spec:
         """Decode a few tokens, so that first-time measuring is over."""
         self.generate([0] * 8, max_new_tokens=8)
 
+    def measure(self, batch: int) -> None:
+        """Measure now, before an answer's clock runs, what trees of up to `batch` texts cost."""
+        if self.decoder.drafter and self.decoder.drafter.timed:
+            with alone_with(self.decoder.models):
+                measure_up_to(batch, self.times)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, by `treespec.text.prompts.encode`. Raises InputError."""
         return encode(self.target, prompt, self.template)
@@ -119,18 +121,14 @@ class Spec:
     def request(
         self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
     ) -> Text:
-        """The decoder's request for a prompt; same seed, same answer.
-
-        Raises InputError for bad input.
-        """
+        """The decoder's request for a prompt; same seed, same answer. Raises InputError."""
         # 1. Options, and the generator of all draws.
         refuse_unknown(options, "seed")
         wanted = asked(options)
         generator = torch.Generator(device=self.target.output_device).manual_seed(seed_of(seed))
         with alone_with(self.decoder.models):
-            if self.decoder.drafter and self.decoder.drafter.timed:
-                self.times()  # measured now, before the answer's clock runs
             ids = self.encode(prompt)
+        self.measure(1)
 
         # 2. The prompt fits, and where the answer ends.
         room = self.target.context_length - len(ids)
@@ -145,7 +143,9 @@ class Spec:
         shapers = []
         if wanted.grammar:
             shapers.append(grammar_shaper(self.target, ends, *wanted.grammar))
-        return Text(ids, ending, generator, Stats(), Law(wanted.params, shapers))
+        law = Law(wanted.params, shapers)
+        law.seeded = seed is not None
+        return Text(ids, ending, generator, Stats(), law)
 
     def stream(
         self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
@@ -229,6 +229,7 @@ class Spec:
                 raise InputError(f"prompt {i} of {count}: {error}") from None
 
         # 3. Decode them together.
+        self.measure(at_once)
         pieces: dict[Text, list[Piece]] = {text: [] for text in texts}
         with self.decoder.lock:
             for text, piece in self.decoder.run(texts, at_once) if texts else ():

@@ -16,7 +16,7 @@ from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from treespec.draft.pace.times import Times
+    from treespec.draft.pace.times import TimesBy
 
 
 class Drafter(PerText, Protocol):
@@ -88,7 +88,7 @@ class Drafter(PerText, Protocol):
     def new(self) -> Self:
         """Another drafter with the same options and one text, of which it has observed nothing."""
 
-    def paced(self, times: "Callable[[], Times]") -> "Drafter":
+    def paced(self, times: "TimesBy") -> "Drafter":
         """As `new`, for a verifier that takes any tree. It drafts no more than pays, if it can.
 
         times: measures when it is called first.

@@ -4,7 +4,7 @@ A draft model, such as a trained head, is a `Proposer`; a `TreeDrafter` grows tr
 other sources are a `Drafter` already.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias, cast, final
 
@@ -13,7 +13,7 @@ from torch import nn
 from treespec.draft.calibration import Calibration
 from treespec.draft.default_tree import default_tree
 from treespec.draft.drafter import Drafter
-from treespec.draft.pace.times import Times
+from treespec.draft.pace.times import TimesBy
 from treespec.draft.pairing import check_given
 from treespec.draft.proposer import Proposer
 from treespec.draft.trained.kinds import KINDS
@@ -57,7 +57,7 @@ class Source(Protocol):
         tree: Policy | None,
         verifier: Verifier,
         calibration: Calibration | None,
-        times: Callable[[], Times],
+        times: TimesBy,
     ) -> Drafter:
         """A drafter for one text. tree: None is the default for the verifier.
 
@@ -98,7 +98,7 @@ class Model:
         tree: Policy | None,
         verifier: Verifier,
         calibration: Calibration | None,
-        times: Callable[[], Times],
+        times: TimesBy,
     ) -> Drafter:
         scheme, deepest = verifier.scheme, self.proposer.max_depth
         policy = tree or default_tree(
@@ -127,7 +127,7 @@ class WholeTrees:
         tree: Policy | None,
         verifier: Verifier,
         calibration: Calibration | None,
-        times: Callable[[], Times],
+        times: TimesBy,
     ) -> Drafter:
         if self.original.given:
             check_given(self.name, verifier, tree)

@@ -15,7 +15,7 @@ from treespec.draft.grow.grower import DraftModel, Grower, Means
 from treespec.draft.grow.growers import check_fit, new_grower
 from treespec.draft.grow.growth import Growth, grow_together, ungrown
 from treespec.draft.grow.shaped import grow_shaped, shape_drafts
-from treespec.draft.pace.times import Times
+from treespec.draft.pace.times import TimesBy
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.draft.vocabulary import in_target
 from treespec.shaping.law import Law
@@ -48,7 +48,7 @@ class TreeDrafter(Drafter):
         policy: Policy,
         scheme: Scheme,
         calibration: Calibration | None = None,
-        times: Callable[[], Times] | None = None,
+        times: TimesBy | None = None,
     ) -> None:
         model = DraftModel(
             several=proposer.law_per_draw,
@@ -75,7 +75,7 @@ class TreeDrafter(Drafter):
         # 1. Forced tokens, and texts that go without drafts this cycle.
         self.chains = [law.forced() for law in laws]
         pairs = zip(self.growers, laws, strict=True)
-        rests = [grower.rests(law.params) for grower, law in pairs]
+        rests = [grower.rests(law.params, law.company(len(laws))) for grower, law in pairs]
 
         # 2. A tree for each of the others.
         if all(rests):

@@ -26,10 +26,19 @@ class Law:
         self.params, self.shapers = params, tuple(shapers)
         self.answer: list[int] = []
         self.error: Exception | None = None
+        self.seeded = False  # whether the caller chose the seed of the draws
 
     @property
     def greedy(self) -> bool:
         return self.params.greedy
+
+    def company(self, texts: int) -> int:
+        """The number of texts for which trees are chosen, in a batch of this many.
+
+        Draws depend on the tree that they are made in. A caller who chooses their seed gets the same
+        answer in any batch, so those trees are chosen as if the text ran alone.
+        """
+        return 1 if self.seeded and not self.greedy else texts
 
     def grow(self, tokens: Sequence[int]) -> None:
         """The answer grew by these tokens."""
@@ -41,9 +50,12 @@ class Law:
 
         A shaper that knows them has a method `forced(answer)`.
         """
-        for shaper in self.shapers:
-            if forced := getattr(shaper, "forced", None):
-                return list(forced(self.answer))
+        try:
+            for shaper in () if self.error else self.shapers:
+                if forced := getattr(shaper, "forced", None):
+                    return list(forced(self.answer))
+        except Exception as error:
+            self.error = error
         return []
 
     def shape(self, paths: Sequence[Path], logits: Tensor) -> Tensor:

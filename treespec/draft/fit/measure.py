@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -19,25 +19,27 @@ from treespec.draft.grow.growth import Growth, grow_together
 from treespec.draft.grow.likeliest import best_of, likely
 from treespec.draft.grow.nodes import Nodes
 from treespec.draft.grow.static import grow_static
-from treespec.draft.pace.times import NODES, Times, kept_times, key
+from treespec.draft.pace.times import NODES, Times, TimesBy, alike, kept_times, key
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
 from treespec.files import remove_leftovers, write_json
 from treespec.packages import cache_folder
-from treespec.sampling import SamplingParams, TargetLaws, greedy_choice
-from treespec.target import Target
+from treespec.sampling import SamplingParams
+from treespec.shaping.law import Law
+from treespec.target import Target, TreeOutput
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.static import StaticTree, balanced, chain
 from treespec.trees.tree import TokenTree
 from treespec.verify.auto import Auto
 from treespec.verify.rrs_wo import RRSWithoutReplacement
+from treespec.verify.together import judge_all
 from treespec.verify.topk import TopK
-from treespec.verify.walk import follow
 
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and tokens that the last cycle committed
 DEEP = 5  # levels, at most
 WIDE = 6  # nodes of a wide level
 ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # rounds; after SECONDS they stop, but not before FEWEST
+ROUNDS_TOGETHER = 6  # of several texts
 DEAR = 6  # one-token forwards: measure no tree larger than the first that costs this much
 
 DRAWS, BINARY = RRSWithoutReplacement(), balanced(2, 2)
@@ -46,16 +48,38 @@ Act = Callable[[], object]
 Step = tuple[Act, Act]  # the act before it, as in decoding (it warms the caches), and the timed one
 
 
-def times_for(target: Target, proposer: Proposer | None, folder: Path | None = None) -> Times:
+def measured_times(
+    target: Target, proposer: Proposer | None, given: Times | TimesBy | None = None
+) -> TimesBy:
+    """Times by the number of texts that a cycle decodes together; measured when first asked for.
+
+    given: take these, whatever the number.
+    """
+    if isinstance(given, Times):
+        return lambda texts: given
+    measured = lru_cache(None)(lambda texts: times_for(target, proposer, texts=texts))
+    return given or (lambda texts: measured(alike(texts)))
+
+
+def measure_up_to(batch: int, times: TimesBy) -> None:
+    """Measure for each number of texts that a batch may shrink to."""
+    for texts in sorted({alike(texts) for texts in range(1, batch + 1)}):
+        times(texts)
+
+
+def times_for(
+    target: Target, proposer: Proposer | None, folder: Path | None = None, texts: int = 1
+) -> Times:
     """Times from the cache folder, or measured now, which takes a few seconds.
 
     proposer: None measures the target alone. folder: default treespec's in the user's cache.
+    texts: that a cycle decodes together.
     """
     folder = folder or cache_folder()
-    file = folder / f"times-{key(target, proposer)}.json"
+    file = folder / f"times-{key(target, proposer, texts)}.json"
     if (kept := kept_times(file)) is not None:
         return kept
-    times = measure(target, proposer)
+    times = measure(target, proposer, texts)
     with suppress(InputError):  # an unwritable cache: the next run measures again
         remove_leftovers(folder)
         write_json(file, asdict(times))
@@ -63,25 +87,29 @@ def times_for(target: Target, proposer: Proposer | None, folder: Path | None = N
 
 
 @torch.inference_mode()
-def measure(target: Target, proposer: Proposer | None) -> Times:
+def measure(target: Target, proposer: Proposer | None, texts: int = 1) -> Times:
     """Measure all of `Times`. proposer: None leaves the drafts at 0."""
-    # 1. A text, in the target's cache and observed by the proposer.
+    # 1. Equal texts, in the target's cache and observed by the proposer.
     # CONTEXT may exceed the target's context length.
     tokens = torch.arange(CONTEXT, device=target.output_device) % target.vocab_size
     cache = target.new_cache()
     taps = proposer.taps if proposer else ()
     features = target.prefill(cache, tokens[None], taps)[0]
+    cache.select([0] * texts)
     generator = torch.Generator(device=target.output_device).manual_seed(0)
 
-    forward = partial(target.forward_tree, cache)
+    forward = partial(forward_all, target, cache)
     between = partial(forward, path(4, tokens))
 
     # 2. Drafts of one level and of several, with one node a level and with many.
     deep = min(DEEP, proposer.max_depth or DEEP) if proposer else DEEP
     drafting: list[Step] = []
     if proposer:
-        proposer = proposer.new()
-        proposer.observe([features[:-1]], [tokens])
+        proposers = [proposer.new() for _ in range(texts)]
+        for new in proposers:
+            new.observe([features[:-1]], [tokens])
+        proposer = proposers[0]
+        proposer.join(proposers[1:])
         draft = partial(drafts, proposer, cache, features, tokens, generator)
         acts = [partial(draft, draws, depth) for draws in (None, 2, 1, 0) for depth in (1, deep)]
         drafting = [(between, act) for act in (*acts, partial(draft, None, deep, WIDE))]
@@ -108,11 +136,13 @@ def measure(target: Target, proposer: Proposer | None) -> Times:
     ]
     for tree, params in kinds:
         scored: Act = partial(forward, tree)
-        steps.append((scored, partial(judge, forward(tree).logits, cache, tree, params, generator)))
+        logits = forward(tree)[0].logits
+        steps.append((scored, partial(judge, logits, cache, tree, params, generator)))
     steps += drafting
 
     # 5. Time them all, and split levels into the first and each further one.
-    costs = fast_times(steps, target.output_device)
+    rounds = ROUNDS if texts == 1 else ROUNDS_TOGETHER
+    costs = fast_times(steps, target.output_device, rounds)
     forwards, rest = costs[: len(nodes)], costs[len(nodes) : len(nodes) + 4]
     draft_costs = costs[len(nodes) + 4 :] or [0.0] * 9
     further, of_one, of_deep = max(deep - 1, 1), draft_costs[:8:2], draft_costs[1:8:2]
@@ -147,7 +177,7 @@ def affordable(target: Target, cache: TreeCache, tokens: Tensor) -> tuple[int, .
     """The sizes of NODES up to the first whose forward costs DEAR one-node forwards."""
     seconds: list[float] = []
     for n in NODES:
-        forward = partial(target.forward_tree, cache, path(n, tokens))
+        forward = partial(forward_all, target, cache, path(n, tokens))
         seconds.append(fast_times([(forward, forward)], target.output_device, rounds=2)[0])
         if len(seconds) > 4 and seconds[-1] > DEAR * seconds[0]:
             break
@@ -161,17 +191,16 @@ def judge(
     params: SamplingParams,
     generator: torch.Generator,
 ) -> None:
-    """Verify a tree that is in the cache, commit up to three of its nodes, and rewind.
+    """Verify a tree that every text has in the cache, commit up to three of its nodes, and rewind.
 
     logits: [N, V].
     """
-    if params.greedy:
-        follow(tree, greedy_choice(logits))
-    else:
-        Auto()(tree, TargetLaws(logits, params), generator)
+    texts = len(cache.lengths)
+    law = Law(params)
+    judge_all(Auto(), [tree] * texts, [logits] * texts, [law] * texts, [generator] * texts)
     last = len(tree.tokens) - 1
-    cache.commit([sorted({0, last // 2, last})])
-    cache.rewind([CONTEXT])
+    cache.commit([sorted({0, last // 2, last})] * texts)
+    cache.rewind([CONTEXT] * texts)
 
 
 def drafts(
@@ -185,19 +214,23 @@ def drafts(
     width: int = 1,
 ) -> None:
     """Draft after observing a few new tokens. draws: as in `Times.levels`. width: nodes a level."""
-    proposer.rewind([CONTEXT - 1 - WAITING])
-    proposer.observe([features[-1 - WAITING : -1]], [tokens[-1 - WAITING :]])
-    (logits,) = proposer.begin(tokens[-1:], cache)
-    assert logits is not None
-    if draws is None:
-        growth = grow_wide(tokens[-1:], logits, depth, width)
-    else:
+    # 1. Observe the same tokens of each text.
+    texts = len(cache.lengths)
+    proposer.rewind([CONTEXT - 1 - WAITING] * texts)
+    proposer.observe([features[-1 - WAITING : -1]] * texts, [tokens[-1 - WAITING :]] * texts)
+
+    # 2. A tree for each.
+    growths = []
+    for logits in proposer.begin(tokens[-1:].expand(texts), cache):
+        assert logits is not None
+        if draws is None:
+            growths.append(grow_wide(tokens[-1:], logits, depth, width))
+            continue
         ranks = range(max(draws, 1))
         paths = tuple((0,) * level + (rank,) for level in range(depth) for rank in ranks)
-        tree = StaticTree(paths)
-        scheme = DRAWS if draws else TopK()
-        growth = grow_static(tokens[-1:], logits, tree, scheme, SamplingParams(1.0), generator)
-    grow_together(proposer, [growth])
+        tree, scheme, params = StaticTree(paths), DRAWS if draws else TopK(), SamplingParams(1.0)
+        growths.append(grow_static(tokens[-1:], logits, tree, scheme, params, generator))
+    grow_together(proposer, growths)
 
 
 def grow_wide(root: Tensor, logits: Tensor, depth: int, width: int) -> Growth:
@@ -214,6 +247,11 @@ def grow_wide(root: Tensor, logits: Tensor, depth: int, width: int) -> Growth:
         frontier = (first + best).tolist()
         logits = yield nodes.frontier(best, best // per_node)
     return nodes.tree()
+
+
+def forward_all(target: Target, cache: TreeCache, tree: TokenTree) -> list[TreeOutput]:
+    """The forward of a cycle in which every text has this tree."""
+    return target.forward_trees(cache, [tree] * len(cache.lengths))
 
 
 def path(nodes: int, tokens: Tensor) -> TokenTree:

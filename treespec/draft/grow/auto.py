@@ -12,7 +12,7 @@ from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.likeliest import grow_likeliest
 from treespec.draft.grow.settled import Shape, shape_for
 from treespec.draft.grow.static import grow_static
-from treespec.draft.pace.pace import Pace
+from treespec.draft.pace.pace import Pace, Paces
 from treespec.sampling import SamplingParams
 from treespec.trees.auto import AutoTree
 from treespec.verify.scheme import Scheme
@@ -21,20 +21,21 @@ from treespec.verify.topk import TopK
 
 @final
 class AutoGrower(Grower[AutoTree]):
-    """pace: what drafting brought to this text and costs; None before the first cycle."""
+    """paces: what drafting brought to this text and costs; None before the first cycle."""
 
     def __init__(self, policy: AutoTree, means: Means) -> None:
         super().__init__(policy, means)
-        self.pace: Pace | None = None
+        self.paces: Paces | None = None
 
     @staticmethod
     def fits(policy: AutoTree, scheme: Scheme, model: DraftModel) -> None:
         check_one_law(model)
         check_depth(policy.max_depth, model, "auto:depth=")
 
-    def rests(self, params: SamplingParams) -> bool:
+    def rests(self, params: SamplingParams, texts: int = 1) -> bool:
         """Where no tree is expected to be faster than one token at a time."""
-        pace = self.pace = self.pace or self._new_pace(params.temperature)
+        self.paces = self.paces or self._new_paces(params.temperature)
+        pace = self.paces.among(texts)
         if pace.idle:  # nothing was learned since it was last asked
             return pace.rests(pace.hope)
         shape = self._shape(pace, params)
@@ -49,8 +50,8 @@ class AutoGrower(Grower[AutoTree]):
         """The likeliest tokens level by level where that is faster, else a tree settled before
         anything is drafted.
         """
-        pace = self.pace
-        assert pace
+        assert self.paces
+        pace = self.paces.present
         shape = self._shape(pace, params)
         if shape.likeliest and pace.speed > shape.speed:
             return grow_likeliest(root, logits, self.policy, params, pace, self.means.calibration)
@@ -59,14 +60,14 @@ class AutoGrower(Grower[AutoTree]):
         return grow_static(root, logits, shape.tree, scheme, params, generator)
 
     def feedback(self, path: Sequence[int]) -> None:
-        if self.pace:
-            self.pace.settle(path)
+        if self.paces:
+            self.paces.present.settle(path)
 
-    def _new_pace(self, temperature: float) -> Pace:
+    def _new_paces(self, temperature: float) -> Paces:
         assert self.means.times
         known = self.means.calibration.rates if self.means.calibration else {}
         rates = nearest(known, max(temperature, COLDEST)) if known else None
-        return Pace(self.means.times(), rates)
+        return Paces(self.means.times, rates)
 
     def _shape(self, pace: Pace, params: SamplingParams) -> Shape:
         """The best of the trees whose shape is settled before anything is drafted."""

@@ -1,6 +1,6 @@
 """The seam of growers: each grows the trees of one text by one policy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from treespec.draft.calibration import Calibration
 from treespec.draft.grow.growth import Growth
-from treespec.draft.pace.times import Times
+from treespec.draft.pace.times import TimesBy
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
 from treespec.verify.scheme import Scheme
@@ -40,12 +40,12 @@ class Means:
 
     scheme: makes the draws.
     calibration: the head's acceptance rates, where it has any.
-    times: returns the measured seconds; called at the first cycle that needs them.
+    times: returns the measured seconds for a number of texts; called where a cycle needs them.
     """
 
     scheme: Scheme
     calibration: Calibration | None = None
-    times: Callable[[], Times] | None = None
+    times: TimesBy | None = None
 
     def scheme_at(self, params: SamplingParams) -> Scheme:
         """The scheme of a cycle: at temperature 0 the likeliest tokens, whatever the scheme."""
@@ -66,8 +66,11 @@ class Grower(Generic[P]):
         """Raises InputError for a scheme or draft model that the policy cannot be paired with."""
         raise NotImplementedError
 
-    def rests(self, params: SamplingParams) -> bool:
-        """Whether the text has no drafts in this cycle. Called once a cycle, before `grow`."""
+    def rests(self, params: SamplingParams, texts: int = 1) -> bool:
+        """Whether the text has no drafts in this cycle. Called once a cycle, before `grow`.
+
+        texts: that the cycle decodes together.
+        """
         return False
 
     def grow(

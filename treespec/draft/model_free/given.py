@@ -16,8 +16,8 @@ from torch import Tensor
 from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
 from treespec.draft.model_free.budget import part, rests
-from treespec.draft.pace.pace import Pace
-from treespec.draft.pace.times import Times
+from treespec.draft.pace.pace import Paces
+from treespec.draft.pace.times import TimesBy
 from treespec.shaping.law import Law
 from treespec.target import TreeOutput
 from treespec.trees.tree import Rows, TokenTree, root_only
@@ -58,12 +58,10 @@ class GivenDrafter(Drafter):
     taps: tuple[int, ...] = ()
     given = True
 
-    def __init__(
-        self, drafter: TextDrafter, name: str, times: Callable[[], Times] | None = None
-    ) -> None:
+    def __init__(self, drafter: TextDrafter, name: str, times: TimesBy | None = None) -> None:
         self.name, self.drafters, self.times = name, [drafter], times
         self.texts = [np.empty(0, dtype=np.int64)]  # [T] the observed tokens, by text
-        self.paces: list[Pace | None] = [None]
+        self.paces: list[Paces | None] = [None]
         self.resting = [False]  # whether a text goes without drafts this cycle
 
     @property
@@ -83,7 +81,7 @@ class GivenDrafter(Drafter):
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
         # 1. Texts that go without drafts this cycle.
-        self.resting = [self._rests(row) for row in range(len(roots))]
+        self.resting = [self._rests(row, law) for row, law in enumerate(laws)]
         trees = [root_only(root) for root in roots.split(1)]
         if all(self.resting):
             return trees
@@ -93,21 +91,21 @@ class GivenDrafter(Drafter):
             if self.resting[row]:
                 continue
             tree = self.drafters[row].draft(np.append(self.texts[row], root), generators[row])
-            if pace := self.paces[row]:
-                tree = part(tree, pace)
+            if paces := self.paces[row]:
+                tree = part(tree, paces.present)
             trees[row] = moved(tree, roots.device)
         return trees
 
-    def _rests(self, row: int) -> bool:
+    def _rests(self, row: int, law: Law) -> bool:
         if not self.times:
             return False
-        pace = self.paces[row] = self.paces[row] or Pace(self.times())
-        return rests(pace, self.drafters[row].widest)
+        paces = self.paces[row] = self.paces[row] or Paces(self.times)
+        return rests(paces.among(law.company(len(self.texts))), self.drafters[row].widest)
 
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
         for row, (path, out) in enumerate(zip(paths, outs, strict=True)):
-            if pace := self.paces[row]:
-                pace.settle(path)
+            if paces := self.paces[row]:
+                paces.present.settle(path)
             if not self.resting[row]:
                 self.drafters[row].settle(len(path), out)
 
@@ -123,7 +121,7 @@ class GivenDrafter(Drafter):
     def new(self) -> "GivenDrafter":
         return GivenDrafter(self.drafters[0].new(), self.name, self.times)
 
-    def paced(self, times: Callable[[], Times]) -> "GivenDrafter":
+    def paced(self, times: TimesBy) -> "GivenDrafter":
         """Another of its kind that drafts only what pays."""
         return GivenDrafter(self.drafters[0].new(), self.name, times)
 

@@ -16,7 +16,7 @@ from typing import final
 
 import numpy as np
 
-from treespec.draft.pace.times import Times
+from treespec.draft.pace.times import Times, TimesBy
 
 FORGET = 0.97  # weight of the cycles before, a cycle: texts change their manner
 FITTED, GUESSED = 4.0, 2.0  # acceptances that rates fitted on text, and rates guessed, count for
@@ -90,11 +90,17 @@ class Promise:
 class Pace:
     """Of one text. rates: how often the first, second, … child of a node is accepted; None where nobody knows."""
 
-    def __init__(self, times: Times, rates: tuple[float, ...] | None = None) -> None:
+    def __init__(
+        self,
+        times: Times,
+        rates: tuple[float, ...] | None = None,
+        trusts: tuple[Trust, Trust] | None = None,
+    ) -> None:
+        """trusts: in rates and in draft laws, where they were learned already."""
         self.times, self.rates = times, rates or GUESS
         self.forward = times.forward(times.nodes[-1])  # [M] seconds over 1, 2, … nodes
         weight = FITTED if rates else GUESSED
-        self.by_rates, self.by_law = Trust(weight), Trust(weight)
+        self.by_rates, self.by_law = trusts or (Trust(weight), Trust(weight))
         self.tokens = self.seconds = 0.0  # of cycles whose tree was chosen level by level
         self.idle, self.trials, self.trying = 0, 0, False
         self.hope = 0.0  # tokens a second that drafting was expected to reach when it began to rest
@@ -150,3 +156,29 @@ class Pace:
             self.seconds = FORGET * self.seconds + self.promise.seconds
         if path:
             self.trials = 0
+
+
+@final
+class Paces:
+    """The paces of one text, by the number of texts that its cycles decode together.
+
+    A forward over several texts costs less per text, and each further node more: with enough texts
+    drafting stops paying. So every number has times, a speed and rests of its own. How far promises
+    are kept depends on the text alone: that they share.
+
+    present: the pace of the cycle that runs.
+    """
+
+    def __init__(self, times: TimesBy, rates: tuple[float, ...] | None = None) -> None:
+        self.times, self.rates = times, rates
+        self.present = Pace(times(1), rates)
+        self._by_times = {self.present.times: self.present}
+
+    def among(self, texts: int) -> Pace:
+        """The pace of a cycle of this many texts. It becomes the present one."""
+        times = self.times(texts)
+        if times not in self._by_times:
+            trusts = self.present.by_rates, self.present.by_law
+            self._by_times[times] = Pace(times, self.rates, trusts)
+        self.present = self._by_times[times]
+        return self.present

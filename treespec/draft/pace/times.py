@@ -5,7 +5,7 @@ kept in a file.
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from treespec.target import Target  # transformers comes with it
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+MOST_TEXTS = 64  # that are measured together
 
 
 @dataclass(frozen=True)
 class Times:
-    """Measured costs of a cycle's parts, in seconds.
+    """Measured costs of a cycle's parts, in seconds: of one text, or of some number together.
 
-    target: the target's forward over a tree of `nodes` nodes, for each entry of `nodes`.
+    target: the target's forward over a tree of `nodes` nodes (of each text), for each entry of
+    `nodes`.
     begin, step: the first level of drafts, and each further one with one node, of trees chosen
     level by level.
     fixed, single, drawn: both of these for trees whose shape is settled before drafting: of the
@@ -81,6 +83,18 @@ class Times:
         return known[right - 1] + slope * (n - at[right - 1])
 
 
+TimesBy = Callable[[int], Times]  # the times of a cycle by the number of its texts
+
+
+def alike(texts: int) -> int:
+    """The number of texts that is measured in place of this one: the nearest power of two.
+
+    texts       1   2   3   4   5   6   7 … 11   12 … 22   over 45
+    measured    1   2   4   4   4   8   8         16        64
+    """
+    return min(1 << round(math.log2(texts)), MOST_TEXTS)
+
+
 def kept_times(file: Path) -> Times | None:
     """The times of an earlier run; None for a file that is missing, damaged or not understood."""
     try:
@@ -111,13 +125,14 @@ def seconds(values: Sequence[float], count: int) -> tuple[float, ...]:
     return found
 
 
-def key(target: "Target", proposer: Proposer | None) -> str:
+def key(target: "Target", proposer: Proposer | None, texts: int = 1) -> str:
     """A digest of everything that the times depend on: device (a processor with its features),
-    threads, versions, target and draft model.
+    threads, versions, target and draft model, and the number of texts.
     """
     device = target.output_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     model = target.config.to_json_string()
     parts = [str(device), name, torch.get_num_threads(), str(target.dtype), torch.__version__]
     parts += [target.layers, model, proposer.identity if proposer else None]
+    parts += [texts] if texts > 1 else []  # files of one text keep their names
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]

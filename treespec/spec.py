@@ -140,11 +140,8 @@ class Spec:
         own = templates.stops(self.template)
         ends, stop = self.target.eos | set(own.token_ids), (*wanted.stop, *own.strings)
         ending = Ending(self.target.tokenizer, ends, stop, min(wanted.max_new_tokens, room))
-        shapers = []
-        if wanted.grammar:
-            shapers.append(grammar_shaper(self.target, ends, *wanted.grammar))
-        law = Law(wanted.params, shapers)
-        law.seeded = seed is not None
+        shapers = [grammar_shaper(self.target, ends, *wanted.grammar)] if wanted.grammar else []
+        law = Law(wanted.params, shapers, seeded=seed is not None)
         return Text(ids, ending, generator, Stats(), law)
 
     def stream(

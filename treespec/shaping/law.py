@@ -22,11 +22,13 @@ class Law:
     logits stay as they are, until the decoder ends the text.
     """
 
-    def __init__(self, params: SamplingParams, shapers: Sequence[Shaper] = ()) -> None:
-        self.params, self.shapers = params, tuple(shapers)
+    def __init__(
+        self, params: SamplingParams, shapers: Sequence[Shaper] = (), seeded: bool = False
+    ) -> None:
+        """seeded: whether the caller chose the seed of the draws."""
+        self.params, self.shapers, self.seeded = params, tuple(shapers), seeded
         self.answer: list[int] = []
         self.error: Exception | None = None
-        self.seeded = False  # whether the caller chose the seed of the draws
 
     @property
     def greedy(self) -> bool:

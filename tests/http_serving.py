@@ -1,6 +1,7 @@
 """What tests of the server share: a tiny pair with a tokenizer, and a server of it on a free port."""
 
 import threading
+import time
 from contextlib import contextmanager
 
 import httpx
@@ -21,11 +22,22 @@ MESSAGES = [{"role": "user", "content": "the user asks"}]
 NAME = "tiny"
 
 
-def tiny_spec(tree="2x2", verifier="rrs", chat_template=None, context=256):
+def until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def tiny_spec(tree="2x2", verifier="rrs", chat_template=None, context=256, said=None):
+    """Its answers end by their limit alone. said: a text that many of its tokens stand for."""
     words = tokenizer()
+    if said:
+        words.add_tokens([f"{said}{i}" for i in range(80)])
     if chat_template:
         words.chat_template = chat_template
-    config = hf.LlamaConfig(**GROUPED | {"vocab_size": len(words), "max_position_embeddings": context})
+    endless = {"vocab_size": len(words), "max_position_embeddings": context, "eos_token_id": None}
+    config = hf.LlamaConfig(**GROUPED | endless)
     target = Target(random_model(config), words)
     return Spec(target, random_head(target), tree, verifier)
 

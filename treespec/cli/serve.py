@@ -52,7 +52,9 @@ class LimitOptions(CommandOptions):
     max_prompt: int | None = option(
         "most tokens of a prompt; default: the model's context", None, least=1, most=MANY
     )
-    max_samples: int = option("most answers of one request", 16, least=1, most=4096)
+    max_answers: int = option(
+        "most answers of a request: its prompts times n", 64, least=1, most=4096
+    )
     max_body: int = option("most bytes of a request", 4 << 20, least=1024, most=MANY)
     timeout: float = option("most seconds of a request", 600.0, above=0, most=MANY)
     grace: float = option(
@@ -96,7 +98,7 @@ def serve(config: ServeConfig) -> None:
         body=config.max_body,
         prompt=config.max_prompt,
         tokens=config.max_tokens,
-        samples=config.max_samples,
+        answers=config.max_answers,
         seconds=config.timeout,
     )
     engine = Engine(spec, batch=config.batch, queue=config.queue)

@@ -46,6 +46,7 @@ class Answers:
 
         seed: of the first answer; each further answer takes the next seed.
         """
+        self.state.check_answers(len(prompts), samples)
         try:
             for place, prompt in enumerate(prompts):
                 for sample in range(samples):
@@ -87,8 +88,11 @@ class Answers:
             while len(done) < len(self.answers):
                 arrival = await self._next()
                 if arrival and arrival[1] is None:
-                    if error := self.answers[arrival[0]].error:
-                        raise self.state.cut() if self.state.cut_off else failed(error)
+                    answer = self.answers[arrival[0]]
+                    if answer.error:
+                        raise self.state.cut() if self.state.cut_off else failed(answer.error)
+                    if answer.cancelled:
+                        raise ApiError(499, "the client left")
                     done.add(arrival[0])
                 yield arrival
         finally:

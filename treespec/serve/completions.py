@@ -16,6 +16,7 @@ from treespec.serve.options import options_of
 from treespec.serve.schema import CompletionRequest, TokenizeRequest
 from treespec.serve.state import State, state_of
 from treespec.serve.wire import Fields, end_of, events, heading, usage
+from treespec.text.prompts import well_formed
 
 router = APIRouter()
 
@@ -26,17 +27,12 @@ async def complete(request: Request, asked: CompletionRequest) -> Response:
     state = state_of(request)
     state.check_model(asked.model)
     options = options_of(state, asked)
+    if asked.suffix:
+        raise ApiError(400, "suffix is not taken: answers follow the prompt", "suffix")
     if asked.echo and asked.logprobs is not None:
         raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
     prompts = prompts_of(asked)
     samples = asked.n or 1
-    if len(prompts) * samples > state.limits.samples:
-        raise ApiError(
-            400,
-            f"{len(prompts)} prompts, n {samples} each: this server's limit is "
-            f"{state.limits.samples} answers a request",
-            "prompt",
-        )
     ids = await run_in_threadpool(_encoded, state, prompts)
 
     # 2. The answers.
@@ -61,10 +57,12 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> Fields:
         raise ApiError(400, "the target has no tokenizer")
     if asked.messages is not None:
         ids = await run_in_threadpool(messages.encoded, state.spec, asked.messages)
-    elif asked.prompt and asked.add_special_tokens:
-        (ids,) = await run_in_threadpool(_encoded, state, [asked.prompt])
     else:
-        ids = tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
+        try:
+            text = well_formed(asked.prompt or "", "the prompt")
+        except InputError as error:
+            raise refused(error, "prompt") from error
+        ids = tokenizer.encode(text, add_special_tokens=asked.add_special_tokens, verbose=False)
     length = state.spec.target.context_length
     return {"tokens": ids, "count": len(ids), "max_model_len": length}
 

@@ -54,7 +54,9 @@ class Guard:
     def _known(self, request: Request) -> bool:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         wanted = (self.state.api_key or "").encode()
-        return kind.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), wanted)
+        return kind.lower() == "bearer" and secrets.compare_digest(
+            key.strip().encode("latin-1"), wanted
+        )
 
 
 @final

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """prompt: tokens; None is the context. tokens, samples: of one request's answers.
+    """prompt: tokens; None is the context. tokens: of an answer. answers: of a request.
 
     body: bytes of a request. seconds: from the arrival of a request to the end of its answers.
     pages: answers on the page at a time; each has a cache of its own.
@@ -14,6 +14,6 @@ class Limits:
     body: int = 4 << 20
     prompt: int | None = None
     tokens: int = 4096
-    samples: int = 16
+    answers: int = 64
     seconds: float = 600.0
     pages: int = 2

@@ -16,9 +16,7 @@ COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as OpenAI's
 def options_of(state: State, request: ChatRequest | CompletionRequest) -> dict[str, Any]:
     """The options of one answer, without its seed. Raises ApiError for a limit of the server."""
     # 1. Limits.
-    limits, samples = state.limits, request.n or 1
-    if samples > limits.samples:
-        raise ApiError(400, f"n is {samples}, this server's limit is {limits.samples}", "n")
+    limits = state.limits
     name, tokens = most_tokens(request)
     if tokens is not None and tokens > limits.tokens:
         raise ApiError(400, f"{name} is {tokens}, this server's limit is {limits.tokens}", name)

@@ -1,8 +1,10 @@
 """Run the server until a signal ends it: answers get a while to finish, then they are cut off."""
 
 import asyncio
+import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import uvicorn
@@ -44,7 +46,20 @@ def serve(
     """Answer requests until SIGINT or SIGTERM. The caller closes the engine."""
     level = "info" if log else "warning"
     config = uvicorn.Config(app, log_level=level, access_log=log, server_header=False)
-    Server(config, state, grace).run(list(sockets))
+    with ended_by_signals():
+        Server(config, state, grace).run(list(sockets))
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Inside, uvicorn's own handlers end the server; the signals that it raises anew do nothing."""
+    ends = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(end, lambda *_: None) for end in ends]
+    try:
+        yield
+    finally:
+        for end, handler in zip(ends, before, strict=True):
+            signal.signal(end, handler)
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -156,6 +156,7 @@ class CompletionRequest(Sampled):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
+    suffix: str | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
 

@@ -58,6 +58,14 @@ class State:
         """Why answers were cut off that their client still waits for."""
         return ApiError(503, "the server shuts down", headers={"Retry-After": "10"})
 
+    def check_answers(self, prompts: int, samples: int) -> None:
+        """Raises ApiError for more answers than one request may ask for, or the engine holds."""
+        most = min(self.limits.answers, self.engine.batch + self.engine.queue)
+        if prompts * samples > most:
+            asked = f"n is {samples}" + (f" for {prompts} prompts" if prompts > 1 else "")
+            message = f"{asked}: this server's limit is {most} answers a request"
+            raise ApiError(400, message, "n" if samples > 1 else "prompt")
+
     def check_prompt(self, ids: Sequence[int], param: str) -> None:
         """Raises ApiError for a prompt beyond the context, or beyond this server's limit."""
         count, context, limit = len(ids), self.spec.target.context_length, self.limits.prompt

@@ -53,11 +53,11 @@ def test_running_streams_finish_and_new_requests_are_refused(spec):
 
 
 def test_what_runs_longer_than_the_grace_is_told_that_it_was_cut_off(spec):
-    with serving(spec, grace=0.2) as state, client(state) as http:
-        with http.stream("POST", "/v1/chat/completions", json=LONG) as stream:
-            until(lambda: state.engine.running)
-            state.server.should_exit = True
-            *_, last, done = events(stream)
+    path = "/v1/chat/completions"
+    with serving(spec, grace=0.2) as state, client(state) as http, http.stream("POST", path, json=LONG) as stream:
+        until(lambda: state.engine.running)
+        state.server.should_exit = True
+        *_, last, done = events(stream)
     assert json.loads(last)["error"]["message"] == "the server shuts down"
     assert done == "[DONE]"
 
@@ -70,7 +70,7 @@ def test_without_the_packages_one_line_says_what_to_install(monkeypatch, capsys)
 
 
 def test_an_address_that_is_taken_is_told():
-    with bound("127.0.0.1", 0) as taken, pytest.raises(InputError, match="cannot listen on .*--host and --port"):
+    with bound("127.0.0.1", 0) as taken, pytest.raises(InputError, match=r"cannot listen on .*--host and --port"):
         bound("127.0.0.1", taken.getsockname()[1])
 
 

@@ -84,6 +84,7 @@ ROOMS = {  # the rooms that each room may import
     "draft.fit": "ground shaping seams target decode model text trees "
     "heads verify draft draft.grow draft.pace draft.trained",
     "spec": "ground shaping seams target decode model text trees heads verify draft draft.fit draft.pace",
+    "serve": "ground spec target decode text",
     "train": "ground demo seams target model text heads draft.fit draft.trained spec",
     "train.regenerate": "ground shaping demo decode spec target text train",
     "train.toy": "ground",
@@ -230,6 +231,7 @@ def test_the_command_line_loads_nothing_heavy():
         "calibrate",
         "tree",
         "skip",
+        "serve",
         "bench",
         "certify",
         "generate",

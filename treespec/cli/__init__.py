@@ -22,6 +22,7 @@ from treespec.cli.export import export
 from treespec.cli.generate import generate
 from treespec.cli.quickstart import quickstart
 from treespec.cli.regenerate import regenerate
+from treespec.cli.serve import serve
 from treespec.cli.skip import skip
 from treespec.cli.trace import trace
 from treespec.cli.train import train
@@ -47,6 +48,7 @@ app.command()(calibrate)
 app.command()(tree)
 app.command()(certify)
 app.command()(skip)
+app.command()(serve)
 app.command()(export)
 app.command()(quickstart)
 app.add_typer(datastore, name="datastore")

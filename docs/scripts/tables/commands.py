@@ -22,6 +22,7 @@ EXAMPLES = {
     "calibrate": f"treespec calibrate {MODEL} --head heads/llama-8b",
     "tree": f"treespec tree {MODEL} --head heads/llama-8b --nodes 64 --out tree.json",
     "certify": f"treespec certify {MODEL} --head heads/llama-8b --out runs/certificate.json",
+    "serve": f"treespec serve {MODEL} --head heads/llama-8b --port 8000",
     "skip": f"treespec skip {MODEL} --text held-out.jsonl --out skip.json",
     "export": f"treespec export {MODEL} --head heads/llama-8b --to vllm --out exported",
     "datastore build": f"treespec datastore build {MODEL} --data sharegpt.jsonl --out store",

@@ -1,0 +1,69 @@
+"""What tests of the server share: a tiny pair with a tokenizer, and a server of it on a free port."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import transformers as hf
+import uvicorn
+from models import GROUPED, random_head, random_model, tokenizer
+
+from treespec.engine import Engine
+from treespec.serve.app import app_of
+from treespec.serve.limits import Limits
+from treespec.serve.metrics import Metrics
+from treespec.serve.run import Server, bound
+from treespec.serve.state import State
+from treespec.spec import Spec
+from treespec.target import Target
+
+MESSAGES = [{"role": "user", "content": "the user asks"}]
+NAME = "tiny"
+
+
+def until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def tiny_spec(tree="2x2", verifier="rrs", chat_template=None, context=256, said=None):
+    """Its answers end by their limit alone. said: a text that many of its tokens stand for."""
+    words = tokenizer()
+    if said:
+        words.add_tokens([f"{said}{i}" for i in range(80)])
+    if chat_template:
+        words.chat_template = chat_template
+    endless = {"vocab_size": len(words), "max_position_embeddings": context, "eos_token_id": None}
+    config = hf.LlamaConfig(**GROUPED | endless)
+    target = Target(random_model(config), words)
+    return Spec(target, random_head(target), tree, verifier)
+
+
+def state_of(spec, engine, **options):
+    limits = Limits(**{name: options.pop(name) for name in list(options) if hasattr(Limits, name)})
+    return State(spec, engine, NAME, limits, Metrics(engine), **options)
+
+
+@contextmanager
+def serving(spec, batch=4, queue=8, origins=(), grace=5.0, **options):
+    """A server in a thread of its own. Yields its state; `state.url` is its address."""
+    with Engine(spec, batch=batch, queue=queue) as engine:
+        state = state_of(spec, engine, **options)
+        listening = bound("127.0.0.1", 0)
+        config = uvicorn.Config(app_of(state, origins), log_level="error", access_log=False)
+        server = Server(config, state, grace)
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        state.url, state.server = f"http://127.0.0.1:{listening.getsockname()[1]}", server
+        try:
+            yield state
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def client(state, **options):
+    return httpx.Client(base_url=state.url, timeout=60, **options)

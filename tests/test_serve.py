@@ -1,0 +1,163 @@
+"""The server answers as the Python call does; OpenAI's client and curl, unchanged."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+
+import httpx
+import openai
+import pytest
+from http_serving import MESSAGES, NAME, client, serving, tiny_spec, until
+
+OPTIONS = {"seed": 3, "temperature": 0.9, "max_tokens": 20}
+SAME = {"seed": 3, "temperature": 0.9, "max_new_tokens": 20}
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return tiny_spec(context=2048)
+
+
+@pytest.fixture(scope="module")
+def server(spec):
+    with serving(spec) as state:
+        yield state
+
+
+@pytest.fixture(scope="module")
+def ai(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_the_same_seed_gives_the_text_of_the_python_call(ai, spec):
+    wanted = spec.generate(MESSAGES, **SAME)
+    answer = ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS)
+    assert answer.choices[0].message.content == wanted.text
+    assert (answer.choices[0].finish_reason, answer.model) == ("length", NAME)
+    for prompt in ("the user asks", spec.encode("the user asks")):
+        wanted = spec.generate(prompt, **SAME)
+        assert ai.completions.create(model=NAME, prompt=prompt, **OPTIONS).choices[0].text == wanted.text
+
+
+def test_a_stream_adds_up_to_the_whole_answer(ai, spec):
+    wanted = spec.generate(MESSAGES, **SAME)
+    counted = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS, **counted))
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    *begun, last, counts = chunks
+    assert begun[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content for chunk in begun) == wanted.text
+    assert (last.choices[0].finish_reason, counts.choices) == ("length", [])
+    assert len({chunk.id for chunk in chunks}) == 1
+    plain = ai.completions.create(model=NAME, prompt=spec.encode(MESSAGES), **OPTIONS, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in plain) == wanted.text
+
+
+def test_usage_is_that_of_the_python_call(ai, spec):
+    stats = spec.generate(MESSAGES, **SAME).stats
+    usage = ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS).usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (stats.prompt_tokens, stats.new_tokens)
+    assert usage.total_tokens == stats.prompt_tokens + stats.new_tokens
+    assert usage.completion_tokens_details.accepted_prediction_tokens == sum(stats.accepted)
+    assert usage.treespec == {
+        "accepted_draft_tokens": sum(stats.accepted),
+        "draft_tokens": sum(stats.drafted),
+        "cycles": stats.cycles,
+        "acceptance_length": round(stats.acceptance_length, 4),
+    }
+
+
+def test_samples_and_prompts_take_one_seed_after_another(ai, spec):
+    wanted = [spec.generate(MESSAGES, **SAME | {"seed": 3 + i}).text for i in range(3)]
+    answer = ai.chat.completions.create(model=NAME, messages=MESSAGES, n=3, **OPTIONS)
+    assert [choice.message.content for choice in answer.choices] == wanted
+    assert answer.usage.prompt_tokens == len(spec.encode(MESSAGES))
+    said = ["", "", ""]
+    for chunk in ai.chat.completions.create(model=NAME, messages=MESSAGES, n=3, stream=True, **OPTIONS):
+        said[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert said == wanted
+    ids = spec.encode(MESSAGES)
+    several = ai.completions.create(model=NAME, prompt=[ids, ids[:5]], n=2, **OPTIONS)
+    wanted = [spec.generate(p, **SAME | {"seed": 3 + i}).text for i, p in enumerate([ids, ids, ids[:5], ids[:5]])]
+    assert [choice.text for choice in several.choices] == wanted
+
+
+def test_many_clients_at_once_get_their_own_answers(server, spec):
+    async def all_of_them():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as ai:
+
+            async def ask(seed):
+                options = {"model": NAME, "messages": MESSAGES, **OPTIONS, "seed": seed}
+                if seed % 2:
+                    return (await ai.chat.completions.create(**options)).choices[0].message.content
+                stream = await ai.chat.completions.create(**options, stream=True)
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            return await asyncio.gather(*map(ask, range(12)))
+
+    wanted = [spec.generate(MESSAGES, **SAME | {"seed": seed}).text for seed in range(12)]
+    assert asyncio.run(all_of_them()) == wanted
+
+
+def test_a_stop_string_and_an_end_token_are_another_end_than_the_limit(ai, spec):
+    whole = spec.generate(MESSAGES, **SAME)
+    stop = whole.text[5:7]
+    answer = ai.chat.completions.create(model=NAME, messages=MESSAGES, stop=stop, **OPTIONS).choices[0]
+    assert (answer.message.content, answer.finish_reason) == (whole.text.partition(stop)[0], "stop")
+    exact = OPTIONS | {"max_tokens": len(spec.generate(MESSAGES, **SAME, stop=stop).token_ids)}
+    assert ai.chat.completions.create(model=NAME, messages=MESSAGES, stop=[stop], **exact).choices[0] == answer
+    ends = spec.target.eos
+    spec.target.eos = frozenset(whole.token_ids[-1:])
+    try:
+        assert ai.chat.completions.create(model=NAME, messages=MESSAGES, **OPTIONS).choices[0].finish_reason == "stop"
+    finally:
+        spec.target.eos = ends
+
+
+def test_a_client_that_leaves_frees_its_place(server):
+    body = {"messages": MESSAGES, "max_tokens": 2000, "temperature": 0, "stream": True}
+
+    def cancelled():
+        return server.metrics.registry.get_sample_value("treespec_answers_total", {"end": "cancelled"}) or 0
+
+    before = cancelled()
+    with client(server) as http:
+        with http.stream("POST", "/v1/chat/completions", json=body | {"n": 3}) as stream:
+            next(stream.iter_lines())
+            until(lambda: server.engine.running == 3)
+        until(lambda: server.engine.running == 0)
+        with pytest.raises(httpx.TimeoutException):
+            http.post("/v1/chat/completions", json=body | {"stream": False}, timeout=0.2)
+        until(lambda: server.engine.running == 0)
+    until(lambda: cancelled() == before + 4)
+
+
+def test_what_the_server_tells_of_itself(server, ai, spec):
+    assert [model.id for model in ai.models.list()] == [NAME]
+    assert ai.models.retrieve(NAME).max_model_len == 2048
+    with client(server) as http:
+        assert http.get("/health").json() == {"status": "ok", "model": NAME, "running": 0, "waiting": 0}
+        ids = http.post("/tokenize", json={"messages": MESSAGES}).json()
+        assert (ids["tokens"], ids["count"]) == (spec.encode(MESSAGES), len(spec.encode(MESSAGES)))
+        assert http.post("/tokenize", json={"prompt": "user"}).json()["tokens"] == spec.encode("user")
+        ai.completions.create(model=NAME, prompt="a", max_tokens=8)
+        lines = http.get("/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(values["treespec_completion_tokens_total"]) > 0
+    assert float(values["treespec_acceptance_length_count"]) >= 1
+    assert float(values["treespec_cycle_seconds_count"]) > 0
+    assert (values["treespec_waiting"], values["treespec_running"]) == ("0.0", "0.0")
+    assert 'treespec_requests_total{path="/v1/completions",status="200"}' in values
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+def test_curl_streams(server, spec):
+    body = json.dumps({"messages": MESSAGES, "stream": True, **OPTIONS})
+    command = ["curl", "-sN", f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
+    events = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert said == spec.generate(MESSAGES, **SAME).text

@@ -1,0 +1,182 @@
+"""What cannot be asked is refused by OpenAI's statuses, with the field's name, and takes nobody along."""
+
+import json
+import time
+
+import pytest
+from http_serving import MESSAGES, NAME, client, serving, tiny_spec, until
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LONG = {"messages": MESSAGES, "max_tokens": 4000, "temperature": 0}
+BAD = [  # path, body, status, param
+    (CHAT, {}, 400, "messages"),
+    (CHAT, [], 400, None),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": "hello"}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+    (CHAT, {"messages": [*MESSAGES, {"role": "usr", "content": "a"}]}, 400, "messages[1].role"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "messages"),
+    (CHAT, {"messages": MESSAGES, "model": "another"}, 404, "model"),
+    (CHAT, {"messages": MESSAGES, "temperature": "0"}, 400, "temperature"),
+    (CHAT, {"messages": MESSAGES, "temperature": -0.1}, 400, "temperature"),
+    (CHAT, {"messages": MESSAGES, "temperature": True}, 400, "temperature"),
+    (CHAT, {"messages": MESSAGES, "top_p": 0}, 400, "top_p"),
+    (CHAT, {"messages": MESSAGES, "top_k": 1.5}, 400, "top_k"),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens"),
+    (CHAT, {"messages": MESSAGES, "max_completion_tokens": 4097}, 400, "max_completion_tokens"),
+    (CHAT, {"messages": MESSAGES, "n": 65}, 400, "n"),
+    (CHAT, {"messages": MESSAGES, "n": "2"}, 400, "n"),
+    (CHAT, {"messages": MESSAGES, "seed": -1}, 400, "seed"),
+    (CHAT, {"messages": MESSAGES, "stop": 4}, 400, "stop"),
+    (CHAT, {"messages": MESSAGES, "stop": ["a", ""]}, 400, "stop"),
+    (CHAT, {"messages": MESSAGES, "stream": "yes"}, 400, "stream"),
+    (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"a": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": MESSAGES, "presence_penalty": 3}, 400, "presence_penalty"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 21}, 400, "top_logprobs"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, 400, "top_logprobs"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, 400, "response_format.type"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}}, 400, "messages"),
+    (COMPLETIONS, {}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": []}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": [3, "a"]}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": [3, 100000]}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    ("/tokenize", {}, 400, "prompt"),
+    ("/nothing", {}, 404, None),
+]
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return tiny_spec(context=4200)
+
+
+@pytest.fixture(scope="module")
+def server(spec):
+    with serving(spec) as state:
+        yield state
+
+
+@pytest.fixture
+def http(server):
+    with client(server) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), BAD)
+def test_a_bad_request_names_its_field(http, path, body, status, param):
+    answer = http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
+    assert error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_what_is_no_json_is_refused(http):
+    for content, kind in ((b"{", "application/json"), (b"{}", "text/plain"), (b"\xff", "application/json")):
+        answer = http.post(CHAT, content=content, headers={"Content-Type": kind})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_codes_are_those_of_openai(http):
+    def code(body):
+        return http.post(CHAT, json=body).json()["error"]["code"]
+
+    assert code({"messages": MESSAGES, "model": "another"}) == "model_not_found"
+    assert code({"messages": [{"role": "user", "content": "word " * 5000}]}) == "context_length_exceeded"
+
+
+def test_unknown_fields_are_ignored_and_null_is_absent(http):
+    strange = {"user": "me", "metadata": {"a": 1}, "nobody_knows": [], "stop": None, "n": None, "tools": None}
+    answer = http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2, **strange})
+    assert answer.status_code == 200
+    assert len(answer.json()["choices"]) == 1
+
+
+def test_a_failing_request_takes_no_others_along(http, spec):
+    wanted = spec.generate(MESSAGES, seed=1, temperature=1.0, max_new_tokens=60).text
+    body = {"messages": MESSAGES, "seed": 1, "max_tokens": 60, "stream": True}
+    said = ""
+    with http.stream("POST", CHAT, json=body) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                said += json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+            for path, bad, status, _ in BAD[:3]:
+                if len(said) % 5 == 0:
+                    assert http.post(path, json=bad).status_code == status
+    assert said == wanted
+
+
+def test_a_full_queue_is_429_and_says_when_to_come_back(spec):
+    with serving(spec, batch=1, queue=0) as state, client(state) as http:
+        with http.stream("POST", CHAT, json=LONG | {"stream": True}) as stream:
+            next(stream.iter_lines())
+            answer = http.post(CHAT, json=LONG)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert int(answer.headers["Retry-After"]) >= 1
+        until(lambda: not state.engine.running)
+        assert http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2}).status_code == 200
+        assert http.post(CHAT, json={"messages": MESSAGES, "n": 2}).json()["error"]["param"] == "n"
+
+
+def test_an_answer_that_takes_too_long_is_cut_off(spec):
+    with serving(spec, seconds=0.3) as state, client(state) as http:
+        started = time.monotonic()
+        answer = http.post(CHAT, json=LONG)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (504, "server_error")
+        with http.stream("POST", CHAT, json=LONG | {"stream": True}) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        assert "limit of 0.3 s" in json.loads(lines[-2][6:])["error"]["message"]
+        assert lines[-1] == "data: [DONE]"
+        assert time.monotonic() - started < 10
+        until(lambda: not state.engine.running)
+
+
+def test_a_key_guards_all_but_the_page_and_health(spec):
+    with serving(spec, api_key="sésame") as state, client(state) as http:
+        body = {"messages": MESSAGES, "max_tokens": 2}
+        for key in (None, "Bearer wrong", "Bearer", "Basic sésame"):
+            headers = {"Authorization": key.encode()} if key else {}
+            for path in (CHAT, COMPLETIONS, "/tokenize", "/cycles"):
+                answer = http.post(path, json=body, headers=headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert http.get("/v1/models", headers=headers).status_code == 401
+            assert http.get("/metrics", headers=headers).status_code == 401
+        assert http.get("/health").status_code == http.get("/").status_code == 200
+        assert http.post(CHAT, json=body, headers={"Authorization": "Bearer sésame".encode()}).status_code == 200
+
+
+def test_a_large_body_is_refused_whatever_its_headers_say(spec):
+    with serving(spec, body=2000) as state, client(state) as http:
+        body = json.dumps({"messages": [{"role": "user", "content": "a" * 4000}]}).encode()
+        headers = {"Content-Type": "application/json"}
+        assert http.post(CHAT, content=body, headers=headers).status_code == 413
+        parts = (body[at : at + 500] for at in range(0, len(body), 500))  # sent without a length
+        answer = http.post(CHAT, content=parts, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
+        assert http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2}).status_code == 200
+
+
+def test_pages_of_other_origins_may_not_call_unless_told(server, spec):
+    asked = {"Origin": "http://other.example", "Access-Control-Request-Method": "POST"}
+    allowed = "access-control-allow-origin"
+    with client(server) as http:
+        assert http.options(CHAT, headers=asked).status_code == 405
+        assert allowed not in http.get("/v1/models", headers=asked).headers
+    with serving(spec, origins=["http://other.example"]) as state, client(state) as http:
+        assert http.options(CHAT, headers=asked).headers[allowed] == "http://other.example"
+        assert allowed not in http.get("/v1/models", headers={"Origin": "http://third.example"}).headers
+
+
+def test_a_limit_of_prompts_is_told(spec):
+    with serving(spec, prompt=5) as state, client(state) as http:
+        answer = http.post(COMPLETIONS, json={"model": NAME, "prompt": [3] * 6})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert http.post(COMPLETIONS, json={"model": NAME, "prompt": [3] * 5, "max_tokens": 1}).status_code == 200

@@ -1,0 +1,111 @@
+"""Calls of tools come out of an answer's text, however it is cut into pieces, and nothing else does."""
+
+import json
+import random
+
+import httpx
+import pytest
+from http_serving import MESSAGES, client, serving, tiny_spec
+from models import CHAT, tokenizer
+
+from treespec.decode import Piece
+from treespec.serve.messages import encoded
+from treespec.serve.schema import Message, Tool
+from treespec.serve.tools import Call, Catcher, form_of
+
+HERMES = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
+LLAMA = '{% if tools %}{"name": f, "parameters": {}}{{ tools | tojson }}{% endif %}'
+MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[TOOL_CALLS]{% endif %}"
+WEATHER = Call("weather", '{"city": "Zürich"}')
+TIME = Call("time", "{}")
+CASES = [  # template, the model's text, what is shown of it, its calls
+    (HERMES, '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>', "", [WEATHER]),
+    (
+        HERMES,
+        'Let me see.\n<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call>\n'
+        '<tool_call>{"name": "time", "arguments": {}}</tool_call>',
+        "Let me see.\n",
+        [WEATHER, TIME],
+    ),
+    (HERMES, "a < b, and <tool_calm> is no call", "a < b, and <tool_calm> is no call", []),
+    (HERMES, "<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
+    (HERMES, "<tool_call>[1]</tool_call> and more", "<tool_call>[1]</tool_call> and more", []),
+    (LLAMA, '{"name": "weather", "parameters": {"city": "Zürich"}}', "", [WEATHER]),
+    (LLAMA, 'It is {"name": "weather", "parameters": {}}', 'It is {"name": "weather", "parameters": {}}', []),
+    (LLAMA, '{"a": 1}', '{"a": 1}', []),
+    (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Zürich"}}, {"name": "time", "arguments": {}}]',
+        "",
+        [WEATHER, TIME],
+    ),
+    (MISTRAL, 'Well.[TOOL_CALLS]weather[ARGS]{"city": "Zürich"}', "Well.", [WEATHER]),
+]
+
+
+def pieces_of(words, text, seed):
+    """The text as pieces of a few tokens, as an answer brings them."""
+    tokens, coins, at, before = words.encode(text, add_special_tokens=False), random.Random(seed), 0, ""
+    while at < len(tokens):
+        size = coins.randrange(1, 6)
+        upto = words.decode(tokens[: at + size], skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
+        yield Piece(upto[len(before) :], tokens[at : at + size], drafted=bool(seed % 2))
+        at, before = at + size, upto
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("template", "text", "shown", "calls"), CASES)
+def test_calls_and_text_part_wherever_pieces_end(template, text, shown, calls, special):
+    words = tokenizer()
+    if special:  # such as Mistral's, which leaves them out of the text
+        words.add_special_tokens({"extra_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]})
+    for seed in range(12):
+        catcher, said = Catcher(form_of(template), words), ""
+        for piece in pieces_of(words, text, seed):
+            said += catcher.show(piece)
+        rest, found = catcher.finish()
+        assert (said + rest, found) == (shown, calls)
+
+
+def test_a_template_without_tools_has_no_form():
+    assert form_of(CHAT) is None
+    catcher = Catcher(None, tokenizer())
+    assert catcher.show(Piece("<tool_call>", [5], drafted=False)) == "<tool_call>"
+    assert catcher.finish() == ("", [])
+
+
+def test_tools_calls_and_variables_reach_the_template():
+    spec = tiny_spec(
+        chat_template=HERMES + "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %};"
+        "{% endfor %}{{ 'thinks' if enable_thinking }}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zug"}'}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    ids = encoded(spec, [Message(**m) for m in messages], [Tool(**tool)], {"enable_thinking": True})
+    said = spec.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    tools, _, rest = said.partition("<tool_call>")
+    assert json.loads(tools) == [tool]
+    assert rest == "system:be\nbrief;assistant:weather=Zug;tool:rain;thinks"
+
+
+def test_a_choice_of_tools_is_kept_or_refused():
+    spec = tiny_spec(chat_template=HERMES + CHAT)
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    body = {"messages": MESSAGES, "tools": [tool], "max_tokens": 4, "seed": 1}
+    with serving(spec) as state, client(state) as http:
+
+        def ask(**more) -> httpx.Response:
+            return http.post("/v1/chat/completions", json=body | more)
+
+        with_tools = ask().json()["usage"]["prompt_tokens"]
+        assert ask(tool_choice="none").json()["usage"]["prompt_tokens"] == len(spec.encode(MESSAGES)) < with_tools
+        broken = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": "{"}}]}
+        refused = ask(messages=[*MESSAGES, broken])
+        assert refused.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
+        assert ask(tool_choice={"type": "other"}).json()["error"]["param"] == "tool_choice"

@@ -1,0 +1,1 @@
+"""The server: OpenAI's HTTP API over one engine, and a page to chat on."""

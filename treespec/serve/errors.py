@@ -1,0 +1,106 @@
+"""Errors as OpenAI's API writes them: a status, and `{"error": {message, type, param, code}}`."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from treespec.errors import InputError
+from treespec.text.printable import one_line
+
+log = logging.getLogger(__name__)
+
+KINDS = {429: "rate_limit_error"}  # the type of each status; the others by the hundred
+
+
+@final
+class ApiError(HTTPException):
+    """An error with its status. param: the request's field. code: one of OpenAI's, if any fits."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.param, self.code = param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return body_of(self.status_code, str(self.detail), self.param, self.code)
+
+
+def body_of(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    fields = {"message": one_line(message), "type": kind, "param": param, "code": code}
+    return {"error": fields}
+
+
+def refused(error: BaseException, param: str | None = None) -> ApiError:
+    """An input that treespec refuses is the request's fault."""
+    return ApiError(400, str(error), param)
+
+
+def failed(error: Exception) -> ApiError:
+    """An error amid an answer. People see the reason if it was written for them."""
+    if isinstance(error, InputError):
+        return ApiError(500, str(error))
+    log.error("an answer failed: %s: %s", type(error).__name__, error)
+    return ApiError(500, f"the answer failed ({type(error).__name__}): the server's log says more")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Every error of the application gets OpenAI's body."""
+
+    @app.exception_handler(HTTPException)
+    async def _told(request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error, ApiError):
+            return response(error)
+        status, message = error.status_code, str(error.detail)
+        if status in (404, 405):
+            message = f"Invalid URL ({request.method} {request.url.path})"
+        return response(ApiError(status, message, headers=error.headers))
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        return response(invalid(error.errors()))
+
+    @app.exception_handler(Exception)
+    async def _unexpected(_: Request, error: Exception) -> JSONResponse:
+        return response(failed(error))
+
+
+def response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status_code, dict(error.headers or {}))
+
+
+def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first of pydantic's errors, with the name of the field."""
+    first = errors[0]
+    param = name_of(first["loc"])
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
+    if param is None:
+        return ApiError(400, "the body must be a JSON object (Content-Type: application/json)")
+    if first["type"] == "missing":
+        return ApiError(400, f"Missing required parameter: '{param}'", param, "missing_parameter")
+    told = str(first["msg"]).removeprefix("Value error, ")
+    return ApiError(400, f"Invalid '{param}': {told}", param, "invalid_value")
+
+
+def name_of(place: Sequence[str | int]) -> str | None:
+    """`messages[1].content` for pydantic's place of an error; None for the whole body."""
+    name = ""
+    for part in place[1:]:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "constrained"):
+            name += f".{part}" if name else part
+    return name or None

@@ -1,0 +1,211 @@
+"""The page at `/`, and /cycles, which tells it an answer cycle by cycle.
+
+The page chooses verifier and tree for each answer, so it decodes with a `Spec` of its own over the
+engine's models; the two take turns, a cycle each.
+"""
+
+import base64
+import hashlib
+import re
+import time
+from collections.abc import AsyncIterator, Iterator
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from pydantic import Field
+
+from treespec.cycle import Cycle, explained, visible
+from treespec.names import drafting_names
+from treespec.options import LOSSY, TREE_FORMS, VERIFIERS, either
+from treespec.serve.errors import ApiError, refused
+from treespec.serve.messages import encoded
+from treespec.serve.schema import Body, Message
+from treespec.serve.state import State, state_of
+from treespec.serve.wire import Fields, events
+from treespec.spec import Spec
+from treespec.trace import trace
+
+router = APIRouter()
+TREES = list(TREE_FORMS.values())
+STAGES = ("draft", "target", "verify", "commit")  # of a cycle; head is a part of draft
+
+
+class PageRequest(Body):
+    """drafts: False decodes one token at a time. verifier, tree: None are the server's."""
+
+    messages: list[Message] = Field(min_length=1)
+    drafts: bool = True
+    verifier: str | None = None
+    tree: str | None = None
+    temperature: float = Field(0.0, ge=0, le=100)
+    max_tokens: int = Field(256, ge=1)
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
+
+
+@router.get("/")
+async def page() -> Response:
+    """The page runs its own script and style alone, and talks to this server alone."""
+    html, policy = _page()
+    headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+    return Response(html, media_type="text/html; charset=utf-8", headers=headers)
+
+
+@cache
+def _page() -> tuple[bytes, str]:
+    """The page and its Content-Security-Policy, which names script and style by their hashes."""
+    html = files("treespec.serve").joinpath("page.html").read_text("utf-8")
+
+    def hashed(tag: str) -> str:
+        (inner,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        return base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+
+    rules = [
+        "default-src 'none'",
+        f"script-src 'sha256-{hashed('script')}'",
+        f"style-src 'sha256-{hashed('style')}'",
+        *("connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"),
+        *("frame-ancestors 'none'", "require-trusted-types-for 'script'", "trusted-types 'none'"),
+    ]
+    return html.encode(), "; ".join(rules)
+
+
+@router.get("/cycles")
+async def setup(request: Request) -> Fields:
+    """What the page can choose from."""
+    state = state_of(request)
+    spec = state.spec
+    return {
+        "model": state.name,
+        "drafts": spec.source is not None,
+        "drafting": ", ".join(drafting_names(spec.source, spec.policy, spec.verifier)),
+        "verifiers": verifiers(state),
+        "trees": TREES,
+        "verifier": spec.verifier.name,
+        "tree": str(spec.policy) if spec.policy else None,
+        "max_tokens": state.limits.tokens,
+    }
+
+
+def verifiers(state: State) -> list[str]:
+    return [name for name in VERIFIERS if state.allow_lossy or name not in LOSSY]
+
+
+@router.post("/cycles")
+async def answer(request: Request, asked: PageRequest) -> Response:
+    # 1. What decodes, and what is asked of it.
+    state = state_of(request)
+    most = state.limits.tokens
+    if asked.max_tokens > most:
+        message = f"max_tokens is {asked.max_tokens}, this server's limit is {most}"
+        raise ApiError(400, message, "max_tokens")
+    # Other forms of trees may read files or take any amount of memory.
+    for name, known in (("verifier", verifiers(state)), ("tree", TREES)):
+        if (value := getattr(asked, name)) is not None and value not in known:
+            raise ApiError(400, f"{name} is {value!r:.40}, the page's are {either(known)}", name)
+    if state.pages >= state.limits.pages:
+        raise state.busy("as many answers as this server takes at a time are on pages already")
+    state.pages += 1
+
+    # 2. The first cycle: what cannot be asked shows before the answer begins.
+    try:
+        cycles = await run_in_threadpool(_cycles, state, asked)
+        first = await run_in_threadpool(next, cycles, None)
+    except BaseException as error:
+        state.pages -= 1
+        for_people = getattr(error, "exit_code", None) == 2
+        raise refused(error) if for_people else error from None
+    return events(_told(state, cycles, first))
+
+
+async def _told(state: State, cycles: Iterator[Fields], first: Fields | None) -> AsyncIterator:
+    """The cycles, until the answer ends or the page leaves."""
+    end = time.monotonic() + state.limits.seconds
+    try:
+        told = first
+        while told is not None:
+            yield told
+            if state.cut_off:
+                raise state.cut()
+            if time.monotonic() > end:
+                raise ApiError(504, f"the answer took longer than {state.limits.seconds:g} s")
+            told = await run_in_threadpool(next, cycles, None)
+    finally:
+        state.pages -= 1
+
+
+def _cycles(state: State, asked: PageRequest) -> Iterator[Fields]:
+    """What the page is told, a cycle each."""
+    # 1. The options and the parts.
+    prompt = encoded(state.spec, asked.messages)
+    state.check_prompt(prompt, "messages")
+    options: Any = {"temperature": asked.temperature, "max_new_tokens": asked.max_tokens}
+    options["seed"] = asked.seed
+    if not asked.drafts or state.spec.source is None:
+        return _plain(state.spec.baseline(), prompt, options)
+    spec = state.spec
+    if asked.verifier or asked.tree:
+        spec = spec.configured(asked.tree, asked.verifier or "auto", state.allow_lossy)
+    return _drafted(spec, prompt, options)
+
+
+def _drafted(spec: Spec, prompt: list[int], options: Any) -> Iterator[Fields]:
+    tokens, seconds = 0, 0.0
+    for cycle in trace(spec, prompt, **options):
+        tokens += cycle.new_tokens
+        seconds += sum(cycle.seconds[stage] for stage in STAGES)
+        yield figures(tokens, cycle.number, seconds) | {
+            "parts": parts_of(cycle),
+            "tree": {
+                "texts": [visible(text) for text in cycle.texts],
+                "parents": cycle.parents,
+                "q": cycle.q,
+                "p": cycle.p,
+                "path": cycle.path,
+                "own": {
+                    "at": cycle.own.at,
+                    "text": visible(cycle.own.text),
+                    "p": cycle.own.p,
+                    "q": cycle.own.q,
+                },
+                "explained": explained(cycle),
+            },
+        }
+
+
+def _plain(spec: Spec, prompt: list[int], options: Any) -> Iterator[Fields]:
+    stream = spec.stream(prompt, **options)
+    for piece in stream:
+        stats = stream.stats
+        seconds = stats.seconds["total"] - stats.seconds["prefill"]
+        part = {"text": piece.text, "drafted": False, "tokens": []}
+        yield figures(stats.new_tokens, stats.cycles, seconds) | {"parts": [part], "tree": None}
+
+
+def figures(tokens: int, cycles: int, seconds: float) -> Fields:
+    """seconds: of the cycles, without the prompt's prefill."""
+    rate = tokens / seconds if seconds > 0 else 0.0
+    return {"tokens": tokens, "cycles": cycles, "tau": tokens / max(cycles, 1), "rate": rate}
+
+
+def parts_of(cycle: Cycle) -> list[Fields]:
+    """The answer's new text, a part for each token.
+
+    Where a character spreads over tokens, its piece is one part with all of its tokens.
+    """
+    said: list[Fields] = [
+        {"text": cycle.texts[node], "p": cycle.p[node], "q": cycle.q[node]} for node in cycle.path
+    ]
+    said.append({"text": cycle.own.text, "p": cycle.own.p, "q": cycle.own.q})
+    parts: list[Fields] = []
+    for piece in cycle.answer:
+        tokens = said[: len(piece.token_ids)]
+        said = said[len(piece.token_ids) :]
+        alone = "".join(token["text"] for token in tokens) == piece.text
+        groups = [(token["text"], [token]) for token in tokens] if alone else [(piece.text, tokens)]
+        for text, group in groups:
+            shown = [token | {"text": visible(token["text"])} for token in group]
+            parts.append({"text": text, "drafted": piece.drafted, "tokens": shown})
+    return parts

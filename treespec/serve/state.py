@@ -1,0 +1,84 @@
+"""What all requests of a server share."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from fastapi import Request
+
+from treespec.engine import Engine
+from treespec.serve.errors import ApiError
+from treespec.serve.limits import Limits
+from treespec.serve.metrics import Metrics
+from treespec.spec import Spec
+
+
+@final
+@dataclass
+class State:
+    """spec: what the engine decodes with. name: the model's, in requests and answers.
+
+    temperature: of requests that name none. allow_lossy: whether the page may choose a lossy
+    verifier. pages: answers on pages that run. ending: whether the server shuts down. cut_off:
+    whether what still runs is cut off, too.
+    """
+
+    spec: Spec
+    engine: Engine
+    name: str
+    limits: Limits
+    metrics: Metrics
+    api_key: str | None = None
+    temperature: float = 1.0
+    started: int = field(default_factory=lambda: int(time.time()))
+    allow_lossy: bool = False
+    pages: int = 0
+    ending: bool = False
+    cut_off: bool = False
+
+    def check_model(self, named: str | None) -> None:
+        """Raises ApiError for another model's name."""
+        if named is not None and named != self.name:
+            raise ApiError(
+                404,
+                f"The model `{named:.200}` does not exist; this server has `{self.name}`",
+                "model",
+                "model_not_found",
+            )
+
+    def busy(self, message: str) -> ApiError:
+        """The queue is full: when it makes sense to try again."""
+        seconds = self.metrics.mean_seconds() * max(1, self.engine.waiting)
+        headers = {"Retry-After": str(min(60, max(1, math.ceil(seconds))))}
+        return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
+    def cut(self) -> ApiError:
+        """Why answers were cut off that their client still waits for."""
+        return ApiError(503, "the server shuts down", headers={"Retry-After": "10"})
+
+    def check_answers(self, prompts: int, samples: int) -> None:
+        """Raises ApiError for more answers than one request may ask for, or the engine holds."""
+        most = min(self.limits.answers, self.engine.batch + self.engine.queue)
+        if prompts * samples > most:
+            asked = f"n is {samples}" + (f" for {prompts} prompts" if prompts > 1 else "")
+            message = f"{asked}: this server's limit is {most} answers a request"
+            raise ApiError(400, message, "n" if samples > 1 else "prompt")
+
+    def check_prompt(self, ids: Sequence[int], param: str) -> None:
+        """Raises ApiError for a prompt beyond the context, or beyond this server's limit."""
+        count, context, limit = len(ids), self.spec.target.context_length, self.limits.prompt
+        if count >= context:
+            room = f"the model's context holds {context} with the answer"
+        elif limit is not None and count > limit:
+            room = f"this server takes {limit}"
+        else:
+            return
+        message = f"the prompt has {count} tokens, {room}: shorten it"
+        raise ApiError(400, message, param, "context_length_exceeded")
+
+
+def state_of(request: Request) -> State:
+    state: State = request.app.state.treespec
+    return state

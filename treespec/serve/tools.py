@@ -1,0 +1,178 @@
+"""Calls of tools in the text of an answer, by the form that the model's chat template teaches.
+
+<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>     Hermes, Qwen, SmolLM
+[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]              Mistral
+{"name": "f", "parameters": {"x": 1}}                           Llama 3
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from treespec.decode import Piece
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Call:
+    """arguments: JSON."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Form:
+    """mark: what a template of this form holds. opening: the text or special token at which calls
+    begin, anywhere in an answer, or with `at_start` at its start alone. parse: the calls from there
+    on; [] for none.
+    """
+
+    mark: str
+    opening: str
+    parse: Callable[[str], list[Call]]
+    at_start: bool = False
+
+
+def _objects(text: str) -> list[Any]:
+    """JSON values that follow each other, separated by spaces, commas or semicolons.
+
+    [] if anything else lies between.
+    """
+    decoder, values, at = json.JSONDecoder(), [], 0
+    while at < len(text):
+        if text[at] in " \t\r\n,;":
+            at += 1
+            continue
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return []
+        values += value if isinstance(value, list) else [value]
+    return values
+
+
+def _calls(values: list[Any]) -> list[Call]:
+    """[] unless every value is a call."""
+    calls = []
+    for value in values:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return []
+        arguments = value.get("arguments", value.get("parameters", {}))
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if not isinstance(arguments, str):
+            return []
+        calls.append(Call(value["name"], arguments))
+    return calls
+
+
+def _hermes(text: str) -> list[Call]:
+    calls: list[Call] = []
+    for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
+        several = _calls(_objects(body))
+        if not several:
+            return []
+        calls += several
+    return calls
+
+
+def _mistral(text: str) -> list[Call]:
+    calls: list[Call] = []
+    for part in text.split("[TOOL_CALLS]")[1:]:
+        name, marked, arguments = part.partition("[ARGS]")
+        values = _objects(arguments if marked else part)
+        named = [{"name": name.strip(), "arguments": value} for value in values]
+        calls += _calls(named if marked else values)
+    return calls
+
+
+def _llama(text: str) -> list[Call]:
+    return _calls(_objects(text.strip().removeprefix("<|python_tag|>")))
+
+
+FORMS = (
+    Form("<tool_call>", "<tool_call>", _hermes),
+    Form("[TOOL_CALLS]", "[TOOL_CALLS]", _mistral),
+    Form('"parameters"', "{", _llama, at_start=True),
+)
+
+
+def form_of(source: str) -> Form | None:
+    """The form that a template's source teaches."""
+    return next((form for form in FORMS if form.mark in source), None)
+
+
+@final
+class Catcher:
+    """Parts the pieces of an answer into text to show and calls.
+
+    form: None shows everything. Text from the opening on is held until the answer ends: only then
+    is it known to be calls.
+    """
+
+    def __init__(self, form: Form | None, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        self.form, self.tokenizer = form, tokenizer
+        self.opened, self.held, self.shown = False, "", 0
+        self.tokens: list[int] = []
+        added = tokenizer.get_added_vocab() if tokenizer and form else {}
+        self.opening_id = added.get(form.opening) if form else None
+
+    def show(self, piece: Piece) -> str:
+        """The text that may be shown once this piece is there."""
+        self.tokens += piece.token_ids
+        self.held += piece.text
+        border = self._border(self.form, piece) if self.form else len(self.held)
+        text, self.held = self.held[:border], self.held[border:]
+        self.shown += border
+        return text
+
+    def finish(self) -> tuple[str, list[Call]]:
+        """At the end of an answer: the text still to show, and the calls."""
+        if self.form is None or self.tokenizer is None or not self.opened:
+            return self.held, []
+        whole = self._text(self.tokens, special_too=True)
+        for special in self.tokenizer.all_special_tokens:
+            whole = whole.removesuffix(special)
+        at = 0 if self.form.at_start else whole.find(self.form.opening)
+        calls = self.form.parse(whole[at:])
+        if not calls:
+            return self.held, []
+        if self.opening_id not in self.tokens:
+            return "", calls
+        before = self._text(self.tokens[: self.tokens.index(self.opening_id)])
+        return before[self.shown :], calls
+
+    def _border(self, form: Form, piece: Piece) -> int:
+        """Characters of the held text before the opening, or before what may become it."""
+        # 1. Nothing is shown any more once calls have begun.
+        if self.opened or self.opening_id in piece.token_ids:
+            self.opened = True
+            return 0
+
+        # 2. The start of the answer decides.
+        if form.at_start:
+            begun = self.held.lstrip()
+            self.opened = begun.startswith(form.opening)
+            if begun and not self.opened:
+                self.form = None
+                return len(self.held)
+            return 0
+
+        # 3. Any place may be the opening's.
+        at = self.held.find(form.opening)
+        if at >= 0:
+            self.opened = True
+            return at
+        longest = min(len(form.opening) - 1, len(self.held))
+        ends = (size for size in range(longest, 0, -1) if self.held.endswith(form.opening[:size]))
+        return len(self.held) - next(ends, 0)
+
+    def _text(self, tokens: list[int], special_too: bool = False) -> str:
+        assert self.tokenizer
+        options: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=not special_too, **options))

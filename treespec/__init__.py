@@ -9,15 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from treespec.engine import Engine
     from treespec.errors import InputError
     from treespec.spec import Spec, load
 
     __version__: str
 
 # Imported when first asked for: the command line must not wait for torch.
-_LATER = {"load": "treespec.spec", "Spec": "treespec.spec", "InputError": "treespec.errors"}
+_LATER = {
+    "load": "treespec.spec",
+    "Spec": "treespec.spec",
+    "Engine": "treespec.engine",
+    "InputError": "treespec.errors",
+}
 
-__all__ = ["InputError", "Spec", "__version__", "load"]
+__all__ = ["Engine", "InputError", "Spec", "__version__", "load"]
 
 
 def __getattr__(name: str) -> object:

@@ -96,8 +96,7 @@ class Spec:
 
     def new(self) -> "Spec":
         """Another Spec with the same parts, for a second text at a time; no weights are copied."""
-        lossy_too = True  # the verifier was allowed once already
-        rest = (self.template, lossy_too, self.calibration, self.times)
+        rest = (self.template, True, self.calibration, self.times)  # True: it was allowed before
         return Spec(self.target, self.source, self.policy, self.verifier, *rest)
 
     def baseline(self) -> "Spec":

@@ -85,7 +85,7 @@ def drafts(
         ending = Ending(
             spec.target.tokenizer, spec.target.eos, wanted.stop, min(wanted.max_new_tokens, room)
         )
-        said[Text(prompt, ending, generator, Stats(), Law(wanted.params))] = []
+        said[Text(prompt, ending, generator, Stats(), Law(wanted.params, seeded=True))] = []
 
     # 2. Decode them together.
     ids: dict[Text, list[int]] = {text: [] for text in said}

@@ -10,9 +10,11 @@ from grammars import END, TOKENS, by_words, law_of_answers, letters_spec
 from scipy.stats import chi2
 from test_sequence_law import ERROR, chi_square
 
+from treespec.draft.sources import source_of
 from treespec.sampling import SamplingParams
 from treespec.shaping.compiled import compiled
 from treespec.shaping.grammar import GrammarShaper
+from treespec.spec import Spec
 from treespec.verify.registry import NAMES
 
 PROMPT = [0, 2, 1]
@@ -95,6 +97,16 @@ def test_forced_tokens_are_accepted_by_every_verifier(letters, verifier):
         stats = spec.generate(PROMPT, regex="(a|b)cabcab", temperature=1.0, seed=seed).stats
         assert stats.new_tokens == 6
         assert stats.cycles <= 2
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "lookahead:window=4,ngram=3,guesses=4", "jacobi:window=4"])
+def test_drafters_without_a_model_draft_below_forced_tokens(letters, drafter):
+    spec = Spec(letters.target, source_of(drafter, letters.target), verifier="topk")
+    answers = spec.generate([PROMPT, [2, 0, 3, 0, 3]], regex=f"({FORCED}){{3}}")
+    for prompt, answer in zip([PROMPT, [2, 0, 3, 0, 3]], answers, strict=True):
+        wanted = letters.baseline().generate(prompt, regex=f"({FORCED}){{3}}")
+        assert answer.token_ids == wanted.token_ids
+        assert answer.stats.cycles <= 10 < wanted.stats.cycles
 
 
 def test_an_answer_without_a_choice_takes_one_cycle(letters):

@@ -20,7 +20,7 @@ from treespec.loading import DeviceMap, calibration_of, default_head, load_sourc
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
 from treespec.request import BatchOptions, Options, asked, refuse_unknown, seed_of, seeds_of, whole
-from treespec.shaping.grammar import grammar_shaper
+from treespec.shaping.grammar import grammar_shapers
 from treespec.shaping.law import Law
 from treespec.shared_options import ModelOptions
 from treespec.stats import Stats
@@ -139,7 +139,8 @@ class Spec:
         own = templates.stops(self.template)
         ends, stop = self.target.eos | set(own.token_ids), (*wanted.stop, *own.strings)
         ending = Ending(self.target.tokenizer, ends, stop, min(wanted.max_new_tokens, room))
-        shapers = [grammar_shaper(self.target, ends, *wanted.grammar)] if wanted.grammar else []
+        tokens = (self.target.tokenizer, self.target.vocab_size, ends)
+        shapers = grammar_shapers(wanted.grammar, *tokens)
         law = Law(wanted.params, shapers, seeded=seed is not None)
         return Text(ids, ending, generator, Stats(), law)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -11,8 +11,6 @@ from torch import Tensor
 
 from treespec.errors import InputError
 from treespec.shaping.compiled import Grammar, compiled
-from treespec.target import Target
-from treespec.text.prefix import common_prefix
 
 MOST_FORCED = 64  # tokens of a forced chain: bounds the nodes of a forward
 
@@ -105,7 +103,8 @@ class GrammarShaper:
 
         The matcher consumes no end-of-sequence token: what stands below one is no part of a text.
         """
-        common = common_prefix(self.below, path)
+        pairs = zip(self.below, path, strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if common < len(self.below):
             self.matcher.rollback(len(self.below) - common)
             del self.below[common:]
@@ -118,8 +117,10 @@ class GrammarShaper:
         return True
 
 
-def grammar_shaper(
-    target: Target, ends: frozenset[int], kind: str, source: object
-) -> GrammarShaper:
-    """The shaper of an answer. ends: the tokens that end it; the rest as for `compiled`."""
-    return GrammarShaper(compiled(kind, source, target.tokenizer, target.vocab_size, ends))
+def grammar_shapers(
+    wanted: tuple[str, object] | None, tokenizer: Any, vocab_size: int, ends: frozenset[int]
+) -> list[GrammarShaper]:
+    """The shaper of what an answer must be, if anything. wanted: kind and source of a grammar."""
+    if wanted is None:
+        return []
+    return [GrammarShaper(compiled(*wanted, tokenizer, vocab_size, ends))]

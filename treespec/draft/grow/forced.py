@@ -1,34 +1,18 @@
-"""Forced tokens: those that a text's law leaves no choice about, as a chain above the drafted tree.
-
-A root r, the forced tokens a b, and a tree that was drafted below b:
-
-    r ─── a ─── b ─┬─ c        nodes 0 1 2 3 4
-                   └─ d
-"""
+"""Forced tokens: those that a text's law leaves no choice about, as a chain above the drafted tree."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import one_hot
 
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.static import stack, table
 from treespec.draft.proposer import Frontier
-from treespec.trees.tree import Drafts, Rows, TokenTree
+from treespec.trees.chain import hung_below
+from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.scheme import Scheme
-
-
-def in_drafts(
-    chain: Sequence[int], vocabulary: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """[n] the draft tokens of a chain; None where one of them is not in the draft vocabulary."""
-    tokens = torch.tensor(chain, dtype=torch.int64, device=device)
-    if vocabulary is None:
-        return tokens
-    places = torch.searchsorted(vocabulary, tokens).clamp_max(len(vocabulary) - 1)
-    return places if torch.equal(vocabulary[places], tokens) else None
 
 
 def with_chain(
@@ -38,37 +22,39 @@ def with_chain(
     scheme: Scheme,
     generator: torch.Generator,
 ) -> TokenTree:
-    """A tree with a chain above it.
+    """A tree with forced tokens above it (`treespec.trees.chain`).
 
-    root: [1] int64. tree: its root carries the chain's last token. scheme: of the tree's draws. A
-    forced token is its draw from a one-hot law, so every verifier answers it as any other draw.
+    A forced token is a draw from a one-hot law, so every verifier answers it as any other draw.
+    root: [1] int64. chain: n tokens; the tree's root carries the last one. scheme: of the draws.
     """
-    # 1. The chain's nodes come first.
-    n, device = len(chain), tree.tokens.device
-    nodes = torch.arange(n, device=device)
-    tokens = torch.cat([root.to(device), tree.tokens.new_tensor(chain[:-1]), tree.tokens])
-    parents = torch.cat([nodes - 1, tree.parents + n])
-    depth = torch.cat([nodes, tree.depth + n])
-    chained = pad(nodes[:, None] >= nodes, (0, len(tree.tokens)))
-    ancestors = torch.cat([chained, pad(tree.ancestors, (n, 0), value=True)])
+    # 1. Without laws, the children are a function of the text anyway.
+    hung = hung_below(root, chain, tree)
+    drafts = hung.drafts
+    if drafts is None:
+        return hung
 
-    # 2. Extra rows see the chain as they see the committed text.
-    rows = tree.rows
-    if rows:
-        seen = pad(rows.mask, (n, 0), value=True)
-        rows = Rows(rows.tokens, rows.depth + n, seen, rows.asked)
+    # 2. The draws at the chain's nodes.
+    q = one_hot(tree.tokens.new_tensor(chain), drafts.q.shape[-1]).to(drafts.q)  # [n, V]
+    q = q[:, None] if drafts.q.dim() == 3 else q
+    drawn = scheme.draw(q, 1, generator)
+    if drafts.draws.sure is not None and drawn.sure is None:
+        drawn = replace(drawn, sure=torch.zeros_like(drawn.tokens, dtype=torch.bool))
 
-    # 3. The draws at the chain's nodes, where the tree has draws.
-    drafts = tree.drafts
-    if drafts:
-        q = one_hot(tree.tokens.new_tensor(chain), drafts.q.shape[-1]).to(drafts.q)
-        q = q[:, None] if drafts.q.dim() == 3 else q
-        drawn = scheme.draw(q, 1, generator)
-        if drafts.draws.sure is not None and drawn.sure is None:
-            drawn = replace(drawn, sure=torch.zeros_like(drawn.tokens, dtype=torch.bool))
-        laws = table([q, drafts.q]) if q.dim() == 3 else torch.cat([q, drafts.q])
-        drafts = Drafts(torch.cat([nodes, drafts.nodes + n]), laws, stack([drawn, drafts.draws]))
-    return TokenTree(tokens, parents, depth, ancestors, drafts, rows)
+    # 3. They stand before the tree's.
+    nodes = torch.cat([torch.arange(len(chain), device=drafts.nodes.device), drafts.nodes])
+    laws = table([q, drafts.q]) if q.dim() == 3 else torch.cat([q, drafts.q])
+    return replace(hung, drafts=Drafts(nodes, laws, stack([drawn, drafts.draws])))
+
+
+def in_drafts(
+    chain: Sequence[int], vocabulary: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """[n] the draft tokens of a chain; None where one of them is not in the draft vocabulary [N]."""
+    tokens = torch.tensor(chain, dtype=torch.int64, device=device)
+    if vocabulary is None:
+        return tokens
+    places = torch.searchsorted(vocabulary, tokens).clamp_max(len(vocabulary) - 1)
+    return places if torch.equal(vocabulary[places], tokens) else None
 
 
 def below_chain(chain: Tensor, grow: Callable[[Tensor], Growth], logits: Tensor) -> Growth:

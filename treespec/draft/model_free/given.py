@@ -20,6 +20,7 @@ from treespec.draft.pace.pace import Paces
 from treespec.draft.pace.times import TimesBy
 from treespec.shaping.law import Law
 from treespec.target import TreeOutput
+from treespec.trees.chain import hung_below
 from treespec.trees.tree import Rows, TokenTree, root_only
 
 
@@ -63,6 +64,7 @@ class GivenDrafter(Drafter):
         self.texts = [np.empty(0, dtype=np.int64)]  # [T] the observed tokens, by text
         self.paces: list[Paces | None] = [None]
         self.resting = [False]  # whether a text goes without drafts this cycle
+        self.chains: list[list[int]] = [[]]  # forced tokens of this cycle, by text
 
     @property
     def timed(self) -> bool:
@@ -80,20 +82,24 @@ class GivenDrafter(Drafter):
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        # 1. Texts that go without drafts this cycle.
+        # 1. Forced tokens, and texts that go without drafts this cycle.
+        self.chains = [law.forced() for law in laws]
         self.resting = [self._rests(row, law) for row, law in enumerate(laws)]
-        trees = [root_only(root) for root in roots.split(1)]
-        if all(self.resting):
-            return trees
+        trees = []
+        for row, (root, chain) in enumerate(zip(roots.split(1), self.chains, strict=True)):
+            # 2. The tree below the root and its forced tokens, or the part that pays.
+            tree = root_only(root.new_tensor(chain[-1:]) if chain else root)
+            if not self.resting[row]:
+                text = np.concatenate([self.texts[row], root.cpu().numpy(), chain])
+                tree = self.drafters[row].draft(text.astype(np.int64), generators[row])
+                if paces := self.paces[row]:
+                    tree = part(tree, paces.present)
+                tree = moved(tree, roots.device)
 
-        # 2. The trees of the others, or the part of each that pays.
-        for row, root in enumerate(roots.tolist()):
-            if self.resting[row]:
-                continue
-            tree = self.drafters[row].draft(np.append(self.texts[row], root), generators[row])
-            if paces := self.paces[row]:
-                tree = part(tree, paces.present)
-            trees[row] = moved(tree, roots.device)
+            # 3. The forced tokens above it.
+            if chain:
+                tree = hung_below(root, chain, tree)
+            trees.append(tree)
         return trees
 
     def _rests(self, row: int, law: Law) -> bool:
@@ -104,10 +110,12 @@ class GivenDrafter(Drafter):
 
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
         for row, (path, out) in enumerate(zip(paths, outs, strict=True)):
+            above = len(self.chains[row])  # nodes that are not the drafter's
+            below = [node - above for node in path[above:]]
             if paces := self.paces[row]:
-                paces.present.settle(path)
+                paces.present.settle(below)
             if not self.resting[row]:
-                self.drafters[row].settle(len(path), out)
+                self.drafters[row].settle(len(below), replace(out, logits=out.logits[above:]))
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         new = [known[:-1].cpu().numpy() for known in tokens]

@@ -38,8 +38,7 @@ class Spec:
     """A target, a source of drafts, a tree policy and a verifier; without a source, the baseline.
 
     source: a `Source`, a trained head, a proposer or a drafter. tree: None is the default for the
-    verifier; a drafter that hands over whole trees takes none. times: measured on first use if
-    None.
+    verifier; a drafter that hands over whole trees takes none. times: None measures on first use.
 
     It decodes one text, or one batch, at a time. Threads may share it: `generate` waits for another
     thread's `generate`, and supersedes an open stream. For two streams at a time take `new`; Specs

@@ -40,7 +40,7 @@ FLOORS = {  # the files of rooms that hold more than one floor
     ),
     "identity": "demo",
     "target": "target",
-    **dict.fromkeys(("decode", "rows"), "decode"),
+    **dict.fromkeys(("decode", "rows", "texts", "logprobs", "recorded", "samples"), "decode"),
     **dict.fromkeys(
         (
             "spec",
@@ -53,6 +53,9 @@ FLOORS = {  # the files of rooms that hold more than one floor
             "engine",
             "cycle",
             "trace",
+            "telling",
+            "asking",
+            "several",
             "__init__",
             "__main__",
         ),
@@ -83,7 +86,7 @@ ROOMS = {  # the rooms that each room may import
     "draft.grow draft.model_free draft.models draft.pace draft.trained",
     "draft.fit": "ground shaping seams target decode model text trees "
     "heads verify draft draft.grow draft.pace draft.trained",
-    "spec": "ground shaping seams target decode model text trees heads verify draft draft.fit draft.pace",
+    "spec": "ground shaping seams target decode model text trees heads verify draft draft.fit draft.pace draft.trained",
     "serve": "ground spec target decode text",
     "train": "ground demo seams target model text heads draft.fit draft.trained spec",
     "train.regenerate": "ground shaping demo decode spec target text train",

@@ -18,6 +18,7 @@ from treespec.draft.sources import source_of
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.locks import alone_with
+from treespec.request import Options
 from treespec.spec import Spec
 
 TEXT = "the user asks"
@@ -46,14 +47,9 @@ def test_the_package_knows_its_names():
 @pytest.mark.parametrize("name", ["generate", "stream", "generate_all", "request"])
 def test_options_are_typed_by_name(name):
     options = signature(getattr(Spec, name)).parameters["options"].annotation
-    assert options.__args__[0].__annotations__.keys() == {
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "max_new_tokens",
-        "stop",
-    }
+    named = options.__args__[0].__annotations__.keys()
+    assert named == Options.__annotations__.keys()
+    assert named > {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop"}
 
 
 def test_a_spec_is_told_in_a_line(folder):

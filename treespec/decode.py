@@ -2,8 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from threading import RLock
 from typing import final
 
@@ -14,11 +12,14 @@ from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
 from treespec.errors import InputError, SupersededError
 from treespec.locks import alone_with
+from treespec.recorded import Recorded
 from treespec.rows import Rows, admitted
-from treespec.shaping.law import Law
-from treespec.stats import Stats, shared
+from treespec.shaping.law import Path, node_paths
+from treespec.stats import shared
 from treespec.target import Target
-from treespec.text.ending import Ending
+from treespec.texts import Piece as Piece
+from treespec.texts import Text as Text
+from treespec.texts import take
 from treespec.trees.tree import TokenTree, root_only
 from treespec.verify.together import judge_all
 from treespec.verify.walk import Verdict, Verifier
@@ -28,54 +29,6 @@ NOT_NUMBERS = (
     "the target's logits are not numbers (NaN): its weights are damaged, or its dtype is too narrow "
     "for it; try --dtype float32"
 )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Part of an answer. drafted: its tokens are accepted drafts; otherwise the target's own."""
-
-    text: str
-    token_ids: list[int]
-    drafted: bool
-
-
-@final
-@dataclass(eq=False)
-class Text:
-    """One request: the prompt, the answer's end, the generator of its draws, its counts, its law.
-
-    prompt: at least one token, and shorter than the context. committed: tokens whose keys and
-    values are in the cache. root: the token after them.
-    cancelled: set by any thread; the text leaves after the present cycle. error: what ended the
-    text before its time.
-    """
-
-    prompt: list[int]
-    ending: Ending
-    generator: torch.Generator
-    stats: Stats
-    law: Law
-    committed: list[int] = field(default_factory=list)
-    root: int = -1
-    cancelled: bool = False
-    error: Exception | None = None
-
-    @property
-    def columns(self) -> int:
-        """Positions of the cache that the text takes at most."""
-        return len(self.prompt) + self.stats.new_tokens + self.ending.left
-
-    @property
-    def ended(self) -> bool:
-        return self.cancelled or self.error is not None or self.ending.finished
-
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """An error in the block ends this text alone."""
-        try:
-            yield
-        except Exception as error:
-            self.error = error
 
 
 @final
@@ -175,7 +128,9 @@ class Decoder:
 
             # 3. Verify: an accepted path and one more token for each text.
             with shared(stats, "verify"):
-                verdicts = self._verify(trees, [out.logits for out in outs])
+                logits = [out.logits for out in outs]
+                verdicts = self._verify(trees, logits)
+                heard = self._heard(trees, logits)
 
             # 4. Cache, texts and drafter keep the paths.
             with shared(stats, "commit"):
@@ -195,16 +150,28 @@ class Decoder:
                     drafter.observe(features, tokens)
 
             # 5. Pieces of the answers.
-            for text, tree, verdict in zip(texts, trees, verdicts, strict=True):
+            answers: list[list[Piece]] = []
+            for text, tree, verdict, rows in zip(texts, trees, verdicts, logits, strict=True):
+                answers.append([])
                 if not text.ended:
                     with text.failing():
-                        pieces += [(text, piece) for piece in _take(text, tree, verdict)]
+                        answers[-1] = list(take(text, tree, verdict, rows))
+                pieces += [(text, piece) for piece in answers[-1]]
+
+        # 6. Those who listen hear of the cycle.
+        for row, told in heard.items():
+            listener = texts[row].listener
+            if listener and answers[row]:
+                with texts[row].failing():
+                    listener(Recorded(trees[row], *told, verdicts[row], answers[row]))
         return pieces
 
     def _draft(self, roots: Tensor) -> list[TokenTree]:
         if not self.drafter:
             return [root_only(root) for root in roots.split(1)]
         texts = self.rows.texts
+        for text in texts:
+            text.law.heard = {} if text.listener else None
         before, generators = self.drafter.forward_seconds, [text.generator for text in texts]
         laws, now = [text.law for text in texts], texts[0].stats.now
         trees = self.drafter.draft_trees(roots, laws, generators, self.cache, now)
@@ -230,6 +197,20 @@ class Decoder:
             verdicts.append(UNREAD)
         return verdicts
 
+    def _heard(
+        self, trees: list[TokenTree], logits: list[Tensor]
+    ) -> dict[int, tuple[Tensor, dict[Path, Tensor]]]:
+        """By row of a text with a listener: the target's shaped logits [N, V], and the drafts'.
+
+        A listener hears of the laws of this cycle, so they are shaped before the answer grows.
+        """
+        heard = {}
+        for row, text in enumerate(self.rows.texts):
+            if text.listener:
+                shaped = text.law.shape(node_paths(trees[row]), logits[row])
+                heard[row] = shaped, text.law.heard or {}
+        return heard
+
 
 def _rows(features: Tensor, nodes: list[int]) -> Tensor:
     """The features of accepted nodes. The first nodes need no copy, as without drafts and in chains.
@@ -238,17 +219,3 @@ def _rows(features: Tensor, nodes: list[int]) -> Tensor:
     """
     first = nodes == list(range(len(nodes)))
     return features[: len(nodes)] if first else features[nodes]
-
-
-def _take(text: Text, tree: TokenTree, verdict: Verdict) -> Iterator[Piece]:
-    """Pieces of a verdict up to the answer's end: accepted drafts, then the target's own token."""
-    drafted, drafted_words = text.ending.take(verdict.tokens[:-1])
-    own, own_words = text.ending.take(verdict.tokens[-1:])
-    text.stats.accepted.append(len(drafted) + len(own) - 1)
-    text.stats.new_tokens += len(drafted) + len(own)
-    text.stats.truncated = text.ending.truncated
-    text.stats.count_drafted(tree.depth.bincount()[1:].tolist())
-    if drafted:
-        yield Piece(drafted_words, drafted, drafted=True)
-    if own:
-        yield Piece(own_words, own, drafted=False)

@@ -1,16 +1,24 @@
 """The options of `generate` and `stream`: how an answer is drawn, and where it ends."""
 
 import difflib
-import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
+
+import numpy as np
 
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
+from treespec.shaping.bias import Bias
 from treespec.shaping.compiled import KINDS
+from treespec.shaping.options import real, shapers_of
+from treespec.shaping.options import whole as whole
+from treespec.shaping.processors import Processor
+from treespec.shaping.shaper import Shaper
+
+if TYPE_CHECKING:
+    from treespec.cycle import Cycle
 
 
 class Options(TypedDict, total=False):
@@ -18,9 +26,25 @@ class Options(TypedDict, total=False):
 
     max_new_tokens: at least 1, default 256. stop: a string, or a list of strings; any of them ends
     the answer.
+    min_tokens: before the answer has them no end token is sampled, and no stop string ends it.
+    ignore_eos: end tokens do not end the answer.
+
+    These change the logits, in this order, at every node of a tree by the node's own path; the text
+    has exactly the law of the changed logits (`treespec.shaping`):
+    logit_bias: {token id: added to its logit}; -inf forbids a token.
+    repetition_penalty: of the tokens of prompt and answer; 1 is off. presence_penalty,
+    frequency_penalty: of the answer's tokens, from -2 to 2; 0 is off (`treespec.shaping.penalties`).
+    logits_processor: a transformers `LogitsProcessor`, any function like one, a
+    `treespec.shaping.shaper.Shaper`, or a list of them. Each must be a function of its arguments.
     json_schema, regex, grammar: what the answer must be, at most one of them: a JSON schema as a
     dict or JSON text, a regular expression, or a grammar in llguidance's Lark. The answer ends
     where nothing may follow.
+
+    logprobs: give the log-probability of each token. top_logprobs: and of so many likeliest tokens
+    (`treespec.logprobs.TokenLogprob`).
+    chat_template_kwargs: variables for the chat template of messages, such as enable_thinking.
+    on_cycle: is called with each `treespec.cycle.Cycle` while the decoder waits; an error of it
+    ends the answer. For one prompt.
     """
 
     temperature: float
@@ -29,9 +53,20 @@ class Options(TypedDict, total=False):
     min_p: float
     max_new_tokens: int
     stop: str | Sequence[str]
+    min_tokens: int
+    ignore_eos: bool
+    logit_bias: Mapping[int, float]
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logits_processor: Processor | Shaper | Sequence[Processor | Shaper]
     json_schema: Mapping[str, object] | str | bool
     regex: str
     grammar: str
+    logprobs: bool
+    top_logprobs: int
+    chat_template_kwargs: Mapping[str, object]
+    on_cycle: "Callable[[Cycle], object]"
 
 
 class BatchOptions(Options, total=False):
@@ -58,25 +93,64 @@ def refuse_unknown(options: Mapping[str, object], *more: str) -> None:
 class Asked:
     """Checked options. stop: strings; any of them ends the answer.
 
-    grammar: what the answer must be: the option's name and its value; None: anything.
+    shapers: in order, none of which has begun. grammar: what the answer must be: the option's name
+    and its value; None: anything. top_logprobs: None where no log-probabilities are asked for.
     """
 
     params: SamplingParams
     stop: tuple[str, ...]
     max_new_tokens: int
-    grammar: tuple[str, object] | None = None
+    min_tokens: int
+    ignore_eos: bool
+    shapers: tuple[Shaper, ...]
+    grammar: tuple[str, object] | None
+    top_logprobs: int | None
+    chat_template_kwargs: Mapping[str, object]
+    on_cycle: "Callable[[Cycle], object] | None"
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token id among the biases, -1 without any."""
+        biases = [shaper for shaper in self.shapers if isinstance(shaper, Bias)]
+        return max((token for bias in biases for token in bias.tokens), default=-1)
 
 
 def asked(options: Options) -> Asked:
     """Raises InputError for an option of the wrong type or out of range."""
+    # 1. How tokens are drawn.
     params = SamplingParams(
-        temperature=_number("temperature", options.get("temperature", 0.0)),
+        temperature=real("temperature", options.get("temperature", 0.0)),
         top_k=whole("top_k", options.get("top_k", 0)),
-        top_p=_number("top_p", options.get("top_p", 1.0)),
-        min_p=_number("min_p", options.get("min_p", 0.0)),
+        top_p=real("top_p", options.get("top_p", 1.0)),
+        min_p=real("min_p", options.get("min_p", 0.0)),
     )
+
+    # 2. Where the answer ends.
     most = whole("max_new_tokens", options.get("max_new_tokens", 256), least=1)
-    return Asked(params, _strings(options.get("stop", ())), most, _grammar(options))
+    least = whole("min_tokens", options.get("min_tokens", 0), least=0)
+    if least > most:
+        raise InputError(f"min_tokens is {least}, must be at most max_new_tokens, {most}")
+    beyond, grammar = _flag("ignore_eos", options.get("ignore_eos", False)), _grammar(options)
+    if beyond and grammar:
+        raise InputError(
+            f"{grammar[0]} and ignore_eos are given: an end token ends the {grammar[0]}"
+        )
+
+    # 3. What it tells, and what the template is told.
+    tops = whole("top_logprobs", options.get("top_logprobs", 0), least=0)
+    told = _flag("logprobs", options.get("logprobs", False)) or tops > 0
+    return Asked(
+        params,
+        _strings(options.get("stop", ())),
+        most,
+        least,
+        beyond,
+        tuple(shapers_of(options)),
+        grammar,
+        tops if told else None,
+        _variables(options.get("chat_template_kwargs", {})),
+        _function("on_cycle", options.get("on_cycle")),
+    )
 
 
 def _grammar(options: Mapping[str, object]) -> tuple[str, object] | None:
@@ -85,6 +159,24 @@ def _grammar(options: Mapping[str, object]) -> tuple[str, object] | None:
         names = " and ".join(name for name, _ in asked_for)
         raise InputError(f"{names} are given: leave out all but one")
     return asked_for[0] if asked_for else None
+
+
+def _variables(given: object) -> Mapping[str, object]:
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InputError(f"chat_template_kwargs is {given!r:.40}, must be a dict of named values")
+    return given
+
+
+def _function(name: str, value: object) -> Callable[..., object] | None:
+    if value is not None and not callable(value):
+        raise InputError(f"{name} is {value!r:.40}, must be a function")
+    return value
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise InputError(f"{name} is {value!r:.40}, must be True or False")
+    return bool(value)
 
 
 def _strings(stop: object) -> tuple[str, ...]:
@@ -98,15 +190,6 @@ def _strings(stop: object) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def whole(name: str, value: object, least: int | None = None) -> int:
-    """Raises InputError for anything but a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InputError(f"{name} is {value!r:.40}, must be a whole number")
-    if least is not None and value < least:
-        raise InputError(f"{name} is {value}, must be at least {least}")
-    return int(value)
-
-
 def seed_of(value: object) -> int:
     """A seed that torch's generators take; None draws one. Raises InputError."""
     if value is None:
@@ -117,8 +200,11 @@ def seed_of(value: object) -> int:
     return seed
 
 
-def seeds_of(value: object, prompts: int) -> list[int | None]:
-    """A seed for each prompt, from the first prompt's seed or a list of them. Raises InputError."""
+def seeds_of(value: object, prompts: int, each: int = 1) -> list[int | None]:
+    """A seed for each prompt, from the first prompt's seed or a list of them. Raises InputError.
+
+    each: successive seeds that a prompt takes.
+    """
     if value is None:
         return [None] * prompts
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -129,13 +215,4 @@ def seeds_of(value: object, prompts: int) -> list[int | None]:
             )
         return list(value)
     first = whole("seed", value)
-    return [first + i for i in range(prompts)]
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise InputError(f"{name} is {value!r:.40}, must be a number")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf  # out of every range
+    return [first + i * each for i in range(prompts)]

@@ -93,6 +93,8 @@ class Rows:
             before = self.texts[0].committed
             common = common_prefix(text.prompt[:-1], before)
             keep = max(0, min(common, drafter.lengths[0] if drafter else common) - 1)
+            if text.samples and not text.samples.cache:
+                keep = 0  # its samples need all features of the prompt
             text.committed, self.texts = before[:keep], [text]
             self.cache.rewind([keep])
             if drafter:
@@ -127,8 +129,12 @@ class Rows:
         """
         text.root = text.prompt[-1]
         kept, taps = len(text.committed), drafter.taps if drafter else ()
-        text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), kept
+        samples, observed = text.samples, []
         with text.failing():  # such as memory that ran out
+            if samples and samples.cache and not kept:
+                samples.fill(cache, drafter)
+                text.committed, kept = text.prompt[:-1], len(text.prompt) - 1
+            text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), kept
             cache.reserve(len(text.prompt))
             for start in range(kept, len(text.prompt) - 1, STRETCH):
                 if text.cancelled:
@@ -136,8 +142,12 @@ class Rows:
                 tokens = torch.tensor(text.prompt[start : start + STRETCH + 1])
                 features = self.target.prefill(cache, tokens[None, :-1], taps)
                 text.committed = text.prompt[: start + len(tokens) - 1]
+                known = tokens.to(features.device)
                 if drafter:
-                    drafter.observe([features[0]], [tokens.to(features.device)])
+                    drafter.observe([features[0]], [known])
+                observed += [(features[0], known)] if samples else []
+            if samples:
+                samples.begin(cache, observed)
         return text.error is None
 
     def _select(self, rows: list[int]) -> None:

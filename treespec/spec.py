@@ -7,7 +7,8 @@ from typing import Unpack, cast, final, overload
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from treespec.decode import Decoder, Piece, Text
+from treespec.asking import texts_of
+from treespec.decode import Decoder
 from treespec.draft.calibration import Calibration
 from treespec.draft.default_tree import verifier_for
 from treespec.draft.fit.measure import measure_up_to, measured_times
@@ -19,16 +20,13 @@ from treespec.heads.head import Head
 from treespec.loading import DeviceMap, calibration_of, default_head, load_sources
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
-from treespec.request import BatchOptions, Options, asked, refuse_unknown, seed_of, seeds_of, whole
-from treespec.shaping.grammar import grammar_shaper
-from treespec.shaping.law import Law
+from treespec.request import BatchOptions, Options, asked, refuse_unknown, seed_of, whole
+from treespec.several import answers, requests_of, several_prompts
 from treespec.shared_options import ModelOptions
-from treespec.stats import Stats
-from treespec.stream import Output, Stream, output_of
+from treespec.stream import Output, Stream
 from treespec.target import Target
-from treespec.text import templates
-from treespec.text.ending import Ending
 from treespec.text.prompts import Arrays, Prompt, Prompts, Single, encode, prompts_of
+from treespec.texts import Text
 from treespec.trees.policy import policy
 from treespec.trees.shape import Policy
 from treespec.verify.registry import verifier_by_name
@@ -122,27 +120,21 @@ class Spec:
         self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
     ) -> Text:
         """The decoder's request for a prompt; same seed, same answer. Raises InputError."""
-        # 1. Options, and the generator of all draws.
-        refuse_unknown(options, "seed")
-        wanted = asked(options)
-        generator = torch.Generator(device=self.target.output_device).manual_seed(seed_of(seed))
-        with alone_with(self.decoder.models):
-            ids = self.encode(prompt)
-        self.measure(1)
+        return self.requests(prompt, 1, seed=seed, **options)[0]
 
-        # 2. The prompt fits, and where the answer ends.
-        room = self.target.context_length - len(ids)
-        if room < 1:
-            raise InputError(
-                f"the prompt has {len(ids)} tokens, the target's context holds "
-                f"{self.target.context_length}: shorten the prompt"
-            )
-        own = templates.stops(self.template)
-        ends, stop = self.target.eos | set(own.token_ids), (*wanted.stop, *own.strings)
-        ending = Ending(self.target.tokenizer, ends, stop, min(wanted.max_new_tokens, room))
-        shapers = [grammar_shaper(self.target, ends, *wanted.grammar)] if wanted.grammar else []
-        law = Law(wanted.params, shapers, seeded=seed is not None)
-        return Text(ids, ending, generator, Stats(), law)
+    def requests(
+        self, prompt: Prompt, n: int, *, seed: int | None = None, **options: Unpack[Options]
+    ) -> list[Text]:
+        """n requests for one prompt, for one decoder, which prefills it once. Raises InputError.
+
+        seed: of the first; each other one has the next.
+        """
+        refuse_unknown(options, "seed")
+        count, wanted, _ = whole("n", n, least=1), asked(options), seed_of(seed)
+        with alone_with(self.decoder.models):
+            ids = encode(self.target, prompt, self.template, wanted.chat_template_kwargs)
+        self.measure(1)
+        return texts_of(self.target, self.template, ids, wanted, seed, count)
 
     def stream(
         self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
@@ -157,81 +149,88 @@ class Spec:
         return Stream((piece for _, piece in self.decoder.run([text])), text.stats)
 
     @overload
-    def generate(self, prompt: Prompts, **options: Unpack[BatchOptions]) -> list[Output]: ...
-    @overload
-    def generate(self, prompt: Single, **options: Unpack[BatchOptions]) -> Output: ...
+    def generate(
+        self, prompt: Prompts, *, n: None = None, **options: Unpack[BatchOptions]
+    ) -> list[Output]: ...
     @overload
     def generate(
-        self, prompt: Arrays, **options: Unpack[BatchOptions]
+        self, prompt: Single, *, n: None = None, **options: Unpack[BatchOptions]
+    ) -> Output: ...
+    @overload
+    def generate(
+        self, prompt: Arrays, *, n: None = None, **options: Unpack[BatchOptions]
     ) -> Output | list[Output]: ...
+    @overload
+    def generate(
+        self, prompt: Prompts, *, n: int, **options: Unpack[BatchOptions]
+    ) -> list[list[Output]]: ...
+    @overload
+    def generate(
+        self, prompt: Single, *, n: int, **options: Unpack[BatchOptions]
+    ) -> list[Output]: ...
     def generate(
         self,
         prompt: Prompt | Prompts,
         *,
+        n: int | None = None,
         batch: int | None = None,
         seed: int | Sequence[int] | None = None,
         **options: Unpack[Options],
-    ) -> Output | list[Output]:
-        """The whole answer; for several prompts, the list of answers. prompt: see
-        `treespec.text.prompts`.
+    ) -> Output | list[Output] | list[list[Output]]:
+        """The answer; a list for several prompts. prompt: see `treespec.text.prompts`.
 
-        seed, options: as for `stream`; for several prompts as for `generate_all`. Threads that
+        n: as for `generate_all`, and seed and options too, or as for `stream`. Threads that
         generate wait for each other, and supersede an open stream of this Spec.
         """
-        refuse_unknown(options, "batch", "seed")
+        refuse_unknown(options, "n", "batch", "seed")
         if (several := prompts_of(prompt)) is not None:
-            return self.generate_all(several, batch=batch, seed=seed, **options)
-        if batch is not None:
-            whole("batch", batch, least=1)
-        stream = self.stream(cast(Prompt, prompt), seed=cast(int | None, seed), **options)
-        with self.decoder.lock:
-            for _ in stream:
-                pass
-        return stream.output
+            return self.generate_all(several, n=n, batch=batch, seed=seed, **options)
+        one, first = cast(Prompt, prompt), cast(int | None, seed)
+        texts = self.requests(one, 1 if n is None else n, seed=first, **options)
+        at_once = len(texts) if batch is None else whole("batch", batch, least=1)
+        self.measure(at_once)
+        outputs = answers(self.decoder, texts, at_once)
+        return outputs[0] if n is None else outputs
 
+    @overload
+    def generate_all(
+        self, prompts: Sequence[Prompt] | Arrays, *, n: None = None, **options: Unpack[BatchOptions]
+    ) -> list[Output]: ...
+    @overload
+    def generate_all(
+        self, prompts: Sequence[Prompt] | Arrays, *, n: int | None, **options: Unpack[BatchOptions]
+    ) -> list[Output] | list[list[Output]]: ...
     def generate_all(
         self,
         prompts: Sequence[Prompt] | Arrays,
         *,
+        n: int | None = None,
         batch: int | None = None,
         seed: int | Sequence[int] | None = None,
         **options: Unpack[Options],
-    ) -> list[Output]:
+    ) -> list[Output] | list[list[Output]]:
         """The answers to several prompts; one forward of the target serves a batch of them.
 
-        batch: prompts at a time, default all; the next prompt takes the place of an answered one.
-        seed: of the first prompt (the next prompt gets the next seed), or a list with one for each.
-        Each answer is the same as for its prompt alone with that seed, up to rounding. Raises
-        InputError for bad input, with the prompt's number.
+        n: give a list of n answers to each prompt, which is prefilled once. batch: answers at a
+        time, default all; the next one takes the place of a finished one.
+        seed: of the first answer (each next answer gets the next seed), or a list with one for each
+        prompt. Each answer is the same as for its prompt alone with that seed, up to rounding.
+        Raises InputError for bad input, with the prompt's number.
         """
         # 1. Options, before any prompt is blamed for them.
-        refuse_unknown(options, "batch", "seed")
+        refuse_unknown(options, "n", "batch", "seed")
         asked(options)
-        several = prompts_of(prompts)
-        if several is None and not (isinstance(prompts, list | tuple) and not prompts):
-            raise InputError(
-                "generate_all takes a list of prompts, and this is none: take generate for one "
-                "prompt"
-            )
-        several = several or []
-        count = len(several)
-        at_once = whole("batch", count if batch is None else batch, least=min(1, count))
+        each, several = whole("n", 1 if n is None else n, least=1), several_prompts(prompts)
+        most = len(several) * each
+        at_once = whole("batch", most if batch is None else batch, least=min(1, most))
 
-        # 2. A request for each prompt.
-        texts = []
-        for i, (prompt, own) in enumerate(zip(several, seeds_of(seed, count), strict=True), 1):
-            try:
-                texts.append(self.request(prompt, seed=own, **options))
-            except InputError as error:
-                raise InputError(f"prompt {i} of {count}: {error}") from None
-
-        # 3. Decode them together.
+        # 2. Decode them together.
+        texts = requests_of(self.requests, several, each, seed, options)
         self.measure(at_once)
-        pieces: dict[Text, list[Piece]] = {text: [] for text in texts}
-        with self.decoder.lock:
-            for text, piece in self.decoder.run(texts, at_once) if texts else ():
-                pieces[text].append(piece)
-        return [output_of(pieces[text], text.stats) for text in texts]
+        outputs = answers(self.decoder, texts, at_once)
+        if n is None:
+            return outputs
+        return [outputs[first : first + each] for first in range(0, most, each)]
 
 
 def load(

@@ -130,12 +130,12 @@ class TreeDrafter(Drafter):
     def _growth(
         self, row: int, root: Tensor, logits: Tensor, law: Law, generator: torch.Generator
     ) -> Growth:
-        """The growth of a text's tree, of logits that its law shapes.
+        """The growth of a text's tree, of logits that its law shapes and hears.
 
         root: [1] int64, the last forced token if there is one. logits: [1, N] below the text.
         """
         grower, params, chain = self.growers[row], law.params, self.chains[row]
-        if not law.shapers:
+        if not law.shapers and law.heard is None:
             return grower.grow(root, logits, params, generator)
         vocabulary, size = self.proposer.vocabulary, self.proposer.vocab_size
 

@@ -19,7 +19,9 @@ class Law:
 
     shapers: those of this text, which have begun with its prompt. answer: the committed tokens
     after the prompt. It is kept only for shapers. error: the first of a shaper; from then on the
-    logits stay as they are, until the decoder ends the text.
+    logits stay as they are, until the decoder ends the text. heard: the shaped draft logits of the
+    present cycle by path, where someone listens; None where nobody does. stuck: tokens of the
+    present cycle before the one at which every token is forbidden; None: there is none.
     """
 
     def __init__(
@@ -29,6 +31,8 @@ class Law:
         self.params, self.shapers, self.seeded = params, tuple(shapers), seeded
         self.answer: list[int] = []
         self.error: Exception | None = None
+        self.heard: dict[Path, Tensor] | None = None
+        self.stuck: int | None = None
 
     @property
     def greedy(self) -> bool:

@@ -1,11 +1,12 @@
 """The seam of logits that depend on the text: penalties, biases, grammars, any processor."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 
+@runtime_checkable
 class Shaper(Protocol):
     """Changes the logits after a text, before temperature, top-k and the rest; one object a text.
 

@@ -16,7 +16,8 @@ class Ending:
     """Decides token by token where a text ends. Later tokens are neither returned nor counted.
 
     A text ends with an end-of-sequence token (kept), with the token that completes a stop string
-    (kept, but the text ends before the string), or after max_new_tokens. A stop string that is a
+    (kept, but the text ends before the string), or after max_new_tokens. A stop string that is
+    complete before the text has `least` tokens is part of the text. A stop string that is a
     special token ends the text by its id. The pieces of text add up to `tokenizer.decode` without
     special tokens, however the tokens are grouped. One exception: byte-fallback tokens
     (SentencePiece) that never become a character may lose some of their replacement characters.
@@ -30,6 +31,7 @@ class Ending:
         eos: frozenset[int],
         stop: Sequence[str],
         max_new_tokens: int,
+        least: int = 0,
     ) -> None:
         if stop and tokenizer is None:
             raise InputError(
@@ -41,6 +43,7 @@ class Ending:
         special = [i for i, token in named.items() if token.special and token.content in stop]
         self.eos = eos | set(special)
         self.tokenizer, self.stop, self.left = tokenizer, tuple(stop), max_new_tokens
+        self.early = least - 1  # tokens before the first that may complete a stop string
         self.window: list[int] = []  # the last tokens, decoded together: text depends on its left
         self.border = 0  # tokens of the window up to the last complete character
         self.given = 0  # characters of the window's text that were returned
@@ -57,6 +60,7 @@ class Ending:
                 break
             kept.append(token)
             self.left -= 1
+            self.early -= 1
             ended = token in self.eos
             self.finished = ended or self.left <= 0
             text += self._cut(self._text(token))
@@ -89,7 +93,7 @@ class Ending:
         """Cut at a stop string; hold back what may become one."""
         text = self.held + text
         found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
-        if found:
+        if found and self.early < 0:
             self.finished = self.stopped = True
             self.held = ""
             return text[: min(found)]

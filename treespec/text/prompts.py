@@ -15,7 +15,7 @@ one prompt is expected, a tensor, an array or a BatchEncoding may hold it as its
 else is an InputError that names it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard, cast
 
@@ -39,8 +39,16 @@ Prompts: TypeAlias = (
 TAKEN = "a prompt is text, messages or token ids"
 
 
-def encode(target: "Target", prompt: Prompt, template: templates.Template = None) -> list[int]:
-    """The token ids of one prompt. Raises InputError for an empty prompt, and for anything else."""
+def encode(
+    target: "Target",
+    prompt: Prompt,
+    template: templates.Template = None,
+    variables: Mapping[str, object] | None = None,
+) -> list[int]:
+    """The token ids of one prompt. Raises InputError for an empty prompt, and for anything else.
+
+    variables: of the chat template, for messages.
+    """
     given: object = prompt
     if (several := prompts_of(prompt)) is not None:
         if len(several) != 1 or isinstance(prompt, Sequence):
@@ -49,7 +57,7 @@ def encode(target: "Target", prompt: Prompt, template: templates.Template = None
                 f"{held} where one prompt is taken: use generate or generate_all for several"
             )
         given = several[0]
-    ids = _encoded(target, given, template)
+    ids = _encoded(target, given, template, variables)
     if not ids:
         raise InputError("the prompt is empty: give text, messages or token ids")
     if bad := [token for token in ids if not 0 <= token < target.vocab_size]:
@@ -69,7 +77,12 @@ def prompts_of(given: object) -> list[Prompt] | None:
     return cast(list[Prompt], list(given)) if holds_prompts else None
 
 
-def _encoded(target: "Target", given: object, template: templates.Template) -> list[int]:
+def _encoded(
+    target: "Target",
+    given: object,
+    template: templates.Template,
+    variables: Mapping[str, object] | None,
+) -> list[int]:
     """Token ids, which may lie outside the vocabulary."""
     if isinstance(given, torch.Tensor | np.ndarray):
         return _tokens(_integers(given).tolist())  # a masked array holds None
@@ -88,7 +101,9 @@ def _encoded(target: "Target", given: object, template: templates.Template) -> l
             well_formed(given, "the prompt"), verbose=False
         )
         return text_ids
-    return templates.encode(target.tokenizer, _messages(given), template)
+    return templates.encode(
+        target.tokenizer, _messages(given), template, chat_template_kwargs=variables
+    )
 
 
 def _tokens(given: Sequence[object]) -> list[int]:

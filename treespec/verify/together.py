@@ -31,14 +31,26 @@ def judge_all(
         if row in verdicts:
             continue
         try:
-            rows = TreeLogits(law, tree, logits[row]) if law.shapers else logits[row]
-            if law.greedy:
-                verdicts[row] = follow_by_step(tree, partial(_choice, rows))
-            else:
-                verdicts[row] = verifier(tree, TargetLaws(rows, law.params), generators[row])
+            verdicts[row] = _judged(verifier, tree, logits[row], law, generators[row])
         except Exception as error:  # of this text's law or verdict; the others go on
             verdicts[row] = error
     return [verdicts[row] for row in range(len(trees))]
+
+
+def _judged(
+    verifier: Verifier, tree: TokenTree, logits: Tensor, law: Law, generator: torch.Generator
+) -> Verdict:
+    """A text's verdict; the law learns where it forbids every token. logits: [N, V]."""
+    if not law.shapers:
+        return verifier(tree, TargetLaws(logits, law.params), generator)
+    rows = TreeLogits(law, tree, logits)
+    if law.greedy:
+        verdict = follow_by_step(tree, partial(_choice, rows))
+    else:
+        verdict = verifier(tree, TargetLaws(rows, law.params), generator)
+    path = [0, *verdict.path]
+    law.stuck = next((at for at, node in enumerate(path) if node in rows.forbidden), None)
+    return verdict
 
 
 def _choice(logits: Logits, node: int) -> int:

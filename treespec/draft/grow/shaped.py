@@ -59,6 +59,9 @@ def shape_drafts(
 
     # 2. The same shapers as the target's, then the draft tokens alone.
     shaped = law.shape(each, whole)
+    if law.heard is not None:
+        by_path = shaped.view(*logits.shape[:-1], -1)
+        law.heard.update(zip(paths, by_path, strict=True))
     if vocabulary is not None:
         shaped = shaped[:, vocabulary]
     empty = shaped.amax(-1, keepdim=True) == -torch.inf

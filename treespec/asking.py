@@ -1,0 +1,80 @@
+"""A prompt and its options become a text for the decoder."""
+
+import torch
+
+from treespec.errors import InputError
+from treespec.request import Asked, seed_of
+from treespec.samples import Samples
+from treespec.shaping.grammar import grammar_shaper
+from treespec.shaping.law import Law
+from treespec.shaping.least import LeastTokens
+from treespec.stats import Stats
+from treespec.target import Target
+from treespec.telling import telling
+from treespec.text import templates
+from treespec.text.ending import Ending
+from treespec.texts import Text
+
+
+def texts_of(
+    target: Target,
+    template: str | None,
+    ids: list[int],
+    wanted: Asked,
+    seed: int | None,
+    count: int,
+) -> list[Text]:
+    """`count` texts of a prompt's token ids.
+
+    seed: of all draws of the first; the others have the next ones. None draws one.
+    Raises InputError where the options do not fit the target or the prompt.
+    """
+    first, texts = seed_of(seed), list[Text]()
+    if count > 1 and wanted.on_cycle:
+        raise InputError("on_cycle hears of one answer at a time: leave out n")
+    samples = Samples(count) if count > 1 else None
+    for number in range(count):
+        text = text_of(target, template, ids, wanted, seed_of(first + number))
+        text.samples, text.law.seeded = samples, seed is not None
+        texts.append(text)
+    return texts
+
+
+def text_of(target: Target, template: str | None, ids: list[int], wanted: Asked, seed: int) -> Text:
+    """One text of `texts_of`."""
+    # 1. Where the answer ends.
+    room = target.context_length - len(ids)
+    if room < 1:
+        raise InputError(
+            f"the prompt has {len(ids)} tokens, the target's context holds "
+            f"{target.context_length}: shorten the prompt"
+        )
+    if wanted.min_tokens > room:
+        raise InputError(
+            f"min_tokens is {wanted.min_tokens}, after the prompt the context holds {room}"
+        )
+    own = templates.Stops() if wanted.ignore_eos else templates.stops(template)
+    ends = frozenset() if wanted.ignore_eos else target.eos | set(own.token_ids)
+    stop, most = (*wanted.stop, *own.strings), min(wanted.max_new_tokens, room)
+    ending = Ending(target.tokenizer, ends, stop, most, wanted.min_tokens)
+
+    # 2. The law of its tokens.
+    if wanted.largest_token >= target.vocab_size:
+        raise InputError(
+            f"logit_bias has token id {wanted.largest_token}, which is outside the vocabulary of "
+            f"{target.vocab_size}"
+        )
+    shapers = list(wanted.shapers)
+    if wanted.grammar:
+        shapers.append(grammar_shaper(target, ends, *wanted.grammar))
+    if wanted.min_tokens:
+        shapers.append(LeastTokens(wanted.min_tokens, tuple(sorted(ending.eos))))
+    law = Law(wanted.params, [shaper.begin(ids) for shaper in shapers])
+
+    # 3. The text.
+    generator = torch.Generator(device=target.output_device).manual_seed(seed)
+    text = Text(ids, ending, generator, Stats(), law)
+    text.top_logprobs = wanted.top_logprobs
+    if wanted.on_cycle:
+        text.listener = telling(wanted.on_cycle, target.tokenizer, law.params, text.stats)
+    return text

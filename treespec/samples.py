@@ -1,0 +1,52 @@
+"""Several answers to one prompt share its prefill."""
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from treespec.cache import TreeCache
+from treespec.draft.drafter import Drafter
+
+
+@final
+class Samples:
+    """The prompt's keys and values and its features, from the first text until the last has begun.
+
+    left: texts of the prompt that have not begun. Each copies the keys and values; its drafter
+    observes the features anew.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.cache: TreeCache | None = None
+        self.observed: list[
+            tuple[Tensor, Tensor]
+        ] = []  # features and tokens, as they were observed
+
+    def begin(self, cache: TreeCache, observed: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """One text more has begun. cache: its own, with the prompt alone. observed: features and
+        tokens of the prompt, from the text that prefilled it.
+        """
+        self.left -= 1
+        if self.left <= 0:
+            self.cache, self.observed = None, []
+        elif self.cache is None:
+            self.cache, self.observed = copied(cache), list(observed)
+
+    def fill(self, empty: TreeCache, drafter: Drafter | None) -> None:
+        """Bring the prompt into a new text's cache and drafter."""
+        assert self.cache
+        empty.join([self.cache])
+        empty.select([1])
+        if drafter:
+            for features, tokens in self.observed:
+                drafter.observe([features], [tokens])
+
+
+def copied(cache: TreeCache) -> TreeCache:
+    """A copy of a cache of one text."""
+    copy = TreeCache(len(cache.tree_layers))
+    copy.join([cache])
+    copy.select([1])
+    return copy

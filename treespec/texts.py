@@ -1,0 +1,112 @@
+"""The texts that a decoder answers, and the pieces of their answers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from treespec.errors import InputError
+from treespec.logprobs import TokenLogprob, logprobs
+from treespec.recorded import Listener
+from treespec.samples import Samples
+from treespec.shaping.law import Law
+from treespec.stats import Stats
+from treespec.text.ending import Ending
+from treespec.trees.tree import TokenTree
+from treespec.verify.walk import Verdict
+
+FORBIDDEN = (
+    "the request's biases, processors, grammar and min_tokens forbid every token at one place of "
+    "the answer: leave out one of them"
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of an answer. drafted: its tokens are accepted drafts; otherwise the target's own.
+
+    logprobs: of each token, where they were asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    drafted: bool
+    logprobs: list[TokenLogprob] | None = None
+
+
+@final
+@dataclass(eq=False)
+class Text:
+    """One request: the prompt, the answer's end, the generator of its draws, its counts, its law.
+
+    prompt: at least one token, and shorter than the context. committed: tokens whose keys and
+    values are in the cache. root: the token after them.
+    cancelled: set by any thread; the text leaves after the present cycle. error: what ended the
+    text before its time.
+    samples: what it shares with other answers to its prompt; None: nothing.
+    top_logprobs: likeliest tokens that each log-probability comes with; None: there are none.
+    listener: is called after each cycle; an error of it ends the text.
+    """
+
+    prompt: list[int]
+    ending: Ending
+    generator: torch.Generator
+    stats: Stats
+    law: Law
+    committed: list[int] = field(default_factory=list)
+    root: int = -1
+    cancelled: bool = False
+    error: Exception | None = None
+    samples: Samples | None = None
+    top_logprobs: int | None = None
+    listener: Listener | None = None
+
+    @property
+    def columns(self) -> int:
+        """Positions of the cache that the text takes at most."""
+        return len(self.prompt) + self.stats.new_tokens + self.ending.left
+
+    @property
+    def ended(self) -> bool:
+        return self.cancelled or self.error is not None or self.ending.finished
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """An error in the block ends this text alone."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+
+
+def take(text: Text, tree: TokenTree, verdict: Verdict, logits: Tensor) -> Iterator[Piece]:
+    """Pieces of a verdict up to the answer's end: accepted drafts, then the target's own token.
+
+    logits: [N, V], the target's.
+    """
+    # 1. Where the answer ends, and counts.
+    drafted, drafted_words = text.ending.take(verdict.tokens[:-1])
+    own, own_words = text.ending.take(verdict.tokens[-1:])
+    text.stats.accepted.append(len(drafted) + len(own) - 1)
+    text.stats.new_tokens += len(drafted) + len(own)
+    text.stats.truncated = text.ending.truncated
+    text.stats.count_drafted(tree.depth.bincount()[1:].tolist())
+
+    if text.law.stuck is not None and len(drafted) + len(own) > text.law.stuck:
+        raise InputError(FORBIDDEN)
+
+    # 2. Log-probabilities of the tokens that it keeps.
+    told = None
+    if text.top_logprobs is not None:
+        kept = [*drafted, *own]
+        nodes = [0, *verdict.path][: len(kept)]
+        told = logprobs(logits, nodes, kept, text.top_logprobs)
+
+    # 3. The pieces.
+    if drafted:
+        yield Piece(drafted_words, drafted, True, told and told[: len(drafted)])
+    if own:
+        yield Piece(own_words, own, False, told and told[len(drafted) :])

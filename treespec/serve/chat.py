@@ -2,20 +2,23 @@
 
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from treespec.serve import logprobs, messages
+from treespec.answer import Answer
+from treespec.serve import messages
 from treespec.serve.answers import Answers
+from treespec.serve.choice import choice_of
+from treespec.serve.logprobs import Told, joined
 from treespec.serve.options import options_of
 from treespec.serve.schema import ChatRequest
 from treespec.serve.state import State, state_of
 from treespec.serve.tools import Call, Catcher, form_of
-from treespec.serve.wire import Fields, end_of, events, heading, usage
+from treespec.serve.wire import Fields, end_of, events, heading, told_of, usage
 
 router = APIRouter()
 
@@ -25,58 +28,77 @@ async def chat(request: Request, asked: ChatRequest) -> Response:
     # 1. What is asked, in treespec's terms.
     state = state_of(request)
     state.check_model(asked.model)
-    options = options_of(state, asked)
-    tools = messages.offered(asked)
-    extra = asked.chat_template_kwargs
-    ids = await run_in_threadpool(messages.encoded, state.spec, asked.messages, tools, extra)
+    options, choice = options_of(state, asked), choice_of(asked)
+    if choice.schema is not None:
+        options["json_schema"] = choice.schema
+    variables = asked.chat_template_kwargs
+    given = (state.spec, asked.messages, choice.tools, variables)
+    ids = await run_in_threadpool(messages.encoded, *given)
     state.check_prompt(ids, "messages")
 
     # 2. The answers.
-    answers = Answers(state)
-    await answers.submit([ids], asked.n or 1, asked.seed, options)
+    answers, samples = Answers(state), asked.n or 1
+    await answers.submit([ids], samples, asked.seed, options)
     answers.watch(request)
-    form = form_of(messages.source_of(state.spec, tools)) if tools else None
-    catchers = [Catcher(form, state.spec.target.tokenizer) for _ in range(asked.n or 1)]
-    reply = Reply(state, asked, options, answers, catchers)
+    form = choice.form
+    if choice.tools and form is None:
+        form = form_of(messages.source_of(state.spec, choice.tools))
+    parts = []
+    for answer in answers.answers:
+        catcher = Catcher(form, state.spec.target.tokenizer)
+        parts.append(Part(answer, catcher, told_of(state, options, ids)))
+    reply = Reply(state, asked, options, answers, parts)
     return events(reply.chunks()) if asked.stream else JSONResponse(await reply.whole())
 
 
 @final
 @dataclass
+class Part:
+    """One of the choices. text, told: of the pieces so far."""
+
+    answer: Answer
+    catcher: Catcher
+    logprobs: Told
+    text: str = ""
+    told: list[Fields | None] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+
+@final
+@dataclass
 class Reply:
-    """What is sent back. catchers: one for each choice."""
+    """What is sent back. parts: the choices."""
 
     state: State
     asked: ChatRequest
     options: Fields
     answers: Answers
-    catchers: list[Catcher]
+    parts: list[Part]
+
+    def _end(self, part: Part) -> str:
+        return "tool_calls" if part.calls else end_of(self.state, part.answer, self.options)
 
     async def whole(self) -> Fields:
-        texts = [""] * len(self.catchers)
-        choices: dict[int, Fields] = {}
         async for number, piece in self.answers.arrivals():
+            part = self.parts[number]
             if piece:
-                texts[number] += self.catchers[number].show(piece)
-                continue
-            rest, calls = self.catchers[number].finish()
-            choices[number] = self._choice(number, texts[number] + rest, calls)
+                part.text += part.catcher.show(piece)
+                part.told.append(part.logprobs.chat(piece))
+            else:
+                rest, part.calls = part.catcher.finish()
+                part.text += rest
+        choices = [self._choice(number, part) for number, part in enumerate(self.parts)]
+        counts = usage(self.answers.answers)
         fields = heading(self.state, "chat.completion", "chatcmpl")
-        ordered = [choices[number] for number in range(len(texts))]
-        return fields | {"choices": ordered, "usage": usage(self.answers.answers)}
+        return fields | {"choices": choices, "usage": counts}
 
-    def _choice(self, number: int, text: str, calls: list[Call]) -> Fields:
-        answer = self.answers.answers[number]
-        message: Fields = {"role": "assistant", "content": text, "refusal": None}
-        if calls:
-            message["content"] = text.strip() or None
-            message["tool_calls"] = [_call(call) for call in calls]
-        return {
-            "index": number,
-            "message": message,
-            "logprobs": logprobs.of_chat(self.state, self.options, answer.output.token_ids, answer),
-            "finish_reason": "tool_calls" if calls else end_of(self.state, answer, self.options),
-        }
+    def _choice(self, number: int, part: Part) -> Fields:
+        message: Fields = {"role": "assistant", "content": part.text, "refusal": None}
+        if part.calls:
+            message["content"] = part.text.strip() or None
+            message["tool_calls"] = [_call(call) for call in part.calls]
+        told = {"logprobs": joined(part.told), "finish_reason": self._end(part)}
+        return {"index": number, "message": message} | told
 
     async def chunks(self) -> AsyncIterator[Fields | None]:
         # 1. The role of every choice.
@@ -86,11 +108,11 @@ class Reply:
         if counted:
             fields["usage"] = None
 
-        def chunk(number: int, delta: Fields, end: str | None = None, **more: Any) -> Fields:
-            choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": end}
-            return fields | {"choices": [choice | more]}
+        def chunk(number: int, delta: Fields, end: str | None = None, told: Any = None) -> Fields:
+            choice = {"index": number, "delta": delta, "logprobs": told, "finish_reason": end}
+            return fields | {"choices": [choice]}
 
-        for number in range(len(self.catchers)):
+        for number in range(len(self.parts)):
             yield chunk(number, {"role": "assistant", "content": "", "refusal": None})
 
         # 2. Pieces as they come, and the end of each choice.
@@ -99,20 +121,18 @@ class Reply:
                 yield None
                 continue
             number, piece = arrival
-            answer, catcher = self.answers.answers[number], self.catchers[number]
+            part = self.parts[number]
             if piece:
-                text = catcher.show(piece)
-                told = logprobs.of_piece(self.state, self.options, piece)
+                text, told = part.catcher.show(piece), part.logprobs.chat(piece)
                 if text or told:
-                    yield chunk(number, {"content": text}, logprobs=told)
+                    yield chunk(number, {"content": text}, told=told)
                 continue
-            rest, calls = catcher.finish()
+            rest, part.calls = part.catcher.finish()
             if rest:
                 yield chunk(number, {"content": rest})
-            for place, call in enumerate(calls):
+            for place, call in enumerate(part.calls):
                 yield chunk(number, {"tool_calls": [{"index": place} | _call(call)]})
-            end = "tool_calls" if calls else end_of(self.state, answer, self.options)
-            yield chunk(number, {}, end)
+            yield chunk(number, {}, self._end(part))
 
         # 3. The counts.
         if counted:

@@ -1,21 +1,23 @@
 """/v1/completions: how prompts go on, whole or as a stream; /tokenize: the token ids of a prompt."""
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast, final
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
+from treespec.answer import Answer
 from treespec.errors import InputError
-from treespec.serve import logprobs, messages
+from treespec.serve import messages
 from treespec.serve.answers import Answers
 from treespec.serve.errors import ApiError, refused
+from treespec.serve.logprobs import Told, joined
 from treespec.serve.options import options_of
 from treespec.serve.schema import CompletionRequest, TokenizeRequest
 from treespec.serve.state import State, state_of
-from treespec.serve.wire import Fields, end_of, events, heading, usage
+from treespec.serve.wire import Fields, end_of, events, heading, told_of, usage
 from treespec.text.prompts import well_formed
 
 router = APIRouter()
@@ -39,9 +41,12 @@ async def complete(request: Request, asked: CompletionRequest) -> Response:
     answers = Answers(state)
     await answers.submit(ids, samples, asked.seed, options)
     answers.watch(request)
-    echoed = [_text(state, prompt) if asked.echo else "" for prompt in prompts]
-    before = [text for text in echoed for _ in range(samples)]
-    reply = Reply(state, asked, options, answers, before, len(prompts))
+    parts = []
+    for number, answer in enumerate(answers.answers):
+        place = number // samples
+        echo = _text(state, prompts[place]) if asked.echo else ""
+        parts.append(Part(answer, echo, told_of(state, options, ids[place], len(echo))))
+    reply = Reply(state, asked, options, answers, parts, len(prompts))
     return events(reply.chunks()) if asked.stream else JSONResponse(await reply.whole())
 
 
@@ -95,32 +100,43 @@ def _text(state: State, prompt: str | list[int]) -> str:
 
 @final
 @dataclass
+class Part:
+    """One of the choices. echo: its prompt, or "". told: of the pieces so far."""
+
+    answer: Answer
+    echo: str
+    logprobs: Told
+    told: list[Fields | None] = field(default_factory=list)
+
+
+@final
+@dataclass
 class Reply:
-    """What is sent back. before: the echo of each choice's prompt. prompts: their number."""
+    """What is sent back. parts: the choices. prompts: their number."""
 
     state: State
     asked: CompletionRequest
     options: Fields
     answers: Answers
-    before: list[str]
+    parts: list[Part]
     prompts: int
 
     async def whole(self) -> Fields:
-        async for _ in self.answers.arrivals():
-            pass
+        async for number, piece in self.answers.arrivals():
+            if piece:
+                part = self.parts[number]
+                part.told.append(part.logprobs.completion(piece))
         choices = []
-        for number, (answer, text) in enumerate(
-            zip(self.answers.answers, self.before, strict=True)
-        ):
-            told = logprobs.of_completion(self.state, self.options, answer)
-            end = end_of(self.state, answer, self.options)
-            fields = {"index": number, "text": text + answer.output.text}
-            choices.append(fields | {"logprobs": told, "finish_reason": end})
+        for number, part in enumerate(self.parts):
+            end = end_of(self.state, part.answer, self.options)
+            fields = {"index": number, "text": part.echo + part.answer.output.text}
+            choices.append(fields | {"logprobs": joined(part.told), "finish_reason": end})
         counts = usage(self.answers.answers, self.prompts)
         fields = heading(self.state, "text_completion", "cmpl")
         return fields | {"choices": choices, "usage": counts}
 
     async def chunks(self) -> AsyncIterator[Fields | None]:
+        # 1. The echoes of the prompts.
         fields = heading(self.state, "text_completion", "cmpl")
         options = self.asked.stream_options
         counted = bool(options and options.include_usage)
@@ -131,21 +147,25 @@ class Reply:
             choice = {"index": number, "text": text, "logprobs": told, "finish_reason": end}
             return fields | {"choices": [choice]}
 
-        for number, text in enumerate(self.before):
-            if text:
-                yield chunk(number, text)
+        for number, part in enumerate(self.parts):
+            if part.echo:
+                yield chunk(number, part.echo)
+
+        # 2. Pieces as they come, and the end of each choice.
         async for arrival in self.answers:
             if arrival is None:
                 yield None
                 continue
             number, piece = arrival
+            part = self.parts[number]
             if piece is None:
-                end = end_of(self.state, self.answers.answers[number], self.options)
-                yield chunk(number, "", end)
-            else:
-                told = logprobs.of_piece_completion(self.state, self.options, piece)
-                if piece.text or told:
-                    yield chunk(number, piece.text, told=told)
+                yield chunk(number, "", end_of(self.state, part.answer, self.options))
+                continue
+            told = part.logprobs.completion(piece)
+            if piece.text or told:
+                yield chunk(number, piece.text, told=told)
+
+        # 3. The counts.
         if counted:
             counts = usage(self.answers.answers, self.prompts)
             yield fields | {"choices": [], "usage": counts}

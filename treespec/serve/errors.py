@@ -15,6 +15,9 @@ from treespec.text.printable import one_line
 log = logging.getLogger(__name__)
 
 KINDS = {429: "rate_limit_error"}  # the type of each status; the others by the hundred
+# The request's field of an option that a message of treespec begins with.
+FIELDS = {name: name for name in ("regex", "grammar", "logit_bias", "min_tokens", "stop", "seed")}
+FIELDS |= {"json_schema": "response_format", "chat_template_kwargs": "chat_template_kwargs"}
 
 
 @final
@@ -44,8 +47,12 @@ def body_of(status: int, message: str, param: str | None, code: str | None) -> d
 
 
 def refused(error: BaseException, param: str | None = None) -> ApiError:
-    """An input that treespec refuses is the request's fault."""
-    return ApiError(400, str(error), param)
+    """An input that treespec refuses is the request's fault.
+
+    param: the field, unless the message begins with an option's name.
+    """
+    option = str(error).partition(" ")[0].rstrip(":")
+    return ApiError(400, str(error), FIELDS.get(option, param))
 
 
 def failed(error: Exception) -> ApiError:

@@ -1,23 +1,110 @@
 """Log-probabilities of tokens as OpenAI writes them, for chats and for completions."""
 
-from typing import Any
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, final
 
-from treespec.answer import Answer
 from treespec.decode import Piece
-from treespec.serve.state import State
+from treespec.text.ending import INCOMPLETE
+
+if TYPE_CHECKING:
+    pass
+
+LEAST = -9999.0  # OpenAI's logarithm of 0, which JSON has no number for
 
 
-def of_chat(state: State, options: dict, tokens: list[int], answer: Answer) -> Any:
-    return None
+@final
+class Told:
+    """The tokens of one answer, in the order in which they come.
+
+    before: the token before the answer; the text of a token depends on it. hidden: tokens that are
+    no part of the text, such as the end-of-sequence token. offset: characters before the answer.
+    """
+
+    def __init__(
+        self, tokenizer: Any, before: int, hidden: frozenset[int], offset: int = 0
+    ) -> None:
+        self.tokenizer, self.before, self.hidden = tokenizer, before, hidden
+        self.offset = offset
+
+    def chat(self, piece: Piece) -> dict[str, Any] | None:
+        """`logprobs` of a choice or chunk of a chat; None where the request asked for none."""
+        if getattr(piece, "logprobs", None) is None:
+            return None
+        content = []
+        for told in self._shown(piece):
+            fields = self._token(told.token, told.logprob)
+            fields["top_logprobs"] = [self._token(*likely) for likely in told.top]
+            content.append(fields)
+            self.before = told.token
+        return {"content": content, "refusal": None}
+
+    def completion(self, piece: Piece) -> dict[str, Any] | None:
+        """`logprobs` of a choice or chunk of a completion."""
+        if getattr(piece, "logprobs", None) is None:
+            return None
+        fields: dict[str, Any] = {name: [] for name in COMPLETION}
+        for told in self._shown(piece):
+            own = self._token(told.token, told.logprob)
+            tops = [self._token(*likely) for likely in told.top]
+            fields["tokens"].append(own["token"])
+            fields["token_logprobs"].append(own["logprob"])
+            fields["top_logprobs"].append({top["token"]: top["logprob"] for top in tops})
+            fields["text_offset"].append(self.offset)
+            self.offset += len(own["token"])
+            self.before = told.token
+        return fields
+
+    def _shown(self, piece: Piece) -> list[Any]:
+        told_of_all = getattr(piece, "logprobs", None) or ()
+        return [told for told in told_of_all if told.token not in self.hidden]
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text, written = words(self.tokenizer, self.before, token)
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(written)}
 
 
-def of_piece(state: State, options: dict, piece: Piece) -> Any:
-    return None
+COMPLETION = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
-def of_completion(state: State, options: dict, answer: Answer) -> Any:
-    return None
+def joined(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The logprobs of several pieces as one."""
+    told = [part for part in parts if part is not None]
+    if not told:
+        return None
+    lists = [name for name, value in told[0].items() if isinstance(value, list)]
+    return told[0] | {name: [one for part in told for one in part[name]] for name in lists}
 
 
-def of_piece_completion(state: State, options: dict, piece: Piece) -> Any:
-    return None
+def words(tokenizer: Any, before: int, token: int) -> tuple[str, bytes]:
+    """A token's text where it follows another, and its bytes, which may be part of a character.
+
+    Without a tokenizer the text is the token's id.
+    """
+    if tokenizer is None:
+        return f"token_id:{token}", b""
+
+    def text(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+    # 1. The text: decoded alone, a token may lose its leading space.
+    alone, left, both = text([token]), text([before]), text([before, token])
+    own = both[len(left) :] if both.startswith(left) and INCOMPLETE not in left else alone
+    if INCOMPLETE not in alone:
+        return own, own.encode()
+
+    # 2. The bytes of part of a character: by fallback tokens such as <0xE2>, or by byte-level BPE.
+    name = tokenizer.convert_ids_to_tokens(token)
+    if fallback := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
+        return alone, bytes.fromhex(fallback[1])
+    if all(letter in _byte_letters() for letter in name):
+        return alone, bytes(_byte_letters()[letter] for letter in name)
+    return alone, alone.encode()
+
+
+@lru_cache
+def _byte_letters() -> dict[str, int]:
+    """The byte behind each letter of byte-level BPE."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}

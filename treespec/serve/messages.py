@@ -7,7 +7,7 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.serve.errors import ApiError, refused
-from treespec.serve.schema import ChatRequest, Message, Tool, ToolCall
+from treespec.serve.schema import Message, Tool, ToolCall
 from treespec.spec import Spec
 from treespec.text import templates
 
@@ -25,7 +25,7 @@ def encoded(
     tokenizer = spec.target.tokenizer
     if tokenizer is None:
         raise ApiError(400, "the target has no tokenizer: send token ids to /v1/completions")
-    given = [tool.model_dump() for tool in tools]
+    given = [tool.model_dump(exclude_unset=True) for tool in tools]
     source = source_of(spec, tools)
     if given and not re.search(r"\btools\b", source):
         raise ApiError(400, "the chat template of this model has no place for tools", "tools")
@@ -38,22 +38,16 @@ def encoded(
         raise refused(error, "messages") from error
 
 
-def offered(asked: ChatRequest) -> list[Tool]:
-    """The tools that the model may call. Raises ApiError for a choice that cannot be promised."""
-    choice = asked.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise ApiError(
-            400, f"tool_choice is {choice!r:.80}: this server takes auto and none", "tool_choice"
-        )
-    return [] if choice == "none" else asked.tools or []
-
-
 def source_of(spec: Spec, tools: Sequence[Tool] = ()) -> str:
     """The Jinja source of the template; "" for one of fschat's."""
     if spec.template is not None or not getattr(spec.target.tokenizer, "chat_template", None):
         return ""
     tokenizer: Any = spec.target.tokenizer
-    return str(tokenizer.get_chat_template(tools=[tool.model_dump() for tool in tools] or None))
+    return str(
+        tokenizer.get_chat_template(
+            tools=[tool.model_dump(exclude_unset=True) for tool in tools] or None
+        )
+    )
 
 
 def _plain(message: Message, place: int, source: str) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def options_of(state: State, request: ChatRequest | CompletionRequest) -> dict[s
         options["top_k"] = max(request.top_k, 0)  # -1 is off in other servers
     if request.logit_bias:
         options["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
-    if (places := logprobs_of(request)) is not None:
-        options["logprobs"] = places
+    if (likeliest := logprobs_of(request)) is not None:
+        options |= {"logprobs": True, "top_logprobs": likeliest}
     if isinstance(request, ChatRequest) and request.response_format:
         options |= _format(request.response_format)
     return options

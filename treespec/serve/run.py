@@ -1,11 +1,12 @@
 """Run the server until a signal ends it: answers get a while to finish, then they are cut off."""
 
 import asyncio
+import copy
 import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import uvicorn
 from fastapi import FastAPI
@@ -44,10 +45,24 @@ def serve(
     app: FastAPI, state: State, sockets: Sequence[socket.socket], grace: float, log: bool
 ) -> None:
     """Answer requests until SIGINT or SIGTERM. The caller closes the engine."""
-    level = "info" if log else "warning"
-    config = uvicorn.Config(app, log_level=level, access_log=log, server_header=False)
+    config = uvicorn.Config(
+        app,
+        log_config=_log_config(),
+        log_level="info" if log else "warning",
+        access_log=log,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+    )
     with ended_by_signals():
         Server(config, state, grace).run(list(sockets))
+
+
+def _log_config() -> dict[str, Any]:
+    """uvicorn's own, with requests on standard error, too."""
+    config: dict[str, Any] = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    return config
 
 
 @contextmanager

@@ -127,17 +127,20 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class ToolFunction(Body):
-    name: str = Field(min_length=1, max_length=64)
-
-
-class Tool(BaseModel):
+class ToolFunction(BaseModel):
     """A function that the model may call; its other fields are for the template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
+    name: str = Field(min_length=1, max_length=64)
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
     type: Literal["function"]
-    function: dict[str, Any]
+    function: ToolFunction
 
 
 class ChatRequest(Sampled):

@@ -91,14 +91,15 @@ def _mistral(text: str) -> list[Call]:
     return calls
 
 
-def _llama(text: str) -> list[Call]:
+def calls_in(text: str) -> list[Call]:
+    """The calls of a text that is nothing but calls, as JSON; [] for any other text."""
     return _calls(_objects(text.strip().removeprefix("<|python_tag|>")))
 
 
 FORMS = (
     Form("<tool_call>", "<tool_call>", _hermes),
     Form("[TOOL_CALLS]", "[TOOL_CALLS]", _mistral),
-    Form('"parameters"', "{", _llama, at_start=True),
+    Form('"parameters"', "{", calls_in, at_start=True),
 )
 
 

@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from treespec.answer import Answer
 from treespec.serve.errors import ApiError, body_of, failed
+from treespec.serve.logprobs import Told
 from treespec.serve.state import State
 from treespec.stats import Stats
 from treespec.text import templates
@@ -66,8 +67,7 @@ def end_of(state: State, answer: Answer, options: Fields) -> str:
 
     # 2. One of full length may still end with an end-of-sequence token or a stop string.
     own, tokenizer = templates.stops(spec.template), spec.target.tokenizer
-    ends = spec.target.eos | set(own.token_ids)
-    if tokens and tokens[-1] in ends and not options.get("ignore_eos"):
+    if tokens and tokens[-1] in ends_of(state, options):
         return "stop"
     if tokenizer is None or not (own.strings or options.get("stop")):
         return "length"
@@ -75,6 +75,19 @@ def end_of(state: State, answer: Answer, options: Fields) -> str:
     cut = len(output.text) < len(str(tokenizer.decode(tokens, **plain)))
     last = tokenizer.decode(tokens[-1:], clean_up_tokenization_spaces=False)
     return "stop" if cut or last in options.get("stop", ()) else "length"
+
+
+def ends_of(state: State, options: Fields) -> frozenset[int]:
+    """The tokens that end an answer by themselves."""
+    if options.get("ignore_eos"):
+        return frozenset()
+    spec = state.spec
+    return spec.target.eos | set(templates.stops(spec.template).token_ids)
+
+
+def told_of(state: State, options: Fields, prompt: Sequence[int], offset: int = 0) -> Told:
+    """The log-probabilities of one answer. offset: characters of an echo before it."""
+    return Told(state.spec.target.tokenizer, prompt[-1], ends_of(state, options), offset)
 
 
 def events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:

@@ -49,6 +49,8 @@ BAD = [  # path, body, status, param
     (COMPLETIONS, {"prompt": [3, "a"]}, 400, "prompt"),
     (COMPLETIONS, {"prompt": [3, 100000]}, 400, "prompt"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 2}, 400, "best_of"),
+    (CHAT, {"messages": MESSAGES, "functions": []}, 400, "functions"),
     ("/tokenize", {}, 400, "prompt"),
     ("/nothing", {}, 404, None),
 ]
@@ -95,7 +97,7 @@ def test_codes_are_those_of_openai(http):
 
 
 def test_unknown_fields_are_ignored_and_null_is_absent(http):
-    strange = {"user": "me", "metadata": {"a": 1}, "nobody_knows": [], "stop": None, "n": None, "tools": None}
+    strange = {"user": "me", "metadata": {"a": 1}, "nobody_knows": [], "stop": None, "n": None, "functions": None}
     answer = http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2, **strange})
     assert answer.status_code == 200
     assert len(answer.json()["choices"]) == 1

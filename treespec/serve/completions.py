@@ -29,8 +29,6 @@ async def complete(request: Request, asked: CompletionRequest) -> Response:
     state = state_of(request)
     state.check_model(asked.model)
     options = options_of(state, asked)
-    if asked.suffix:
-        raise ApiError(400, "suffix is not taken: answers follow the prompt", "suffix")
     if asked.echo and asked.logprobs is not None:
         raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
     prompts = prompts_of(asked)

@@ -2,13 +2,10 @@
 
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from treespec.decode import Piece
 from treespec.text.ending import INCOMPLETE
-
-if TYPE_CHECKING:
-    pass
 
 LEAST = -9999.0  # OpenAI's logarithm of 0, which JSON has no number for
 

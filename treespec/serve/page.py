@@ -8,7 +8,8 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -112,15 +113,25 @@ async def answer(request: Request, asked: PageRequest) -> Response:
     # 2. The first cycle: what cannot be asked shows before the answer begins.
     try:
         cycles = await run_in_threadpool(_cycles, state, asked)
+    except BaseException as error:
+        state.leave_page()
+        raise _in_words(error) from error
+    leave = weakref.finalize(cycles, state.leave_page)  # also of an answer that nobody reads
+    try:
         first = await run_in_threadpool(next, cycles, None)
     except BaseException as error:
-        state.pages -= 1
-        for_people = getattr(error, "exit_code", None) == 2
-        raise refused(error) if for_people else error from None
-    return events(_told(state, cycles, first))
+        leave()
+        raise _in_words(error) from error
+    return events(_told(state, cycles, first, leave))
 
 
-async def _told(state: State, cycles: Iterator[Fields], first: Fields | None) -> AsyncIterator:
+def _in_words(error: BaseException) -> BaseException:
+    return refused(error) if getattr(error, "exit_code", None) == 2 else error
+
+
+async def _told(
+    state: State, cycles: Iterator[Fields], first: Fields | None, leave: Callable[[], object]
+) -> AsyncIterator[Fields]:
     """The cycles, until the answer ends or the page leaves."""
     end = time.monotonic() + state.limits.seconds
     try:
@@ -133,7 +144,7 @@ async def _told(state: State, cycles: Iterator[Fields], first: Fields | None) ->
                 raise ApiError(504, f"the answer took longer than {state.limits.seconds:g} s")
             told = await run_in_threadpool(next, cycles, None)
     finally:
-        state.pages -= 1
+        leave()
 
 
 def _cycles(state: State, asked: PageRequest) -> Iterator[Fields]:

@@ -6,7 +6,7 @@ range is an error with the field's name.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 
 class Body(BaseModel):
@@ -40,6 +40,23 @@ Stops = Annotated[Any, AfterValidator(_strings)]
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+
+
+# OpenAI's fields that would change the answer if they were ignored.
+REFUSED = {
+    "functions": "it is not taken any more: give tools",
+    "function_call": "it is not taken any more: give tool_choice",
+    "suffix": "it is not taken: answers follow the prompt",
+    "best_of": "it is not taken: ask for n answers",
+}
+
+
+def _refuse(given: object, field: ValidationInfo) -> None:
+    if given is not None:
+        raise ValueError(REFUSED[str(field.field_name)])
+
+
+Refused = Annotated[Any, AfterValidator(_refuse)]
 
 
 class Sampled(Body):
@@ -152,6 +169,8 @@ class ChatRequest(Sampled):
     tools: list[Tool] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    functions: Refused = None
+    function_call: Refused = None
 
 
 class CompletionRequest(Sampled):
@@ -159,7 +178,8 @@ class CompletionRequest(Sampled):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
-    suffix: str | None = None
+    suffix: Refused = None
+    best_of: Refused = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
 

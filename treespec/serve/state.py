@@ -48,6 +48,10 @@ class State:
                 "model_not_found",
             )
 
+    def leave_page(self) -> None:
+        """An answer on a page has ended."""
+        self.pages -= 1
+
     def busy(self, message: str) -> ApiError:
         """The queue is full: when it makes sense to try again."""
         seconds = self.metrics.mean_seconds() * max(1, self.engine.waiting)

@@ -123,13 +123,12 @@ class Spec:
     def requests(
         self, prompt: Prompt, n: int, *, seed: int | None = None, **options: Unpack[Options]
     ) -> list[Text]:
-        """n requests for one prompt, which is prefilled once if they are decoded by one decoder.
+        """n requests for one prompt, for one decoder, which prefills it once. Raises InputError.
 
-        seed: of the first; each other one has the next. Raises InputError for bad input.
+        seed: of the first; each other one has the next.
         """
         refuse_unknown(options, "seed")
-        count, wanted = whole("n", n, least=1), asked(options)
-        seed_of(seed)  # refuses what is none before anything is measured
+        count, wanted, _ = whole("n", n, least=1), asked(options), seed_of(seed)
         with alone_with(self.decoder.models):
             ids = encode(self.target, prompt, self.template, wanted.chat_template_kwargs)
         self.measure(1)
@@ -176,8 +175,7 @@ class Spec:
         seed: int | Sequence[int] | None = None,
         **options: Unpack[Options],
     ) -> Output | list[Output] | list[list[Output]]:
-        """The whole answer; for several prompts, the list of answers. prompt: see
-        `treespec.text.prompts`.
+        """The answer; a list for several prompts. prompt: see `treespec.text.prompts`.
 
         n: as for `generate_all`, and seed and options too, or as for `stream`. Threads that
         generate wait for each other, and supersede an open stream of this Spec.

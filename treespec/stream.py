@@ -2,21 +2,27 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from threading import RLock
 from typing import final
 
 from treespec.decode import Piece
 from treespec.errors import InputError
+from treespec.logprobs import TokenLogprob
 from treespec.stats import Stats
 
 
 @dataclass(frozen=True)
 class Output:
-    """text: without special tokens and stop strings. token_ids: new ones, with end-of-sequence."""
+    """text: without special tokens and stop strings. token_ids: new ones, with end-of-sequence.
+
+    logprobs: of each token, where they were asked for.
+    """
 
     text: str
     token_ids: list[int]
     stats: Stats
+    logprobs: list[TokenLogprob] | None = None
 
 
 @final
@@ -84,4 +90,6 @@ class Stream:
 def output_of(pieces: Sequence[Piece], stats: Stats) -> Output:
     """The pieces as one answer."""
     token_ids = [token for piece in pieces for token in piece.token_ids]
-    return Output("".join(piece.text for piece in pieces), token_ids, stats)
+    told = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    logprobs = list(chain.from_iterable(told)) if told else None
+    return Output("".join(piece.text for piece in pieces), token_ids, stats, logprobs)

@@ -1,0 +1,158 @@
+"""What a request may ask: where answers end, log-probabilities, samples, cycles, and what is refused."""
+
+import pytest
+import torch
+import transformers as hf
+from models import GROUPED, random_head, random_model, tokenizer
+
+from treespec.errors import InputError
+from treespec.spec import Spec
+from treespec.target import Target
+from treespec.trace import trace
+
+PROMPT = [1, 5, 9, 30]
+
+
+@pytest.fixture(scope="module")
+def spec():
+    words = tokenizer()
+    model = random_model(hf.LlamaConfig(**GROUPED | {"vocab_size": len(words), "max_position_embeddings": 200}))
+    target = Target(model, words)
+    return Spec(target, random_head(target, seed=1), "3x2", "rrs-wo")
+
+
+def test_no_end_token_and_no_stop_string_ends_an_answer_before_min_tokens(spec):
+    free = spec.generate(PROMPT, max_new_tokens=40)
+    end = free.token_ids[3]
+    other = Spec(Target(random_model(spec.target.model.config), spec.target.tokenizer), spec.head, "3x2")
+    other.target.model.load_state_dict(spec.target.model.state_dict())
+    other.target.eos = frozenset([end])
+    assert len(other.generate(PROMPT, max_new_tokens=40).token_ids) == 4
+    longer = other.generate(PROMPT, max_new_tokens=40, min_tokens=12).token_ids
+    assert len(longer) >= 12
+    assert end not in longer[:11]
+    assert len(other.generate(PROMPT, max_new_tokens=40, ignore_eos=True).token_ids) == 40
+
+
+def test_a_stop_string_that_is_complete_before_min_tokens_is_part_of_the_text(spec):
+    text = spec.generate(PROMPT, max_new_tokens=20, ignore_eos=True).text
+    stop = next(text[i : i + 2] for i in range(len(text) - 2) if text.count(text[i : i + 2]) == 1)
+    options = {"stop": stop, "ignore_eos": True, "max_new_tokens": 20}
+    assert stop not in spec.generate(PROMPT, **options).text
+    assert spec.generate(PROMPT, min_tokens=20, **options).text == text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_log_probabilities_are_those_of_a_plain_forward_whatever_changes_the_logits(spec, temperature):
+    options = {"temperature": temperature, "repetition_penalty": 1.5, "max_new_tokens": 12, "seed": 2}
+    output = spec.generate(PROMPT, logprobs=True, top_logprobs=3, **options)
+    assert spec.generate(PROMPT, **options).token_ids == output.token_ids
+    rows = spec.target.model(torch.tensor([[*PROMPT, *output.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+    laws = rows.float().log_softmax(-1)
+    assert [told.token for told in output.logprobs] == output.token_ids
+    for told, law in zip(output.logprobs, laws, strict=True):
+        assert told.logprob == pytest.approx(float(law[told.token]), abs=1e-4)
+        assert [token for token, _ in told.top] == law.topk(3).indices.tolist()
+        assert [value for _, value in told.top] == pytest.approx(law.topk(3).values.tolist(), abs=1e-4)
+
+
+def test_answers_without_log_probabilities_have_none(spec):
+    assert spec.generate(PROMPT, max_new_tokens=3).logprobs is None
+    assert spec.generate(PROMPT, max_new_tokens=3, logprobs=True).logprobs[0].top == ()
+
+
+@pytest.mark.parametrize("batch", [None, 2, 1])
+@pytest.mark.parametrize("drafts", [True, False])
+def test_samples_are_the_answers_alone_from_one_prefill(spec, monkeypatch, batch, drafts):
+    one = spec.new() if drafts else spec.baseline()
+    options = {"temperature": 1.0, "max_new_tokens": 9}
+    alone = [one.new().generate(PROMPT, seed=7 + i, **options).token_ids for i in range(4)]
+    filled, prefill = [], type(spec.target).prefill
+    monkeypatch.setattr(
+        type(spec.target),
+        "prefill",
+        lambda self, cache, ids, *rest: (filled.append(ids), prefill(self, cache, ids, *rest))[1],
+    )
+    outputs = one.generate(PROMPT, n=4, seed=7, batch=batch, **options)
+    assert [output.token_ids for output in outputs] == alone
+    assert (
+        sum(ids.shape[1] for ids in filled) - (len(PROMPT) - 1) <= 3
+    )  # a shared prefix's last position is computed again
+    assert [output.stats.prompt_tokens for output in outputs] == [len(PROMPT)] * 4
+
+
+def test_several_prompts_have_a_list_of_samples_each(spec):
+    options = {"temperature": 1.0, "max_new_tokens": 5}
+    outputs = spec.generate([PROMPT, [3, 4]], n=2, seed=7, batch=3, **options)
+    alone = [
+        spec.generate(prompt, seed=seed, **options)
+        for prompt, seed in zip([PROMPT] * 2 + [[3, 4]] * 2, range(7, 11), strict=True)
+    ]
+    assert [one.token_ids for samples in outputs for one in samples] == [one.token_ids for one in alone]
+    assert [len(samples) for samples in outputs] == [2, 2]
+
+
+def test_every_cycle_is_told_and_a_trace_is_these_cycles(spec):
+    options = {"temperature": 1.0, "seed": 3, "max_new_tokens": 15, "frequency_penalty": 1.0}
+    cycles = []
+    output = spec.generate(PROMPT, on_cycle=cycles.append, **options)
+    assert output.token_ids == spec.generate(PROMPT, **options).token_ids
+    assert [token for cycle in cycles for piece in cycle.answer for token in piece.token_ids] == output.token_ids
+    assert [cycle.number for cycle in cycles] == list(range(1, output.stats.cycles + 1))
+    assert [(one.tokens, one.path, one.q, one.p) for one in trace(spec, PROMPT, **options)] == [
+        (one.tokens, one.path, one.q, one.p) for one in cycles
+    ]
+    forbidden = cycles[0].own.token
+    spec.generate(PROMPT, on_cycle=cycles.append, logit_bias={forbidden: -torch.inf}, **options)
+    first = cycles[output.stats.cycles]
+    assert all(p == 0 for token, p in zip(first.tokens, first.p, strict=True) if token == forbidden)
+
+
+def test_a_template_gets_the_variables_of_a_request(spec):
+    words = spec.target.tokenizer
+    words.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking %} question{% endif %}"
+    )
+    messages = [{"role": "user", "content": "the user"}]
+    plain, told = (spec.request(messages, chat_template_kwargs={"enable_thinking": on}).prompt for on in (False, True))
+    assert words.decode(told) == words.decode(plain) + " question"
+
+
+def failing(input_ids, scores):
+    raise KeyError("of the processor")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"repetition_penalty": 0}, "repetition_penalty is 0, must lie in"),
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5, must lie in"),
+        ({"frequency_penalty": "1"}, "frequency_penalty is '1', must be a number"),
+        ({"logit_bias": {-1: 1.0}}, "a token id of logit_bias is -1"),
+        ({"logit_bias": {100000: 1.0}}, "token id 100000, which is outside the vocabulary"),
+        ({"logit_bias": {1: float("nan")}}, "must be finite or -inf"),
+        ({"logit_bias": [1]}, "must be a dict"),
+        ({"logits_processor": 3}, "logits_processor 1 is 3"),
+        ({"min_tokens": 300}, "min_tokens is 300, must be at most max_new_tokens"),
+        ({"min_tokens": 250, "max_new_tokens": 250}, "the context holds 196"),
+        ({"ignore_eos": 1}, "ignore_eos is 1, must be True or False"),
+        ({"top_logprobs": -1}, "top_logprobs is -1"),
+        ({"n": 0}, "n is 0, must be at least 1"),
+        ({"n": 2, "on_cycle": print}, "one answer at a time"),
+        ({"on_cycle": 3}, "on_cycle is 3, must be a function"),
+        ({"chat_template_kwargs": [1]}, "must be a dict"),
+        ({"logit_bias": dict.fromkeys(range(290), -torch.inf)}, "forbid every token"),
+        ({"logits_processor": lambda ids, scores: scores[:, :3]}, "must return scores"),
+        ({"logits_processor": lambda ids, scores: scores * torch.nan}, "scores that are not numbers"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_a_line(spec, options, complaint):
+    with pytest.raises(InputError, match=complaint):
+        spec.generate(PROMPT, **options)
+
+
+def test_a_processor_that_fails_raises_its_own_error_and_the_next_answer_is_whole(spec):
+    wanted = spec.generate(PROMPT, max_new_tokens=5).token_ids
+    with pytest.raises(KeyError, match="of the processor"):
+        spec.generate(PROMPT, logits_processor=failing)
+    assert spec.generate(PROMPT, max_new_tokens=5).token_ids == wanted

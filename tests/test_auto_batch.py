@@ -32,6 +32,7 @@ def test_each_number_of_texts_has_a_speed_and_rests_of_its_own_and_the_trust_is_
     assert alone.by_law.kept.tolist() == among.by_law.kept.tolist()
     assert among.rests(among.plain)
     assert (among.idle, alone.idle) == (1, 0)
+    assert among.gap == 8 * alone.gap
     assert paces.among(1) is alone
     assert paces.among(8) is among
     same = Paces(lambda texts: by_texts[1])

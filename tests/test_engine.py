@@ -133,6 +133,25 @@ def test_a_full_queue_is_busy_and_takes_requests_again_once_one_has_ended(spec):
         assert engine.submit(prompt, max_new_tokens=NEW).result().token_ids == first.output.token_ids
 
 
+def test_several_samples_of_a_prompt_share_its_prefill_and_enter_together_or_not_at_all(spec, monkeypatch):
+    original, prompt, prefilled = Target.prefill, random_prompts(1)[0], []
+
+    def prefill(self, cache, tokens, *rest):
+        prefilled.append(tokens.shape[1])
+        return original(self, cache, tokens, *rest)
+
+    wanted = [alone(spec, prompt, temperature=1.0, seed=seed, max_new_tokens=NEW) for seed in (5, 6, 7)]
+    monkeypatch.setattr(Target, "prefill", prefill)
+    with Engine(spec, batch=2, queue=1) as engine:
+        del prefilled[:]
+        answers = engine.submit_n(prompt, 3, seed=5, temperature=1.0, max_new_tokens=NEW)
+        assert [answer.result().token_ids for answer in answers] == wanted
+        assert sum(prefilled) <= len(prompt)  # the last may take the row of another, but for one token
+        with pytest.raises(Busy, match="at most 3 may"):
+            engine.submit_n(prompt, 4)
+        assert engine.waiting == 0
+
+
 def test_memory_bounds_how_many_run_at_a_time(head, monkeypatch):
     """Each row counts as long as the longest: beside one of 40 columns, 100 columns hold one more of any length."""
     original, together = Target.forward_trees, []

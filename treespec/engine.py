@@ -2,6 +2,7 @@
 
 import atexit
 from collections import deque
+from collections.abc import Sequence
 from threading import Condition, Thread, current_thread
 from types import TracebackType
 from typing import Unpack, final
@@ -94,23 +95,40 @@ class Engine:
         Raises InputError for bad input, for a request that the memory never holds and after
         `close`; Busy when the queue is full.
         """
-        # 1. The request, on the caller's thread.
-        self._refuse()
-        text = self.spec.request(prompt, seed=seed, **options)
-        if self.columns is not None and text.columns > self.columns:
+        return self.submit_n(prompt, 1, seed=seed, on_pieces=[on_piece], **options)[0]
+
+    def submit_n(
+        self,
+        prompt: Prompt,
+        n: int,
+        *,
+        seed: int | None = None,
+        on_pieces: Sequence[OnPiece | None] | None = None,
+        **options: Unpack[Options],
+    ) -> list[Answer]:
+        """Queue n requests for one prompt, which is prefilled once: all of them, or none.
+
+        seed: of the first; each other one has the next. on_pieces: `on_piece` of each. The rest is
+        as for `submit`.
+        """
+        # 1. The requests, on the caller's thread.
+        self._refuse(whole("n", n, least=1))
+        texts = self.spec.requests(prompt, n, seed=seed, **options)
+        if self.columns is not None and texts[0].columns > self.columns:
             raise InputError(
-                f"the prompt and max_new_tokens take {text.columns} positions, the memory for keys "
-                f"and values holds {self.columns}: shorten the prompt or lower max_new_tokens"
+                f"the prompt and max_new_tokens take {texts[0].columns} positions, the memory for "
+                f"keys and values holds {self.columns}: shorten the prompt or lower max_new_tokens"
             )
 
-        # 2. Its place in the queue.
-        answer = Answer(text, on_piece)
+        # 2. Their places in the queue.
+        pairs = zip(texts, on_pieces or [None] * n, strict=True)
+        answers = {text: Answer(text, on_piece) for text, on_piece in pairs}
         with self._changed:
-            self._refuse()
-            self._waiting.append(text)
-            self._answers[text] = answer
+            self._refuse(n)
+            self._waiting += texts
+            self._answers |= answers
             self._changed.notify_all()
-        return answer
+        return list(answers.values())
 
     def close(self, finish: bool = True) -> None:
         """Take no more requests and end the thread.
@@ -128,15 +146,15 @@ class Engine:
             self._thread.join()
         atexit.unregister(self.close)
 
-    def _refuse(self) -> None:
+    def _refuse(self, new: int) -> None:
         if self._closed:
             raise InputError("the engine is closed: begin another")
         with self._changed:
             pending = len(self._answers)
-        if pending >= self.batch + self.queue:
+        if pending + new > self.batch + self.queue:
             raise Busy(
-                f"{self.batch} requests run and {pending - self.batch} wait, which is the limit: "
-                "try again later, or begin the engine with a longer queue"
+                f"{pending} requests run and wait, at most {self.batch + self.queue} may: try again "
+                "later, or begin the engine with a longer queue"
             )
 
     @torch.inference_mode()

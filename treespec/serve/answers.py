@@ -49,10 +49,9 @@ class Answers:
         self.state.check_answers(len(prompts), samples)
         try:
             for place, prompt in enumerate(prompts):
-                for sample in range(samples):
-                    number = place * samples + sample
-                    own = None if seed is None else seed + number
-                    await run_in_threadpool(self._submit, number, prompt, own, options)
+                number = place * samples
+                own = None if seed is None else seed + number
+                await run_in_threadpool(self._submit, number, prompt, samples, own, options)
         except BaseException as error:
             self.cancel()
             if isinstance(error, Busy):
@@ -62,8 +61,19 @@ class Answers:
             raise
 
     def _submit(
-        self, number: int, prompt: Sequence[int], seed: int | None, options: Mapping[str, Any]
+        self,
+        first: int,
+        prompt: Sequence[int],
+        samples: int,
+        seed: int | None,
+        options: Mapping[str, Any],
     ) -> None:
+        """Several samples of a prompt. first: the number of the first of them."""
+        on_pieces = [self._listener(first + sample) for sample in range(samples)]
+        engine: Any = self.state.engine
+        self.answers += engine.submit_n(prompt, samples, seed=seed, on_pieces=on_pieces, **options)
+
+    def _listener(self, number: int) -> Callable[[Piece | None], None]:
         seen = self.state.metrics.watch()
 
         def on_piece(piece: Piece | None) -> None:  # on the engine's thread
@@ -71,8 +81,7 @@ class Answers:
             with suppress(RuntimeError):  # the server has ended, and with it the loop
                 self.loop.call_soon_threadsafe(self.arrived.put_nowait, (number, piece))
 
-        engine: Any = self.state.engine
-        self.answers.append(engine.submit(prompt, seed=seed, on_piece=on_piece, **options))
+        return on_piece
 
     def watch(self, request: Request) -> None:
         """Cancel the answers when the client leaves."""

@@ -19,7 +19,7 @@ from treespec.draft.grow.growth import Growth, grow_together
 from treespec.draft.grow.likeliest import best_of, likely
 from treespec.draft.grow.nodes import Nodes
 from treespec.draft.grow.static import grow_static
-from treespec.draft.pace.times import NODES, Times, TimesBy, alike, kept_times, key
+from treespec.draft.pace.times import NODES, NODES_TOGETHER, Times, TimesBy, alike, kept_times, key
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
 from treespec.files import remove_leftovers, write_json
@@ -39,8 +39,8 @@ CONTEXT, WAITING = 192, 3  # tokens before the tree, and tokens that the last cy
 DEEP = 5  # levels, at most
 WIDE = 6  # nodes of a wide level
 ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # rounds; after SECONDS they stop, but not before FEWEST
-ROUNDS_TOGETHER = 6  # of several texts
 DEAR = 6  # one-token forwards: measure no tree larger than the first that costs this much
+TOGETHER = 4, 2  # rounds, and the fewest, of several texts: their forwards are dear
 
 DRAWS, BINARY = RRSWithoutReplacement(), balanced(2, 2)
 
@@ -99,7 +99,7 @@ def measure(target: Target, proposer: Proposer | None, texts: int = 1) -> Times:
     generator = torch.Generator(device=target.output_device).manual_seed(0)
 
     forward = partial(forward_all, target, cache)
-    between = partial(forward, path(4, tokens))
+    between: Act = partial(forward, path(4, tokens)) if texts == 1 else nothing
 
     # 2. Drafts of one level and of several, with one node a level and with many.
     deep = min(DEEP, proposer.max_depth or DEEP) if proposer else DEEP
@@ -116,7 +116,7 @@ def measure(target: Target, proposer: Proposer | None, texts: int = 1) -> Times:
 
     # 3. Forwards over growing numbers of nodes, up to the first that is too dear.
     nodes = affordable(target, cache, tokens)
-    earlier: Act = drafting[-2][1] if drafting else between
+    earlier: Act = drafting[-2][1] if drafting and texts == 1 else between
     steps: list[Step] = [
         (between if n == 1 else earlier, partial(forward, path(n, tokens))) for n in nodes
     ]
@@ -141,8 +141,8 @@ def measure(target: Target, proposer: Proposer | None, texts: int = 1) -> Times:
     steps += drafting
 
     # 5. Time them all, and split levels into the first and each further one.
-    rounds = ROUNDS if texts == 1 else ROUNDS_TOGETHER
-    costs = fast_times(steps, target.output_device, rounds)
+    rounds, fewest = (ROUNDS, FEWEST) if texts == 1 else TOGETHER
+    costs = fast_times(steps, target.output_device, rounds, fewest)
     forwards, rest = costs[: len(nodes)], costs[len(nodes) : len(nodes) + 4]
     draft_costs = costs[len(nodes) + 4 :] or [0.0] * 9
     further, of_one, of_deep = max(deep - 1, 1), draft_costs[:8:2], draft_costs[1:8:2]
@@ -174,14 +174,17 @@ class Flat:
 
 
 def affordable(target: Target, cache: TreeCache, tokens: Tensor) -> tuple[int, ...]:
-    """The sizes of NODES up to the first whose forward costs DEAR one-node forwards."""
+    """The sizes up to the first whose forward costs DEAR one-node forwards."""
     seconds: list[float] = []
-    for n in NODES:
+    alone = len(cache.lengths) == 1
+    sizes, least = (NODES, 4) if alone else (NODES_TOGETHER, 2)
+    for n in sizes:
         forward = partial(forward_all, target, cache, path(n, tokens))
-        seconds.append(fast_times([(forward, forward)], target.output_device, rounds=2)[0])
-        if len(seconds) > 4 and seconds[-1] > DEAR * seconds[0]:
+        step = (forward if alone else nothing, forward)
+        seconds.append(fast_times([step], target.output_device, rounds=2)[0])
+        if len(seconds) > least and seconds[-1] > DEAR * seconds[0]:
             break
-    return NODES[: len(seconds)]
+    return sizes[: len(seconds)]
 
 
 def judge(
@@ -260,12 +263,18 @@ def path(nodes: int, tokens: Tensor) -> TokenTree:
     return TokenTree(tokens[:nodes], number - 1, number, ancestor_mask(number - 1, nodes))
 
 
-def fast_times(steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS) -> list[float]:
+def nothing() -> None:
+    """Before a forward over several texts, whose time depends little on what lies in the caches."""
+
+
+def fast_times(
+    steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS, fewest: int = FEWEST
+) -> list[float]:
     """Seconds of each step, over interleaved rounds after one for warming up."""
     rounds_of: list[list[float]] = [[] for _ in steps]
     begun = time.perf_counter()
     for done in range(rounds + 1):
-        if done > FEWEST and time.perf_counter() - begun > SECONDS:
+        if done > fewest and time.perf_counter() - begun > SECONDS:
             break
         for (before, step), own in zip(steps, rounds_of, strict=True):
             before()

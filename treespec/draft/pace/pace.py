@@ -1,7 +1,8 @@
 """What drafting brings to one text and costs: measured times, promised acceptance, and what was accepted so far.
 
-Modelled seconds, not a clock: the choice of each cycle depends on the text's own past alone, so it stays lossless, and
-the same seed gives the same text.
+Modelled seconds, not a clock: the choice of each cycle depends on the text's own past and on the
+number of texts that run, never on its own draws to come, so it stays lossless. With a seed of the
+caller's it depends on the past alone (`Law.company`), so the same seed gives the same text.
 
 A drafter promises of each node Pr(it is accepted | its parent is). `trust` is how many of these promises were kept at
 the nodes that were reached, of first children and of the others apart:
@@ -95,14 +96,20 @@ class Pace:
         times: Times,
         rates: tuple[float, ...] | None = None,
         trusts: tuple[Trust, Trust] | None = None,
+        texts: int = 1,
     ) -> None:
-        """trusts: in rates and in draft laws, where they were learned already."""
+        """trusts: in rates and in draft laws, where they were learned already.
+
+        texts: that decode together. All of them wait while one tries whether drafting pays, so each
+        tries more rarely.
+        """
         self.times, self.rates = times, rates or GUESS
         self.forward = times.forward(times.nodes[-1])  # [M] seconds over 1, 2, … nodes
         weight = FITTED if rates else GUESSED
         self.by_rates, self.by_law = trusts or (Trust(weight), Trust(weight))
         self.tokens = self.seconds = 0.0  # of cycles whose tree was chosen level by level
         self.idle, self.trials, self.trying = 0, 0, False
+        self.gap = GAP * texts
         self.hope = 0.0  # tokens a second that drafting was expected to reach when it began to rest
         self.promise: Promise | None = None  # of the cycle that runs; None: without drafts
 
@@ -140,7 +147,10 @@ class Pace:
         if speed > self.plain:
             self.idle = self.trials = 0
             return False
-        if self.idle >= GAP * 2**self.trials * (self.plain / max(speed, self.plain / 8)) ** STEEP:
+        if (
+            self.idle
+            >= self.gap * 2**self.trials * (self.plain / max(speed, self.plain / 8)) ** STEEP
+        ):
             self.idle, self.trials, self.trying = 0, self.trials + 1, True
             return False
         self.idle += 1
@@ -179,6 +189,6 @@ class Paces:
         times = self.times(texts)
         if times not in self._by_times:
             trusts = self.present.by_rates, self.present.by_law
-            self._by_times[times] = Pace(times, self.rates, trusts)
+            self._by_times[times] = Pace(times, self.rates, trusts, texts)
         self.present = self._by_times[times]
         return self.present

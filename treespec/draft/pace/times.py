@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from treespec.target import Target  # transformers comes with it
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+NODES_TOGETHER = (1, 2, 4, 8, 16, 32)  # of each of several texts
 MOST_TEXTS = 64  # that are measured together
 
 
@@ -100,7 +101,7 @@ def kept_times(file: Path) -> Times | None:
     try:
         fields = read_json(file, "it is measured again")
         nodes = tuple(fields["nodes"])
-        if nodes != NODES[: len(nodes)] or len(nodes) < 2:
+        if nodes not in (NODES[: len(nodes)], NODES_TOGETHER[: len(nodes)]) or len(nodes) < 2:
             return None  # of an older version
         return Times(
             nodes=nodes,

@@ -2,6 +2,8 @@
 
 import atexit
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from threading import Condition, Thread, current_thread
 from types import TracebackType
 from typing import Unpack, final
@@ -94,23 +96,43 @@ class Engine:
         Raises InputError for bad input, for a request that the memory never holds and after
         `close`; Busy when the queue is full.
         """
-        # 1. The request, on the caller's thread.
-        self._refuse()
-        text = self.spec.request(prompt, seed=seed, **options)
-        if self.columns is not None and text.columns > self.columns:
+        heard = partial(_unnumbered, on_piece) if on_piece else None
+        return self.submit_samples(prompt, 1, seed=seed, on_piece=heard, **options)[0]
+
+    def submit_samples(
+        self,
+        prompt: Prompt,
+        n: int,
+        *,
+        seed: int | None = None,
+        on_piece: Callable[[int, Piece | None], None] | None = None,
+        **options: Unpack[Options],
+    ) -> list[Answer]:
+        """Queue n requests for one prompt, which is prefilled once: all of them, or none.
+
+        seed: of the first; each other one has the next. on_piece: as for `submit`, with the number
+        of the answer before the piece. Raises as `submit` does.
+        """
+        # 1. The requests, on the caller's thread.
+        self._refuse(n)
+        texts = self.spec.requests(prompt, n, seed=seed, **options)
+        positions = texts[0].columns
+        if self.columns is not None and positions > self.columns:
             raise InputError(
-                f"the prompt and max_new_tokens take {text.columns} positions, the memory for keys "
+                f"the prompt and max_new_tokens take {positions} positions, the memory for keys "
                 f"and values holds {self.columns}: shorten the prompt or lower max_new_tokens"
             )
 
-        # 2. Its place in the queue.
-        answer = Answer(text, on_piece)
+        # 2. Their places in the queue.
+        answers = []
+        for number, text in enumerate(texts):
+            answers.append(Answer(text, partial(on_piece, number) if on_piece else None))
         with self._changed:
-            self._refuse()
-            self._waiting.append(text)
-            self._answers[text] = answer
+            self._refuse(n)
+            self._waiting.extend(texts)
+            self._answers.update(zip(texts, answers, strict=True))
             self._changed.notify_all()
-        return answer
+        return answers
 
     def close(self, finish: bool = True) -> None:
         """Take no more requests and end the thread.
@@ -128,12 +150,12 @@ class Engine:
             self._thread.join()
         atexit.unregister(self.close)
 
-    def _refuse(self) -> None:
+    def _refuse(self, entering: int) -> None:
         if self._closed:
             raise InputError("the engine is closed: begin another")
         with self._changed:
             pending = len(self._answers)
-        if pending >= self.batch + self.queue:
+        if pending + entering > self.batch + self.queue:
             raise Busy(
                 f"{self.batch} requests run and {pending - self.batch} wait, which is the limit: "
                 "try again later, or begin the engine with a longer queue"
@@ -179,3 +201,7 @@ class Engine:
             for text in self._running:
                 text.error = text.error or error
             return []
+
+
+def _unnumbered(on_piece: OnPiece, _: int, piece: Piece | None) -> None:
+    on_piece(piece)

@@ -10,10 +10,10 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
 from treespec.answer import Answer
-from treespec.decode import Piece
 from treespec.errors import Busy, InputError
 from treespec.serve.errors import ApiError, failed, refused
 from treespec.serve.state import State
+from treespec.texts import Piece
 
 QUIET = 15.0  # seconds after which a stream says that it still waits
 Arrival = tuple[int, Piece | None]
@@ -49,10 +49,9 @@ class Answers:
         self.state.check_answers(len(prompts), samples)
         try:
             for place, prompt in enumerate(prompts):
-                for sample in range(samples):
-                    number = place * samples + sample
-                    own = None if seed is None else seed + number
-                    await run_in_threadpool(self._submit, number, prompt, own, options)
+                before = place * samples
+                own = None if seed is None else seed + before
+                await run_in_threadpool(self._submit, before, prompt, samples, own, options)
         except BaseException as error:
             self.cancel()
             if isinstance(error, Busy):
@@ -62,17 +61,24 @@ class Answers:
             raise
 
     def _submit(
-        self, number: int, prompt: Sequence[int], seed: int | None, options: Mapping[str, Any]
+        self,
+        before: int,
+        prompt: Sequence[int],
+        samples: int,
+        seed: int | None,
+        options: Mapping[str, Any],
     ) -> None:
-        seen = self.state.metrics.watch()
+        """Samples of one prompt. before: answers to the prompts before it."""
+        watches = [self.state.metrics.watch() for _ in range(samples)]
 
-        def on_piece(piece: Piece | None) -> None:  # on the engine's thread
-            seen(piece)
+        def on_piece(sample: int, piece: Piece | None) -> None:  # on the engine's thread
+            watches[sample](piece)
+            arrival = (before + sample, piece)
             with suppress(RuntimeError):  # the server has ended, and with it the loop
-                self.loop.call_soon_threadsafe(self.arrived.put_nowait, (number, piece))
+                self.loop.call_soon_threadsafe(self.arrived.put_nowait, arrival)
 
-        engine: Any = self.state.engine
-        self.answers.append(engine.submit(prompt, seed=seed, on_piece=on_piece, **options))
+        submit: Any = self.state.engine.submit_samples
+        self.answers += submit(prompt, samples, seed=seed, on_piece=on_piece, **options)
 
     def watch(self, request: Request) -> None:
         """Cancel the answers when the client leaves."""

@@ -153,3 +153,30 @@ def test_bad_input_is_one_line_and_exit_code_2(folders, monkeypatch, capsys, cha
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("treespec: ")]
     assert len(lines) == 1
     assert complaint in lines[0]
+
+
+def test_generate_takes_what_a_request_may_ask(folders, monkeypatch, capsys):
+    target, head = folders
+    asked = {"temperature": 1.0, "seed": 3, "max_new_tokens": 9, "min_tokens": 5, "frequency_penalty": 0.7}
+    words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += ["--logit-bias", "7=-inf", "--logit-bias", "9=1.5", "--chat-template-kwargs", '{"enable_thinking": false}']
+    options = ["--target", target, "--head", head, "--dtype", "float32", "--prompt", "the user", "--n", "2"]
+    assert run(monkeypatch, "generate", *options, *words) == 0
+    message = [{"role": "user", "content": "the user"}]
+    bias = {"logit_bias": {7: float("-inf"), 9: 1.5}}
+    wanted = load(target, head, dtype="float32").generate(message, n=2, **bias, **asked)
+    assert capsys.readouterr().out == "\n\n".join(output.text for output in wanted) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--logit-bias", "seven"], "--logit-bias 'seven' is not understood"),
+        (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs '[1]' is no JSON object"),
+        (["--min-tokens", "600"], "--min-tokens is 600, must be at most --max-new-tokens, 512"),
+        (["--presence-penalty", "3"], "--presence-penalty is 3.0, must be"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(monkeypatch, capsys, words, complaint):
+    assert run(monkeypatch, "generate", "--target", "nowhere", "--prompt", "a", *words) == 2
+    assert complaint in capsys.readouterr().err

@@ -3,8 +3,8 @@
 A configuration states a shared option again only where its default or its meaning differs.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 from treespec.demo.known import own_head
 from treespec.errors import InputError
@@ -146,6 +146,38 @@ class SamplingOptions(AnswerOptions):
         above=0,
         most=1,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PenaltyOptions(CommandOptions):
+    """Tokens that become less likely once they have occurred."""
+
+    PANEL = "Answers"
+
+    repetition_penalty: float = option(
+        "divide by this the positive logits of all tokens of prompt and answer, and multiply their "
+        "negative ones; 1 is off",
+        1.0,
+        least=0.001,
+        most=1000,
+    )
+    presence_penalty: float = option(
+        "subtract this from the logits of all tokens of the answer; 0 is off", 0.0, least=-2, most=2
+    )
+    frequency_penalty: float = option(
+        "subtract this from the logits of the answer's tokens, once for each occurrence; 0 is off",
+        0.0,
+        least=-2,
+        most=2,
+    )
+
+    def penalties(self) -> dict[str, Any]:
+        """Those that are on, as options of `Spec.generate`."""
+        group = fields(PenaltyOptions)
+        values = {known.name: getattr(self, known.name) for known in group}
+        return {
+            known.name: values[known.name] for known in group if values[known.name] != known.default
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The public API: `load` a target and a head, `generate` and `stream`."""
 
 from collections.abc import Sequence
+from functools import partial
 from os import PathLike, fspath
 from typing import Unpack, cast, final, overload
 
@@ -182,7 +183,9 @@ class Spec:
         """
         refuse_unknown(options, "n", "batch", "seed")
         if (several := prompts_of(prompt)) is not None:
-            return self.generate_all(several, n=n, batch=batch, seed=seed, **options)
+            rest: BatchOptions = {"batch": batch, "seed": seed, **options}
+            samples = partial(self.generate_all, several, **rest)
+            return samples() if n is None else samples(n=n)
         one, first = cast(Prompt, prompt), cast(int | None, seed)
         texts = self.requests(one, 1 if n is None else n, seed=first, **options)
         at_once = len(texts) if batch is None else whole("batch", batch, least=1)
@@ -196,8 +199,8 @@ class Spec:
     ) -> list[Output]: ...
     @overload
     def generate_all(
-        self, prompts: Sequence[Prompt] | Arrays, *, n: int | None, **options: Unpack[BatchOptions]
-    ) -> list[Output] | list[list[Output]]: ...
+        self, prompts: Sequence[Prompt] | Arrays, *, n: int, **options: Unpack[BatchOptions]
+    ) -> list[list[Output]]: ...
     def generate_all(
         self,
         prompts: Sequence[Prompt] | Arrays,
@@ -210,10 +213,9 @@ class Spec:
         """The answers to several prompts; one forward of the target serves a batch of them.
 
         n: give a list of n answers to each prompt, which is prefilled once. batch: answers at a
-        time, default all; the next one takes the place of a finished one.
-        seed: of the first answer (each next answer gets the next seed), or a list with one for each
-        prompt. Each answer is the same as for its prompt alone with that seed, up to rounding.
-        Raises InputError for bad input, with the prompt's number.
+        time, default all; the next one takes the place of a finished one. seed: of the first answer
+        (each next answer gets the next seed), or a list with one for each prompt. Each answer is
+        the same as for its prompt alone with that seed, up to rounding. Raises InputError.
         """
         # 1. Options, before any prompt is blamed for them.
         refuse_unknown(options, "n", "batch", "seed")

@@ -22,7 +22,7 @@ class Again(Drafter):
     def lengths(self):
         return self.observed
 
-    def draft_trees(self, roots, params, generators, cache, now=time.perf_counter):
+    def draft_trees(self, roots, laws, generators, cache, now=time.perf_counter):
         return [self.tree(root) for root in roots]  # roots: [B] the last token of each text
 
     def tree(self, root):

@@ -8,12 +8,13 @@ from treespec.shared_options import (
     DTYPES,
     QUESTION_FILE,
     ModelOptions,
+    PenaltyOptions,
     QuestionOptions,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig(ModelOptions, QuestionOptions):
+class CertifyConfig(ModelOptions, QuestionOptions, PenaltyOptions):
     """Raises InputError for a number out of its range, and unless one drafter option is given."""
 
     out: str = option("JSON file for the report", "certificate.json")

@@ -5,9 +5,11 @@ orders the tokens. So any function of the text before a token serves; it need no
 the draft used.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from treespec.eval.certify.witness import Cycle, placed
 from treespec.sampling import SamplingParams, probs
 from treespec.spec import Spec
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 AT_ONCE = 1 << 23  # probabilities in one tensor
 
 
@@ -55,18 +58,25 @@ class Places:
 
 
 @torch.no_grad()
-def places(spec: Spec, samples: Sequence[Sample]) -> list[Places]:
-    """The places of texts that were sampled by one law."""
+def places(
+    spec: Spec, samples: Sequence[Sample], changes: Mapping[str, Any] = NOTHING
+) -> list[Places]:
+    """The places of texts that were sampled by one law.
+
+    changes: options of `Spec.generate` that change the logits.
+    """
     coins = torch.Generator().manual_seed(len(samples))
     longest = max(len(sample.output) for sample in samples)
     size = max(1, AT_ONCE // (longest * spec.target.vocab_size))
     all_places: list[Places] = []
     for start in range(0, len(samples), size):
-        all_places += _places(spec, samples[start : start + size], coins)
+        all_places += _places(spec, samples[start : start + size], changes, coins)
     return all_places
 
 
-def _places(spec: Spec, samples: Sequence[Sample], coins: torch.Generator) -> Iterator[Places]:
+def _places(
+    spec: Spec, samples: Sequence[Sample], changes: Mapping[str, Any], coins: torch.Generator
+) -> Iterator[Places]:
     """The places of the texts of one forward."""
     target, head = spec.target, spec.head
     # 1. One plain forward over the texts, padded on the right.
@@ -79,7 +89,11 @@ def _places(spec: Spec, samples: Sequence[Sample], coins: torch.Generator) -> It
     for row, (sample, tokens) in enumerate(zip(samples, texts, strict=True)):
         # 2. The laws p and q [n, V] of each new token, and the token [n, 1].
         first, end = len(sample.prompt) - 1, len(tokens) - 1
-        p = probs(target.output_logits(last[row, first:end]), sample.params)
+        logits = target.output_logits(last[row, first:end])
+        if changes:
+            law = spec.request(sample.prompt, **changes).law
+            logits = law.shape([tuple(sample.output[:n]) for n in range(end - first)], logits)
+        p = probs(logits, sample.params)
         known, known_features = rows[row, : end + 1], features[row, : end + 1]
         q = draft_law(spec, known, known_features, first, sample.params)
         chosen = rows[row, first + 1 : end + 1, None]

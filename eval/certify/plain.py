@@ -1,15 +1,19 @@
 """The plain side of a certificate: `model.generate` without the model's own generation config."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from random import Random
+from typing import Any, final
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from treespec.eval.certify.numbers import NOTHING
 from treespec.sampling import SamplingParams
+from treespec.shaping.law import Law
 from treespec.spec import Spec
 from treespec.text.ending import Ending
 from treespec.text.prefix import common_prefix
@@ -61,6 +65,21 @@ def fresh(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = before
 
 
+@final
+class Changed(LogitsProcessor):
+    """The shapers of a law for `model.generate`: each row's logits from its whole text anew."""
+
+    def __init__(self, law: Law, prompt: list[int]) -> None:
+        self.law, self.prompt = law, prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        answers = input_ids[:, len(self.prompt) :].tolist()
+        shaped = self.law.shape([tuple(answer) for answer in answers], scores)
+        if self.law.error:
+            raise self.law.error
+        return shaped
+
+
 @torch.no_grad()
 def plain_texts(
     spec: Spec,
@@ -69,18 +88,22 @@ def plain_texts(
     params: SamplingParams,
     number: int = 1,
     seed: int = 0,
+    changes: Mapping[str, Any] = NOTHING,
 ) -> list[list[int]]:
     """Answers of `model.generate`, which end at the stop tokens and stop strings of `spec`.
 
     tokens: the largest length. number: answers to the one prompt. seed: of torch's own generator.
+    changes: options of `Spec.generate` that change the logits.
     """
     # 1. The options of one law.
     device, model = spec.target.device, spec.target.model
     texts: list[list[int]] = []
 
     def ending() -> Ending:
-        return spec.request(prompt, max_new_tokens=tokens).ending
+        return spec.request(prompt, max_new_tokens=tokens, **changes).ending
 
+    law = spec.request(prompt, **changes).law
+    processors = [Changed(law, prompt)] if law.shapers else []
     options: dict[str, object] = {"do_sample": False}
     if not params.greedy:
         options = {
@@ -104,13 +127,16 @@ def plain_texts(
                     pad_token_id=0,
                     **options,
                 ),
+                logits_processor=LogitsProcessorList(processors),
             )
             texts += [ending().take(row)[0] for row in rows[:, len(prompt) :].tolist()]
     return texts
 
 
 @torch.no_grad()
-def greedy_answer(spec: Spec, prompt: list[int], tokens: int) -> dict[str, object]:
+def greedy_answer(
+    spec: Spec, prompt: list[int], tokens: int, changes: Mapping[str, Any] = NOTHING
+) -> dict[str, object]:
     """Where the greedy answer differs from model.generate's, and whether rounding explains it.
 
     Rounding explains a difference in a lower precision than float32 if the logits of the two tokens
@@ -119,8 +145,8 @@ def greedy_answer(spec: Spec, prompt: list[int], tokens: int) -> dict[str, objec
     """
     # 1. The two answers.
     model = spec.target.model
-    ours = spec.generate(prompt, max_new_tokens=tokens).token_ids
-    [theirs] = plain_texts(spec, prompt, tokens, SamplingParams())
+    ours = spec.generate(prompt, max_new_tokens=tokens, **changes).token_ids
+    [theirs] = plain_texts(spec, prompt, tokens, SamplingParams(), changes=changes)
     if ours == theirs:
         return {"different_at": None, "explained": True}
 
@@ -136,6 +162,7 @@ def greedy_answer(spec: Spec, prompt: list[int], tokens: int) -> dict[str, objec
             cached = model(prefix[:, cut:], past_key_values=cache)
             again.append(cached.logits[0, -1].float())
         noise = max(float((once - other).abs().max()) for other in again)
+        once = spec.request(prompt, **changes).law.shape([tuple(theirs[:at])], once[None])[0]
         margin = abs(float(once[theirs[at]] - once[ours[at]]))
 
     # 3. Is the margin within rounding?

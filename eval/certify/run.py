@@ -16,7 +16,7 @@ The questions share the error (`asked`). `tests` and `bets` hold the statistics,
 docs/verification.md says what they find.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from treespec.eval.certify.asked import all_questions
 from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.certify.numbers import Places, Sample, places
+from treespec.eval.certify.numbers import NOTHING, Places, Sample, places
 from treespec.eval.certify.plain import greedy_answer, own_settings, plain_texts, seeds, spread
 from treespec.eval.certify.tests import POWER, exchangeable, least_correlation, least_gap
 from treespec.eval.certify.witness import watched
@@ -41,10 +41,15 @@ OURS, PLAIN = 0, 1  # sides, for the seeds
 Report = Callable[[Step], None]
 
 
-def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[str, Any]:
+def certify(
+    config: CertifyConfig,
+    report: Report = lambda step: None,
+    options: Mapping[str, Any] = NOTHING,
+) -> dict[str, Any]:
     """Run all tests and write the report; its field `passed` is the verdict.
 
-    report: called with each step of the work. Raises InputError for bad input.
+    report: called with each step of the work. options: as for `examine`. Raises InputError for bad
+    input.
     """
     # 1. Questions and models.
     check_writable(config.out)
@@ -55,7 +60,7 @@ def certify(config: CertifyConfig, report: Report = lambda step: None) -> dict[s
     # 2. The tests.
     first_turns = [question.turns[0] for question in questions]
     prompts = [spec.encode([{"role": "user", "content": turn}]) for turn in first_turns]
-    verdict = examine(spec, prompts, config, report)
+    verdict = examine(spec, prompts, config, report, options)
 
     # 3. The report.
     certificate = {
@@ -86,14 +91,24 @@ def examine(
     prompts: Sequence[list[int]],
     config: CertifyConfig,
     report: Report = lambda step: None,
+    options: Mapping[str, Any] = NOTHING,
 ) -> dict[str, Any]:
-    """Run the tests of one `spec` on these prompts."""
-    answers = []
+    """Run the tests of one `spec` on these prompts.
+
+    options: further ones of `Spec.generate` that change the logits, such as logits_processor.
+    """
+    changes, answers = changes_of(config, options), []
     for number, prompt in enumerate(prompts, 1):
-        answers.append(greedy_answer(spec, prompt, config.greedy_tokens))
+        answers.append(greedy_answer(spec, prompt, config.greedy_tokens, changes))
         report(Step(number, len(prompts), "greedy answers"))
-    ours = sample(spec, prompts, config, report)
-    return judge(spec, answers, ours, sample_plain(spec, prompts, ours, config, report), config)
+    ours = sample(spec, prompts, config, report, changes)
+    plain = sample_plain(spec, prompts, ours, config, report, changes)
+    return judge(spec, answers, ours, plain, config, changes)
+
+
+def changes_of(config: CertifyConfig, options: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+    """All options of `Spec.generate` that change the logits."""
+    return {**config.penalties(), **options}
 
 
 def laws(config: CertifyConfig) -> list[SamplingParams]:
@@ -108,6 +123,7 @@ def sample(
     prompts: Sequence[list[int]],
     config: CertifyConfig,
     report: Report = lambda step: None,
+    changes: Mapping[str, Any] = NOTHING,
 ) -> list[Sample]:
     """Sample texts of `config.tokens` tokens in all, with their cycles.
 
@@ -133,6 +149,7 @@ def sample(
                     temperature=params.temperature,
                     top_k=params.top_k,
                     top_p=params.top_p,
+                    **changes,
                 )
             cycles = list(witness.texts.values()) or [[] for _ in texts]
             for (prompt_number, prompt), output, seen in zip(texts, outputs, cycles, strict=True):
@@ -148,6 +165,7 @@ def sample_plain(
     ours: Sequence[Sample],
     config: CertifyConfig,
     report: Report = lambda step: None,
+    changes: Mapping[str, Any] = NOTHING,
 ) -> list[Sample]:
     """The same number of texts of each prompt and law, by `model.generate`."""
     samples: list[Sample] = []
@@ -155,18 +173,20 @@ def sample_plain(
     for number, params in enumerate(laws(config)):
         for group, prompt in enumerate(prompts, number * len(prompts)):
             copies = sum(sample.group == group for sample in ours)
-            texts = plain_texts(spec, prompt, config.length, params, copies, next(seed))
+            texts = plain_texts(spec, prompt, config.length, params, copies, next(seed), changes)
             samples += [Sample(group, prompt, text, params) for text in texts]
             report(Step(len(samples), len(ours), "sampled by model.generate"))
     return samples
 
 
-def numbers(spec: Spec, samples: Sequence[Sample]) -> list[Places]:
+def numbers(
+    spec: Spec, samples: Sequence[Sample], changes: Mapping[str, Any] = NOTHING
+) -> list[Places]:
     """The places of all texts, in the texts' order."""
     places_of: dict[int, Places] = {}
     for params in {sample.params for sample in samples}:
         rows = [row for row, sample in enumerate(samples) if sample.params == params]
-        same_law = places(spec, [samples[row] for row in rows])
+        same_law = places(spec, [samples[row] for row in rows], changes)
         places_of |= dict(zip(rows, same_law, strict=True))
     return [places_of[row] for row in range(len(samples))]
 
@@ -177,6 +197,7 @@ def judge(
     ours: Sequence[Sample],
     plain: Sequence[Sample],
     config: CertifyConfig,
+    changes: Mapping[str, Any] = NOTHING,
 ) -> dict[str, Any]:
     """The verdict of each test, on greedy answers and on the texts of both sides.
 
@@ -184,7 +205,7 @@ def judge(
     the comparison of both sides.
     """
     # 1. A question without numbers is not asked, such as one about draws where none are sampled.
-    mine = numbers(spec, ours)
+    mine = numbers(spec, ours, changes)
     asked = [(name, rows, by) for name, rows, by in all_questions(mine, ours) if len(rows)]
 
     # 2. All other questions and the comparison with plain texts share the error.
@@ -194,7 +215,7 @@ def judge(
         for name, rows, (p_value, least) in asked
     ]
     if plain:
-        theirs = numbers(spec, plain)
+        theirs = numbers(spec, plain, changes)
         ranks = [text.rank for text in mine], [text.rank for text in theirs]
         groups = [text.group for text in ours], [text.group for text in plain]
         p_value, finds = exchangeable(*ranks, groups, error)

@@ -9,7 +9,7 @@ from treespec.cli.config import AnswerConfig, load_spec
 from treespec.cli.options import takes
 from treespec.cli.terminal import readable, standard_input
 from treespec.errors import InputError
-from treespec.options import option
+from treespec.options import TOKENS, option
 from treespec.text.printable import printable
 
 if TYPE_CHECKING:
@@ -29,7 +29,12 @@ class GenerateConfig(AnswerConfig):
     stop: list[str] | None = option(
         "end an answer before this text; repeat the option for several texts", None
     )
-    batch: int | None = option("messages decoded at a time; default: all", None, least=1, most=4096)
+    n: int = option("give this number of answers to each message", 1, least=1, most=4096)
+    min_tokens: int = option(
+        "go on until an answer has this number of tokens", 0, least=0, most=TOKENS
+    )
+    ignore_eos: bool = option("go on after end-of-sequence tokens", False)
+    batch: int | None = option("answers decoded at a time; default: all", None, least=1, most=4096)
     raw: bool = option("continue the prompt as plain text, without the chat template", False)
 
 
@@ -46,12 +51,18 @@ def generate(config: GenerateConfig) -> None:
     prompts = [prompt_of(text, config.raw) for text in texts]
     options = config.sampling()
     options["stop"] = stop
+    options["min_tokens"], options["ignore_eos"] = config.min_tokens, config.ignore_eos
+    if config.min_tokens > config.max_new_tokens:
+        raise InputError(
+            f"--min-tokens is {config.min_tokens}, must be at most --max-new-tokens, "
+            f"{config.max_new_tokens}"
+        )
 
     # 2. Answer, then print the figures.
     spec = load_spec(config)
     from treespec.stats import figures_of  # imports torch
 
-    if len(prompts) == 1:
+    if len(prompts) * config.n == 1:
         stats = answer(spec, prompts[0], config.seed, options)
     else:
         stats = answer_all(spec, prompts, config, options)
@@ -83,7 +94,10 @@ def answer_all(
     from treespec.stats import Stats
 
     shown = printable if sys.stdout.isatty() else str
-    outputs = spec.generate_all(prompts, batch=config.batch, seed=config.seed, **options)
+    samples = spec.generate_all(
+        prompts, n=config.n, batch=config.batch, seed=config.seed, **options
+    )
+    outputs = [output for of_prompt in samples for output in of_prompt]
     print("\n\n".join(shown(output.text) for output in outputs))
     total = Stats()
     for output in outputs:

@@ -1,0 +1,36 @@
+"""A certificate of answers whose logits are changed: exact verifiers get it, a fault of the changes does not."""
+
+from dataclasses import replace
+
+import pytest
+from certifying import CONFIG, PROMPTS, tiny
+
+from treespec.eval.certify.run import examine
+from treespec.shaping.penalties import Counts
+
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
+SHORT = replace(CONFIG, tokens=120, length=12, greedy_tokens=12, **PENALTIES)
+
+
+def test_answers_by_penalties_are_certified():
+    found = examine(tiny("3x2", "rrs-wo"), PROMPTS, SHORT, options={"logit_bias": {3: 1.5, 4: float("-inf")}})
+    assert found["passed"], found["tests"]
+
+
+def test_greedy_answers_that_leave_out_a_path_are_found(monkeypatch):
+    """Penalties that count the committed answer alone, not the node's own path, give other answers."""
+    exact = Counts.shape
+
+    def of_the_answer(self, answer, paths, logits):
+        return exact(self, answer, [()] * len(paths) if answer else paths, logits)
+
+    monkeypatch.setattr(Counts, "shape", of_the_answer)
+    found = examine(tiny("3x2", "rrs-wo"), PROMPTS, SHORT)
+    assert not found["passed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tree", "verifier"), [("chain:3", "block"), ("3x2", "traversal"), ("3x2", "topk")])
+def test_other_verifiers_get_it_too(tree, verifier):
+    found = examine(tiny(tree, verifier), PROMPTS, replace(SHORT, tokens=400, length=24))
+    assert found["passed"], found["tests"]

@@ -1,8 +1,6 @@
 """One engine, many callers: each answer is its own alone, whoever else comes, leaves or fails."""
 
-import gc
 import threading
-import weakref
 from threading import Event
 
 import pytest
@@ -281,34 +279,4 @@ def test_closing_answers_what_was_asked_or_ends_it_and_leaves_nothing(head, fini
             with pytest.raises(InputError, match="the engine was closed"):
                 list(answer)
     engine.close()
-    assert held() == before
-
-
-def test_a_soak_loses_and_mixes_nothing_and_leaves_nothing(head):
-    """A tenth of the answers is cut off at random; what was read of them begins the whole answer."""
-    soaked(head, requests=24, clients=6)
-
-
-@pytest.mark.slow
-def test_a_soak_of_500_requests(spec):
-    soaked(spec, requests=500, clients=32)
-
-
-def soaked(spec, requests, clients):
-    before, prompts = held(), random_prompts(requests)
-    options = {"max_new_tokens": 24}
-    single = spec.new()
-    wanted = [single.generate(prompt, **options).token_ids for prompt in prompts]
-    engine = Engine(spec, batch=8, queue=8)
-    found = soak(engine, prompts, clients, lambda number: options, seed=1)
-    assert sorted(number for number, _, _ in found) == list(range(requests))
-    assert 0 < sum(cut for _, _, cut in found) < requests / 4
-    for number, tokens, cut in found:
-        assert tokens == wanted[number][: len(tokens) if cut else None]
-    engine.close()
-    texts = [weakref.ref(text) for text in engine.decoder.rows.texts]
-    assert len(texts) == 1  # kept for its prefix
-    del engine
-    gc.collect()
-    assert texts[0]() is None
     assert held() == before

@@ -1,0 +1,109 @@
+"""Many requests, a tenth of them cut off at random: none is lost or mixed, and nothing is left of them."""
+
+import gc
+import json
+import random
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from http_serving import NAME, client, serving, tiny_spec, until
+from models import random_head, target
+from serving import held, random_prompts, soak
+
+from treespec.engine import Engine
+from treespec.spec import Spec
+
+OPTIONS = {"max_new_tokens": 24}
+ROOM = 32 << 20  # bytes that the process may grow by in the second half of a long soak
+
+
+def spec_by(name):
+    return Spec(target("llama"), random_head(target("llama")) if name == "head" else None, "2x2")
+
+
+def answers_of(spec, prompts):
+    """Each prompt's own answer, alone."""
+    return [spec.generate(prompt, **OPTIONS) for prompt in prompts]
+
+
+def resident():
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def test_a_soak_of_the_engine_loses_and_mixes_nothing():
+    soaked(spec_by("head"), requests=24, clients=6, cut=0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["head", "baseline"])
+def test_a_soak_of_500_requests_leaves_no_memory(name):
+    soaked(spec_by(name), requests=500, clients=32)
+
+
+def soaked(spec, requests, clients, cut=0.1):
+    # 1. All requests, in two halves.
+    prompts = random_prompts(requests)
+    wanted = [answer.token_ids for answer in answers_of(spec, prompts)]
+    before = held()
+    engine, half, grown, cuts = Engine(spec, batch=8, queue=8), requests // 2, [], 0
+    for own, right in ((prompts[:half], wanted[:half]), (prompts[half:], wanted[half:])):
+        found = soak(engine, own, clients, lambda number: OPTIONS, cut, seed=len(grown))
+
+        # 2. What was read of an answer is its own, and the whole of it unless it was cut off.
+        assert sorted(number for number, _, _ in found) == list(range(half))
+        for number, tokens, cancelled in found:
+            assert tokens == right[number][: len(tokens) if cancelled else None]
+            cuts += cancelled
+        grown.append(resident())
+    assert 0 < cuts < 3 * cut * requests
+
+    # 3. Nothing is left.
+    assert grown[1] - grown[0] < ROOM
+    engine.close()
+    texts = [weakref.ref(text) for text in engine.decoder.rows.texts]
+    assert len(texts) == 1  # kept for its prefix
+    del engine
+    gc.collect()
+    assert texts[0]() is None
+    assert held() == before
+
+
+@pytest.mark.slow
+def test_a_soak_of_500_requests_over_http():
+    """32 clients; some leave amid a stream."""
+    spec = tiny_spec()
+    prompts = random_prompts(500)
+    wanted = [answer.text for answer in answers_of(spec, prompts)]
+    before = held()
+    with serving(spec, batch=8, queue=64) as server:
+
+        def ask(number):
+            coins = random.Random(number)
+            left = coins.randrange(1, 6) if coins.random() < 0.1 else None  # events until it leaves
+            body = {"model": NAME, "prompt": prompts[number], "max_tokens": 24, "temperature": 0, "stream": True}
+            parts, ended = [], False
+            with client(server) as http, http.stream("POST", "/v1/completions", json=body) as stream:
+                assert stream.status_code == 200
+                for line in stream.iter_lines():
+                    if line == "data: [DONE]":
+                        ended = True
+                    elif line.startswith("data:"):
+                        parts.append(json.loads(line.removeprefix("data:"))["choices"][0]["text"])
+                    if left is not None and len(parts) >= left:
+                        break
+            return number, "".join(parts), ended
+
+        with ThreadPoolExecutor(32) as pool:
+            found = list(pool.map(ask, range(250)))
+            middle = resident()
+            found += pool.map(ask, range(250, 500))
+        until(lambda: server.engine.running == 0)
+        assert resident() - middle < ROOM
+    assert [number for number, _, _ in found] == list(range(500))
+    assert 0 < sum(not ended for _, _, ended in found) < 100
+    for number, text, ended in found:
+        assert text == wanted[number][: None if ended else len(text)]
+    assert held() == before

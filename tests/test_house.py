@@ -46,6 +46,7 @@ FLOORS = {  # the files of rooms that hold more than one floor
             "spec",
             "loading",
             "names",
+            "hf",
             "request",
             "stream",
             "answer",

@@ -84,6 +84,14 @@ def test_samples_and_prompts_take_one_seed_after_another(ai, spec):
     assert [choice.text for choice in several.choices] == wanted
 
 
+def test_samples_of_one_prompt_are_prefilled_once(server, spec):
+    ids = spec.encode(MESSAGES) * 3
+    answers = server.engine.submit_samples(ids, 3, **SAME)
+    wanted = [spec.generate(ids, **SAME | {"seed": 3 + i}).text for i in range(3)]
+    assert [answer.result().text for answer in answers] == wanted
+    assert [answer.stats.cached_tokens for answer in answers[1:]] == [len(ids) - 1] * 2
+
+
 def test_many_clients_at_once_get_their_own_answers(server, spec):
     async def all_of_them():
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as ai:

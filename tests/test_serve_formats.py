@@ -1,12 +1,14 @@
 """What an answer must be, and what is told of its tokens: over HTTP the same as in Python."""
 
 import json
+import math
 from itertools import pairwise
 from typing import Literal
 
 import openai
 import pydantic
 import pytest
+import torch
 from http_serving import MESSAGES, NAME, serving, tiny_spec
 from models import CHAT
 
@@ -82,6 +84,56 @@ def test_a_tool_that_must_be_called_is_called(ai):
     assert json.loads(call.function.arguments)["city"] in ("Zug", "Bern")
     with pytest.raises(openai.BadRequestError, match="take auto, none, required or a tool"):
         ai.chat.completions.create(**ASK, tools=TOOLS, tool_choice=named | {"function": {"name": "other"}})
+
+
+def raw_law(spec, ids):
+    """[V] log-probabilities after a text, by a plain forward."""
+    with torch.no_grad():
+        return spec.target.model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+
+
+def test_log_probabilities_are_those_of_a_plain_forward(ai, spec):
+    ids = spec.encode(MESSAGES)
+    wanted = spec.generate(MESSAGES, seed=3, temperature=1.0, max_new_tokens=12)
+    options = ASK | {"max_tokens": 12, "logprobs": True, "top_logprobs": 3}
+    whole = ai.chat.completions.create(**options).choices[0].logprobs.content
+    streamed = []
+    for chunk in ai.chat.completions.create(**options, stream=True):
+        streamed += (chunk.choices[0].logprobs and chunk.choices[0].logprobs.content) or []
+    assert [(one.token, one.bytes) for one in streamed] == [(one.token, one.bytes) for one in whole]
+    assert [one.logprob for one in streamed] == pytest.approx([one.logprob for one in whole], abs=1e-4)
+    assert b"".join(bytes(one.bytes) for one in whole).decode(errors="replace") == wanted.text
+    text = list(ids)
+    for told, token in zip(whole, wanted.token_ids, strict=True):
+        law = raw_law(spec, text)
+        assert told.logprob == pytest.approx(float(law[token]), abs=1e-4)
+        assert [top.logprob for top in told.top_logprobs] == pytest.approx(law.topk(3).values.tolist(), abs=1e-4)
+        text.append(token)
+
+
+def test_completions_tell_log_probabilities_in_their_own_form(ai, spec):
+    wanted = spec.generate("the user", seed=3, temperature=1.0, max_new_tokens=8)
+    options = {"model": NAME, "prompt": "the user", "seed": 3, "max_tokens": 8, "logprobs": 2, "n": 2}
+    first, _ = ai.completions.create(**options).choices
+    told = first.logprobs
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(wanted.token_ids)
+    assert all(value <= 0 and math.isfinite(value) for value in told.token_logprobs)
+    assert told.text_offset[0] == 0
+    assert told.text_offset == sorted(told.text_offset)
+
+
+def test_penalties_biases_and_ends_are_those_of_the_python_call(ai, spec):
+    token = spec.encode("user")[0]
+    pairs = [
+        ({"frequency_penalty": 1.5, "presence_penalty": 0.5}, {}),
+        ({"logit_bias": {str(token): 100}}, {"logit_bias": {token: 100.0}}),
+        ({"extra_body": {"repetition_penalty": 1.3, "top_k": 5, "min_p": 0.01}}, None),
+        ({"extra_body": {"min_tokens": 5, "ignore_eos": True}}, None),
+    ]
+    for asked, options in pairs:
+        wanted = asked.get("extra_body") if options is None else options or asked
+        answer = ai.chat.completions.create(**ASK | {"max_tokens": 20}, **asked).choices[0].message.content
+        assert answer == spec.generate(MESSAGES, seed=3, temperature=1.0, max_new_tokens=20, **wanted).text
 
 
 def test_the_bytes_of_tokens_are_those_of_the_text():

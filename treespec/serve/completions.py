@@ -1,4 +1,4 @@
-"""/v1/completions: how prompts go on, whole or as a stream; /tokenize: the token ids of a prompt."""
+"""/v1/completions: how prompts go on, whole or as a stream; /tokenize: their token ids."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field

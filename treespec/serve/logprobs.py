@@ -4,8 +4,9 @@ import re
 from functools import lru_cache
 from typing import Any, final
 
-from treespec.decode import Piece
+from treespec.logprobs import TokenLogprob
 from treespec.text.ending import INCOMPLETE
+from treespec.texts import Piece
 
 LEAST = -9999.0  # OpenAI's logarithm of 0, which JSON has no number for
 
@@ -26,7 +27,7 @@ class Told:
 
     def chat(self, piece: Piece) -> dict[str, Any] | None:
         """`logprobs` of a choice or chunk of a chat; None where the request asked for none."""
-        if getattr(piece, "logprobs", None) is None:
+        if piece.logprobs is None:
             return None
         content = []
         for told in self._shown(piece):
@@ -38,7 +39,7 @@ class Told:
 
     def completion(self, piece: Piece) -> dict[str, Any] | None:
         """`logprobs` of a choice or chunk of a completion."""
-        if getattr(piece, "logprobs", None) is None:
+        if piece.logprobs is None:
             return None
         fields: dict[str, Any] = {name: [] for name in COMPLETION}
         for told in self._shown(piece):
@@ -52,9 +53,8 @@ class Told:
             self.before = told.token
         return fields
 
-    def _shown(self, piece: Piece) -> list[Any]:
-        told_of_all = getattr(piece, "logprobs", None) or ()
-        return [told for told in told_of_all if told.token not in self.hidden]
+    def _shown(self, piece: Piece) -> list[TokenLogprob]:
+        return [told for told in piece.logprobs or () if told.token not in self.hidden]
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text, written = words(self.tokenizer, self.before, token)

@@ -7,8 +7,8 @@ from typing import final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from treespec.answer import Answer
-from treespec.decode import Piece
 from treespec.engine import Engine
+from treespec.texts import Piece
 
 TAUS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10)
 SHORT = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from treespec.decode import Piece
+from treespec.texts import Piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -48,9 +48,9 @@ def state_of(spec, engine, **options):
 
 
 @contextmanager
-def serving(spec, batch=4, queue=8, origins=(), grace=5.0, **options):
+def serving(spec, batch=4, queue=8, origins=(), grace=5.0, columns=None, **options):
     """A server in a thread of its own. Yields its state; `state.url` is its address."""
-    with Engine(spec, batch=batch, queue=queue) as engine:
+    with Engine(spec, batch=batch, queue=queue, columns=columns) as engine:
         state = state_of(spec, engine, **options)
         listening = bound("127.0.0.1", 0)
         config = uvicorn.Config(app_of(state, origins), log_level="error", access_log=False)

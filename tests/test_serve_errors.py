@@ -178,6 +178,14 @@ def test_pages_of_other_origins_may_not_call_unless_told(server, spec):
         assert allowed not in http.get("/v1/models", headers={"Origin": "http://third.example"}).headers
 
 
+def test_without_a_limit_an_answer_is_as_long_as_memory_allows(spec):
+    with serving(spec, columns=40) as state, client(state) as http:
+        answer = http.post(CHAT, json={"messages": MESSAGES}).json()
+        assert answer["usage"]["total_tokens"] == 40
+        asked = http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 40})
+        assert (asked.status_code, asked.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
 def test_a_limit_of_prompts_is_told(spec):
     with serving(spec, prompt=5) as state, client(state) as http:
         answer = http.post(COMPLETIONS, json={"model": NAME, "prompt": [3] * 6})

@@ -14,7 +14,7 @@ from treespec.serve import messages
 from treespec.serve.answers import Answers
 from treespec.serve.choice import choice_of
 from treespec.serve.logprobs import Told, joined
-from treespec.serve.options import options_of
+from treespec.serve.options import fit_default, options_of
 from treespec.serve.schema import ChatRequest
 from treespec.serve.state import State, state_of
 from treespec.serve.tools import Call, Catcher, form_of
@@ -35,6 +35,7 @@ async def chat(request: Request, asked: ChatRequest) -> Response:
     given = (state.spec, asked.messages, choice.tools, variables)
     ids = await run_in_threadpool(messages.encoded, *given)
     state.check_prompt(ids, "messages")
+    fit_default(state, asked, options, [ids])
 
     # 2. The answers.
     answers, samples = Answers(state), asked.n or 1

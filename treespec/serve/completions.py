@@ -14,7 +14,7 @@ from treespec.serve import messages
 from treespec.serve.answers import Answers
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.logprobs import Told, joined
-from treespec.serve.options import options_of
+from treespec.serve.options import fit_default, options_of
 from treespec.serve.schema import CompletionRequest, TokenizeRequest
 from treespec.serve.state import State, state_of
 from treespec.serve.wire import Fields, end_of, events, heading, told_of, usage
@@ -34,6 +34,7 @@ async def complete(request: Request, asked: CompletionRequest) -> Response:
     prompts = prompts_of(asked)
     samples = asked.n or 1
     ids = await run_in_threadpool(_encoded, state, prompts)
+    fit_default(state, asked, options, ids)
 
     # 2. The answers.
     answers = Answers(state)

@@ -1,5 +1,6 @@
 """The options of `Spec.generate` that a request asks for, in treespec's names."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from treespec.serve.errors import ApiError
@@ -40,6 +41,22 @@ def options_of(state: State, request: ChatRequest | CompletionRequest) -> dict[s
     if isinstance(request, ChatRequest) and request.response_format:
         options |= _format(request.response_format)
     return options
+
+
+def fit_default(
+    state: State,
+    request: ChatRequest | CompletionRequest,
+    options: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+) -> None:
+    """Lower the limit of an answer whose request names none, so that the engine's memory holds it.
+
+    Changes `options`.
+    """
+    columns = state.engine.columns
+    if columns is not None and most_tokens(request)[1] is None:
+        room = columns - max(len(prompt) for prompt in prompts)
+        options["max_new_tokens"] = max(1, min(options["max_new_tokens"], room))
 
 
 def most_tokens(request: Sampled) -> tuple[str, int | None]:

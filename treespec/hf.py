@@ -251,7 +251,7 @@ def _output(
     filled = [[*row, *[0 if pad is None else int(pad)] * (longest - len(row))] for row in rows]
     sequences = torch.tensor(filled, dtype=input_ids.dtype, device=input_ids.device)
     if config.return_dict_in_generate:
-        return GenerateDecoderOnlyOutput(sequences=sequences)
+        return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, sequences))
     return sequences
 
 

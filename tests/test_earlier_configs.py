@@ -155,6 +155,7 @@ REMOVED = {"compile"}
 NEWER = {  # options that the earlier version lacked
     BenchConfig: {"template"},
     EvalConfig: {"categories", "run_code"},
+    CertifyConfig: {"repetition_penalty", "presence_penalty", "frequency_penalty"},
     TrainConfig: {
         *("first_weights", "loss", "from_head", "loss_vocab", "save_dtype", "decay", "last_rate", "dropout", "grow_at"),
         *("freeze_output", "decode_on", "decode_tokens", "patience", "feature_dtype", "shard_target"),

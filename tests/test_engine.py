@@ -280,3 +280,17 @@ def test_closing_answers_what_was_asked_or_ends_it_and_leaves_nothing(head, fini
                 list(answer)
     engine.close()
     assert held() == before
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_no_caller_waits_for_a_thread_that_is_gone(head, monkeypatch):
+    def ended(self, cache, trees, taps=()):
+        raise SystemExit(3)
+
+    monkeypatch.setattr(Target, "forward_trees", ended)
+    with Engine(head) as engine:
+        answer = engine.submit([5], max_new_tokens=NEW)
+        with pytest.raises(InputError, match=r"the engine failed: SystemExit\(3\)"):
+            answer.result()
+        with pytest.raises(InputError, match="the engine is closed"):
+            engine.submit([5])

@@ -157,9 +157,22 @@ class Engine:
                 "later, or begin the engine with a longer queue"
             )
 
-    @torch.inference_mode()
     def _work(self) -> None:
-        """The thread: a cycle of all running requests after another."""
+        """The thread. Whatever ends it, no caller waits for ever."""
+        try:
+            self._answer_all()
+        except BaseException as error:
+            with self._changed:
+                self._closed = True
+                answers, self._answers = self._answers, {}
+            for text, answer in answers.items():
+                text.error = text.error or InputError(f"the engine failed: {error!r}")
+                answer.end()
+            raise
+
+    @torch.inference_mode()
+    def _answer_all(self) -> None:
+        """A cycle of all running requests after another, until the engine is closed."""
         while self._wait():
             # 1. Requests leave the queue: those that were cancelled, and those that there is room for.
             with self._changed:

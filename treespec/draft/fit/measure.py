@@ -3,6 +3,7 @@
 Other work on the machine only adds time, so a step's cost is the lower quartile over rounds.
 """
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ from treespec.verify.auto import Auto
 from treespec.verify.rrs_wo import RRSWithoutReplacement
 from treespec.verify.together import judge_all
 from treespec.verify.topk import TopK
+
+log = logging.getLogger(__name__)
 
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and tokens that the last cycle committed
 DEEP = 5  # levels, at most
@@ -79,6 +82,8 @@ def times_for(
     file = folder / f"times-{key(target, proposer, texts)}.json"
     if (kept := kept_times(file)) is not None:
         return kept
+    if texts > 1:
+        log.warning("measuring cycles of %d texts, once for this machine and model", texts)
     times = measure(target, proposer, texts)
     with suppress(InputError):  # an unwritable cache: the next run measures again
         remove_leftovers(folder)
@@ -92,7 +97,7 @@ def measure(target: Target, proposer: Proposer | None, texts: int = 1) -> Times:
     # 1. Equal texts, in the target's cache and observed by the proposer.
     # CONTEXT may exceed the target's context length.
     tokens = torch.arange(CONTEXT, device=target.output_device) % target.vocab_size
-    cache = target.new_cache()
+    cache = target.new_cache(512 if texts == 1 else CONTEXT + NODES_TOGETHER[-1])
     taps = proposer.taps if proposer else ()
     features = target.prefill(cache, tokens[None], taps)[0]
     cache.select([0] * texts)

@@ -120,7 +120,8 @@ def test_a_failing_request_takes_no_others_along(http, spec):
 def test_a_full_queue_is_429_and_says_when_to_come_back(spec):
     with serving(spec, batch=1, queue=0) as state, client(state) as http:
         with http.stream("POST", CHAT, json=LONG | {"stream": True}) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # the stream ends with it
+            next(lines)
             answer = http.post(CHAT, json=LONG)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(answer.headers["Retry-After"]) >= 1

@@ -120,7 +120,8 @@ def test_a_failing_request_takes_no_others_along(http, spec):
 def test_a_full_queue_is_429_and_says_when_to_come_back(spec):
     with serving(spec, batch=1, queue=0) as state, client(state) as http:
         with http.stream("POST", CHAT, json=LONG | {"stream": True}) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # the stream ends with it
+            next(lines)
             answer = http.post(CHAT, json=LONG)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(answer.headers["Retry-After"]) >= 1
@@ -152,6 +153,8 @@ def test_a_key_guards_all_but_the_page_and_health(spec):
                 assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
             assert http.get("/v1/models", headers=headers).status_code == 401
             assert http.get("/metrics", headers=headers).status_code == 401
+        for host in ("a/health?", "a/health#", "a/?"):  # paths are not read off the Host header
+            assert http.post(CHAT, json=body, headers={"Host": host}).status_code in (400, 401)
         assert http.get("/health").status_code == http.get("/").status_code == 200
         assert http.post(CHAT, json=body, headers={"Authorization": "Bearer sésame".encode()}).status_code == 200
 

@@ -72,7 +72,7 @@ def add_handlers(app: FastAPI) -> None:
             return response(error)
         status, message = error.status_code, str(error.detail)
         if status in (404, 405):
-            message = f"Invalid URL ({request.method} {request.url.path})"
+            message = f"Invalid URL ({request.method} {request.scope['path']})"
         return response(ApiError(status, message, headers=error.headers))
 
     @app.exception_handler(RequestValidationError)

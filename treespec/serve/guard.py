@@ -40,7 +40,7 @@ class Guard:
         await (response(error) if error else self.app)(scope, bounded, counted)
 
     def _refusal(self, request: Request) -> ApiError | None:
-        path = request.url.path
+        path = request.scope["path"]  # request.url would read it off the Host header, too
         if self.state.ending and path not in ("/metrics", "/health"):
             return self.state.cut()
         if self.state.api_key and path not in OPEN and not self._known(request):

@@ -37,6 +37,15 @@ def test_answers_validate(spec):
     assert check(spec, range(10)) >= 9
 
 
+def test_at_temperature_0_trees_and_forced_tokens_change_no_answer(spec):
+    for verifier, tree in (("topk", "dynamic:depth=4,topk=4,nodes=20"), ("rrs-wo", "2x4"), ("block", "chain:3")):
+        for seed in range(3):
+            options = {"json_schema": random_schema(seed), "max_new_tokens": 60}
+            wanted = spec.baseline().generate([1, 5, seed], **options)
+            answer = spec.configured(tree, verifier).generate([1, 5, seed], **options)
+            assert answer.token_ids == wanted.token_ids
+
+
 @pytest.mark.slow
 def test_answers_to_a_thousand_random_schemas_validate(spec):
     trees = ("auto", None), ("rrs-wo", "2x4"), ("traversal", "3x2"), ("topk", "dynamic:depth=3,topk=3,nodes=9")

@@ -153,8 +153,8 @@ class Engine:
             pending = len(self._answers)
         if pending + new > self.batch + self.queue:
             raise Busy(
-                f"{pending} requests run and wait, at most {self.batch + self.queue} may: try again "
-                "later, or begin the engine with a longer queue"
+                f"{pending} requests run and wait, at most {self.batch + self.queue} may: try "
+                "again later, or begin the engine with a longer queue"
             )
 
     def _work(self) -> None:
@@ -174,7 +174,7 @@ class Engine:
     def _answer_all(self) -> None:
         """A cycle of all running requests after another, until the engine is closed."""
         while self._wait():
-            # 1. Requests leave the queue: those that were cancelled, and those that there is room for.
+            # 1. Requests leave the queue: cancelled ones, and those that there is room for.
             with self._changed:
                 left = [text for text in self._waiting if text.ended]
                 self._waiting = deque(text for text in self._waiting if not text.ended)

@@ -1,9 +1,9 @@
 """Servers under load: tokens/s, and seconds to the first token and per token, by number of clients.
 
 All servers run beside each other and are asked in turn, so that the machine's other work falls on
-each of them alike. A request has the first question of a ShareGPT conversation, greedy and streamed.
-Requests arrive as a Poisson process of --rate a second for each client. A request that finds all
-clients at work waits for one of them; its clock starts when it is sent.
+each of them alike. A request has the first question of a ShareGPT conversation, greedy and
+streamed. Requests arrive as a Poisson process of --rate a second for each client. A request that
+finds all clients at work waits for one of them; its clock starts when it is sent.
 """
 
 import argparse
@@ -29,7 +29,8 @@ from treespec.text.conversations import read_conversations
 from treespec.train.datasets import data_file
 
 START_SECONDS, REQUEST_SECONDS = 900, 1800
-HEAD = "| server | clients | requests | tokens/s | first token, median | p99 | per token, median | p99 |"
+COLUMNS = ("server", "clients", "requests", "tokens/s")
+SECONDS = ("first token, median", "p99", "per token, median", "p99")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def main() -> None:
             asyncio.run(answered(server, questions[0], 8))  # warm
 
         # 3. The same requests at the same times for each.
-        print(HEAD + "\n|" + " --- |" * HEAD.count(" |"))
+        names = (*COLUMNS, *SECONDS)
+        print(f"| {' | '.join(names)} |\n|{' --- |' * len(names)}")
         for clients in options.clients:
             count = max(options.least, options.requests * clients)
             asked = [coins.choice(questions) for _ in range(count)]

@@ -1,5 +1,8 @@
 """How many columns of keys and values the free memory holds."""
 
+from contextlib import suppress
+from pathlib import Path
+
 import psutil
 import torch
 
@@ -24,9 +27,22 @@ def free_columns(target: Target) -> int | None:
     # 2. Free bytes, where the output layer lies.
     device = target.output_device
     if device.type == "cpu":
-        free = psutil.virtual_memory().available
+        free = free_memory()
     elif device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
         return None
     return free // (SHARE * size)
+
+
+def free_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that the machine has free, and the process's control group (a container's), if fewer.
+
+    A group counts cached pages of files as used; those that are not in use are free all the same.
+    """
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, KeyError):  # no group, or one without a limit
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, max(limit - used + int(stat["inactive_file"]), 0))
+    return free

@@ -108,7 +108,13 @@ def test_the_page_in_a_browser_by_keyboard_and_screen(width, dark, key):
         assert page.run("return document.querySelectorAll('#picture rect').length") > 1
         assert page.run("return document.querySelectorAll('#log img, #log script, #picture image').length") == 0
 
-        # 3. Arrow keys go from token to token and show both probabilities.
+        # 3. The pointer shows both probabilities, and so do arrow keys, which go from token to token.
+        page.run("document.querySelector('.drafted').scrollIntoView({block: 'center'})")
+        page.point(".drafted")
+        assert re.fullmatch(
+            r"drafted, accepted(\n.+ draft (< )?\d\.\d+ target (< )?\d\.\d+)+",
+            re.sub(r" +", " ", page.run("return document.getElementById('tip').textContent")),
+        )
         page.run("document.getElementById('log').focus()")
         page.press("Right", "Right", "Left")
         assert re.search(r"draft .* target \d", page.run("return document.getElementById('tip').textContent"))

@@ -94,6 +94,13 @@ class Browser:
         actions += [{"type": "keyUp", "value": KEYS[held]}] if held else []
         self.post("/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
+    def point(self, selector):
+        """Move the pointer to the middle of an element."""
+        box = "const r = document.querySelector(arguments[0]).getClientRects()[0]; return [r.x, r.y, r.width, r.height]"
+        left, top, width, height = self.run(box, selector)
+        move = {"type": "pointerMove", "duration": 0, "x": round(left + width / 2), "y": round(top + height / 2)}
+        self.post("/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
+
     def console(self):
         """The messages of the console since the last call, such as refusals by the page's policy."""
         return [entry["message"] for entry in self.post("/se/log", {"type": "browser"})]

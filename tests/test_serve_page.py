@@ -79,14 +79,22 @@ def test_the_page_chooses_among_what_it_shows(spec):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not installed(), reason="chromium and its driver are not installed")
-@pytest.mark.parametrize(("width", "dark"), [(1200, False), (390, True)])
-def test_the_page_in_a_browser_by_keyboard_and_screen(width, dark):
+@pytest.mark.parametrize(("width", "dark", "key"), [(1200, False, None), (390, True, "secret")])
+def test_the_page_in_a_browser_by_keyboard_and_screen(width, dark, key):
     spec = tiny_spec(context=2048, said=EVIL)
-    with serving(spec) as state, Browser(width, 800, dark) as page:
-        # 1. A question, typed and sent by keys; the answer ends, and the page has its figures.
+    with serving(spec, api_key=key) as state, Browser(width, 800, dark) as page:
+        # 1. The page asks for a key where the server wants one.
         page.open(state.url)
+        if key:
+            page.until("return document.querySelector('.error')?.textContent.includes('API key')")
+            page.run("document.getElementById('key').focus()")
+            page.press(key, "Tab")
         page.until("return document.getElementById('model').textContent")
-        assert page.run("return document.activeElement.id") == "message"
+        assert page.run("return document.querySelectorAll('.error').length") == 0
+        page.console()  # an answer of 401 stands there
+
+        # 2. A question, typed and sent by keys; the answer ends, and the page has its figures.
+        page.run("document.getElementById('message').focus()")
         page.press(EVIL)
         page.press("Enter", held="Shift")
         page.press("second line", "Enter")
@@ -100,13 +108,19 @@ def test_the_page_in_a_browser_by_keyboard_and_screen(width, dark):
         assert page.run("return document.querySelectorAll('#picture rect').length") > 1
         assert page.run("return document.querySelectorAll('#log img, #log script, #picture image').length") == 0
 
-        # 2. Arrow keys go from token to token and show both probabilities.
+        # 3. The pointer shows both probabilities, and so do arrow keys, which go from token to token.
+        page.run("document.querySelector('.drafted').scrollIntoView({block: 'center'})")
+        page.point(".drafted")
+        assert re.fullmatch(
+            r"drafted, accepted(\n.+ draft (< )?\d\.\d+ target (< )?\d\.\d+)+",
+            re.sub(r" +", " ", page.run("return document.getElementById('tip').textContent")),
+        )
         page.run("document.getElementById('log').focus()")
         page.press("Right", "Right", "Left")
         assert re.search(r"draft .* target \d", page.run("return document.getElementById('tip').textContent"))
         assert page.run("return document.querySelectorAll('.chosen').length") == 1
 
-        # 3. Plain decoding, and an answer that Escape stops.
+        # 4. Plain decoding, and an answer that Escape stops.
         page.run("document.getElementById('settings').open = true; document.getElementById('drafts').focus()")
         page.press(" ")
         page.run("document.getElementById('most').value = 1500; document.getElementById('message').focus()")
@@ -117,14 +131,14 @@ def test_the_page_in_a_browser_by_keyboard_and_screen(width, dark):
         assert page.run("return document.getElementById('tau').textContent") == "1.00"
         assert page.run("return document.querySelectorAll('.error').length") == 0
 
-        # 4. It fits the screen, in both schemes, and its own policy had nothing to refuse.
+        # 5. It fits the screen, in both schemes, and its own policy had nothing to refuse.
         assert page.run("return document.documentElement.scrollWidth") == width
         ink, paper = page.run("const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
         brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ink, paper)]
         assert (brightness[0] > brightness[1]) == dark
         assert page.console() == []
 
-        # 5. A script that a page of this origin would hold does not run.
+        # 6. A script that a page of this origin would hold does not run.
         page.run("const s = document.createElement('p'); s.id = 'mark'; document.body.append(s)")
         page.run("try { document.getElementById('mark').innerHTML = arguments[0] } catch (e) { }", EVIL)
         assert page.run("return document.querySelectorAll('#mark img, #mark script').length") == 0

@@ -64,6 +64,8 @@ class LimitOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(ModelOptions, LimitOptions, AddressOptions):
+    PANEL = "Answers"
+
     target: str = shared(TargetOptions, "target", DEMO)
     temperature: float = option(
         "sampling temperature of requests that name none; 0 is greedy", 1.0, least=0, most=100

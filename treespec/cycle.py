@@ -70,7 +70,11 @@ class Cycle:
         return sum(self.p[child] or 0.0 for child in self.children(node))
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        for piece in fields["answer"]:
+            if piece["logprobs"] is None:
+                del piece["logprobs"]
+        return fields
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "Cycle":

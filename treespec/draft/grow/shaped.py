@@ -51,7 +51,7 @@ def shape_drafts(
     [F, M, N] of M draft models. vocabulary: [N] the target's tokens.
     """
     # 1. One row a path, over all V tokens.
-    rows, each = logits.float(), list(paths)
+    rows, each = logits if logits.dtype == torch.float64 else logits.float(), list(paths)
     if logits.dim() == 3:
         each = [path for path in paths for _ in range(logits.shape[1])]
         rows = rows.flatten(0, 1)

@@ -34,7 +34,7 @@ def resident():
 
 
 def test_a_soak_of_the_engine_loses_and_mixes_nothing():
-    soaked(spec_by("head"), requests=24, clients=6, cut=0.25)
+    soaked(spec_by("head"), requests=16, clients=4, cut=0.25)
 
 
 @pytest.mark.slow

@@ -41,8 +41,9 @@ def choice_of(asked: ChatRequest) -> Choice:
         return Choice(tools, Form("", "", calls_in, at_start=True), _any_call(named))
 
     # 3. One by its name.
-    name = wanted.get("function", {}).get("name") if isinstance(wanted, dict) else None
-    if name not in named:
+    function = wanted.get("function") if isinstance(wanted, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in named:
         known = ", ".join(named) or "no tools are given"
         message = f"tool_choice is {wanted!r:.80}: take auto, none, required or a tool ({known})"
         raise ApiError(400, message, "tool_choice")

@@ -58,6 +58,8 @@ def _text(kind: str, source: object) -> str:
     if kind != "json_schema":
         if not isinstance(source, str):
             raise InputError(f"{kind} is {source!r:.40}, must be a string")
+        if not source.isascii() and any("\ud800" <= letter <= "\udfff" for letter in source):
+            raise InputError(f"{kind} holds half of a surrogate pair, which is no character")
         return source
     if isinstance(source, str):
         try:

@@ -113,6 +113,7 @@ def test_an_answer_without_a_choice_takes_one_cycle(letters):
     answer = letters.generate(PROMPT, regex="cabbcab")
     assert answer.text == "cabbcab"
     assert answer.stats.cycles == 1
+    assert sum(answer.stats.drafted) == answer.stats.new_tokens  # and nothing below its end
     assert letters.baseline().generate(PROMPT, regex="cabbcab").stats.cycles == answer.stats.new_tokens
 
 

@@ -75,7 +75,9 @@ class TreeDrafter(Drafter):
         # 1. Forced tokens, and texts that go without drafts this cycle.
         self.chains = [law.forced() for law in laws]
         pairs = zip(self.growers, laws, strict=True)
-        rests = [grower.rests(law.params, law.company(len(laws))) for grower, law in pairs]
+        rests = [
+            grower.rests(law.params, law.company(len(laws))) or law.over for grower, law in pairs
+        ]
 
         # 2. A tree for each of the others.
         if all(rests):

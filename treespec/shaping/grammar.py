@@ -30,7 +30,7 @@ class GrammarShaper:
     """
 
     def __init__(self, grammar: Grammar) -> None:
-        self.grammar, self.matcher = grammar, grammar.matcher()
+        self.grammar, self.matcher, self.ends = grammar, grammar.matcher(), grammar.ends
         self.answer: list[int] = []  # what the matcher has consumed, and will not roll back
         self.below: list[int] = []  # what it has consumed behind the answer
         self.masks: dict[tuple[int, ...], bytes] = {}  # bits, by path below the answer
@@ -67,9 +67,8 @@ class GrammarShaper:
         self._follow(answer)
         self._reach(())
         forced: list[int] = self.matcher.compute_ff_tokens()[:MOST_FORCED]
-        ends = self.grammar.ends
-        if len(ends) == 1 and len(forced) < MOST_FORCED and self._reach(forced):
-            forced += ends if self.matcher.is_stopped() else ()
+        if len(self.ends) == 1 and len(forced) < MOST_FORCED and self._reach(forced):
+            forced += self.ends if self.matcher.is_stopped() else ()
         return forced
 
     def _follow(self, answer: Sequence[int]) -> None:
@@ -78,8 +77,7 @@ class GrammarShaper:
             return
         self._reach(())
         self.masks.clear()
-        ends = self.grammar.ends
-        new = list(takewhile(lambda token: token not in ends, answer[len(self.answer) :]))
+        new = list(takewhile(lambda token: token not in self.ends, answer[len(self.answer) :]))
         if self.matcher.validate_tokens(new) < len(new):
             raise InputError(
                 "the answer has left its grammar: a verifier that is not lossless may do that; take "
@@ -109,7 +107,7 @@ class GrammarShaper:
             self.matcher.rollback(len(self.below) - common)
             del self.below[common:]
         for token in path[common:]:
-            absent = token < 0 or token in self.grammar.ends
+            absent = token < 0 or token in self.ends
             if absent or not self.matcher.validate_tokens([token]):
                 return False
             self.matcher.consume_token(token)

@@ -21,7 +21,8 @@ class Law:
     after the prompt. It is kept only for shapers. error: the first of a shaper; from then on the
     logits stay as they are, until the decoder ends the text. heard: the shaped draft logits of the
     present cycle by path, where someone listens; None where nobody does. stuck: tokens of the
-    present cycle before the one at which every token is forbidden; None: there is none.
+    present cycle before the one at which every token is forbidden; None: there is none. over:
+    whether the present cycle's forced tokens end the text.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Law:
         self.params, self.shapers, self.seeded = params, tuple(shapers), seeded
         self.answer: list[int] = []
         self.error: Exception | None = None
+        self.over = False
         self.heard: dict[Path, Tensor] | None = None
         self.stuck: int | None = None
 
@@ -54,12 +56,15 @@ class Law:
     def forced(self) -> list[int]:
         """The tokens that must follow the answer, as far as a shaper leaves no choice.
 
-        A shaper that knows them has a method `forced(answer)`.
+        A shaper that knows them has a method `forced(answer)`, and the tokens that end an answer as
+        `ends`. Sets `over`: whether the last forced token is one of these.
         """
         try:
             for shaper in () if self.error else self.shapers:
                 if forced := getattr(shaper, "forced", None):
-                    return list(forced(self.answer))
+                    tokens: list[int] = forced(self.answer)
+                    self.over = bool(tokens) and tokens[-1] in getattr(shaper, "ends", ())
+                    return tokens
         except Exception as error:
             self.error = error
         return []

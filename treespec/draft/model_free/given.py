@@ -84,7 +84,7 @@ class GivenDrafter(Drafter):
     ) -> list[TokenTree]:
         # 1. Forced tokens, and texts that go without drafts this cycle.
         self.chains = [law.forced() for law in laws]
-        self.resting = [self._rests(row, law) for row, law in enumerate(laws)]
+        self.resting = [self._rests(row, law) or law.over for row, law in enumerate(laws)]
         trees = []
         for row, (root, chain) in enumerate(zip(roots.split(1), self.chains, strict=True)):
             # 2. The tree below the root and its forced tokens, or the part that pays.

@@ -146,6 +146,15 @@ def test_an_answer_that_takes_too_long_is_cut_off(spec):
         until(lambda: not state.engine.running)
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:80", "[::1]:80", "LOCALHOST:80"])
+def test_a_server_of_this_machine_answers_to_its_names_alone(server, host):
+    """A page elsewhere may lead a name of its own here; the browser would let it read the answer."""
+    with client(server) as http:
+        assert http.get("/v1/models", headers={"Host": host}).status_code == 200
+        for other in ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example"):
+            assert http.get("/v1/models", headers={"Host": other}).status_code == 403
+
+
 def test_a_key_guards_all_but_the_page_and_health(spec):
     with serving(spec, api_key="sésame") as state, client(state) as http:
         body = {"messages": MESSAGES, "max_tokens": 2}

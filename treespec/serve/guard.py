@@ -1,6 +1,7 @@
-"""What every request passes first: the server's end, the key, the size of the body."""
+"""What every request passes first: the server's end, key, name, and the size of the body."""
 
 import secrets
+from ipaddress import ip_address
 from typing import final
 
 from starlette.requests import Request
@@ -47,6 +48,9 @@ class Guard:
             message = "Incorrect API key provided; send it as Authorization: Bearer KEY"
             headers = {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=headers)
+        if not self.state.api_key and not named(request):
+            message = "This server answers to localhost: give it an --api-key for other names"
+            return ApiError(403, message)
         size = request.headers.get("content-length", "")
         most = self.state.limits.body
         return too_large(most) if size.isdecimal() and int(size) > most else None
@@ -57,6 +61,23 @@ class Guard:
         return kind.lower() == "bearer" and secrets.compare_digest(
             key.strip().encode("latin-1"), wanted
         )
+
+
+def named(request: Request) -> bool:
+    """False where a request reaches this machine's own address under another machine's name.
+
+    A foreign page could lead its own name to 127.0.0.1, and a browser would let it read the answers.
+    """
+    arrived, host = (request.scope.get("server") or ("", 0))[0], request.headers.get("host", "")
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    return not loopback(arrived) or loopback(name.strip("[]"))
+
+
+def loopback(name: str) -> bool:
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return name.lower() == "localhost"
 
 
 @final

@@ -67,7 +67,7 @@ class ByLength(LogitsProcessor):
         {"prefix_allowed_tokens_fn": lambda row, ids: [row + int(ids[-1]) % 50, 60, 70]},
         {"return_dict_in_generate": True, "bad_words_ids": [[7], [9, 12]]},
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_at_temperature_0_the_tokens_are_generates_own(pair, trees, options):
     if options.get("return_dict_in_generate"):

@@ -69,6 +69,11 @@ def test_without_the_packages_one_line_says_what_to_install(monkeypatch, capsys)
     assert capsys.readouterr().err == "treespec: the server needs uvicorn: pip install 'treespec[serve]'\n"
 
 
+def test_what_is_no_origin_is_told_before_anything_is_loaded(capsys):
+    assert run(app, ["serve", "--target", "nowhere", "--cors", "localhost:3000"]) == 2
+    assert "must be an origin such as http://localhost:3000" in capsys.readouterr().err
+
+
 def test_an_address_that_is_taken_is_told():
     with bound("127.0.0.1", 0) as taken, pytest.raises(InputError, match=r"cannot listen on .*--host and --port"):
         bound("127.0.0.1", taken.getsockname()[1])

@@ -1,6 +1,7 @@
 """`treespec serve`: OpenAI's HTTP API and a page to chat on."""
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -81,6 +82,11 @@ def serve(config: ServeConfig) -> None:
     # 1. What can fail without weights.
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise InputError(f"the server needs {', '.join(missing)}: pip install 'treespec[serve]'")
+    for origin in config.cors or ():
+        if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+            raise InputError(
+                f"--cors is {origin}, must be an origin such as http://localhost:3000, or * for all"
+            )
     begin(config)
     from treespec.serve import run
     from treespec.serve.limits import Limits

@@ -108,7 +108,9 @@ def config_for(folders, out, **changes):
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_training_makes_heads_agree_with_the_target(folders, tmp_path, kind):
     before = train(config_for(folders, tmp_path / "untrained", head=kind, max_steps=1, learning_rate=0.0))
-    trained = config_for(folders, tmp_path / "head", head=kind, max_steps=100, learning_rate=3e-3, draft_heads=3)
+    trained = config_for(
+        folders, tmp_path / "head", head=kind, max_steps=100, learning_rate=3e-3, draft_heads=3, accumulate=1
+    )
     result = train(trained)
     if kind == "medusa":  # it learns the text's tokens, which a random target does not follow
         metrics = (tmp_path / "head" / "training" / "metrics.jsonl").read_text().splitlines()

@@ -156,12 +156,14 @@ def validate_untrained(config):
 @pytest.mark.parametrize("more", [[], ["--shard-target", "--calibrate", "--features"]], ids=["whole", "sharded"])
 def test_two_processes_train_the_head_of_one_with_twice_the_batch(config, tmp_path, more):
     """Equal lengths and no noise, so the mean of two gradients is the gradient of both: float32, 1e-5."""
-    one = replace(config, out=str(tmp_path / "one"), noise=0.0, batch_size=4, max_steps=3, calibrate=bool(more))
+    one = replace(
+        config, out=str(tmp_path / "one"), noise=0.0, batch_size=4, max_steps=3, calibrate=bool(more), validate_on=2
+    )
     train(one)
     two = tmp_path / "two"
     options = ["--target", config.target, "--data", config.data, "--out", str(two), "--dtype", "float32"]
     options += ["--max-steps", "3", "--batch-size", "2", "--warm-up", "2", "--learning-rate", "1e-3", "--noise", "0"]
-    options += ["--held-out", "0.2", "--draft-steps", "3", "--validate-every", "0", *more]
+    options += ["--held-out", "0.2", "--draft-steps", "3", "--validate-every", "0", "--validate-on", "2", *more]
     options += [str(tmp_path / "features")] if more else []
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -187,7 +189,7 @@ def fresh_accelerate():
 
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_training_in_mixed_precision_leaves_a_head_that_is_calibrated_and_drafts(config):
-    train(replace(config, max_steps=2, calibrate=True, mixed_precision="bf16", dtype="bfloat16"))
+    train(replace(config, max_steps=2, calibrate=True, validate_on=2, mixed_precision="bf16", dtype="bfloat16"))
     spec = load(config.target, config.out, "sampled:nodes=8,depth=3", "traversal", dtype="bfloat16")
     out = spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1)
     assert out.stats.drafted[0] > 0
@@ -196,7 +198,7 @@ def test_training_in_mixed_precision_leaves_a_head_that_is_calibrated_and_drafts
 def test_a_draft_vocabulary_is_what_the_loss_is_over_and_all_that_the_head_drafts(config, tmp_path, capsys):
     whole = replace(config, out=str(tmp_path / "whole"))
     train(whole)
-    small = replace(config, draft_vocab=20, calibrate=True)
+    small = replace(config, draft_vocab=20, calibrate=True, validate_on=2)
     train(small)
     assert not same_weights(weights(small), weights(whole))
     said = json.loads((tmp_path / "head" / "draft_vocab.json").read_text())

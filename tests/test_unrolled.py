@@ -245,7 +245,11 @@ def test_training_raises_agreement_at_every_step(config, tmp_path):
 
 
 def test_a_draft_vocabulary_is_part_of_the_head_and_its_rows_begin_as_the_targets(config, tmp_path, capsys):
-    train(replace(config, out=str(tmp_path), max_steps=1, learning_rate=0.0, draft_vocab=40, calibrate=True))
+    train(
+        replace(
+            config, out=str(tmp_path), max_steps=1, learning_rate=0.0, draft_vocab=40, calibrate=True, validate_on=2
+        )
+    )
     assert "draft vocabulary: 40 tokens, 100.0% of the answers" in capsys.readouterr().out
     assert not (tmp_path / "draft_vocab.json").exists()
     head, model = load_head(tmp_path), Target.load(config.target, dtype="float32")

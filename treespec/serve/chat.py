@@ -104,10 +104,8 @@ class Reply:
     async def chunks(self) -> AsyncIterator[Fields | None]:
         # 1. The role of every choice.
         fields = heading(self.state, "chat.completion.chunk", "chatcmpl")
-        options = self.asked.stream_options
-        counted = bool(options and options.include_usage)
-        if counted:
-            fields["usage"] = None
+        counted = self.asked.counted
+        fields |= {"usage": None} if counted else {}
 
         def chunk(number: int, delta: Fields, end: str | None = None, told: Any = None) -> Fields:
             choice = {"index": number, "delta": delta, "logprobs": told, "finish_reason": end}

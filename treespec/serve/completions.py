@@ -137,10 +137,8 @@ class Reply:
     async def chunks(self) -> AsyncIterator[Fields | None]:
         # 1. The echoes of the prompts.
         fields = heading(self.state, "text_completion", "cmpl")
-        options = self.asked.stream_options
-        counted = bool(options and options.include_usage)
-        if counted:
-            fields["usage"] = None
+        counted = self.asked.counted
+        fields |= {"usage": None} if counted else {}
 
         def chunk(number: int, text: str, end: str | None = None, told: Any = None) -> Fields:
             choice = {"index": number, "text": text, "logprobs": told, "finish_reason": end}

@@ -85,6 +85,11 @@ class Sampled(Body):
     regex: str | None = None
     grammar: str | None = None
 
+    @property
+    def counted(self) -> bool:
+        """Whether a stream ends with a chunk of usage; its other chunks then have none."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
 
 class TextPart(Body):
     """Part of a message. Other types than text are refused by name."""

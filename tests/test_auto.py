@@ -14,8 +14,8 @@ from models import GROUPED, TableConfig, TableModel, random_head, random_model, 
 from treespec.draft.calibration import Calibration
 from treespec.draft.fit.measure import times_for
 from treespec.draft.grow.likeliest import expansion, grow_likeliest
-from treespec.draft.grow.settled import GRAIN, shape_for
-from treespec.draft.pace.pace import Pace, Promise, bounded
+from treespec.draft.grow.settled import shape_for
+from treespec.draft.pace.pace import Pace, Promise, Trust, bounded
 from treespec.draft.pace.times import NODES, Times, kept_times, key
 from treespec.draft.pairing import check_pair
 from treespec.draft.trained.eagle import EagleProposer
@@ -112,15 +112,35 @@ def test_the_pace_learns_how_far_promises_are_kept_of_first_children_and_of_othe
     """Of first children half are accepted where all but a tenth were promised, of the others as many as promised."""
     pace = Pace(times(), (0.9, 0.1))
     pace.start(100.0)
-    assert pace.by_law.factors.tolist() == [1, 1]
+    assert pace.by_law.factors.tolist() == [[1, 1], [1, 1]]
     for cycle in range(300):
         pace.promise = Promise(pace.by_law, 0.02, np.array([-1, 0, 0]), np.array([1, 0.9, 0.1]))
         pace.settle([[1], [], [1], [], [1], [], [1], [], [1], [2]][cycle % 10])
-    first, others = pace.by_law.factors.tolist()
-    assert pace.by_rates.factors.tolist() == [1, 1]
+    first, others = pace.by_law.factors[0].tolist()
+    assert pace.by_law.factors[1].tolist() == [1, 1]
+    assert pace.by_rates.factors.tolist() == [[1, 1], [1, 1]]
     assert first == pytest.approx(0.5 / 0.9, rel=0.1)
     assert others == pytest.approx(1, rel=0.3)
     assert pace.speed == pytest.approx(1.6 / 0.02, rel=0.1)
+
+
+def test_the_drawing_of_promises_kept():
+    """Drawn in treespec/draft/pace/pace.py."""
+    trust = Trust(0.0)
+    trust.settle(Promise(trust, 1.0, np.array([-1, 0, 0, 1]), np.array([1, 0.6, 0.2, 0.5])), [1])
+    assert trust.promised.tolist() == [[0.6, 0.2], [0.5, 0]]
+    assert trust.kept.tolist() == [[1, 0], [0, 0]]
+
+
+def test_a_text_whose_drafts_hold_below_a_right_one_gets_deeper_trees():
+    """The first draft of a cycle is right half the time, and below it nine of ten; or two of three at any depth."""
+    depths = []
+    for at_root, deeper in ((0.5, 0.9), (2 / 3, 2 / 3)):
+        pace = Pace(times(1e-4, 1e-3), (2 / 3, 0.1))
+        pace.by_rates.promised, pace.by_rates.kept = (np.full((2, 2), 100.0) for _ in range(2))
+        pace.by_rates.kept[:, 0] *= np.array([at_root, deeper]) * 1.5
+        depths.append(shape_for(pace, AutoTree(), None).tree.max_depth)
+    assert depths[0] > depths[1] + 2
 
 
 def test_the_drawing_of_bounded_chances():
@@ -186,8 +206,8 @@ def test_the_shape_for_draws_is_the_fastest_of_sequoias_by_what_was_accepted_so_
         expected = expected_length(shape, torch.tensor([trusted] * shape.max_depth))
         return expected / pace.cost(shape.size, shape.max_depth, shape.max_draws)
 
-    for trust in (1.0, math.exp(-10 * GRAIN)):
-        pace.by_rates.kept, pace.by_rates.promised = np.full(2, trust), np.ones(2)
+    for trust in (1.0, math.exp(-3.0)):
+        pace.by_rates.kept, pace.by_rates.promised = np.full((2, 2), trust), np.ones((2, 2))
         found = shape_for(pace, tree, None)
         trusted = tuple(rate * trust for rate in rates)
         assert found.speed == pytest.approx(speed(found.tree, trusted))

@@ -56,7 +56,7 @@ def test_a_drafter_that_is_always_wrong_is_left_alone_and_one_that_is_right_is_n
                 pace.settle(path)
     assert rests(wrong, 0)
     assert not rests(right, 0)
-    assert wrong.by_law.factors[0] < RATES[0] < right.by_law.factors[0]
+    assert wrong.by_law.factors[0, 0] < RATES[0] < right.by_law.factors[0, 0]
 
 
 def test_rows_that_cost_more_than_they_can_bring_are_never_asked_for():

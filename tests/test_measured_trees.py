@@ -21,7 +21,7 @@ from treespec.sampling import SamplingParams, probs
 from treespec.target import Target
 from treespec.trees.medusa import expected_length, measured
 from treespec.trees.policy import policy
-from treespec.trees.sequoia import best_shape, best_trees, sequoia
+from treespec.trees.sequoia import best_shape, best_trees, sequoia, with_root
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, medusa
 
 
@@ -55,6 +55,8 @@ def test_the_drawn_five_nodes():
     best = best_trees(torch.tensor([0.6, 0.3]), 3, 2)
     assert best.tokens[2, 1:].tolist() == pytest.approx([1, 1.6, 1.96])
     assert float(best.tokens[1, 3]) == pytest.approx(1.9)
+    unlike = with_root(best, torch.tensor([0.5, 0.4]))
+    assert float(unlike.tokens[2, 3]) == pytest.approx(1.9)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -94,6 +96,17 @@ def test_sequoias_trees_are_the_best_of_all(nodes, depth, descending):
         assert (tree.size, tree.max_depth <= depth) == (nodes, True)
         assert expected_length(tree, table) == pytest.approx(best)
         assert float(best_trees(rates, nodes, depth).tokens[depth, nodes]) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(3, 2), (5, 3), (6, 5)])
+def test_trees_with_rates_of_their_own_at_the_root_are_the_best_of_all(nodes, depth):
+    for seed in range(3):
+        at_root, below = table_of(seed, 2)
+        table = torch.stack([at_root, *[below] * (depth - 1)])
+        solved = with_root(best_trees(below, nodes, depth), at_root)
+        best = max(expected_length(StaticTree(paths), table) for paths in all_trees(nodes, depth, 3))
+        assert expected_length(solved.tree(nodes, depth), table) == pytest.approx(best)
+        assert float(solved.tokens[depth, nodes]) == pytest.approx(best)
 
 
 def test_sequoia_beats_chains_balanced_trees_and_medusas_of_the_same_size():

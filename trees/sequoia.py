@@ -10,6 +10,11 @@ of n nodes, root included, and of depth at most d yields G(n, d) tokens a cycle 
 
     rates .6 .3      G(1, d) = 1                G(3, 1) = 1 + .6 + .3
                      G(2, d) = 1 + .6           G(3, 2) = 1 + .6 (1 + .6) = 1.96
+
+The root's children may have rates of their own (`with_root`); the last step alone takes them.
+
+    at the root .5 .4                           G(3, 1) = 1 + .5 + .4        = 1.9
+                                                G(3, 2) = max(1.9, 1 + .5 (1 + .6)) = 1.9
 """
 
 from dataclasses import dataclass
@@ -27,10 +32,12 @@ class Best:
 
     tokens: [D + 1, N + 1] G(n, d); -inf where no such tree exists, as for n = 0.
     first: [D + 1, R, N] int64, the nodes of child r's subtree in C(m, r, d).
+    below: the programme of deeper nodes; None: the same.
     """
 
     tokens: Tensor
     first: Tensor
+    below: "Best | None" = None
 
     def tree(self, nodes: int, depth: int) -> StaticTree:
         """The tree that attains G(nodes, depth).
@@ -52,7 +59,7 @@ class Best:
         while left:
             here = int(self.first[depth, rank, left])
             child = (*path, rank)
-            paths += [child, *self._below(child, here, depth - 1)]
+            paths += [child, *(self.below or self)._below(child, here, depth - 1)]
             rank += 1
             left -= here
         return paths
@@ -69,25 +76,43 @@ def best_trees(rates: Tensor, nodes: int, depth: int) -> Best:
     worth[:, 1] = 1
     first = np.zeros((depth + 1, len(rank_rates), nodes), dtype=np.int64)
 
-    # 2. Of m nodes, a subtree of j leaves m - j to the later children: left[m, j].
+    # 2. Each depth from the one below it.
+    for d in range(1, depth + 1):
+        after, first[d : d + 1] = _children(rank_rates, worth[d - 1 : d, 1:nodes])
+        worth[d, 1:] = 1 + after[0]
+    return Best(torch.from_numpy(worth), torch.from_numpy(first))
+
+
+def with_root(best: Best, rates: Tensor) -> Best:
+    """The programme whose root has children of its own rates [R]; below them it is `best`."""
+    worth, first = best.tokens.numpy().copy(), best.first.numpy().copy()
+    after, first[1:] = _children(rates.double().tolist(), worth[:-1, 1:-1])
+    worth[1:, 1:] = 1 + after
+    return Best(torch.from_numpy(worth), torch.from_numpy(first), best)
+
+
+def _children(rates: list[float], below: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """C(m, 0, d) [D, N] for the depths at hand and m < N, and the nodes of subtrees [D, R, N].
+
+    below: [D, N - 1] G(j, d - 1) for 1 <= j < N.
+    """
+    # 1. Of m nodes, a subtree of j leaves m - j to the later children: left[m, j].
+    depths, nodes = len(below), below.shape[1] + 1
     number = np.arange(1, nodes)
     left = number[:, None] - number
     room = np.where(left < 0, -np.inf, 0.0)
     left = left.clip(min=0)
 
-    # 3. Each depth from the one below it, each rank from the later ones.
-    for d in range(1, depth + 1):
-        after = np.full(nodes, -np.inf)  # C(m, r + 1, d), m < nodes
-        after[0] = 0
-        below = worth[d - 1, 1:nodes]
-        for r in range(len(rank_rates) - 1, -1, -1):
-            subtree = np.where(below > 0, rank_rates[r] * below.clip(min=0), -np.inf)
-            total = subtree + after[left] + room
-            best = total.argmax(1)
-            after = np.concatenate([[0.0], total[number - 1, best]])
-            first[d, r, 1:] = best + 1
-        worth[d, 1:] = 1 + after
-    return Best(torch.from_numpy(worth), torch.from_numpy(first))
+    # 2. Each rank from the later ones.
+    first = np.zeros((depths, len(rates), nodes), dtype=np.int64)
+    after = np.full((depths, nodes), -np.inf)  # C(m, r + 1, d)
+    after[:, 0] = 0
+    for r in range(len(rates) - 1, -1, -1):
+        subtree = np.where(below > 0, rates[r] * below.clip(min=0), -np.inf)
+        total = subtree[:, None] + after[:, left] + room  # [D, N - 1, N - 1]
+        first[:, r, 1:] = total.argmax(2) + 1
+        after[:, 1:] = total.max(2)
+    return after, first
 
 
 def sequoia(rates: Tensor, nodes: int, depth: int) -> StaticTree:

@@ -37,7 +37,7 @@ def grow_likeliest(
         first, width = nodes.count, children.shape[1]
         nodes.add(children.ravel(), frontier.repeat(width))
         promises.append(chance.ravel())
-        scores.append((above[:, None] * pace.by_law.believed(chance)).ravel())
+        scores.append((above[:, None] * pace.by_law.believed(chance, level - 1)).ravel())
         inner += len(frontier)
 
         # 2. The best size of all candidates so far, and what one more node costs there.
@@ -50,7 +50,7 @@ def grow_likeliest(
         best = best_of(scores[-1], tree.topk)
         step, row = pace.rate * pace.times.step, pace.rate * pace.times.row
         tops += float(chance[0, 0])
-        next_chance = min(tops / (level + 1) * float(pace.by_law.factors[0]), CERTAIN)
+        next_chance = min(tops / (level + 1) * float(pace.by_law.factors[1, 0]), CERTAIN)
         ahead = tree.depth - level
         expanded = expansion(scores[-1][best], next_chance, price, step, row, ahead) if ahead else 0
         if not expanded:

@@ -1,6 +1,5 @@
 """Trees of drawn tokens, and of the likeliest, whose shape is settled before anything is drafted."""
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,10 +9,11 @@ import torch
 from treespec.draft.pace.pace import Pace, Promise, bounded
 from treespec.draft.pace.times import Times
 from treespec.trees.auto import AutoTree
-from treespec.trees.sequoia import best_trees
+from treespec.trees.sequoia import Best, best_trees, with_root
 from treespec.trees.static import StaticTree
 
-GRAIN = 0.1  # in the logarithm of trust
+# A shape holds until the logarithm of trust has moved by this: in first children, and in others.
+GRAINS = np.array([0.1, 0.3])
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,29 @@ def shape_for(pace: Pace, tree: AutoTree, draws: int | None) -> Shape:
 
     draws: at a node, at most; None: any number; 0: the likeliest tokens are taken.
     """
-    first, others = (round(math.log(trust) / GRAIN) for trust in pace.by_rates.factors.tolist())
     rates = pace.rates[: draws or None]
-    return _shape(pace.times, rates, draws == 0, (first, others if len(rates) > 1 else 0), tree)
+    trust = np.log(pace.by_rates.factors) / GRAINS
+    if pace.grains is None or np.abs(trust - pace.grains).max() > 1:
+        pace.grains = np.rint(trust)
+    grains = pace.grains * [1, len(rates) > 1]
+    return _shape(pace.times, rates, draws == 0, tuple(grains.ravel().tolist()), tree)
 
 
 @lru_cache(4096)
 def _shape(
-    times: Times, rates: tuple[float, ...], likeliest: bool, grains: tuple[int, int], tree: AutoTree
+    times: Times,
+    rates: tuple[float, ...],
+    likeliest: bool,
+    grains: tuple[float, ...],
+    tree: AutoTree,
 ) -> Shape:
-    """grains: of trust, on a grid that is fine enough."""
-    first, others = (math.exp(grain * GRAIN) for grain in grains)
-    trusted = np.array([[rates[0] * first, *(rate * others for rate in rates[1:])]])
-    known = tuple(bounded(trusted)[0].tolist())
+    """grains: four, of trust (`Trust.factors`)."""
+    trust = np.exp(GRAINS * np.array(grains).reshape(2, 2))
+    known = bounded(np.array(rates) * trust[:, [0, *[1] * (len(rates) - 1)]])  # [2, K]
     forward = times.forward(min(times.nodes[-1], tree.nodes))
-    shapes = [_fastest(known[0], (), forward, times, 0 if likeliest else 1, tree.depth)]
+    shapes = [_fastest(known[:, :1], forward, times, 0 if likeliest else 1, tree.depth)]
     if len(rates) > 1:
-        shapes.append(
-            _fastest(known[0], known[1:], forward, times, 0 if likeliest else 2, tree.depth)
-        )
+        shapes.append(_fastest(known, forward, times, 0 if likeliest else 2, tree.depth))
     found, speed = max(shapes, key=lambda one: one[1])
     number = {path: node for node, path in enumerate(found.paths)}
     parents = np.array([-1, *(number[path[:-1]] for path in found.paths[1:])])
@@ -69,18 +73,22 @@ def _shape(
     return Shape(found, likeliest, len(set(parents[1:].tolist())), speed, parents, chances)
 
 
+@lru_cache(1024)
+def _below(rates: tuple[float, ...], nodes: int, depth: int) -> Best:
+    return best_trees(torch.tensor(rates), nodes, depth)
+
+
 def _fastest(
-    first: float,
-    others: tuple[float, ...],
-    forward: np.ndarray,
-    times: Times,
-    draws: int,
-    depth: int,
+    rates: np.ndarray, forward: np.ndarray, times: Times, draws: int, depth: int
 ) -> tuple[StaticTree, float]:
-    """Of all sizes and depths the tree with most tokens a second (`trees.sequoia`), and how many."""
-    best = best_trees(torch.tensor([first, *others]), len(forward), depth)
+    """Of all sizes and depths the tree with most tokens a second (`trees.sequoia`), and how many.
+
+    rates: [2, K] of the root's children, and of deeper ones.
+    """
+    at_root, deeper = rates.tolist()
+    best = with_root(_below(tuple(deeper), len(forward), depth), torch.tensor(at_root))
     levels, nodes = np.arange(1, depth + 1)[:, None], np.arange(2, len(forward) + 1)
-    inner = np.maximum(nodes / 2, levels) if others else levels
+    inner = np.maximum(nodes / 2, levels) if rates.shape[1] > 1 else levels
     begin, step = times.levels(draws)
     seconds = (
         forward[1:]

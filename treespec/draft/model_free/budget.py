@@ -30,7 +30,7 @@ def part(tree: TokenTree, pace: Pace) -> TokenTree:
         reach = np.ones(nodes)
         trust = pace.by_law.factors
         for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
-            believed = chances[node] * trust[int(chances[node] < RATES[0])]
+            believed = chances[node] * trust[min(parent, 1), int(chances[node] < RATES[0])]
             reach[node] = reach[parent] * min(believed, CERTAIN)
         order = np.argsort(-reach[1:], kind="stable") + 1  # a parent stands before its children
         size, _ = best_size(reach[order], pace.forward, pace.plain)
@@ -81,8 +81,8 @@ def rests(pace: Pace, widest: int) -> bool:
         return pace.rests(ROWS_BRING / wide)
     if pace.idle:
         return pace.rests(pace.hope)  # nothing was learned since the last call
-    chance = min(RATES[0] * float(pace.by_law.factors[0]), CERTAIN)
+    first, deeper = (RATES[0] * pace.by_law.factors[:, 0]).clip(max=CERTAIN)
     # [n] tokens that a chain of 0, 1, … given tokens brings.
-    tokens = (chance ** np.arange(len(pace.forward))).cumsum()
+    tokens = 1 + first * (deeper ** np.arange(len(pace.forward) - 1)).cumsum()
     seconds = pace.forward + pace.times.resting(0)
-    return pace.rests(float((tokens[1:] / seconds[1:]).max()))
+    return pace.rests(float((tokens / seconds[1:]).max()))

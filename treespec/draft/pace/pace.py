@@ -5,10 +5,12 @@ number of texts that run, never on its own draws to come, so it stays lossless. 
 caller's it depends on the past alone (`Law.company`), so the same seed gives the same text.
 
 A drafter promises of each node Pr(it is accepted | its parent is). `trust` is how many of these promises were kept at
-the nodes that were reached, of first children and of the others apart:
+the nodes that were reached, of first children and of the others apart, and of the root's children and of deeper ones:
+where one draft was right the next is right more often.
 
     root - a .6 - c .5       accepted: a, and the target's own token after it
-         \ b .2              promised to first children .6 + .5, kept 1; to others .2, kept 0
+         \ b .2              promised to the root's first child .6, kept 1; to its others .2, kept 0
+                             promised to deeper first children .5, kept 0
 """
 
 from collections.abc import Sequence
@@ -46,20 +48,26 @@ def bounded(chances: np.ndarray) -> np.ndarray:
 
 @final
 class Trust:
-    """How many promises of one kind were kept: of first children, and of others."""
+    """How many promises were kept.
+
+    promised, kept: [2, 2] of the root's children, and of deeper ones; of first children, and of others.
+    """
 
     def __init__(self, weight: float) -> None:
         """weight: acceptances that the promises themselves count for."""
-        self.promised, self.kept = np.full(2, weight), np.full(2, weight)
+        self.promised, self.kept = np.full((2, 2), weight), np.full((2, 2), weight)
 
     @property
     def factors(self) -> np.ndarray:
-        """[2] acceptances for one that was promised."""
+        """[2, 2] acceptances for one that was promised."""
         return (self.kept / self.promised).clip(LEAST, MOST)
 
-    def believed(self, chances: np.ndarray) -> np.ndarray:
-        """[F, K] as promised to the children of F nodes, the likeliest first -> as far as it can be believed."""
-        first, others = self.factors
+    def believed(self, chances: np.ndarray, depth: int) -> np.ndarray:
+        """[F, K] as promised to the children of F nodes, the likeliest first -> as far as it can be believed.
+
+        depth: of the nodes; 0 for the root.
+        """
+        first, others = self.factors[min(depth, 1)]
         return bounded(chances * np.array([first, *[others] * (chances.shape[1] - 1)]))
 
     def settle(self, promise: "Promise", path: Sequence[int]) -> None:
@@ -69,9 +77,11 @@ class Trust:
             (children,) = np.nonzero(promise.parents == node)
             if not len(children):
                 continue
-            self.promised += promise.chances[children[0]], promise.chances[children[1:]].sum()
+            depth = min(place, 1)
+            of_first, of_others = promise.chances[children[0]], promise.chances[children[1:]].sum()
+            self.promised[depth] += of_first, of_others
             if place < len(path):
-                self.kept[int(path[place] != children[0])] += 1
+                self.kept[depth, int(path[place] != children[0])] += 1
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,7 @@ class Pace:
         self.gap = GAP * texts
         self.hope = 0.0  # tokens a second that drafting was expected to reach when it began to rest
         self.promise: Promise | None = None  # of the cycle that runs; None: without drafts
+        self.grains: np.ndarray | None = None  # trust in rates that the last shape was made for
 
     @property
     def plain(self) -> float:

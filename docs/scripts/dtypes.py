@@ -10,7 +10,8 @@ from collections import defaultdict
 
 import torch
 
-from treespec.draft.fit.measure import CONTEXT, path
+from treespec.draft.fit.ends import branch
+from treespec.draft.fit.measure import CONTEXT
 from treespec.model.packed import pack, packable
 from treespec.target import Target
 
@@ -56,7 +57,7 @@ def forward_times(
         for count in nodes:
             for name, target in variants.items():
                 started = time.perf_counter()
-                target.forward_tree(caches[name], path(count, tokens % target.vocab_size))
+                target.forward_tree(caches[name], branch(count, tokens % target.vocab_size))
                 if number >= 0:
                     times[name][count].append(1e3 * (time.perf_counter() - started))
     return times

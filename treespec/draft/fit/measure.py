@@ -1,12 +1,6 @@
-"""Measure the cost of a cycle's parts with the decoding code itself, in interleaved rounds.
-
-Other work on the machine only adds time, so a step's cost is the lower quartile over rounds.
-"""
+"""Measure the cost of a cycle's parts with the decoding code itself."""
 
 import logging
-import statistics
-import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -16,24 +10,22 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
+from treespec.draft.fit.ends import branch, ends, rests
+from treespec.draft.fit.timing import FEWEST, ROUNDS, Act, Step, fast_times
 from treespec.draft.grow.growth import Growth, grow_together
 from treespec.draft.grow.likeliest import best_of, likely
 from treespec.draft.grow.nodes import Nodes
 from treespec.draft.grow.static import grow_static
 from treespec.draft.pace.times import NODES, NODES_TOGETHER, Times, TimesBy, alike, kept_times, key
-from treespec.draft.proposer import Frontier, Proposer
+from treespec.draft.proposer import Proposer
 from treespec.errors import InputError
 from treespec.files import remove_leftovers, write_json
 from treespec.packages import cache_folder
 from treespec.sampling import SamplingParams
-from treespec.shaping.law import Law
 from treespec.target import Target, TreeOutput
-from treespec.trees.mask import ancestor_mask
-from treespec.trees.static import StaticTree, balanced, chain
+from treespec.trees.static import StaticTree, balanced
 from treespec.trees.tree import TokenTree
-from treespec.verify.auto import Auto
 from treespec.verify.rrs_wo import RRSWithoutReplacement
-from treespec.verify.together import judge_all
 from treespec.verify.topk import TopK
 
 log = logging.getLogger(__name__)
@@ -41,14 +33,10 @@ log = logging.getLogger(__name__)
 CONTEXT, WAITING = 192, 3  # tokens before the tree, and tokens that the last cycle committed
 DEEP = 5  # levels, at most
 WIDE = 6  # nodes of a wide level
-ROUNDS, FEWEST, SECONDS = 12, 4, 10.0  # rounds; after SECONDS they stop, but not before FEWEST
 DEAR = 6  # one-token forwards: measure no tree larger than the first that costs this much
 TOGETHER = 4, 2  # rounds, and the fewest, of several texts: their forwards are dear
 
-DRAWS, BINARY = RRSWithoutReplacement(), balanced(2, 2)
-
-Act = Callable[[], object]
-Step = tuple[Act, Act]  # the act before it, as in decoding (it warms the caches), and the timed one
+DRAWS, WIDER = RRSWithoutReplacement(), balanced(2, 3)
 
 
 def measured_times(
@@ -104,10 +92,11 @@ def measure(target: Target, proposer: Proposer | None, texts: int = 1) -> Times:
     generator = torch.Generator(device=target.output_device).manual_seed(0)
 
     forward = partial(forward_all, target, cache)
-    between: Act = partial(forward, path(4, tokens)) if texts == 1 else nothing
+    between: Act = partial(forward, branch(4, tokens)) if texts == 1 else nothing
 
     # 2. Drafts of one level and of several, with one node a level and with many.
     deep = min(DEEP, proposer.max_depth or DEEP) if proposer else DEEP
+    few = min(deep, WIDER.max_depth)
     drafting: list[Step] = []
     if proposer:
         proposers = [proposer.new() for _ in range(texts)]
@@ -117,44 +106,31 @@ def measure(target: Target, proposer: Proposer | None, texts: int = 1) -> Times:
         proposer.join(proposers[1:])
         draft = partial(drafts, proposer, cache, features, tokens, generator)
         acts = [partial(draft, draws, depth) for draws in (None, 2, 1, 0) for depth in (1, deep)]
-        drafting = [(between, act) for act in (*acts, partial(draft, None, deep, WIDE))]
+        wide = partial(draft, None, deep, WIDE), partial(draft, 2, few, tree=WIDER.cut(few))
+        drafting = [(between, act) for act in (*acts, *wide)]
 
     # 3. Forwards over growing numbers of nodes, up to the first that is too dear.
     nodes = affordable(target, cache, tokens)
-    earlier: Act = drafting[-2][1] if drafting and texts == 1 else between
+    earlier: Act = drafting[-3][1] if drafting and texts == 1 else between
     steps: list[Step] = [
-        (between if n == 1 else earlier, partial(forward, path(n, tokens))) for n in nodes
+        (between if n == 1 else earlier, partial(forward, branch(n, tokens))) for n in nodes
     ]
 
-    # 4. Verifying and committing: no drafts, likeliest tokens, a chain of draws, a tree of draws.
-    sampled, flat = SamplingParams(1.0), Flat(target)
-    growths = [
-        grow_static(tokens[-1:], flat.root, tree, DRAWS, sampled, generator)
-        for tree in (chain(5), BINARY)
-    ]
-    single_tree, drawn_tree = (grow_together(flat, [growth])[0] for growth in growths)
-    kinds = [
-        (path(1, tokens), sampled),
-        (path(6, tokens), SamplingParams()),
-        (single_tree, sampled),
-        (drawn_tree, sampled),
-    ]
-    for tree, params in kinds:
-        scored: Act = partial(forward, tree)
-        logits = forward(tree)[0].logits
-        steps.append((scored, partial(judge, logits, cache, tree, params, generator)))
-    steps += drafting
+    # 4. Verifying and committing.
+    last = ends(forward, cache, tokens, target.vocab_size)
+    steps += last + drafting
 
     # 5. Time them all, and split levels into the first and each further one.
     rounds, fewest = (ROUNDS, FEWEST) if texts == 1 else TOGETHER
     costs = fast_times(steps, target.output_device, rounds, fewest)
-    forwards, rest = costs[: len(nodes)], costs[len(nodes) : len(nodes) + 4]
-    draft_costs = costs[len(nodes) + 4 :] or [0.0] * 9
+    forwards, of_ends = costs[: len(nodes)], costs[len(nodes) : len(nodes) + len(last)]
+    draft_costs = costs[len(nodes) + len(last) :] or [0.0] * 10
     further, of_one, of_deep = max(deep - 1, 1), draft_costs[:8:2], draft_costs[1:8:2]
     chosen, drawn, single, fixed = (
         (first, max(last - first, 0) / further) for first, last in zip(of_one, of_deep, strict=True)
     )
-    plain, likeliest, chain_of_draws, tree_of_draws = rest
+    inner = 2**few - 1 - few  # of WIDER, beyond one a level
+    rest, judged = rests(of_ends)
     return Times(
         nodes=nodes,
         target=tuple(forwards),
@@ -164,18 +140,10 @@ def measure(target: Target, proposer: Proposer | None, texts: int = 1) -> Times:
         single=single,
         fixed=fixed,
         row=max(draft_costs[8] - draft_costs[1], 0) / further / (WIDE - 1),
-        rest=(plain, likeliest, chain_of_draws, tree_of_draws),
+        drawn_row=max(draft_costs[9] - drawn[0] - drawn[1] * (few - 1), 0) / max(inner, 1),
+        rest=rest,
+        judged=judged,
     )
-
-
-class Flat:
-    """A draft model with a uniform law, at no cost."""
-
-    def __init__(self, target: Target) -> None:
-        self.root = torch.zeros(1, target.vocab_size, device=target.output_device)  # [1, V] logits
-
-    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        return [self.root.expand(len(frontier.tokens), -1) for frontier in frontiers if frontier]
 
 
 def affordable(target: Target, cache: TreeCache, tokens: Tensor) -> tuple[int, ...]:
@@ -184,31 +152,12 @@ def affordable(target: Target, cache: TreeCache, tokens: Tensor) -> tuple[int, .
     alone = len(cache.lengths) == 1
     sizes, least = (NODES, 4) if alone else (NODES_TOGETHER, 2)
     for n in sizes:
-        forward = partial(forward_all, target, cache, path(n, tokens))
+        forward = partial(forward_all, target, cache, branch(n, tokens))
         step = (forward if alone else nothing, forward)
         seconds.append(fast_times([step], target.output_device, rounds=2)[0])
         if len(seconds) > least and seconds[-1] > DEAR * seconds[0]:
             break
     return sizes[: len(seconds)]
-
-
-def judge(
-    logits: Tensor,
-    cache: TreeCache,
-    tree: TokenTree,
-    params: SamplingParams,
-    generator: torch.Generator,
-) -> None:
-    """Verify a tree that every text has in the cache, commit up to three of its nodes, and rewind.
-
-    logits: [N, V].
-    """
-    texts = len(cache.lengths)
-    law = Law(params)
-    judge_all(Auto(), [tree] * texts, [logits] * texts, [law] * texts, [generator] * texts)
-    last = len(tree.tokens) - 1
-    cache.commit([sorted({0, last // 2, last})] * texts)
-    cache.rewind([CONTEXT] * texts)
 
 
 def drafts(
@@ -220,8 +169,13 @@ def drafts(
     draws: int | None,
     depth: int,
     width: int = 1,
+    tree: StaticTree | None = None,
 ) -> None:
-    """Draft after observing a few new tokens. draws: as in `Times.levels`. width: nodes a level."""
+    """Draft after observing a few new tokens.
+
+    draws: as in `Times.levels`. width: nodes a level, of trees chosen level by level. tree: default:
+    one node of a level has children.
+    """
     # 1. Observe the same tokens of each text.
     texts = len(cache.lengths)
     proposer.rewind([CONTEXT - 1 - WAITING] * texts)
@@ -235,9 +189,11 @@ def drafts(
             growths.append(grow_wide(tokens[-1:], logits, depth, width))
             continue
         ranks = range(max(draws, 1))
-        paths = tuple((0,) * level + (rank,) for level in range(depth) for rank in ranks)
-        tree, scheme, params = StaticTree(paths), DRAWS if draws else TopK(), SamplingParams(1.0)
-        growths.append(grow_static(tokens[-1:], logits, tree, scheme, params, generator))
+        narrow = StaticTree(
+            tuple((0,) * level + (rank,) for level in range(depth) for rank in ranks)
+        )
+        scheme, params = DRAWS if draws else TopK(), SamplingParams(1.0)
+        growths.append(grow_static(tokens[-1:], logits, tree or narrow, scheme, params, generator))
     grow_together(proposer, growths)
 
 
@@ -262,36 +218,5 @@ def forward_all(target: Target, cache: TreeCache, tree: TokenTree) -> list[TreeO
     return target.forward_trees(cache, [tree] * len(cache.lengths))
 
 
-def path(nodes: int, tokens: Tensor) -> TokenTree:
-    """A tree of one branch; a forward's time does not depend on the shape."""
-    number = torch.arange(nodes, device=tokens.device)
-    return TokenTree(tokens[:nodes], number - 1, number, ancestor_mask(number - 1, nodes))
-
-
 def nothing() -> None:
     """Before a forward over several texts, whose time depends little on what lies in the caches."""
-
-
-def fast_times(
-    steps: Sequence[Step], device: torch.device, rounds: int = ROUNDS, fewest: int = FEWEST
-) -> list[float]:
-    """Seconds of each step, over interleaved rounds after one for warming up."""
-    rounds_of: list[list[float]] = [[] for _ in steps]
-    begun = time.perf_counter()
-    for done in range(rounds + 1):
-        if done > fewest and time.perf_counter() - begun > SECONDS:
-            break
-        for (before, step), own in zip(steps, rounds_of, strict=True):
-            before()
-            synchronize(device)
-            started = time.perf_counter()
-            step()
-            synchronize(device)
-            own.append(time.perf_counter() - started)
-    return [statistics.quantiles(own[1:], n=4, method="inclusive")[0] for own in rounds_of]
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

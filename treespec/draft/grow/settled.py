@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from treespec.draft.pace.pace import Pace, Promise, bounded
-from treespec.draft.pace.times import Times
+from treespec.draft.pace.times import SMALL, Times
 from treespec.trees.auto import AutoTree
 from treespec.trees.sequoia import Best, best_trees, with_root
 from treespec.trees.static import StaticTree
@@ -94,8 +94,9 @@ def _fastest(
         forward[1:]
         + begin
         + step * (levels - 1)
-        + times.row * (inner - levels)
+        + times.inner(draws) * (inner - levels)
         + times.resting(draws)
+        + times.further(draws) * (nodes - SMALL)
     )
     speed = best.tokens[1:, 2:].numpy() / seconds
     place = np.unravel_index(int(speed.argmax()), speed.shape)

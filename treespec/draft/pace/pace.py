@@ -147,7 +147,9 @@ class Pace:
     def cost(self, nodes: int, levels: int, draws: int | None = None, inner: int = 0) -> float:
         """Seconds of a cycle with drafts. draws: as `Times.levels` has it. inner: nodes that have children."""
         forward = float(self.forward[min(nodes, len(self.forward)) - 1])
-        return forward + self.times.drafting(levels, draws, inner) + self.times.resting(draws)
+        return (
+            forward + self.times.drafting(levels, draws, inner) + self.times.resting(draws, nodes)
+        )
 
     def rests(self, speed: float) -> bool:
         """Whether this cycle goes without drafts. speed: what drafting is expected to reach, in tokens a second.

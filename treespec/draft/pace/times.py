@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 NODES_TOGETHER = (1, 2, 4, 8, 16, 32)  # of each of several texts
 MOST_TEXTS = 64  # that are measured together
+SMALL = 7  # nodes, root included, of a tree of two draws a node and two levels
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,11 @@ class Times:
     level by level.
     fixed, single, drawn: both of these for trees whose shape is settled before drafting: of the
     likeliest tokens, of chains of draws, and of trees with several draws a node.
-    row: each further node of a level.
+    row, drawn_row: each further node of a level that has children: of the likeliest, and of several
+    draws.
     rest: verifying and committing, in a cycle without drafts, of the likeliest tokens, of chains of
-    draws, and of several draws a node.
+    draws, and of trees with several draws a node and SMALL nodes.
+    judged: each further node of such a tree.
     """
 
     nodes: tuple[int, ...]
@@ -49,7 +52,9 @@ class Times:
     single: tuple[float, float]
     fixed: tuple[float, float] = (0.0, 0.0)
     row: float = 0.0
+    drawn_row: float = 0.0
     rest: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    judged: float = 0.0
 
     def levels(self, draws: int | None) -> tuple[float, float]:
         """Seconds of the first level of drafts, and of each further level.
@@ -64,11 +69,19 @@ class Times:
     def drafting(self, levels: int, draws: int | None, inner: int = 0) -> float:
         """Seconds of the drafts. inner: nodes that have children."""
         begin, step = self.levels(draws)
-        return begin + step * max(levels - 1, 0) + self.row * max(inner - levels, 0)
+        return begin + step * max(levels - 1, 0) + self.inner(draws) * max(inner - levels, 0)
 
-    def resting(self, draws: int | None) -> float:
+    def inner(self, draws: int | None) -> float:
+        """Seconds of each further node of a level that has children."""
+        return self.drawn_row if draws and draws > 1 else self.row
+
+    def resting(self, draws: int | None, nodes: int = SMALL) -> float:
         """Seconds beside the target's forward and the drafts, in a cycle with drafts."""
-        return self.rest[1 + min(draws or 0, 2)]
+        return self.rest[1 + min(draws or 0, 2)] + self.further(draws) * (nodes - SMALL)
+
+    def further(self, draws: int | None) -> float:
+        """Seconds that each further node of the tree adds to `resting`."""
+        return self.judged if draws and draws > 1 else 0.0
 
     def forward(self, most: int) -> np.ndarray:
         """[most] seconds of the target's forward over 1, 2, … nodes: no less for more, straight
@@ -112,7 +125,9 @@ def kept_times(file: Path) -> Times | None:
             single=cast(tuple[float, float], seconds(fields["single"], 2)),
             fixed=cast(tuple[float, float], seconds(fields["fixed"], 2)),
             row=seconds([fields["row"]], 1)[0],
+            drawn_row=seconds([fields["drawn_row"]], 1)[0],
             rest=cast(tuple[float, float, float, float], seconds(fields["rest"], 4)),
+            judged=seconds([fields["judged"]], 1)[0],
         )
     except (InputError, LookupError, TypeError, ValueError):
         return None

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from certifying import CONFIG, PROMPTS, tiny
 
+from treespec.errors import InputError
 from treespec.eval.certify.run import examine
 from treespec.shaping.penalties import Counts
 
@@ -12,9 +13,16 @@ PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
 SHORT = replace(CONFIG, tokens=120, length=12, greedy_tokens=12, **PENALTIES)
 
 
-def test_answers_by_penalties_are_certified():
-    found = examine(tiny("3x2", "rrs-wo"), PROMPTS, SHORT, options={"logit_bias": {3: 1.5, 4: float("-inf")}})
+def test_answers_by_penalties_and_biases_are_certified():
+    biased = replace(SHORT, logit_bias=["3=1.5", "4=-inf"])
+    assert biased.changes()["logit_bias"] == {3: 1.5, 4: float("-inf")}
+    found = examine(tiny("3x2", "rrs-wo"), PROMPTS, biased)
     assert found["passed"], found["tests"]
+
+
+def test_a_bias_that_is_not_understood_is_refused_at_once():
+    with pytest.raises(InputError, match="--logit-bias 'x=1'"):
+        replace(SHORT, logit_bias=["x=1"])
 
 
 def test_greedy_answers_that_leave_out_a_path_are_found(monkeypatch):

@@ -149,8 +149,8 @@ class SamplingOptions(AnswerOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PenaltyOptions(CommandOptions):
-    """Tokens that become less likely once they have occurred."""
+class LogitOptions(CommandOptions):
+    """What changes the logits of target and drafter alike (`treespec.shaping`)."""
 
     PANEL = "Answers"
 
@@ -171,13 +171,34 @@ class PenaltyOptions(CommandOptions):
         most=2,
     )
 
-    def penalties(self) -> dict[str, Any]:
-        """Those that are on, as options of `Spec.generate`."""
-        group = fields(PenaltyOptions)
+    logit_bias: list[str] | None = option(
+        "add a number to a token's logit, as in 50256=-5, or forbid it, as in 50256=-inf; repeat the "
+        "option for several tokens",
+        None,
+    )
+
+    def changes(self) -> dict[str, Any]:
+        """Those that are on, as options of `Spec.generate`. Raises InputError."""
+        group = fields(LogitOptions)
         values = {known.name: getattr(self, known.name) for known in group}
-        return {
-            known.name: values[known.name] for known in group if values[known.name] != known.default
+        given = {
+            name.name: values[name.name] for name in group if values[name.name] != name.default
         }
+        if given.get("logit_bias"):
+            given["logit_bias"] = dict(bias_of(part) for part in given["logit_bias"])
+        return given
+
+
+def bias_of(text: str) -> tuple[int, float]:
+    """The token id and the number of `50256=-5`. Raises InputError."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise InputError(
+            f"--logit-bias {text!r:.40} is not understood: give a token id and a number, as in "
+            "50256=-5"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

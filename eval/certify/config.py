@@ -7,14 +7,14 @@ from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
 from treespec.shared_options import (
     DTYPES,
     QUESTION_FILE,
+    LogitOptions,
     ModelOptions,
-    PenaltyOptions,
     QuestionOptions,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyConfig(ModelOptions, QuestionOptions, PenaltyOptions):
+class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
     """Raises InputError for a number out of its range, and unless one drafter option is given."""
 
     out: str = option("JSON file for the report", "certificate.json")
@@ -51,3 +51,4 @@ class CertifyConfig(ModelOptions, QuestionOptions, PenaltyOptions):
             )
         super().__post_init__()
         self.check_one_source()
+        self.changes()  # refuses a bias that is not understood

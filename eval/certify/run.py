@@ -108,7 +108,7 @@ def examine(
 
 def changes_of(config: CertifyConfig, options: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
     """All options of `Spec.generate` that change the logits."""
-    return {**config.penalties(), **options}
+    return {**config.changes(), **options}
 
 
 def laws(config: CertifyConfig) -> list[SamplingParams]:

@@ -9,7 +9,7 @@ from treespec.cli.terminal import end_notice
 from treespec.demo.known import DEMO
 from treespec.errors import InputError
 from treespec.options import SEEDS, option, shared
-from treespec.shared_options import ModelOptions, PenaltyOptions, SamplingOptions, TargetOptions
+from treespec.shared_options import LogitOptions, ModelOptions, SamplingOptions, TargetOptions
 
 if TYPE_CHECKING:
     from treespec.request import Options
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerConfig(ModelOptions, SamplingOptions, PenaltyOptions):
+class AnswerConfig(ModelOptions, SamplingOptions, LogitOptions):
     """What decodes, and how it samples."""
 
     PANEL = "Answers"
@@ -37,11 +37,6 @@ class AnswerConfig(ModelOptions, SamplingOptions, PenaltyOptions):
         most=SEEDS,
     )
 
-    logit_bias: list[str] | None = option(
-        "add a number to a token's logit, as in 50256=-5, or forbid it, as in 50256=-inf; repeat the "
-        "option for several tokens",
-        None,
-    )
     chat_template_kwargs: str | None = option(
         'variables for the chat template, as in {"enable_thinking": false}', None
     )
@@ -59,9 +54,7 @@ class AnswerConfig(ModelOptions, SamplingOptions, PenaltyOptions):
             "min_p": self.min_p,
             "max_new_tokens": self.max_new_tokens,
         }
-        options.update(cast("Options", self.penalties()))
-        if self.logit_bias:
-            options["logit_bias"] = dict(bias_of(part) for part in self.logit_bias)
+        options.update(cast("Options", self.changes()))
         if self.chat_template_kwargs:
             options["chat_template_kwargs"] = variables_of(self.chat_template_kwargs)
         return options
@@ -69,18 +62,6 @@ class AnswerConfig(ModelOptions, SamplingOptions, PenaltyOptions):
     def seed_of(self, turn: int) -> int | None:
         """Each answer in a conversation has its own seed."""
         return None if self.seed is None else self.seed + turn
-
-
-def bias_of(text: str) -> tuple[int, float]:
-    """The token id and the number of `50256=-5`. Raises InputError."""
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise InputError(
-            f"--logit-bias {text!r:.40} is not understood: give a token id and a number, as in "
-            "50256=-5"
-        ) from None
 
 
 def variables_of(text: str) -> dict[str, object]:

@@ -163,7 +163,7 @@ def first_children(parents: list[int]) -> list[int]:
 def test_a_text_whose_first_children_are_all_accepted_gets_the_deepest_chain():
     """Chances of other children take nothing from the first's, however high both were before."""
     pace, tree = Pace(times(1e-4, 1e-3), (0.88, 0.1, 0.05)), AutoTree()
-    for _ in range(20):
+    for _ in range(60):
         pace.promise = shape_for(pace, tree, 0).promise(pace)
         pace.settle(first_children(pace.promise.parents.tolist()))
     shape = shape_for(pace, tree, 0).tree

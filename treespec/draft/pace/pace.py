@@ -21,8 +21,8 @@ import numpy as np
 
 from treespec.draft.pace.times import Times, TimesBy
 
-FORGET = 0.97  # weight of the cycles before, a cycle: texts change their manner
-FITTED, GUESSED = 4.0, 2.0  # acceptances that rates fitted on text, and rates guessed, count for
+FORGET = 0.98  # weight of the cycles before, a cycle: texts change their manner
+FITTED, GUESSED = 10.0, 2.0  # acceptances that rates fitted on text, and rates guessed, count for
 GUESS = (0.7, 0.1, 0.05)  # rates of a drafter that nothing is known of
 CYCLES = 4  # cycles that the first estimate of the speed counts for
 LEAST, MOST = 0.02, 1.5  # bounds of trust

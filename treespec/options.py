@@ -36,6 +36,7 @@ DRAFTER_FORMS = {
     "lookahead": "lookahead",
     "jacobi": "jacobi",
     "model": "model:MODEL",
+    "mtp": "mtp",
     "self": "self:FILE",
     "sparse": "sparse:512",
 }

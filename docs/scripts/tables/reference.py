@@ -135,6 +135,11 @@ DRAFTER_WORDS = {  # name: the values that --drafter takes, what it is, and wher
         "a smaller model with the same tokenizer, or several",
         "Leviathan et al., Chen et al. 2023; SpecInfer, Miao et al. 2024",
     ),
+    "mtp": (
+        "`mtp`",
+        "the target's own MTP layers, from its checkpoint",
+        "DeepSeek-V3, 2412.19437",
+    ),
     "self": (
         "`self:FILE`",
         "the target without some of its sublayers; `treespec skip` finds which",

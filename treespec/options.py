@@ -31,6 +31,8 @@ DRAFTER_FORMS = {
     "medusa": "medusa:HEAD",
     "hydra": "hydra:HEAD",
     "hydra++": "hydra++:HEAD",
+    "dflash": "dflash:HEAD",
+    "p-eagle": "p-eagle:HEAD",
     "lookup": "lookup",
     "rest": "rest:DATASTORE",
     "lookahead": "lookahead",
@@ -42,7 +44,9 @@ DRAFTER_FORMS = {
 }
 DRAFTERS = tuple(DRAFTER_FORMS)
 HEADS = tuple(kind for kind, form in DRAFTER_FORMS.items() if form.endswith(":HEAD"))
-TRAINED = tuple(kind for kind in HEADS if kind != "head")  # kinds of trained head
+AT_ONCE = ("medusa", "dflash", "p-eagle")  # heads that draft all levels from the text alone
+# kinds of head that treespec trains
+TRAINED = tuple(kind for kind in HEADS if kind not in ("head", "dflash", "p-eagle"))
 GIVEN = ("lookup", "rest", "lookahead", "jacobi")  # their tokens have no draft law
 DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in sparse:512,snapkv
 
@@ -66,6 +70,7 @@ TREE_FORMS = {
     "dynamic": "dynamic:nodes=60",
     "sampled": "sampled:nodes=26",
     "confident": "confident",
+    "ddtree": "ddtree:nodes=60",
 }
 TREE_FILE = "a JSON file of paths"
 

@@ -1,19 +1,23 @@
 """Heads that draft all levels at once: what they draft, one forward a cycle, and trees of their laws."""
 
 from itertools import product
+from math import prod
 
 import numpy as np
 import pytest
+import test_sequence_law
 import torch
-import torch.nn.functional as F
-from models import follow, target
+from models import TableConfig, TableModel, draft_tree, follow, random_head, target
 
-from treespec.draft.grow.growth import grow_together
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.block import BlockProposer
 from treespec.draft.trained.block_heads import block_rollout, new_dflash, new_p_eagle
+from treespec.errors import InputError
+from treespec.sampling import SamplingParams
+from treespec.shaping.law import node_paths
 from treespec.spec import Spec
-from treespec.trees.ddtree import DDTree, likeliest_shape
+from treespec.target import Target
+from treespec.trees.ddtree import likeliest_shape
 
 TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
 
@@ -147,7 +151,9 @@ def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name
         torch.testing.assert_close(torch.stack([step[row] for step in rolled]), expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("tree", "verifier"), [("ddtree:nodes=12", "topk"), ("ddtree:nodes=12", "rrs"), ("chain:3", "single")])
+@pytest.mark.parametrize(
+    ("tree", "verifier"), [("ddtree:nodes=12", "topk"), ("ddtree:nodes=12", "rrs"), ("chain:3", "single")]
+)
 @pytest.mark.parametrize("make", [dflash, p_eagle])
 def test_one_forward_of_the_head_a_cycle(make, tree, verifier, monkeypatch):
     head, calls = make(), []
@@ -169,3 +175,53 @@ def test_the_likeliest_shape_is_a_slow_enumeration_of_the_best_products():
         }
         best = sorted(worth, key=lambda path: -worth[path])[: nodes - 1]
         assert set(likeliest_shape(chances, nodes).paths[1:]) == set(best)
+
+
+@torch.no_grad()
+def test_the_tree_of_the_likeliest_has_the_best_products_of_the_levels_laws():
+    head, model = dflash(), target("llama")
+    drafter = Spec(model, head, "ddtree:nodes=20", "topk").decoder.drafter
+    follow(drafter, model.features(TEXT[None, :-1], head.taps)[0], TEXT[1:])
+    tree = draft_tree(drafter, TEXT[-1:], SamplingParams(), torch.Generator())
+    best = drafter.proposer.levels(0).double().softmax(-1).topk(19)
+    levels = [dict(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    worth = {
+        path: prod(law[token] for law, token in zip(levels, path, strict=False))
+        for length in range(1, 5)
+        for path in product(*levels[:length])
+    }
+    assert set(node_paths(tree)[1:]) == set(sorted(worth, key=lambda path: -worth[path])[:19])
+
+
+@pytest.mark.parametrize(
+    ("verifier", "tree"),
+    [("topk", None), ("rrs", None), ("rrs-wo", None), ("traversal", "2x2"), ("block", "chain:3"), ("optimal", None)],
+)
+@pytest.mark.parametrize("new", [new_dflash, new_p_eagle])
+def test_texts_have_the_targets_law_under_every_temperature(new, verifier, tree):
+    """By χ², with trees whose shape changes from cycle to cycle."""
+    model = Target(TableModel(TableConfig(4, seed=1)))
+    torch.manual_seed(2)
+    head = sharp(new(model, 4))
+    spec = Spec(model, head, tree or "ddtree:nodes=8", verifier)
+    test_sequence_law.TestSequenceLaw().check(spec, SamplingParams(temperature=0.8), texts=2)
+
+
+def test_a_tree_of_draws_is_settled_by_the_levels_laws_alone():
+    """Whatever is drawn, the numbers of draws are the same; a head that drafts level by level is refused."""
+    head, model = p_eagle(), target("llama")
+    spec = Spec(model, head, "ddtree:nodes=12", "rrs")
+    drafter = spec.decoder.drafter
+    follow(drafter, model.features(TEXT[None, :-1], head.taps)[0], TEXT[1:])
+    params, shapes, tokens = SamplingParams(temperature=1.0), set(), set()
+    for seed in range(4):
+        tree = draft_tree(drafter, TEXT[-1:], params, torch.Generator().manual_seed(seed))
+        shapes.add(tuple(tree.parents.tolist()))
+        tokens.add(tuple(tree.tokens.tolist()))
+        follow(drafter, torch.empty(0, head.feature_size), torch.empty(0, dtype=torch.int64))
+        drafter.rewind([7])
+        follow(drafter, model.features(TEXT[None, :-1], head.taps)[0][7:], TEXT[8:])
+    assert len(shapes) == 1
+    assert len(tokens) > 1
+    with pytest.raises(InputError, match="needs a head that drafts all levels at once"):
+        Spec(model, random_head(model), "ddtree", "topk")

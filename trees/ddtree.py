@@ -50,7 +50,8 @@ def likeliest_shape(chances: np.ndarray, nodes: int) -> StaticTree:
     """
     depth, ranks = chances.shape
     paths: list[tuple[int, ...]] = []
-    waiting = [(-float(chances[0, 0]), 1, (0,))]  # (-product, length, path)
+    # (-product, length, path)
+    waiting: list[tuple[float, int, tuple[int, ...]]] = [(-float(chances[0, 0]), 1, (0,))]
     while waiting and len(paths) < nodes - 1:
         product, length, path = heappop(waiting)
         paths.append(path)

@@ -89,7 +89,9 @@ def _of_z_lab(config: Config) -> Config:
     layers = int(fields.get("num_hidden_layers", 1))
     if nested.get("use_swa") and SLIDING not in (fields.get("layer_types") or ()):
         fields["layer_types"] = [SLIDING] * layers
-        fields["causal"] = [kind == SLIDING for kind in config.get("layer_types") or [FULL] * layers]
+        fields["causal"] = [
+            kind == SLIDING for kind in config.get("layer_types") or [FULL] * layers
+        ]
     if "swa_window_size" in nested:
         fields["sliding_window"] = nested["swa_window_size"]
     causal = config.get("is_causal", nested.get("causal"))

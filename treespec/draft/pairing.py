@@ -45,9 +45,7 @@ def model_of(kind: str, value: str, several: bool = False) -> DraftModel:
     if not folder.is_dir():  # a hub id
         return DraftModel(trained=True, calibrated=True, at_once=at_once)
     calibrated = (folder / "calibration.json").exists()
-    return DraftModel(
-        trained=True, deepest=levels(folder), calibrated=calibrated, at_once=at_once
-    )
+    return DraftModel(trained=True, deepest=levels(folder), calibrated=calibrated, at_once=at_once)
 
 
 def levels(folder: Path) -> int | None:

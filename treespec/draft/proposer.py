@@ -105,7 +105,7 @@ class Proposer(PerText, Protocol):
 
     def levels(self, row: int) -> Tensor:
         """[D, N] draft logits of all levels of a text's tree, between `begin` and `extend`."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} drafts level by level")
 
     @abstractmethod
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:

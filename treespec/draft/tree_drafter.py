@@ -139,7 +139,7 @@ class TreeDrafter(Drafter):
         """
         grower, params, chain = self.growers[row], law.params, self.chains[row]
         if self.proposer.at_once:
-            grower.levels = lambda: self.proposer.levels(row)[len(chain) :]
+            grower.ahead = lambda: self.proposer.levels(row)[len(chain) :]
         if not law.shapers and law.heard is None:
             return grower.grow(root, logits, params, generator)
         vocabulary, size = self.proposer.vocabulary, self.proposer.vocab_size

@@ -34,8 +34,8 @@ class DDTreeGrower(Grower[DDTree]):
         self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
     ) -> Growth:
         # 1. The laws of all levels.
-        assert self.levels
-        levels, scheme = self.levels()[: self.policy.depth], self.means.scheme_at(params)
+        assert self.ahead
+        levels, scheme = self.ahead()[: self.policy.depth], self.means.scheme_at(params)
         nodes = self.policy.nodes
 
         # 2. The likeliest tokens: a dynamic tree that expands as many nodes a level as it keeps.

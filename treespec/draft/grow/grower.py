@@ -58,11 +58,11 @@ class Grower(Generic[P]):
     """Grows the trees of one text by a policy of type P.
 
     It keeps the state that the policy learns from the text, such as a threshold.
-    levels: gives the draft logits [D, N] of all levels of the next tree, where a draft model has
+    ahead: gives the draft logits [D, N] of all levels of the next tree, where a draft model has
     them at once.
     """
 
-    levels: Callable[[], Tensor] | None = None
+    ahead: Callable[[], Tensor] | None = None
 
     def __init__(self, policy: P, means: Means) -> None:
         self.policy, self.means = policy, means

@@ -11,13 +11,15 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from treespec.heads.dflash import DFlashHead
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
-from treespec.heads.formats import eagle, eagle3, hydra, medusa, speculators
+from treespec.heads.formats import block, eagle, eagle3, hydra, medusa, speculators
 from treespec.heads.formats.engines import Served
 from treespec.heads.head import Config, Head, Stored, Tensors
 from treespec.heads.hydra import HydraHead
 from treespec.heads.medusa import MedusaHead
+from treespec.heads.p_eagle import PEagleHead
 
 H = TypeVar("H", bound=Head)
 
@@ -63,6 +65,20 @@ HEADS: dict[str, HeadKind[Any]] = {
         HydraHead, HydraHead.known_as, hydra.recognises_prefix, hydra.read, hydra.levels
     ),
     "hydra": HeadKind(HydraHead, HydraHead.known_as, hydra.recognises, hydra.read, hydra.levels),
+    "dflash": HeadKind(
+        DFlashHead,
+        DFlashHead.known_as,
+        block.recognises_dflash,
+        block.read_dflash,
+        block.dflash_levels,
+    ),
+    "p-eagle": HeadKind(
+        PEagleHead,
+        PEagleHead.known_as,
+        block.recognises_p_eagle,
+        block.read_p_eagle,
+        block.p_eagle_levels,
+    ),
     "eagle3": HeadKind(
         Eagle3Head,
         Eagle3Head.known_as,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models import save_model
+from mtp_files import add_tensors, mtp_tensors
 from scipy.stats import kstest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,6 +23,7 @@ DRAFTERS = {
     **{kind: f"{kind}:{{home}}/{kind}" for kind in KINDS},
     "head": "head:{home}/eagle3",
     "model": "model:{home}/small",
+    "mtp": "mtp",
     "self": "self:{home}/skip.json",
     "sparse": "sparse:16",
     "rest": "rest:{home}/store",
@@ -40,6 +42,7 @@ def home(tmp_path_factory):
     with torch.no_grad():
         model.lm_head.weight.mul_(6)
     model.save_pretrained(folder)
+    add_tensors(folder, mtp_tensors(model, "mimo"))
     save_model(home / "small", num_hidden_layers=1)
     target = Target(AutoModelForCausalLM.from_pretrained(folder))
     for kind, made in KINDS.items():

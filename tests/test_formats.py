@@ -279,12 +279,13 @@ def test_hydra_heads_that_do_not_tell_their_attention_heads_ask_for_them(tmp_pat
 
 
 def test_every_table_of_heads_has_the_same_kinds():
-    assert set(HEADS) == set(KINDS) == set(TRAINING) == set(TRAINED)
+    assert set(HEADS) == set(KINDS)
+    assert set(TRAINING) == set(TRAINED) == set(KINDS) - {"dflash", "p-eagle"}
 
 
 def test_every_kind_of_head_is_recognised_in_a_directory_above():
     reached = {kind_of(config, told(make().state_dict())) for make, config, told, _ in DIRECTORIES.values()}
-    assert reached == set(HEADS)
+    assert reached == set(HEADS) - {"dflash", "p-eagle"}  # test_block_formats.py has those
 
 
 def test_a_file_of_something_else_than_tensors_by_name_is_refused(tmp_path):

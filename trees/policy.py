@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from treespec.trees.auto import AutoTree
 from treespec.trees.confident import ConfidentChain
+from treespec.trees.ddtree import DDTree
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.path_file import from_file
 from treespec.trees.sampled import SampledTree
@@ -58,6 +59,7 @@ POLICIES: dict[str, Form] = {
     "dynamic": with_options(DynamicTree),
     "sampled": with_options(SampledTree),
     "confident": with_options(ConfidentChain),
+    "ddtree": with_options(DDTree),
 }
 NAMES = tuple(POLICIES)
 FORMS = f"{', '.join(form.example for form in POLICIES.values())}, or a JSON file of paths"

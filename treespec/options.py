@@ -31,17 +31,22 @@ DRAFTER_FORMS = {
     "medusa": "medusa:HEAD",
     "hydra": "hydra:HEAD",
     "hydra++": "hydra++:HEAD",
+    "dflash": "dflash:HEAD",
+    "p-eagle": "p-eagle:HEAD",
     "lookup": "lookup",
     "rest": "rest:DATASTORE",
     "lookahead": "lookahead",
     "jacobi": "jacobi",
     "model": "model:MODEL",
+    "mtp": "mtp",
     "self": "self:FILE",
     "sparse": "sparse:512",
 }
 DRAFTERS = tuple(DRAFTER_FORMS)
 HEADS = tuple(kind for kind, form in DRAFTER_FORMS.items() if form.endswith(":HEAD"))
-TRAINED = tuple(kind for kind in HEADS if kind != "head")  # kinds of trained head
+AT_ONCE = ("medusa", "dflash", "p-eagle")  # heads that draft all levels from the text alone
+# kinds of head that treespec trains
+TRAINED = tuple(kind for kind in HEADS if kind not in ("head", "dflash", "p-eagle"))
 GIVEN = ("lookup", "rest", "lookahead", "jacobi")  # their tokens have no draft law
 DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in sparse:512,snapkv
 
@@ -65,6 +70,7 @@ TREE_FORMS = {
     "dynamic": "dynamic:nodes=60",
     "sampled": "sampled:nodes=26",
     "confident": "confident",
+    "ddtree": "ddtree:nodes=60",
 }
 TREE_FILE = "a JSON file of paths"
 

@@ -11,7 +11,7 @@ from treespec.draft.default_tree import default_tree, verifier_for
 from treespec.draft.grow.grower import DraftModel
 from treespec.draft.grow.growers import check_fit
 from treespec.errors import InputError
-from treespec.options import GIVEN, HEADS
+from treespec.options import AT_ONCE, GIVEN, HEADS
 from treespec.trees.shape import Policy
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Verifier, is_paced
@@ -40,10 +40,12 @@ def model_of(kind: str, value: str, several: bool = False) -> DraftModel:
     if kind not in HEADS:
         return DraftModel(several=several)
     folder = Path(value).expanduser()
+    known = kind if kind != "head" else kind_in(folder)
+    at_once = known is None or known in AT_ONCE
     if not folder.is_dir():  # a hub id
-        return DraftModel(trained=True, calibrated=True)
+        return DraftModel(trained=True, calibrated=True, at_once=at_once)
     calibrated = (folder / "calibration.json").exists()
-    return DraftModel(trained=True, deepest=levels(folder), calibrated=calibrated)
+    return DraftModel(trained=True, deepest=levels(folder), calibrated=calibrated, at_once=at_once)
 
 
 def levels(folder: Path) -> int | None:
@@ -83,7 +85,7 @@ def written(folder: Path) -> tuple[dict[str, object], set[str] | None]:
 
 def check_pair(policy: Policy, scheme: Scheme, several: bool = False) -> None:
     """Raises InputError for a policy and scheme that go together with no draft model."""
-    check_fit(policy, scheme, DraftModel(several=several, calibrated=True))
+    check_fit(policy, scheme, DraftModel(several=several, calibrated=True, at_once=True))
 
 
 def check_given(name: str, verifier: Verifier, tree: object) -> None:

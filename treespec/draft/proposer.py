@@ -51,10 +51,12 @@ class Proposer(PerText, Protocol):
     The calls of a cycle: begin, extend for each level, observe.
     head: the trained head that it drafts with, if any. law_per_draw: whether it combines M draft
     models, whose draws take turns; its logits are then [F, M, N] in place of [F, N].
+    at_once: whether the law of a level depends on the text alone; `levels` then gives all laws.
     """
 
     head: "Head | None" = None
     law_per_draw: bool = False
+    at_once: bool = False
     vocab_size: int  # V of the target
 
     @property
@@ -100,6 +102,10 @@ class Proposer(PerText, Protocol):
     @abstractmethod
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         """For each text [F, N] draft logits for its frontier's children; [0, N] without one."""
+
+    def levels(self, row: int) -> Tensor:
+        """[D, N] draft logits of all levels of a text's tree, between `begin` and `extend`."""
+        raise TypeError(f"{type(self).__name__} drafts level by level")
 
     @abstractmethod
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:

@@ -14,6 +14,7 @@ from treespec.draft.models.sparse import sparse_target
 from treespec.draft.proposer import Proposer
 from treespec.draft.trained.eagle import embedding_of
 from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.mtp_load import mtp_of_target
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
@@ -62,6 +63,7 @@ HEADS = ("head", *KINDS)  # kinds of drafters that name a trained head's directo
 SOURCES: dict[str, Callable[[str, Target], Head | Proposer | Drafter]] = {
     "head": trained_head,
     "model": draft_models,
+    "mtp": mtp_of_target,
     "self": skipped_target,
     "sparse": sparse_target,
     **{kind: head_of_kind(kind) for kind in KINDS},

@@ -55,6 +55,7 @@ class TreeDrafter(Drafter):
             trained=proposer.head is not None,
             deepest=proposer.max_depth,
             calibrated=calibration is not None,
+            at_once=proposer.at_once,
         )
         check_fit(policy, scheme, model)
         self.proposer, self.scheme, self.calibration = proposer, scheme, calibration
@@ -137,6 +138,8 @@ class TreeDrafter(Drafter):
         root: [1] int64, the last forced token if there is one. logits: [1, N] below the text.
         """
         grower, params, chain = self.growers[row], law.params, self.chains[row]
+        if self.proposer.at_once:
+            grower.ahead = lambda: self.proposer.levels(row)[len(chain) :]
         if not law.shapers and law.heard is None:
             return grower.grow(root, logits, params, generator)
         vocabulary, size = self.proposer.vocabulary, self.proposer.vocab_size

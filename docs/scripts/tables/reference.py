@@ -118,6 +118,12 @@ TREE_WORDS = {  # name: the values that --tree takes, and what it is
         "a chain that ends where the draft model is unsure",
         "Draft & Verify, Zhang et al. 2024",
     ),
+    "ddtree": (
+        "`ddtree`",
+        "the likeliest paths, for heads that draft all levels at once; draws in a tree of the same "
+        "shape",
+        "DDTree, 2604.12989",
+    ),
 }
 DRAFTER_WORDS = {  # name: the values that --drafter takes, what it is, and where it is from
     "head": ("`head:DIR` (or `--head DIR`)", "a trained head; its files name the kind", ""),
@@ -130,10 +136,25 @@ DRAFTER_WORDS = {  # name: the values that --drafter takes, what it is, and wher
     "medusa": ("`medusa:DIR`", "a head for each token ahead", "Medusa, Cai et al. 2024"),
     "hydra": ("`hydra:DIR`", "the same, each sees the drafts before", "Hydra, Ankner et al. 2024"),
     "hydra++": ("`hydra++:DIR`", "Hydra with a layer of its own", "Hydra, Ankner et al. 2024"),
+    "dflash": (
+        "`dflash:DIR`",
+        "all levels in one forward, a block of mask tokens",
+        "DFlash, 2602.06036",
+    ),
+    "p-eagle": (
+        "`p-eagle:DIR`",
+        "all levels in one forward of EAGLE-3's head",
+        "P-EAGLE, 2602.01469",
+    ),
     "model": (
         "`model:PATH`, `model:PATH+PATH`",
         "a smaller model with the same tokenizer, or several",
         "Leviathan et al., Chen et al. 2023; SpecInfer, Miao et al. 2024",
+    ),
+    "mtp": (
+        "`mtp`",
+        "the target's own MTP layers, from its checkpoint",
+        "DeepSeek-V3, 2412.19437",
     ),
     "self": (
         "`self:FILE`",

@@ -84,6 +84,7 @@ def expand(scores: Tensor, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     scores: [F] log-probabilities of the paths to the nodes. logits: [F, V] draft logits.
     Returns the children's tokens [F, K] int64 and the log-probabilities [F, K] of their paths.
     """
-    law = logits.float().log_softmax(-1)
+    alike = len(logits) > 1 and logits.stride(0) == 0  # one law for all nodes of the level
+    law = (logits[:1] if alike else logits).float().log_softmax(-1)
     best, tokens = largest(law, min(topk, law.shape[-1]))
-    return tokens, scores[:, None] + best
+    return tokens.expand(len(logits), -1), scores[:, None] + best

@@ -1,6 +1,6 @@
 """The seam of growers: each grows the trees of one text by one policy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,12 +26,14 @@ class DraftModel:
     trained: whether it is a trained head.
     deepest: the largest number of levels that it drafts; None: any number.
     calibrated: whether the head's directory has a calibration.json.
+    at_once: whether the law of a level depends on the text alone, so that all are known at first.
     """
 
     several: bool = False
     trained: bool = False
     deepest: int | None = None
     calibrated: bool = False
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,11 @@ class Grower(Generic[P]):
     """Grows the trees of one text by a policy of type P.
 
     It keeps the state that the policy learns from the text, such as a threshold.
+    ahead: gives the draft logits [D, N] of all levels of the next tree, where a draft model has
+    them at once.
     """
+
+    ahead: Callable[[], Tensor] | None = None
 
     def __init__(self, policy: P, means: Means) -> None:
         self.policy, self.means = policy, means

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from treespec.draft.proposer import Proposer
 from treespec.draft.trained import eagle3
+from treespec.draft.trained.block import BlockProposer
+from treespec.draft.trained.block_heads import block_rollout, new_dflash, new_p_eagle
 from treespec.draft.trained.eagle import EagleProposer, new_head
 from treespec.draft.trained.hydra import HydraProposer, hydra_rollout, new_hydra, new_hydra_plus
 from treespec.draft.trained.medusa import MedusaProposer, medusa_rollout, new_medusa
@@ -43,6 +45,8 @@ KINDS: dict[str, Kind[Any]] = {  # by the head's own `kind`
     "medusa": Kind(new_medusa, MedusaProposer, medusa_rollout),
     "hydra": Kind(new_hydra, HydraProposer, hydra_rollout),
     "hydra++": Kind(new_hydra_plus, HydraProposer, hydra_rollout),
+    "dflash": Kind(new_dflash, BlockProposer, block_rollout),
+    "p-eagle": Kind(new_p_eagle, BlockProposer, block_rollout),
 }
 
 

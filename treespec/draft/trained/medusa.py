@@ -43,12 +43,17 @@ class MedusaProposer(StateProposer):
     """Drafts from the last hidden state of each text; one text at first."""
 
     head: MedusaHead
+    at_once = True
 
     def __init__(self, head: MedusaHead, target: Target) -> None:
         self.head, self.target, self.vocab_size = head, target, target.vocab_size
         self.observed = LastStates()
         self.states = torch.empty(0)  # [B, H]
         self.level = 0
+
+    def levels(self, row: int) -> Tensor:
+        state = self.states[row]
+        return torch.stack([self.head.step(k, state) for k in range(self.head.max_depth)])
 
     def start(self, states: Tensor, roots: Tensor) -> Tensor:
         self.states, self.level = states, 0

@@ -1,0 +1,165 @@
+"""Block heads of other projects: DFlash of z-lab, SpecForge and speculators, P-EAGLE of both last.
+
+DFlash numbers the tapped layers in two ways, as EAGLE-3 does: speculators names the layer that a
+tap enters, z-lab and SpecForge the layer that it leaves.
+"""
+
+from collections.abc import Collection
+
+from treespec.heads.eagle3_layer import FULL, SLIDING
+from treespec.heads.formats import eagle3, speculators
+from treespec.heads.head import Config, Stored, Tensors
+from treespec.heads.p_eagle import INNER
+
+DFLASH, P_EAGLE = "dflash", "p-eagle"  # model_type of treespec's own directories
+VERIFIERS = ("verifier_lm_head.weight", "verifier_norm.weight")  # copies of the target's, not used
+KIND = "speculators_model_type"
+
+
+def recognises_dflash(config: Config, names: Collection[str]) -> bool:
+    """Whether a directory holds a DFlash head."""
+    named = "dflash" in str(config.get("architectures")).lower()
+    return (
+        named
+        or DFLASH in (config.get("model_type"), config.get(KIND))
+        or ("dflash_config" in config)
+    )
+
+
+def recognises_p_eagle(config: Config, names: Collection[str]) -> bool:
+    """Whether a directory holds a P-EAGLE head."""
+    named = "peagle" in str(config.get("architectures")).lower()
+    own = config.get("model_type") == P_EAGLE or config.get(KIND) == "peagle"
+    return named or own or "mask_hidden" in names
+
+
+def read_dflash(config: Config, tensors: Tensors) -> Stored:
+    """treespec's fields of a DFlash head. Raises ValueError for a part that it does not have."""
+    if config.get("model_type") == DFLASH:
+        return config, tensors
+
+    # 1. The fields, which speculators nests; those of z-lab are of Qwen3.
+    tensors = {name: value for name, value in tensors.items() if name not in VERIFIERS}
+    fields = _of_speculators(config) if KIND in config else _of_z_lab(config)
+    for name in ("attention_bias", "attention_sink_bias", "add_swa_attention_sink_bias"):
+        if fields.get(name):
+            raise ValueError(f"{name} is {fields[name]}: a bias that treespec's head does not have")
+
+    # 2. The output layer of its own, and its tokens.
+    fields["own_output"] = "lm_head.weight" in tensors
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if d2t is not None and t2d is not None and not d2t.any() and t2d.all():
+        del tensors["d2t"], tensors["t2d"]
+    drafted, known = fields.get("draft_vocab_size"), fields.get("vocab_size")
+    if drafted not in (None, known) and not fields["own_output"]:
+        raise ValueError(f"draft_vocab_size is {drafted}, and lm_head.weight is missing")
+    return fields | {"model_type": DFLASH}, tensors
+
+
+def _of_speculators(config: Config) -> Config:
+    """A nested config of speculators, whose layers with a window are causal unless it says so."""
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ValueError("transformer_layer_config is missing")
+    fields = eagle3.as_qwen3(layer)
+    for name in ("block_size", "mask_token_id", "draft_vocab_size", "sample_from_anchor"):
+        if name in config:
+            fields[name] = config[name]
+    if config.get("target_hidden_size"):
+        fields["target_hidden_size"] = config["target_hidden_size"]
+    if config.get("sliding_window_non_causal"):
+        fields["causal"] = [False] * int(fields.get("num_hidden_layers", 1))
+    return _checked(fields | {"taps": config.get("aux_hidden_state_layer_ids")})
+
+
+def _of_z_lab(config: Config) -> Config:
+    """A config of z-lab or SpecForge, with `dflash_config` inside."""
+    # 1. The nested fields.
+    nested = config.get("dflash_config") or {}
+    if (kind := nested.get("projector_type") or DFLASH) != DFLASH:
+        raise ValueError(f"projector_type is {kind!r}, of which only 'dflash' is known")
+    if nested.get("shift_label") or nested.get("pure_draft_prefix_len"):
+        raise ValueError("shift_label or pure_draft_prefix_len is set, which is not known")
+    fields = eagle3.as_qwen3({k: v for k, v in config.items() if k != "dflash_config"})
+    for name in ("block_size", "mask_token_id", "attention_sink_bias"):
+        if name in nested:
+            fields[name] = nested[name]
+
+    # 2. Windows, and which layers are causal.
+    layers = int(fields.get("num_hidden_layers", 1))
+    if nested.get("use_swa") and SLIDING not in (fields.get("layer_types") or ()):
+        fields["layer_types"] = [SLIDING] * layers
+        fields["causal"] = [
+            kind == SLIDING for kind in config.get("layer_types") or [FULL] * layers
+        ]
+    if "swa_window_size" in nested:
+        fields["sliding_window"] = nested["swa_window_size"]
+    causal = config.get("is_causal", nested.get("causal"))
+    if causal is not None:
+        fields["causal"] = [bool(causal)] * layers
+
+    # 3. Taps: the layers that the features leave, evenly spaced if it names none.
+    ids = nested.get("target_layer_ids")
+    if ids is None and config.get("num_target_layers"):
+        ids = spaced(int(config["num_target_layers"]), layers)
+    return _checked(fields | {"taps": eagle3.from_sglang(ids) if ids else None})
+
+
+def spaced(target_layers: int, layers: int) -> list[int]:
+    """The layers of a target that z-lab taps for a head of so many layers."""
+    if layers == 1:
+        return [target_layers // 2]
+    first, last = 1, target_layers - 3
+    return [round(first + i * (last - first) / (layers - 1)) for i in range(layers)]
+
+
+def _checked(fields: Config) -> Config:
+    """Raises ValueError for a field that is missing."""
+    for name in ("taps", "mask_token_id", "block_size"):
+        if fields.get(name) is None:
+            words = "the layers that it taps" if name == "taps" else name
+            raise ValueError(f"config.json does not tell {words}, which a DFlash head needs")
+    return fields
+
+
+def read_p_eagle(config: Config, tensors: Tensors) -> Stored:
+    """treespec's fields of a P-EAGLE head. Raises ValueError as EAGLE-3's readers do."""
+    if config.get("model_type") == P_EAGLE:
+        return config, tensors
+
+    # 1. What EAGLE-3 does not have.
+    tensors = {name: value for name, value in tensors.items() if name not in VERIFIERS}
+    if "mask_hidden" not in tensors:
+        raise ValueError("the head lacks mask_hidden; is it a P-EAGLE head?")
+    mask_hidden, token = tensors.pop("mask_hidden"), config.get("mask_token_id")
+    if token is None:
+        raise ValueError(
+            "config.json does not tell mask_token_id: add the token that the head was trained with"
+        )
+
+    # 2. EAGLE-3's part.
+    if KIND in config:
+        fields, inner = speculators.read(config | {KIND: "eagle3"}, tensors)
+    else:
+        fields, inner = eagle3.read(config, tensors)
+    fields |= {"model_type": P_EAGLE, "mask_token_id": token, "levels": levels_of(config)}
+    return fields, {"mask_hidden": mask_hidden} | {INNER + name: inner[name] for name in inner}
+
+
+def levels_of(config: Config) -> int:
+    """Levels of a P-EAGLE head: what speculators says, else 8, with which both projects train."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return int(config.get("levels") or methods[0].get("speculative_tokens") or 8)
+
+
+def dflash_levels(config: Config, names: Collection[str]) -> int | None:
+    """Levels that a DFlash head drafts; None where its config does not tell."""
+    size = config.get("block_size") or (config.get("dflash_config") or {}).get("block_size")
+    if not isinstance(size, int):
+        return None
+    return size if config.get("sample_from_anchor") else size - 1
+
+
+def p_eagle_levels(config: Config, names: Collection[str]) -> int | None:
+    """Levels that a P-EAGLE head drafts."""
+    return levels_of(config)

@@ -1,0 +1,227 @@
+"""Heads that draft all levels at once: what they draft, one forward a cycle, and trees of their laws."""
+
+from itertools import product
+from math import prod
+
+import numpy as np
+import pytest
+import test_sequence_law
+import torch
+from models import TableConfig, TableModel, draft_tree, follow, random_head, target
+
+from treespec.draft.proposer import Frontier
+from treespec.draft.trained.block import BlockProposer
+from treespec.draft.trained.block_heads import block_rollout, new_dflash, new_p_eagle
+from treespec.errors import InputError
+from treespec.sampling import SamplingParams
+from treespec.shaping.law import node_paths
+from treespec.spec import Spec
+from treespec.target import Target
+from treespec.trees.ddtree import likeliest_shape
+
+TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
+
+
+def dflash(name="llama", **changes):
+    torch.manual_seed(0)
+    head = new_dflash(target(name), block_size=5, layers=2)
+    head = type(head)(head.config | changes)
+    head.embed_tokens = None
+    return sharp(head)
+
+
+def p_eagle(name="llama", **changes):
+    torch.manual_seed(0)
+    head = new_p_eagle(target(name), levels=4)
+    embedding = head.eagle3.embed_tokens
+    head = type(head)(head.config | changes)
+    head.eagle3.embed_tokens = embedding
+    return sharp(head)
+
+
+def sharp(head):
+    """Weights far from 0, so that a wrong mask or position shows."""
+    for parameter in head.parameters():
+        if parameter.requires_grad and parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.25)
+    return head.eval()
+
+
+def rotated(x, places, head):
+    """[heads, T, D] by a complex product. places: [T]."""
+    half = x.shape[-1] // 2
+    angles = places[:, None] * head.inv_freq
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def attended(attention, queries, keys, places, seen, rotary):
+    """[S, H] one text's attention, written out. queries: [S, H]. keys: [T, in]. places: [T]. seen: [S, T]."""
+    size, heads = attention.head_dim, attention.q_proj.out_features // attention.head_dim
+
+    def split(x, proj, norm):
+        parts = proj(x).view(len(x), -1, size).transpose(0, 1)
+        return norm(parts) if norm else parts
+
+    q = rotated(split(queries, attention.q_proj, attention.q_norm), places[-len(queries) :], rotary)
+    k = rotated(split(keys, attention.k_proj, attention.k_norm), places, rotary)
+    v = split(keys, attention.v_proj, None)
+    out = []
+    for h in range(heads):
+        group = h * len(k) // heads
+        scores = (q[h] @ k[group].T / size**0.5).masked_fill(~seen, -torch.inf)
+        out.append(scores.softmax(-1) @ v[group])
+    return attention.o_proj(torch.cat(out, dim=-1))
+
+
+@torch.no_grad()
+def plain_dflash(head, model, text):
+    """[D, V] the draft logits after a text, without a cache."""
+    n, size = len(text) - 1, head.block
+    context = head.hidden_norm(head.fc(model.features(text[None, :-1], head.taps)[0]))
+    x = model.embeddings(torch.tensor([int(text[-1]), *[head.mask_token] * (size - 1)]))
+    places = torch.arange(n + size)
+    for number, layer in enumerate(head.layers):
+        seen = torch.ones(size, n + size, dtype=torch.bool)
+        if head.causal[number]:
+            seen = places <= places[n:, None]
+        if head.windows[number]:
+            seen = seen & (places > places[n:, None] - head.windows[number])
+        normed = layer.input_layernorm(x)
+        x = x + attended(layer.self_attn, normed, torch.cat([context, normed]), places, seen, head.rotary)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return model.output_logits(head.norm(x))[0 if head.from_anchor else 1 :]
+
+
+@torch.no_grad()
+def plain_p_eagle(head, model, text):
+    """The same of P-EAGLE: EAGLE-3's head over pairs and masks at once, causal, without a cache."""
+    eagle3, n = head.eagle3, len(text) - 1
+    learnt = head.mask_hidden[0].expand(head.block, -1)
+    fused = eagle3.fuse(torch.cat([model.features(text[None, :-1], head.taps)[0], learnt]))
+    tokens = torch.cat([text[1:], torch.full((head.block,), head.mask_token)])
+    hidden = eagle3.step(tokens[None], fused[None], torch.arange(len(tokens)))[0]
+    return eagle3.logits(hidden[n - 1 :])
+
+
+HEADS = {
+    "dflash": (dflash, plain_dflash, {}),
+    "dflash from its anchor": (dflash, plain_dflash, {"sample_from_anchor": True}),
+    "dflash with windows": (
+        dflash,
+        plain_dflash,
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
+    ),
+    "p-eagle": (p_eagle, plain_p_eagle, {}),
+    "p-eagle of two layers": (p_eagle, plain_p_eagle, {"num_hidden_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@torch.no_grad()
+def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name):
+    """Of a text that was observed in pieces after another one, and of one beside it in a batch."""
+    make, plain, changes = HEADS[name]
+    head, model = make(**changes), target("llama")
+    other = torch.tensor([4, 44, 2])
+    proposer = BlockProposer(head, model, chunk=3)
+    earlier = torch.tensor([7, 3, 9, 1, 1, 1])
+    follow(proposer, model.features(earlier[None, :-1], head.taps)[0], earlier[1:])
+    proposer.begin(earlier[-1:])
+    proposer.rewind([2])
+    beside = proposer.new()
+    proposer.join([beside])
+    features = [model.features(text[None, :-1], head.taps)[0] for text in (TEXT, other)]
+    proposer.observe([features[0][2:4], features[1]], [TEXT[2:5], other])
+    proposer.begin(torch.tensor([int(TEXT[4]), 2]))
+    proposer.observe([features[0][4:], features[1][:0]], [TEXT[4:], other[-1:]])
+    proposer.rewind([8, 1])
+    proposer.observe([features[0][:0], features[1][1:]], [TEXT[-1:], other[1:]])
+    firsts = proposer.begin(torch.tensor([33, 2]))
+    for row, text in enumerate((TEXT, other)):
+        expected = plain(head, model, text)
+        assert len(expected) == head.max_depth
+        torch.testing.assert_close(proposer.levels(row), expected, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(firsts[row], expected[:1], atol=2e-4, rtol=1e-4)
+    below = proposer.extend([Frontier(torch.tensor([3, 4]), torch.tensor([0, 0])), None])
+    assert torch.equal(below[0], proposer.levels(0)[1].expand(2, -1))
+    rolled = list(block_rollout(head, model, TEXT, features[0], 2))
+    for row in range(len(TEXT) - 3):
+        expected = plain(head, model, TEXT[: row + 2])[:2]
+        torch.testing.assert_close(torch.stack([step[row] for step in rolled]), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tree", "verifier"), [("ddtree:nodes=12", "topk"), ("ddtree:nodes=12", "rrs"), ("chain:3", "single")]
+)
+@pytest.mark.parametrize("make", [dflash, p_eagle])
+def test_one_forward_of_the_head_a_cycle(make, tree, verifier, monkeypatch):
+    head, calls = make(), []
+    run = head.run
+    monkeypatch.setattr(head, "run", lambda *args: calls.append(1) or run(*args))
+    output = Spec(target("llama"), head, tree, verifier).generate(TEXT.tolist(), max_new_tokens=24)
+    assert output.token_ids == Spec(target("llama"), None).generate(TEXT.tolist(), max_new_tokens=24).token_ids
+    assert len(calls) == output.stats.cycles
+
+
+def test_the_likeliest_shape_is_a_slow_enumeration_of_the_best_products():
+    rng = np.random.default_rng(0)
+    for depth, ranks, nodes in ((3, 4, 12), (4, 3, 30), (2, 5, 40), (1, 6, 4)):
+        chances = -np.sort(-rng.dirichlet(np.ones(6), depth))[:, :ranks]
+        worth = {
+            path: np.prod([chances[level, rank] for level, rank in enumerate(path)])
+            for length in range(1, depth + 1)
+            for path in product(range(ranks), repeat=length)
+        }
+        best = sorted(worth, key=lambda path: -worth[path])[: nodes - 1]
+        assert set(likeliest_shape(chances, nodes).paths[1:]) == set(best)
+
+
+@torch.no_grad()
+def test_the_tree_of_the_likeliest_has_the_best_products_of_the_levels_laws():
+    head, model = dflash(), target("llama")
+    drafter = Spec(model, head, "ddtree:nodes=20", "topk").decoder.drafter
+    follow(drafter, model.features(TEXT[None, :-1], head.taps)[0], TEXT[1:])
+    tree = draft_tree(drafter, TEXT[-1:], SamplingParams(), torch.Generator())
+    best = drafter.proposer.levels(0).double().softmax(-1).topk(19)
+    levels = [dict(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    worth = {
+        path: prod(law[token] for law, token in zip(levels, path, strict=False))
+        for length in range(1, 5)
+        for path in product(*levels[:length])
+    }
+    assert set(node_paths(tree)[1:]) == set(sorted(worth, key=lambda path: -worth[path])[:19])
+
+
+@pytest.mark.parametrize(
+    ("verifier", "tree"),
+    [("topk", None), ("rrs", None), ("rrs-wo", None), ("traversal", "2x2"), ("block", "chain:3"), ("optimal", None)],
+)
+@pytest.mark.parametrize("new", [new_dflash, new_p_eagle])
+def test_texts_have_the_targets_law_under_every_temperature(new, verifier, tree):
+    """By χ², with trees whose shape changes from cycle to cycle."""
+    model = Target(TableModel(TableConfig(4, seed=1)))
+    torch.manual_seed(2)
+    head = sharp(new(model, 4))
+    spec = Spec(model, head, tree or "ddtree:nodes=8", verifier)
+    test_sequence_law.TestSequenceLaw().check(spec, SamplingParams(temperature=0.8), texts=2)
+
+
+def test_a_tree_of_draws_is_settled_by_the_levels_laws_alone():
+    """Whatever is drawn, the numbers of draws are the same; a head that drafts level by level is refused."""
+    head, model = p_eagle(), target("llama")
+    spec = Spec(model, head, "ddtree:nodes=12", "rrs")
+    drafter = spec.decoder.drafter
+    follow(drafter, model.features(TEXT[None, :-1], head.taps)[0], TEXT[1:])
+    params, shapes, tokens = SamplingParams(temperature=1.0), set(), set()
+    for seed in range(4):
+        tree = draft_tree(drafter, TEXT[-1:], params, torch.Generator().manual_seed(seed))
+        shapes.add(tuple(tree.parents.tolist()))
+        tokens.add(tuple(tree.tokens.tolist()))
+        follow(drafter, torch.empty(0, head.feature_size), torch.empty(0, dtype=torch.int64))
+        drafter.rewind([7])
+        follow(drafter, model.features(TEXT[None, :-1], head.taps)[0][7:], TEXT[8:])
+    assert len(shapes) == 1
+    assert len(tokens) > 1
+    with pytest.raises(InputError, match="needs a head that drafts all levels at once"):
+        Spec(model, random_head(model), "ddtree", "topk")

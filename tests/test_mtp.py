@@ -1,0 +1,186 @@
+"""MTP layers read from the target's own files: drafts, as the layers run plainly over a whole path."""
+
+import pytest
+import torch
+from models import follow, random_model
+from mtp_files import CONFIGS, add_tensors, decoder_layer, names_of, save_with_mtp
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from treespec.draft.proposer import Frontier
+from treespec.draft.trained.mtp import MtpProposer
+from treespec.draft.trained.mtp_files import dequantised
+from treespec.draft.trained.mtp_load import load_mtp, mtp_of_target
+from treespec.errors import InputError
+from treespec.heads.mtp_layouts import mtp_layers
+from treespec.spec import Spec
+from treespec.target import Target
+
+LAYOUTS = ["deepseek", "glm", "mimo", "qwen"]
+
+
+class Plain:
+    """The MTP layers of a file as transformers' own layers, over whole sequences without a cache."""
+
+    def __init__(self, folder, layout):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        tensors, self.layers, self.layout = load_file(folder / "model.safetensors"), [], layout
+        while names_of(layout, len(self.layers), self.model.config.num_hidden_layers)[1][2] + ".weight" in tensors:
+            before, parts = names_of(layout, len(self.layers), self.model.config.num_hidden_layers)
+            if not any(name.startswith(before) for name in tensors):
+                break
+            layer, state = decoder_layer(self.model).eval(), {}
+            for name, value in layer.state_dict().items():
+                state[name] = self.whole(tensors, before + name, value)
+            layer.load_state_dict(state)
+            norm = type(layer.input_layernorm)
+            norms = [norm(self.model.config.hidden_size, eps=self.model.config.rms_norm_eps) for _ in range(3)]
+            for made, part in zip(norms, (parts[0], parts[1], parts[3]), strict=True):
+                made.load_state_dict({"weight": tensors[f"{part}.weight"]})
+            self.layers.append((layer, *norms, tensors[f"{parts[2]}.weight"]))
+
+    def whole(self, tensors, name, like) -> Tensor:
+        if name in tensors:
+            return tensors[name]
+        start, _, part = name.rpartition(".")
+        halves = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
+        return torch.stack(
+            [torch.cat([tensors[f"{start}.{i}.{half}.weight"] for half in halves]) for i in range(len(like))]
+        )
+
+    def run(self, i, hidden, tokens) -> Tensor:
+        """[T, H] states of layer i over [T, H] states and the token after each."""
+        layer, token_norm, hidden_norm, final_norm, weight = self.layers[i]
+        pair = [token_norm(self.model.model.embed_tokens(tokens)), hidden_norm(hidden)]
+        x = (torch.cat(pair[::-1] if self.layout == "mimo" else pair, -1) @ weight.T)[None]
+        count = len(tokens)
+        mask = torch.full((count, count), torch.finfo(torch.float32).min).triu(1)[None, None]
+        places = torch.arange(count)[None]
+        out = layer(
+            x,
+            attention_mask=mask,
+            position_ids=places,
+            position_embeddings=self.model.model.rotary_emb(x, places),
+        )
+        return final_norm(out[0] if isinstance(out, tuple) else out)[0]
+
+    def logits(self, text, drafted) -> Tensor:
+        """[V] of the token after the drafted ones. text: [n + 1], its last token is the root."""
+        hidden = self.model.model(text[None, :-1]).last_hidden_state[0]
+        path, n, last = torch.cat([text, drafted]), len(text) - 1, len(self.layers) - 1
+        for i in range(min(len(drafted), last) + 1):
+            below, hidden = hidden, self.run(i, hidden, path[i + 1 : i + 1 + n])
+        for _ in range(len(drafted) - last):  # the last layer goes on, on its own states
+            below = torch.cat([below, hidden[-1:]])
+            hidden = self.run(last, below, path[last + 1 : last + 1 + len(below)])
+        return self.model.lm_head(hidden[-1])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    home = tmp_path_factory.mktemp("mtp")
+    made = {layout: save_with_mtp(home / layout, layout) for layout in LAYOUTS}
+    return made | {"mimo of 3": save_with_mtp(home / "three", "mimo", layers=3)}
+
+
+def loaded(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model._is_stateful = False  # Qwen3-Next's class is, these layers are all full attention
+    return Target(model)
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "mimo of 3"])
+@torch.no_grad()
+def test_drafts_are_what_the_layers_give_over_the_whole_path_without_a_cache(folders, name):
+    """Two branches of four levels, of text that was observed in three pieces after a longer one."""
+    target = loaded(folders[name])
+    plain = Plain(folders[name], name.partition(" ")[0])
+    text, other = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33]), torch.tensor([7, 3, 9, 1, 1, 1])
+    proposer = MtpProposer(load_mtp(target), target, chunk=3)
+    follow(proposer, target.features(other[None, :-1])[0], other[1:])
+    proposer.begin()
+    proposer.rewind([2])
+    features = target.features(text[None, :-1])[0]
+    follow(proposer, features[2:4], text[3:5])
+    proposer.begin()
+    follow(proposer, features[4:], text[5:])
+    (logits,) = proposer.begin()
+    torch.testing.assert_close(logits[0], plain.logits(text, text[:0]), atol=2e-4, rtol=1e-4)
+    branches = torch.tensor([[4, 6], [11, 50], [2, 17], [30, 31]])
+    for level in range(4):
+        (logits,) = proposer.extend([Frontier(branches[level], torch.tensor([0, 1 if level else 0]))])
+        for branch in (0, 1):
+            expected = plain.logits(text, branches[: level + 1, branch])
+            torch.testing.assert_close(logits[branch], expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "mimo of 3"])
+def test_trees_of_mtp_drafts_give_the_targets_own_tokens(folders, name):
+    """Greedy, three texts together, under a static tree and the default one; chains and forced tokens too."""
+    target = loaded(folders[name])
+    source = mtp_of_target("", target)
+    prompts = [[7, 3, 9, 12, 5], [4], [11, 40, 8, 21, 33, 6, 2, 9]]
+    plain = [Spec(target, None).generate(ids, max_new_tokens=16).token_ids for ids in prompts]
+    for tree in ("2x3", "chain:5", None):
+        spec = Spec(target, source, tree, "auto" if tree is None else "rrs-wo")
+        assert [out.token_ids for out in spec.generate(prompts, max_new_tokens=16)] == plain
+
+
+def test_a_target_without_mtp_layers_is_told_what_to_have(tmp_path):
+    random_model(CONFIGS["mimo"]()).save_pretrained(tmp_path)
+    target = loaded(tmp_path)
+    with pytest.raises(InputError, match=r"holds no MTP layer: no tensor such as model\.layers\.3\.eh_proj"):
+        mtp_of_target("", target)
+    with pytest.raises(InputError, match="takes no value"):
+        mtp_of_target("2", target)
+    with pytest.raises(InputError, match="has none: name a directory"):
+        load_mtp(Target(random_model(CONFIGS["mimo"]())))
+
+
+@pytest.mark.parametrize(
+    ("change", "drop", "message"),
+    [
+        ({}, "model.mtp_layers.0.input_proj.weight", r"lacks model\.mtp_layers\.0\.input_proj\.weight"),
+        ({}, "model.mtp_layers.0.mlp.up_proj.weight", r"lacks model\.mtp_layers\.0\.mlp\.up_proj\.weight"),
+        ({"model.mtp_layers.0.gate.weight": (2,)}, None, r"holds model\.mtp_layers\.0\.gate\.weight"),
+        (
+            {"model.mtp_layers.0.final_layernorm.weight": (3,)},
+            None,
+            r"final_layernorm\.weight is \[3\], must be \[32\]",
+        ),
+        ({"mtp.head.0.weight": (2,)}, None, r"mtp\.head\.0\.weight belongs to an MTP layer of a layout .* not known"),
+        ({"model.mtp_block.0.norm.weight": (2,)}, None, r"model\.mtp_block\.0\.norm\.weight belongs"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(tmp_path, change, drop, message):
+    folder = save_with_mtp(tmp_path, "mimo")
+    add_tensors(folder, {name: torch.ones(*size) for name, size in change.items()}, drop)
+    with pytest.raises(InputError, match=message):
+        load_mtp(loaded(folder))
+
+
+@torch.no_grad()
+def test_an_embedding_and_head_are_the_targets_unless_they_differ(tmp_path):
+    """GLM-4.5 repeats both in its MTP layer. A multimodal model has language_model within the names."""
+    folder = save_with_mtp(tmp_path, "glm")
+    held = load_file(folder / "model.safetensors")
+    same = {"embed_tokens": held["model.embed_tokens.weight"], "shared_head.head": held["lm_head.weight"]}
+    add_tensors(folder, {f"model.layers.3.{name}.weight": value for name, value in same.items()})
+    assert load_mtp(loaded(folder)).layer(0).embedding is None
+    other = {f"model.layers.3.{name}.weight": value + 1 for name, value in same.items()}
+    add_tensors(folder, other)
+    layer = load_mtp(loaded(folder)).layer(0)
+    assert torch.equal(layer.embedding.weight, other["model.layers.3.embed_tokens.weight"])
+    assert torch.equal(layer.head.weight, other["model.layers.3.shared_head.head.weight"])
+    nested = {name.replace("model.", "model.language_model.", 1): name for name in held}
+    assert mtp_layers(nested, 3)[1][0].in_file("project.weight") == "model.language_model.layers.3.eh_proj.weight"
+
+
+def test_weights_in_fp8_are_multiplied_by_the_factors_of_their_blocks():
+    weight = torch.randn(5, 6).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    read = dequantised({"a.weight": weight, "a.weight_scale_inv": scales}, (4, 3))
+    expected = weight.float() * torch.tensor([[1, 1, 1, 2, 2, 2]] * 4 + [[3, 3, 3, 4, 4, 4]])
+    assert read.keys() == {"a.weight"}
+    assert torch.equal(read["a.weight"], expected)

@@ -1,0 +1,197 @@
+"""A target's own MTP layers as a proposer (`treespec.heads.mtp`)."""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from treespec.cache import TreeCache
+from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer, aligned
+from treespec.draft.trained.eagle import MOST_WAITING, Pairs
+from treespec.heads.mtp import Mtp
+from treespec.model.chunks import causal_chunks
+from treespec.model.masks import additive_masks, rows_of, together, unpadded
+from treespec.target import Target
+from treespec.trees.mask import committed, positions
+
+
+@final
+class MtpProposer(Proposer):
+    """Drafts with L MTP layers and the target's output path; one text at first.
+
+    The pair (target's state at position t, token t + 1) has column t of the cache, in every layer,
+    and position t. Layer i takes the state that layer i - 1 gave at the column before, so it has
+    nothing at the first i columns. A node at depth d goes through the layers from d on, or through
+    the last one; three layers:
+
+        columns    | pairs of the text | level 1 | level 2 | level 3 |   drafts
+        layer 0    | x x x x x x       | .       | .       | .       |   level 1
+        layer 1    | . x x x x x       | x x     | .       | .       |   level 2
+        layer 2    | . . x x x x       | x x     | x x     | x x     |   level 3, 4, …
+
+    Observed pairs wait until `begin`, as in `EagleProposer`. The cache has a further layer for each
+    MTP layer but the last, which holds the states that it gave, in place of keys.
+    """
+
+    per_text = ("waiting", "cache")
+
+    def __init__(self, mtp: Mtp, target: Target, chunk: int | None = None) -> None:
+        """chunk: pairs per forward. Default: the target's chunk size."""
+        self.mtp, self.target, self.chunk = mtp, target, chunk
+        self.vocab_size = target.vocab_size
+        self.cache = TreeCache(layers=2 * len(mtp) - 1)
+        self.waiting = [self._nothing()]  # by text
+        self.level = 0
+        self.states: dict[int, Tensor] = {}  # by layer, [B, F, H] at the frontiers
+        self.seen = torch.empty(0)  # [B, F, T] bool: columns that each frontier node sees
+        self.places = torch.empty(0)  # [B, T] int64: positions of all columns
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [self.mtp]
+
+    @property
+    def identity(self) -> object:
+        return ["mtp", len(self.mtp), self.target.config.to_dict(), str(self.target.dtype)]
+
+    @property
+    def lengths(self) -> list[int]:
+        texts = zip(self.cache.lengths, self.waiting, strict=True)
+        return [done + len(pairs) for done, pairs in texts]
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        for pairs, new, known in zip(self.waiting, features, tokens, strict=True):
+            pairs.add(new, known[1:].to(new.device))
+        fresh, waiting = max(map(len, tokens)) - 1, max(map(len, self.waiting))
+        if fresh > PREFILL_AT or waiting > MOST_WAITING:
+            ends = [pairs.split(len(pairs) - 1) for pairs in self.waiting]
+            self.begin()
+            self.waiting = ends
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        cached = self.cache.lengths
+        for pairs, length, done in zip(self.waiting, lengths, cached, strict=True):
+            pairs.split(max(0, length - done))
+        self.cache.rewind([min(pair) for pair in zip(cached, lengths, strict=True)])
+
+    def new(self) -> "MtpProposer":
+        return MtpProposer(self.mtp, self.target, self.chunk)
+
+    @torch.no_grad()
+    def begin(
+        self, roots: Tensor | None = None, cache: TreeCache | None = None
+    ) -> list[Tensor | None]:
+        counts = [len(pairs) for pairs in self.waiting]
+        if not any(counts):
+            return [None] * len(counts)
+
+        # 1. All layers run over the pairs that wait; drafted levels are forgotten.
+        self.cache.rewind(self.cache.lengths)
+        pairs = [pairs.joined() for pairs in self.waiting]
+        device = pairs[0][1].device
+        last = [[torch.empty(0)] * len(counts) for _ in self.mtp.layers]  # [H] at the texts' ends
+        for chunk in causal_chunks(self.cache, counts, self._chunk_size, device):
+            hidden = together([f[chunk.columns] for f, _ in pairs])  # [B, n, H]
+            tokens = together([t[chunk.columns] for _, t in pairs])  # [B, n]
+            places = positions(chunk.depth, chunk.lengths)
+            for i in range(len(self.mtp)):
+                below = self._behind(i, hidden, chunk.lengths) if i else hidden
+                hidden = self._forward(i, tokens, below, places, chunk.seen)
+                for row, taken in enumerate(chunk.taken):
+                    if taken or not chunk.columns.start:
+                        last[i][row] = hidden[row, taken - 1]
+        self.waiting = [self._nothing() for _ in counts]
+
+        # 2. Level 1 grows from the first layer's last states.
+        self.level = 0
+        self.states = {i: torch.stack(rows)[:, None] for i, rows in enumerate(last)}
+        self.seen = committed(self.cache.lengths, device)
+        self.places = torch.arange(self.cache.end, device=device).expand(len(counts), -1)
+        logits = self._logits(0, self.states[0])
+        return [
+            row if length else None for row, length in zip(logits, self.cache.lengths, strict=True)
+        ]
+
+    @torch.no_grad()
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        # 1. The new nodes' columns.
+        tokens, above, sizes = aligned(frontiers, self.seen.device)
+        b, n = tokens.shape
+        self.level += 1
+        own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
+        self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
+        lengths = torch.tensor(self.cache.lengths, device=tokens.device)[:, None]
+        self.places = torch.cat([self.places, (lengths + self.level - 1).expand(b, n)], dim=1)
+
+        # 2. The layers from this level's own on, each over its parent's state in the layer below.
+        first, end = min(self.level, len(self.mtp) - 1), len(self.mtp)
+        below = {i: self.states[i - 1 if self.level < end else i] for i in range(first, end)}
+        self.states = {
+            i: self._forward(i, tokens, rows_of(states, above), self.places, self.seen)
+            for i, states in below.items()
+        }
+        logits = self._logits(first, unpadded(self.states[first], sizes))
+        return list(logits.split(sizes))
+
+    def _forward(
+        self, i: int, tokens: Tensor, below: Tensor, places: Tensor, seen: Tensor
+    ) -> Tensor:
+        """Layer i over n nodes; its keys and values, and its states, stay in the cache.
+
+        tokens: [B, n]. below: [B, n, H] states of the layer below. places: [B, T] positions of all
+        columns. seen: [B, n, T] bool. Returns [B, n, H].
+        """
+        # 1. No row sees a column before the layer's first, but all see themselves: 0 · NaN is NaN.
+        n = tokens.shape[1]
+        if i:
+            itself = torch.eye(seen.shape[2], dtype=torch.bool, device=seen.device)[-n:]
+            seen = (seen & (places[:, None] >= i)) | itself
+
+        # 2. The layer, with the target's masks and rotary angles.
+        target, layer, kind = self.target, self.mtp.layer(i), self.mtp.kind
+        mask = additive_masks({kind: target.windows[kind]}, places, seen, target.dtype, seen.device)
+        embeddings = layer.embedding(tokens) if layer.embedding else target.embeddings(tokens)
+        now = places[:, -n:]
+        rotary = getattr(target.decoder, "rotary_emb", None)
+        hidden = layer(
+            embeddings.to(below.dtype),
+            below,
+            attention_mask=mask,
+            position_ids=now,
+            position_embeddings=rotary(below, now) if rotary else None,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+
+        # 3. What the next layer takes at the next column.
+        kept = [self.cache.tree_layers[i]]
+        if i + 1 < len(self.mtp):
+            kept.append(self.cache.tree_layers[len(self.mtp) + i])
+            kept[1].update(hidden[:, None], hidden[:, None, :, :0])
+        for stored in kept:
+            stored.length += n
+        return hidden
+
+    def _behind(self, i: int, states: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[B, n, H] at each new column, layer i - 1's state at the column before; 0 at the first.
+
+        states: [B, n, H] of layer i - 1 at the new columns. lengths: of the texts before them.
+        """
+        stored = self.cache.tree_layers[len(self.mtp) + i - 1].storage[0]
+        before = [stored[row, 0, max(length - 1, 0)] for row, length in enumerate(lengths)]
+        known = torch.tensor(lengths, device=states.device)[:, None] > 0
+        first = torch.stack(before) * known
+        return torch.cat([first[:, None], states[:, :-1]], dim=1)
+
+    def _logits(self, i: int, states: Tensor) -> Tensor:
+        """[..., H] states of layer i -> [..., V]."""
+        return self.target.output_logits(states, self.mtp.layer(i).head)
+
+    def _chunk_size(self, columns: int) -> int:
+        return self.chunk or self.target.rows_beside(columns)
+
+    def _nothing(self) -> Pairs:
+        device, width = self.target.output_device, self.target.feature_width
+        features = torch.empty(0, width, dtype=self.target.dtype, device=device)
+        return Pairs(features, torch.empty(0, dtype=torch.int64, device=device))

@@ -1,0 +1,125 @@
+"""`--drafter mtp`: the MTP layers of the target's own checkpoint, built from its decoder layer."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from treespec.draft.trained.mtp import MtpProposer
+from treespec.draft.trained.mtp_files import read_tensors, tensor_files
+from treespec.errors import InputError
+from treespec.heads.mtp import Mtp, MtpLayer
+from treespec.heads.mtp_layouts import LayerNames, Layout, mtp_layers
+from treespec.model.inspect import HOLDS_TREE
+from treespec.model.weights import names as listed
+from treespec.target import Target
+
+
+def mtp_of_target(value: str, target: Target) -> MtpProposer:
+    """`--drafter mtp`. Raises InputError."""
+    if value:
+        raise InputError(f"--drafter mtp:{value}: mtp takes no value, the target holds the layers")
+    return MtpProposer(load_mtp(target), target)
+
+
+def load_mtp(target: Target) -> Mtp:
+    """The MTP layers of a target, in its dtype on its output device, before it is packed.
+
+    Raises InputError for a target without files, for files without MTP layers, and for tensors that
+    are missing, unknown or misshapen, by name.
+    """
+    config, name = target.model.config, str(getattr(target.model, "name_or_path", "") or "")
+    files = tensor_files(name, getattr(config, "_commit_hash", None))
+    try:
+        layout, layers = mtp_layers(files.keys(), target.layers)
+        built = []
+        for layer in layers:
+            tensors = read_tensors(files, layer.tensors, fp8_block(target))
+            built.append(built_layer(target, layout, layer, tensors))
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"--drafter mtp: {name}: {error}") from error
+    kind = built[0][1]
+    return Mtp([layer for layer, _ in built], kind).to(target.output_device)
+
+
+def fp8_block(target: Target) -> tuple[int, int]:
+    """Rows and columns of the blocks of an fp8 checkpoint, which share a factor."""
+    known = getattr(target.model.config, "quantization_config", None) or {}
+    fields = known if isinstance(known, dict) else known.to_dict()
+    rows, columns = fields.get("weight_block_size") or (128, 128)
+    return rows, columns
+
+
+def built_layer(
+    target: Target, layout: Layout, names: LayerNames, tensors: dict[str, Tensor]
+) -> tuple[MtpLayer, str]:
+    """An MTP layer and its layer type. tensors: by our names. Raises ValueError."""
+    # 1. A decoder layer with tensors of the same names, the last one first.
+    embedding, head = tensors.pop("embedding.weight", None), tensors.pop("head.weight", None)
+    numbers = [k for k in reversed(range(target.layers)) if layer_type(target, k) in HOLDS_TREE]
+    layers = ((k, empty_layer(target, k, layout)) for k in numbers)
+    same = ((k, layer) for k, layer in layers if layer.state_dict().keys() == tensors.keys())
+    number, layer = next(same, (numbers[0], empty_layer(target, numbers[0], layout)))
+
+    # 2. Does every tensor fit?
+    shapes = {name: value.shape for name, value in layer.state_dict().items()}
+    if missing := [names.in_file(name) for name in shapes.keys() - tensors.keys()]:
+        raise ValueError(f"its MTP layer lacks {listed(missing)}")
+    if unknown := [names.in_file(name) for name in tensors.keys() - shapes.keys()]:
+        raise ValueError(f"its MTP layer holds {listed(unknown)}, which its decoder layer lacks")
+    for name, value in tensors.items():
+        if value.shape != shapes[name]:
+            raise ValueError(
+                f"{names.in_file(name)} is {list(value.shape)}, must be {list(shapes[name])}"
+            )
+
+    # 3. Fill it. A buffer keeps its own dtype: the biases of a router are float32.
+    weights = {name for name, _ in layer.named_parameters()}
+    filled = {
+        name: value.to(target.dtype) if name in weights else value.float()
+        for name, value in tensors.items()
+    }
+    layer.load_state_dict(filled, assign=True)
+
+    # 4. An embedding or output embedding of its own, where they differ from the target's.
+    model = target.model
+    if (weight := differing(embedding, model.get_input_embeddings(), target)) is not None:
+        layer.embedding = nn.Embedding.from_pretrained(weight)
+    if (weight := differing(head, model.get_output_embeddings(), target)) is not None:
+        layer.head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        layer.head.weight = nn.Parameter(weight)
+    return layer.eval().requires_grad_(False), layer_type(target, number)
+
+
+def empty_layer(target: Target, number: int, layout: Layout) -> MtpLayer:
+    """An MTP layer without memory, its decoder layer made as the target's layer `number`."""
+    config, like = copy.deepcopy(target.config), target.stack[number]
+    norm: Any = type(like.input_layernorm)
+    width = target.config.hidden_size
+    with torch.device("meta"):
+        block = type(like)(config, number)
+        return MtpLayer(
+            width, partial(norm, width, eps=config.rms_norm_eps), block, layout.embedding_first
+        )
+
+
+def layer_type(target: Target, number: int) -> str:
+    """The layer type of a target's layer, as `Target.windows` has them."""
+    types = getattr(target.config, "layer_types", None)
+    return types[number] if types else next(iter(target.windows))
+
+
+def differing(weight: Tensor | None, shared: Any, target: Target) -> Tensor | None:
+    """A layer's own weight [V, H] in the target's dtype; None if the target's module has the same.
+
+    shared: the target's embedding or output embedding.
+    """
+    if weight is None:
+        return None
+    own, theirs = weight.to(target.dtype), shared.weight
+    same = own.shape == theirs.shape and not theirs.is_meta and torch.equal(own, theirs.to("cpu"))
+    return None if same else own

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from treespec.cache import TreeCache, TreeLayer
 from treespec.errors import InputError, first_line
 from treespec.model.masks import Masks
+from treespec.model.recurrent_dense import once_a_node, replaced
 from treespec.model.recurrent_layer import StateLayer
 from treespec.model.recurrent_mixers import (
     TRIAL,
@@ -103,18 +104,12 @@ class Recurrent:
         places: [B, T] int64, positions of all columns. seen: [B, N, T] bool.
         """
         rows = path_rows(seen[:, :, cache.end :], places[:, cache.end :])
-        modules = [mixer.module for mixer in self.mixers]
-        before = [vars(module).get("forward") for module in modules]
-        try:
-            for number, module in enumerate(modules):
-                module.forward = partial(self._mixed, number, module.forward, cache, rows)
+        forwards = {}
+        for number, mixer in enumerate(self.mixers):
+            code = mixer.module.forward
+            forwards[mixer.module] = partial(self._mixed, number, code, cache, rows)
+        with replaced(forwards):
             yield
-        finally:
-            for module, own in zip(modules, before, strict=True):
-                if own is None:
-                    vars(module).pop("forward", None)
-                else:
-                    module.forward = own
 
     def _mixed(
         self, number: int, code: Any, cache: TreeCache, rows: PathRows, *args: Any, **kwargs: Any
@@ -137,10 +132,12 @@ class Recurrent:
         texts = rows.texts.tolist()
         lent = chosen(states.of(number, constant), texts)
         by_path = {name: rows.spread(values) for name, values in steps.items()}
-        outputs, returned, after = run(mixer, code, cache, constant, by_path, lent)
+        with once_a_node(mixer.module, rows) as known:
+            outputs, returned, after = run(mixer, code, cache, constant, by_path, lent)
 
         # 3. Keep the inputs for `commit`; each node's own output.
-        states.forwarded[number] = Forwarded(constant, steps, after if rows.whole else None)
+        left = after if rows.whole else None
+        states.forwarded[number] = Forwarded(constant, steps, left, known)
         own = {place: rows.gathered(output) for place, output in outputs.items()}
         return answered(returned, own, arguments.get("state"))
 

@@ -187,11 +187,11 @@ def in_arguments(decoder: nn.Module) -> dict[nn.Module, Store]:
     if "state" not in parameters_of(decoder):
         return {}
     takers = [module for module in decoder.modules() if "state" in parameters_of(module)]
-    layers = len({module.layer_id for module in takers if hasattr(module, "layer_id")})
+    layers = len({vars(module)["layer_id"] for module in takers if "layer_id" in vars(module)})
     stores: dict[nn.Module, Store] = {}
     for module in takers:
         if not any(part in takers for part in list(module.modules())[1:]):
-            stores[module] = InArgument(int(module.layer_id), layers)  # type: ignore[arg-type]
+            stores[module] = InArgument(vars(module)["layer_id"], layers)
     return stores
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from treespec.model.recurrent_dense import Known, read_back
 from treespec.model.recurrent_mixers import Arguments, Mixer, State
 from treespec.model.recurrent_run import run
 
@@ -32,12 +33,13 @@ class Forwarded:
 
     steps: its inputs at the U uncommitted columns, [B, U, ...] by argument.
     constant: its other arguments. after: states [B, ...] of texts whose columns are all accepted;
-    None where the forward was no chain.
+    None where the forward was no chain. known: outputs of its linear layers.
     """
 
     constant: Arguments
     steps: dict[str, Tensor]
     after: list[State] | None
+    known: Known
 
 
 @final
@@ -94,7 +96,8 @@ class RecurrentStates:
         # 2. The mixer over the accepted nodes of the others.
         before = self.of(number, forwarded.constant)
         states = list(before)
-        left = [text for text, kept in enumerate(nodes) if kept and not _in(groups, text)]
+        again = {text for texts in groups.values() for text in texts}
+        left = [text for text, kept in enumerate(nodes) if kept and text not in again]
         if forwarded.after and left:
             states = self._put(mixer, states, left, forwarded.after, left)
         for texts in groups.values():
@@ -106,7 +109,8 @@ class RecurrentStates:
             }
             lent = chosen(before, texts)
             code, constant = mixer.module.forward, forwarded.constant
-            new = run(mixer, code, cache, constant, steps, lent)[2]
+            with read_back(forwarded.known, rows, columns_kept):
+                new = run(mixer, code, cache, constant, steps, lent)[2]
             states = self._put(mixer, states, texts, new, range(len(texts)))
         return states
 
@@ -212,7 +216,3 @@ def chosen(states: Sequence[State], rows: Sequence[int], copy: bool = True) -> l
         else:
             picked.append(state[rows[0] : rows[0] + 1])
     return picked
-
-
-def _in(groups: dict[int, list[int]], text: int) -> bool:
-    return any(text in texts for texts in groups.values())

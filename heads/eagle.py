@@ -120,11 +120,11 @@ def config_for(
     Llama's defaults.
     """
     # 1. Sizes.
-    heads = target.num_attention_heads
+    heads = getattr(target, "num_attention_heads", None) or max(1, width // 64)  # Mamba: none
     if width % heads:
         heads = 1
     fields = target.to_dict()
-    config = {
+    config: Config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": width,

@@ -58,14 +58,6 @@ CONFIGS = {
 }
 
 CANNOT_BRANCH = {
-    "mamba": (lambda: hf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "state"),
-    "rwkv": (lambda: hf.RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "state"),
-    "qwen3-next": (
-        lambda: hf.Qwen3NextConfig(
-            **GROUPED, head_dim=8, layer_types=["linear_attention", "full_attention", "full_attention"]
-        ),
-        "linear_attention",
-    ),
     "bloom": (lambda: hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "ALiBi"),
     "falcon-alibi": (
         lambda: hf.FalconConfig(

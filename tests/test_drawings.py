@@ -7,6 +7,7 @@ from treespec.cache import TreeCache
 from treespec.draft.grow.nodes import Nodes
 from treespec.draft.grow.static import in_turns, table
 from treespec.model.masks import additive_masks
+from treespec.model.recurrent_rows import path_rows
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.is_lp import lump
@@ -104,3 +105,15 @@ def test_distinct_draws_come_first_and_keep_their_columns() -> None:
     assert draws.tokens.tolist() == [[7, 3, 5, -1, 7]]
     assert draws.places is not None
     assert draws.places.tolist() == [[0, 1, 3, 4, 2]]
+
+
+def test_the_drawn_tree_goes_through_a_recurrent_layer_as_its_paths() -> None:
+    tree = five_nodes(ROOT, A, B, C, D)
+    places = 3 + tree.depth[None]
+    rows = path_rows(tree.ancestors[None], places)
+    assert (rows.texts.tolist(), rows.whole) == ([0, 0], False)
+    assert rows.columns.tolist() == [[0, 1, 3], [0, 2, 4]]
+    assert rows.outputs.tolist() == [[0, 1, 4, 2, 5]]
+    assert rows.spread(torch.tensor([[10, 11, 12, 13, 14]])).tolist() == [[10, 11, 13], [10, 12, 14]]
+    steps = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    assert rows.gathered(steps).tolist() == [[0, 1, 4, 2, 5]]

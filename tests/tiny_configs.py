@@ -38,16 +38,22 @@ TINY = {name: size for size, fields in SIZES.items() for name in fields.split()}
 ATTENTIONS = ("full_attention", "sliding_attention")
 SIGLIP = {"model_type": "siglip_vision_model"} | TINY
 OWN: dict[str, dict[str, Any]] = {}
+DELTA = "bailing_hybrid granitemoehybrid kimi_linear qwen3_5_text qwen3_5_moe_text qwen3_next"
 EXPANDED = "axk1 deepseek_v2 deepseek_v3 dots3_note_text glm4_moe_lite minicpm3 youtu"  # keys and values by query head
 OWN |= {name: {"num_key_value_heads": 4} for name in EXPANDED.split()}
+OWN |= {name: {"layer_types": ["linear_attention", "full_attention", "linear_attention"]} for name in DELTA.split()}
+OWN["kimi_linear"]["num_key_value_heads"] = OWN["bailing_hybrid"]["num_key_value_heads"] = 4
 OWN |= {
+    "bamba": {"attn_layer_indices": [1]},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
     "reformer": {"is_decoder": True, "axial_pos_shape": (8, 16), "axial_pos_embds_dim": (16, 16)},
     "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
-    "zamba": {"num_hidden_layers": 12},
+    "zamba": {"num_hidden_layers": 12, "attention_hidden_size": 64, "attention_head_dim": 16},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},

@@ -13,14 +13,16 @@ Gaps are masked but must stay finite: 0 · NaN is NaN.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+if TYPE_CHECKING:
+    from treespec.model.recurrent import Recurrent
 
-@final
+
 class TreeLayer(CacheLayerMixin):
     """Preallocated storage of one attention layer. The next forward writes at column `length`."""
 
@@ -127,14 +129,21 @@ class TreeCache(Cache):
     """The `Cache` of a transformers model, with a `TreeLayer` for each layer.
 
     lengths: committed positions of each text.
+    states: those of recurrent layers, None for a model of attention alone.
 
     `select`, `put` and `join` empty the lengths while they move batch rows. So a cache without
     lengths is one whose change was interrupted, and `Decoder` makes a new one. All other changes
     leave committed columns alone; after an interrupt, `rewind` makes the cache whole again.
     """
 
-    def __init__(self, layers: int, capacity: int = 512) -> None:
+    def __init__(
+        self, layers: int, capacity: int = 512, recurrent: "Recurrent | None" = None
+    ) -> None:
+        """recurrent: of the model, if any of its layers carry a state from token to token."""
         self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
+        if recurrent:
+            self.tree_layers = recurrent.layers(capacity)
+        self.recurrent, self.states = recurrent, recurrent.new_states() if recurrent else None
         self.lengths = [0]
         super().__init__(layers=list(self.tree_layers))
 
@@ -177,11 +186,25 @@ class TreeCache(Cache):
                     entries = states.flatten(0, 2)
                     entries.index_copy_(0, places, entries.index_select(0, sources))
 
-        # 3. Set the new lengths.
-        self.rewind([length + len(kept) for length, kept in zip(self.lengths, nodes, strict=True)])
+        # 3. Bring recurrent states behind them, and set the new lengths.
+        if self.states:
+            self.states.commit(self, nodes)
+        self._end_at([length + len(kept) for length, kept in zip(self.lengths, nodes, strict=True)])
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Truncate each text to `lengths`. Only `commit` may pass longer ones."""
+        """Truncate each text to `lengths`.
+
+        Recurrent layers know their states after some lengths only: there a text is cut to the
+        nearest such length below, which `lengths` then tells.
+        """
+        self._end_at(self.states.rewind(lengths) if self.states else lengths)
+
+    def mark(self) -> None:
+        """Keep the recurrent states of the present lengths, for `rewind`."""
+        if self.states:
+            self.states.mark()
+
+    def _end_at(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
         for layer in self.tree_layers:
             layer.length = self.end
@@ -203,15 +226,19 @@ class TreeCache(Cache):
         kept, self.lengths = [self.lengths[row] for row in rows], []
         for layer in self.tree_layers:
             layer.select(rows)
-        self.rewind(kept)
+        if self.states:
+            self.states.select(rows)
+        self._end_at(kept)
 
     def put(self, row: int, other: "TreeCache") -> None:
         """Replace a row's text by the only text of another cache. No other row is copied."""
         lengths, self.lengths = list(self.lengths), []
         for layer, new in zip(self.tree_layers, other.tree_layers, strict=True):
             layer.put(row, new)
+        if self.states and other.states:
+            self.states.put(row, other.states)
         lengths[row] = other.lengths[0]
-        self.rewind(lengths)
+        self._end_at(lengths)
 
     def join(self, others: Sequence["TreeCache"]) -> None:
         """Append the texts of other caches of the same model."""
@@ -221,4 +248,10 @@ class TreeCache(Cache):
         for layers in zip(*(cache.tree_layers for cache in caches), strict=True):
             capacity = max(layer.capacity for layer in layers)
             layers[0].fill(list(zip(layers, texts, strict=True)), capacity)
-        self.rewind(joined)
+        if self.states:
+            self.states.join([other.states for other in others if other.states])
+        self._end_at(joined)
+
+    def empty(self) -> "TreeCache":
+        """An empty cache of the same model."""
+        return TreeCache(len(self.tree_layers), recurrent=self.recurrent)

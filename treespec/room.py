@@ -15,14 +15,19 @@ SHARE = 4  # a cache is up to twice as long as its texts, and a change of its ro
 def free_columns(target: Target) -> int | None:
     """Columns that a quarter of the free memory holds; None where nobody knows how much is free.
 
+    None too for a target without keys and values.
+
     A column is the keys and values of one position of one text, in all layers. The caller holds the
     model.
     """
     # 1. Bytes of a column, from a cache with one token.
     cache = target.new_cache(capacity=1)
     target.prefill(cache, torch.zeros(1, 1, dtype=torch.int64))
-    storages = [states for layer in cache.tree_layers for states in layer.storage]
+    layers = [layer for layer in cache.tree_layers if layer.is_initialized]
+    storages = [states for layer in layers for states in layer.storage]
     size = sum(states[0, :, 0].numel() * states.element_size() for states in storages)
+    if not size:
+        return None  # recurrent layers alone: a text's state has one size, whatever its length
 
     # 2. Free bytes, where the output layer lies.
     device = target.output_device

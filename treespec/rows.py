@@ -95,8 +95,9 @@ class Rows:
             keep = max(0, min(common, drafter.lengths[0] if drafter else common) - 1)
             if text.samples and not text.samples.cache:
                 keep = 0  # its samples need all features of the prompt
-            text.committed, self.texts = before[:keep], [text]
             self.cache.rewind([keep])
+            keep = self.cache.lengths[0]  # recurrent layers may have to go back further
+            text.committed, self.texts = before[:keep], [text]
             if drafter:
                 drafter.rewind([keep])
             if not self._prefilled(text, self.cache, drafter):

@@ -46,7 +46,7 @@ class Samples:
 
 def copied(cache: TreeCache) -> TreeCache:
     """A copy of a cache of one text."""
-    copy = TreeCache(len(cache.tree_layers))
+    copy = cache.empty()
     copy.join([cache])
     copy.select([1])
     return copy

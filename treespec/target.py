@@ -9,6 +9,7 @@ plain model's.
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -20,17 +21,19 @@ from treespec.model.attention import repeats, stack_query_heads
 from treespec.model.chunks import causal_chunks
 from treespec.model.ends import NoLayers
 from treespec.model.inspect import (
+    arguments_taken,
     context_length,
     decoder_of,
     end_tokens,
     layer_windows,
     layers_of,
+    recurrent_layers,
     refuse_what_cannot_branch,
     refusing,
 )
 from treespec.model.masks import Masks, additive_masks, batched, unpadded
 from treespec.model.output import TreeOutput as TreeOutput
-from treespec.model.output import rows_of_output, scaled
+from treespec.model.output import rows_of_output, scaled, tree_outputs
 from treespec.model.plain import understand
 from treespec.model.taps import captured, tapped
 from treespec.model.weights import load_model
@@ -39,6 +42,8 @@ from treespec.trees.mask import attention_mask, positions
 from treespec.trees.tree import TokenTree
 
 log = logging.getLogger(__name__)
+
+Taps = tuple[int, ...]
 
 
 @final
@@ -84,9 +89,15 @@ class Target:
         hook = getattr(model, "_hf_hook", None)
         self.device = torch.device(getattr(hook, "execution_device", None) or model.device)
         self.windows = layer_windows(self.config)
+        self.takes = arguments_taken(self.decoder)
         self.stack = nn.ModuleList() if self.ends else layers_of(self.decoder, self.layers)
 
-        # 4. Masks: the entries that one may have in a prefill, and whether its rows are repeated
+        # 4. Layers that carry a state from token to token.
+        self.recurrent = None if self.ends else recurrent_layers(model, self.decoder, self.layers)
+        if self.recurrent and not self.recurrent.has_attention:
+            self.windows = {}
+
+        # 5. Masks: the entries that one may have in a prefill, and whether its rows are repeated
         #    once for all layers: not for a model that computes with masks (`understand`).
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)
         self.repeats_masks = True
@@ -123,7 +134,7 @@ class Target:
 
     def new_cache(self, capacity: int = 512) -> TreeCache:
         """An empty cache of one text. capacity: columns to allocate; it grows by itself."""
-        return TreeCache(self.layers, capacity)
+        return TreeCache(self.layers, capacity, self.recurrent)
 
     @property
     def embed_scale(self) -> float:
@@ -158,7 +169,7 @@ class Target:
         self,
         cache: TreeCache,
         tokens: Tensor,
-        taps: tuple[int, ...] = (),
+        taps: Taps = (),
         chunk: int | None = None,
         counts: Sequence[int] | None = None,
     ) -> Tensor:
@@ -184,16 +195,19 @@ class Target:
             if all_features is None:
                 all_features = features.new_empty(b, length, features.shape[-1])
             all_features[:, part.columns] = features
+        cache.mark()
         assert all_features is not None
         return all_features
 
     def rows_beside(self, columns: int) -> int:
         """New positions per forward, a power of two (16 to 512) with a small mask (`prefill`)."""
+        if self.recurrent and not self.recurrent.continues and not columns:
+            return 1024  # the layers take all later positions token by token
         room = max(16, min(512, self.mask_room // (columns + 512)))
         return 1 << (room.bit_length() - 1)
 
     @torch.no_grad()
-    def features(self, tokens: Tensor, taps: tuple[int, ...] = (), last: bool = False) -> Tensor:
+    def features(self, tokens: Tensor, taps: Taps = (), last: bool = False) -> Tensor:
         """[B, T, H] features of whole texts, without a cache, as training needs them.
 
         tokens: [B, T] int64; any padding on the right.
@@ -207,21 +221,18 @@ class Target:
         tapped = [inputs[k].to(hidden.device) for k in taps]
         return torch.cat([*tapped, hidden] if last else tapped, dim=-1)
 
-    def parted(self, features: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def parted(self, features: Tensor, taps: Taps) -> tuple[Tensor, Tensor]:
         """Split `features(…, last=True)` [..., F] into the head's features and the last state."""
         last = features[..., -self.feature_width :]
         return (features[..., : -self.feature_width] if taps else features), last
 
-    @torch.no_grad()
-    def forward_tree(
-        self, cache: TreeCache, tree: TokenTree, taps: tuple[int, ...] = ()
-    ) -> TreeOutput:
+    def forward_tree(self, cache: TreeCache, tree: TokenTree, taps: Taps = ()) -> TreeOutput:
         """`forward_trees` of one text."""
         return self.forward_trees(cache, [tree], taps)[0]
 
     @torch.no_grad()
     def forward_trees(
-        self, cache: TreeCache, trees: Sequence[TokenTree], taps: tuple[int, ...] = ()
+        self, cache: TreeCache, trees: Sequence[TokenTree], taps: Taps = ()
     ) -> list[TreeOutput]:
         """The one forward of a cycle: a tree for each text of the cache.
 
@@ -230,29 +241,14 @@ class Target:
 
         trees: one for each text. taps: as for `prefill`.
         """
-        # 1. One batch of tokens, depths and masks.
         tokens, depth, ancestors = batched([tree.forwarded() for tree in trees])
-
-        # 2. The forward.
         hidden, features = self._hidden(cache, tokens, depth, ancestors, taps)
-
-        # 3. Logits of each tree's nodes and of the rows that it asks for.
         sizes = [len(tree.tokens) + (tree.rows.asked if tree.rows else 0) for tree in trees]
         logits = self.output_logits(unpadded(hidden, sizes)).split(sizes)
-        outputs = []
-        for tree, tree_logits, tree_features in zip(trees, logits, features, strict=True):
-            n = len(tree.tokens)
-            rows = tree_logits[n:] if tree.rows else None
-            outputs.append(TreeOutput(tree_logits[:n], tree_features[:n], rows))
-        return outputs
+        return tree_outputs(trees, logits, features)
 
     def _hidden(
-        self,
-        cache: TreeCache,
-        tokens: Tensor,
-        depth: Tensor,
-        ancestors: Tensor,
-        taps: tuple[int, ...],
+        self, cache: TreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor, taps: Taps
     ) -> tuple[Tensor, Tensor]:
         """One forward over B trees of N nodes: hidden states after the final norm, and features.
 
@@ -285,10 +281,11 @@ class Target:
             return self._forward(cache, tokens, places, seen, ())[0]
 
     def _forward(
-        self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor, taps: tuple[int, ...]
+        self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor, taps: Taps
     ) -> tuple[Tensor, Tensor]:
         inputs = self._inputs(tokens, places, seen)
-        return tapped(self.decoder, self.stack, cache, *inputs, taps)
+        with self.recurrent.running(cache, places, seen) if self.recurrent else nullcontext():
+            return tapped(self.decoder, self.stack, cache, *inputs, taps, self.takes)
 
     def _inputs(self, tokens: Tensor, places: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Masks]:
         """Tokens [B, N], positions [B, N] and masks, as the decoder takes them."""
@@ -297,4 +294,5 @@ class Target:
         node_places = places[:, -n:].clamp_max(self.context_length - 1)
         repeated = repeats(self.config, n) if self.repeats_masks else 1
         masks = additive_masks(self.windows, places, seen, self.dtype, self.device, repeated)
+        masks = self.recurrent.all_masks(masks) if self.recurrent else masks
         return tokens.to(self.device), node_places.to(self.device), masks

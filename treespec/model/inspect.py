@@ -3,14 +3,20 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from treespec.errors import InputError, first_line
 
+if TYPE_CHECKING:
+    from treespec.model.recurrent import Recurrent
+
 TREE_COLUMNS = 1024  # cache columns behind the longest text that a tree may fill
 HOLDS_TREE = {"full_attention", "sliding_attention", "chunked_attention"}
+CARRIES_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+NO_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
 
 
 def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
@@ -18,20 +24,23 @@ def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
     # 1. Find the first reason.
     name, config = type(model).__name__, model.config.get_text_config()
     reason = None
-    foreign = sorted(set(getattr(config, "layer_types", None) or []) - HOLDS_TREE)
+    kinds = set(getattr(config, "layer_types", None) or [])
+    foreign = sorted(kinds - HOLDS_TREE - CARRIES_STATE - NO_ATTENTION)
+    recurrent = carries_state(model)
     if getattr(config, "is_encoder_decoder", False):
         reason = "it is an encoder-decoder; treespec takes decoder-only models"
-    elif foreign or getattr(model, "_is_stateful", False):
-        layers = ", ".join(foreign) or "recurrent"
-        reason = (
-            f"its {layers} layers carry one state from token to token, which cannot branch into a "
-            "tree"
-        )
-    elif not _takes(model, "past_key_values"):
+    elif foreign:
+        reason = f"its {', '.join(foreign)} layers cannot branch into a tree"
+    elif not _takes(model, "past_key_values") and not recurrent:
         reason = "its forward takes no cache of keys and values, which a tree is written into"
-    elif getattr(config, "alibi", False) or not _takes(model, "position_ids"):
+    elif getattr(config, "alibi", False) or not (recurrent or _takes(model, "position_ids")):
         reason = (
             "it places tokens by their column in the cache (ALiBi), where siblings cannot share a "
+            "position"
+        )
+    elif getattr(config, "rel_extent", None):
+        reason = (
+            "its relative attention counts columns of the cache, where siblings cannot share a "
             "position"
         )
     elif "local" in str(getattr(config, "attention_types", "")):
@@ -50,6 +59,27 @@ def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
         raise InputError(f"{name} cannot be a target: {reason}")
 
 
+def carries_state(model: PreTrainedModel) -> bool:
+    """Whether any layer carries a state from token to token."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+    return bool(kinds & CARRIES_STATE) or getattr(model, "_is_stateful", False)
+
+
+def recurrent_layers(model: PreTrainedModel, decoder: nn.Module, layers: int) -> "Recurrent | None":
+    """The layers that carry a state, None for a model without. Raises InputError."""
+    if not carries_state(model):
+        return None
+    try:
+        from treespec.model.recurrent import Recurrent
+    except ImportError as error:
+        raise InputError(
+            f"{type(model).__name__} cannot be a target: this transformers keeps the state of its "
+            "recurrent layers elsewhere; install transformers 5.23 or newer"
+        ) from error
+    recurrent = Recurrent(model, decoder, layers)
+    return recurrent if recurrent.mixers else None
+
+
 @contextmanager
 def refusing(model: PreTrainedModel) -> Iterator[None]:
     """Inside, any error of a model's code or config becomes an InputError that names the model."""
@@ -64,7 +94,12 @@ def refusing(model: PreTrainedModel) -> Iterator[None]:
 
 def _takes(model: PreTrainedModel, argument: str) -> bool:
     """Whether the decoder's forward has an argument of that name."""
-    return argument in inspect.signature(decoder_of(model).forward).parameters
+    return argument in arguments_taken(decoder_of(model))
+
+
+def arguments_taken(decoder: nn.Module) -> frozenset[str]:
+    """The names of the arguments of a decoder's forward."""
+    return frozenset(inspect.signature(decoder.forward).parameters)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -131,14 +166,18 @@ def context_length(config: PreTrainedConfig) -> tuple[int, str | None]:
 
 
 def layer_windows(config: PreTrainedConfig) -> dict[str, int | None]:
-    """{layer type: its window or chunk in positions, None for full attention}."""
+    """{layer type: its window or chunk in positions, None for full attention}.
+
+    Layers without attention have none.
+    """
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
         window = None
     only_kind = "sliding_attention" if window else "full_attention"
-    kinds = set(getattr(config, "layer_types", None) or [only_kind])
+    kinds = set(getattr(config, "layer_types", None) or [only_kind]) - NO_ATTENTION
     sizes = {
         "sliding_attention": window,
+        "hybrid_sliding": window,
         "chunked_attention": getattr(config, "attention_chunk_size", None),
     }
     return {kind: sizes.get(kind) for kind in sorted(kinds)}

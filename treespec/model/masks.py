@@ -8,8 +8,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from treespec.trees.mask import chunk_mask, window_mask
 
-# As a decoder takes them: one mask, or one for each layer type.
-Masks = Tensor | dict[str, Tensor]
+# As a decoder takes them: one mask, or one for each layer type; None without attention.
+Masks = Tensor | dict[str, Tensor] | None
+SLIDING = ("sliding_attention", "hybrid_sliding")
 
 
 def additive_masks(
@@ -21,6 +22,8 @@ def additive_masks(
     repeated: int = 1,
 ) -> Masks:
     """Additive masks [B, 1, N, T] by layer type; one tensor for a model of one layer type.
+
+    None without any layer type.
 
     An entry is 0 where a node sees a column, else the lowest number of the dtype. Two committed
     columns and a tree of three nodes, positions 0 1 | 2 3 3, under a window of 2 positions:
@@ -38,7 +41,9 @@ def additive_masks(
     masks = {}
     for kind, window in windows.items():
         # 1. What this layer type sees.
-        near = {"sliding_attention": window_mask, "chunked_attention": chunk_mask}.get(kind)
+        near = (
+            chunk_mask if kind == "chunked_attention" else window_mask if kind in SLIDING else None
+        )
         visible = seen & near(places, seen.shape[1], window) if near and window else seen
         hidden = ~visible.to(device)
 
@@ -46,7 +51,7 @@ def additive_masks(
         additive = torch.zeros(hidden.shape, dtype=dtype, device=device)
         additive = additive.masked_fill_(hidden, torch.finfo(dtype).min)
         masks[kind] = additive[:, None].repeat(1, 1, repeated, 1)
-    return masks if len(masks) > 1 else masks.popitem()[1]
+    return masks if len(masks) > 1 else masks.popitem()[1] if masks else None
 
 
 def batched(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """From hidden states to logits, by a model's own output path."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from treespec.errors import InputError
+from treespec.trees.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,18 @@ class TreeOutput:
     logits: Tensor
     features: Tensor
     rows: Tensor | None = None
+
+
+def tree_outputs(
+    trees: Sequence[TokenTree], logits: Sequence[Tensor], features: Iterable[Tensor]
+) -> list[TreeOutput]:
+    """The output of each tree, from logits of its nodes and asked rows, and padded features."""
+    outputs = []
+    for tree, tree_logits, tree_features in zip(trees, logits, features, strict=True):
+        n = len(tree.tokens)
+        rows = tree_logits[n:] if tree.rows else None
+        outputs.append(TreeOutput(tree_logits[:n], tree_features[:n], rows))
+    return outputs
 
 
 def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device) -> nn.Linear:
@@ -52,6 +66,7 @@ def scaled(logits: Tensor, config: PreTrainedConfig) -> Tensor:
         logits = logits * scale
     if scale := getattr(config, "logits_scaling", None):
         logits = logits / scale
-    if cap := getattr(config, "final_logit_softcapping", None):
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap := cap or getattr(config, "logits_soft_cap", None):  # RecurrentGemma's name
         logits = torch.tanh(logits / cap) * cap
     return logits

@@ -11,6 +11,8 @@ from typing import cast, final
 import torch
 from torch import Tensor, nn
 
+OWN_USE = ("dt_proj",)  # Mamba multiplies by this layer's weight itself
+
 
 @final
 class PackedLinear(nn.Module):
@@ -43,9 +45,11 @@ def pack(model: nn.Module) -> None:
     One layer at a time: its plain weight is freed before the next is packed, but for one that an
     embedding shares. A layer in two places is packed once.
     """
+    if any(hasattr(module, "_rescale_layers") for module in model.modules()):
+        return  # RWKV divides its weights in place, before its first forward
     places: defaultdict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
-        if name and isinstance(module, nn.Linear) and fits(module):
+        if name and isinstance(module, nn.Linear) and fits(module) and not name.endswith(OWN_USE):
             places[id(module)].append(name)
     del module  # the last one would stay
     for names in places.values():

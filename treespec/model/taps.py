@@ -42,22 +42,25 @@ def tapped(
     positions: Tensor,
     masks: Masks,
     taps: tuple[int, ...],
+    takes: frozenset[str],
 ) -> tuple[Tensor, Tensor]:
     """One forward of the decoder over B trees of N nodes, behind a cache.
 
-    tokens, positions: [B, N] int64. masks: as from `additive_masks`. taps: as for `captured`.
+    tokens, positions: [B, N] int64. masks: as from `additive_masks`; None without attention.
+    taps: as for `captured`. takes: names of the arguments of the decoder's forward.
     Returns the hidden states after the final norm [B, N, H], and the features: these same states,
     or the tapped inputs side by side, [B, N, taps * H].
     """
     # 1. The forward, with the inputs of the tapped layers.
     with captured(layers, taps) as inputs:
-        hidden = decoder(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=masks,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+        options = {
+            "position_ids": positions,
+            "attention_mask": masks,
+            "past_key_values": cache,
+            "cache_params": cache,
+        }
+        taken = {name: value for name, value in options.items() if name in takes}
+        hidden = decoder(input_ids=tokens, use_cache=True, **taken).last_hidden_state
 
     # 2. The features.
     if not taps:

@@ -70,6 +70,11 @@ def refuse_what_cannot_skip(target: Target) -> None:
     """
     # 1. The layers have both sublayers.
     name, layers = type(target.model).__name__, target.stack
+    if target.recurrent:
+        raise InputError(
+            f"{name} cannot draft with layers skipped: some of its layers carry a state from token "
+            "to token"
+        )
     if not all(hasattr(layer, part) for layer in layers for part in ("self_attn", "mlp")):
         raise InputError(
             f"{name} cannot draft with layers skipped: its layers have no self_attn and mlp"

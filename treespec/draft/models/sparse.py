@@ -187,6 +187,11 @@ class SparseProposer(Proposer):
 def sparse_target(value: str, target: Target) -> SparseProposer:
     """`--drafter sparse:512` or `sparse:512,snapkv`. Raises InputError."""
     budget, chosen = budget_of(value)
+    if target.recurrent:
+        raise InputError(
+            f"--drafter sparse:{value} keeps a part of the keys and values, and layers of "
+            f"{type(target.model).__name__} have one state in their place: take another drafter"
+        )
     if chosen:
         refuse_what_shows_no_attention(target)
     return SparseProposer(target, budget, WINDOW if chosen else None)

@@ -1,0 +1,184 @@
+"""Targets whose layers carry a state from token to token: chains, trees and batches change no token."""
+
+import copy
+import itertools
+import math
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from models import random_model
+from scipy.stats import chi2
+from test_decode import plain_generate, prompt
+from test_every_model import TOLERANCE
+from test_sequence_law import ERROR, chi_square
+from test_target import paths_of, plain_logits, prefix, random_tree
+from tiny_configs import MODELS, tiny
+
+from treespec.draft.models.model import ModelProposer
+from treespec.errors import InputError
+from treespec.model.recurrent_dense import linear_layers
+from treespec.sampling import SamplingParams, probs
+from treespec.spec import Spec
+from treespec.target import Target
+
+RECURRENT = {  # whether the mixers take several tokens behind a state
+    "bamba": True,
+    "falcon_h1": True,
+    "granitemoehybrid": True,
+    "jamba": False,
+    "kimi_linear": True,
+    "lfm2": True,
+    "mamba": False,
+    "mamba2": True,
+    "nemotron_h": True,
+    "olmo_hybrid": True,
+    "qwen3_5": True,
+    "qwen3_next": True,
+    "recurrent_gemma": False,
+    "rwkv": True,
+    "zamba2": True,
+    "zaya": True,
+}
+NEW = 12  # tokens
+ALIKE = {"bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "olmo_hybrid", "qwen3_5", "zamba2"}  # as others
+
+
+@cache
+def target(name):
+    return Target(random_model(tiny(MODELS[name])))
+
+
+@cache
+def proposer(name):
+    """A draft model near the target, so that some of its drafts are accepted."""
+    near = copy.deepcopy(target(name).model)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        weight = near.get_output_embeddings().weight
+        weight += 0.05 * torch.randn(weight.shape, generator=generator)
+    return ModelProposer(Target(near), target(name))
+
+
+def alone(name, ids):
+    """Greedy tokens of transformers' own decoding.
+
+    By plain forwards over the whole text for RWKV, and where token 0 would be taken for padding.
+    """
+    model, text = target(name), list(ids)
+    if name != "rwkv" and 0 not in ids:
+        return plain_generate(model, ids, NEW)
+    while len(text) < len(ids) + NEW and (text[-1] not in model.eos or len(text) == len(ids)):
+        text.append(int(plain_logits(model.model, text)[-1].argmax()))
+    return text[len(ids) :]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_tree_is_scored_as_its_paths_and_commit_equals_a_fresh_prefill(name):
+    """The path 0 1 5 8 is no chain: the layers compute its states again."""
+    model, tree, text, path = target(name), random_tree(), prefix(length=9), [0, 1, 5, 8]
+    assert model.recurrent.continues == RECURRENT[name]
+    cache, again = model.new_cache(capacity=4), model.new_cache()
+    model.prefill(cache, text, chunk=4)
+    logits = model.forward_tree(cache, tree).logits
+    for node, nodes in paths_of(tree):
+        alone = plain_logits(model.model, text[0].tolist() + tree.tokens[nodes].tolist())[-1]
+        torch.testing.assert_close(logits[node], alone, atol=TOLERANCE, rtol=TOLERANCE)
+    cache.commit([path])
+    model.prefill(again, torch.cat([text, tree.tokens[path][None]], dim=1))
+    following = random_tree(seed=7)
+    ours, fresh = model.forward_tree(cache, following), model.forward_tree(again, following)
+    torch.testing.assert_close(ours.logits, fresh.logits, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in RECURRENT])
+def test_greedy_answers_are_one_token_decodings_own(name):
+    """By chains and trees of a draft model that carries a state too, alone and two texts together."""
+    model, prompts = target(name), [prompt(), prompt(length=12, seed=4)]
+    wanted = [alone(name, ids) for ids in prompts]
+    assert model.recurrent
+    accepted = 0
+    for tree in ("chain:3", "2x2"):
+        spec = Spec(model, proposer(name).new(), tree)
+        output = spec.generate(prompts[0], max_new_tokens=NEW)
+        assert output.token_ids == wanted[0]
+        both = spec.generate(prompts, max_new_tokens=NEW, batch=2)
+        assert [one.token_ids for one in both] == wanted
+        accepted += sum(output.stats.accepted)
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+def test_commit_reads_no_weights_of_linear_layers(name):
+    """The states of the path 0 1 5 8 from what the forward computed: the weights are gone by then."""
+    model, tree, text, path = Target(random_model(tiny(MODELS[name]))), random_tree(), prefix(length=9), [0, 1, 5, 8]
+    cache, again = model.new_cache(), model.new_cache()
+    model.prefill(cache, text)
+    model.prefill(again, torch.cat([text, tree.tokens[path][None]], dim=1))
+    model.forward_tree(cache, tree)
+    for mixer in model.recurrent.mixers:
+        for layer in linear_layers(mixer.module):
+            layer.weight.fill_(torch.nan)
+    cache.commit([path])
+    for ours, fresh in zip(cache.states.now, again.states.now, strict=True):
+        for state, wanted in zip(ours, fresh, strict=True):
+            torch.testing.assert_close(state, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba", "rwkv"])
+def test_texts_enter_and_leave_a_batch_with_their_states(name):
+    """Of five prompts two at a time; one is a single token, another begins as the one before it."""
+    model, first = target(name), prompt()
+    prompts = [first, [7], prompt(length=12, seed=4), [*first, 9, 11], [*first, 9, 11, 5]]
+    spec = Spec(model, proposer(name).new(), "2x2")
+    wanted = [alone(name, ids) for ids in prompts]
+    outputs = spec.generate(prompts, max_new_tokens=NEW, batch=2)
+    assert [output.token_ids for output in outputs] == wanted
+    assert [spec.generate(ids, max_new_tokens=NEW).token_ids for ids in prompts] == wanted
+    samples = spec.generate(first, n=3, max_new_tokens=NEW)
+    assert [output.token_ids for output in samples] == wanted[:1] * 3
+
+
+def test_a_text_that_goes_on_reuses_the_states_after_its_prompt():
+    model, first = target("qwen3_next"), prompt(length=12)
+    spec = Spec(model, proposer("qwen3_next").new(), "2x2")
+    answer = spec.generate(first, max_new_tokens=NEW).token_ids
+    longer = [*first, *answer, 5, 6]
+    output = spec.generate(longer, max_new_tokens=NEW)
+    assert output.token_ids == alone("qwen3_next", longer)
+    assert output.stats.cached_tokens == len(first) - 1
+
+
+@pytest.mark.parametrize(("name", "tree"), [("qwen3_next", "2x2"), ("mamba", "chain:2")])
+def test_sampled_texts_have_the_targets_law(name, tree):
+    """All texts of three tokens from a vocabulary of three, by χ²."""
+    model = Target(random_model(tiny(MODELS[name], {"vocab_size": 3, "eos_token_id": None, "pad_token_id": None})))
+    draft = Target(random_model(model.model.config, seed=3))
+    spec = Spec(model, ModelProposer(draft, model), tree, "rrs-wo")
+    params, start, runs = SamplingParams(temperature=2.0), [1, 2, 0, 1], 500
+    law = {}
+    for text in itertools.product(range(3), repeat=3):
+        rows = probs(plain_logits(model.model, [*start, *text])[3:-1].double(), params)
+        law[text] = math.prod(float(rows[i, token]) for i, token in enumerate(text))
+    outputs = spec.generate(start, n=runs, batch=50, temperature=2.0, max_new_tokens=3, seed=0)
+    seen = Counter(tuple(output.token_ids) for output in outputs)
+    statistic, freedom = chi_square([seen[text] for text in law], list(law.values()))
+    assert freedom > 3
+    assert statistic < chi2.isf(ERROR, freedom)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("minimax", "state in a place"),
+        ("xlstm", "state in a place"),
+        ("inkling_text", "counts columns"),
+    ],
+)
+def test_what_keeps_its_state_elsewhere_is_refused_by_name(name, reason):
+    model = random_model(tiny(MODELS[name]))
+    with pytest.raises(InputError, match=reason) as caught:
+        Target(model)
+    assert type(model).__name__ in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,86 @@
+"""Trees as a batch of their paths, for layers whose state goes from token to token.
+
+A recurrent layer cannot take a mask: it reads its tokens in order. But a node's state follows from
+its parent's. So a tree goes through such a layer as one batch row a leaf, each the path from the
+root to that leaf. The five-node example of `trees/mask.py`, behind a text with state s:
+
+      0
+     / \\        row 0    s | 0 1 3      outputs of nodes 0 1 3: row 0, steps 0 1 2
+    1   2       row 1    s | 0 2 4      outputs of nodes   2 4: row 1, steps   1 2
+    |   |
+    3   4
+
+Each row starts from the state of its text. Nodes on several paths are computed once a path.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+@dataclass(frozen=True)
+class PathRows:
+    """The paths of the trees of B texts, each text with U uncommitted columns, of which N are new.
+
+    width: U.
+    texts: [R] int64, the text of each row.
+    columns: [R, L] int64, the uncommitted column of each step; behind the end of a path any other.
+    outputs: [B, N] int64, the place of each new node among the R * L steps.
+    whole: whether row b is text b with all its columns in order, as in a chain.
+    """
+
+    width: int
+    texts: Tensor
+    columns: Tensor
+    outputs: Tensor
+    whole: bool
+
+    def spread(self, nodes: Tensor) -> Tensor:
+        """[R, L, ...] from [B, U, ...]: what each step's node has."""
+        if self.whole:
+            return nodes
+        return nodes[self.texts[:, None].to(nodes.device), self.columns.to(nodes.device)]
+
+    def gathered(self, steps: Tensor) -> Tensor:
+        """[B, N, ...] from [R, L, ...]: each new node's own step."""
+        if self.whole and self.outputs.shape[1] == steps.shape[1]:
+            return steps
+        places = self.outputs.flatten().to(steps.device)
+        flat = steps.flatten(0, 1).index_select(0, places)
+        return flat.unflatten(0, self.outputs.shape)
+
+
+def path_rows(seen: Tensor, places: Tensor) -> PathRows:
+    """The rows of a forward.
+
+    seen: [B, N, U] bool, the uncommitted columns that each new node sees; the last N are their own.
+    places: [B, U] int64, the position in its text of each uncommitted column.
+    """
+    # 1. A node that no other new node sees ends a path. Padding stands beside the root: no row.
+    b, n, u = seen.shape
+    steps = seen.sum(2)  # [B, N] length of the path to each node
+    own = seen[:, :, u - n :]
+    above = own & ~torch.eye(n, dtype=torch.bool, device=seen.device)
+    ends = ~above.any(1)
+    if u == n:
+        padding = (steps == 1) & (places == places[:, :1])
+        padding[:, 0] = False
+        ends &= ~padding
+    texts, leaves = ends.nonzero(as_tuple=True)
+
+    # 2. The columns of each path, by position.
+    on_path = seen[texts, leaves]  # [R, U]
+    depth = int(steps[texts, leaves].max())
+    far = places.max() + 1
+    columns = places[texts].where(on_path, far).argsort(dim=1, stable=True)[:, :depth]
+
+    # 3. Each node's step in the first row that holds it.
+    rows = texts == torch.arange(b, device=seen.device)[:, None]  # [B, R]
+    holds = on_path[None, :, u - n :] & rows[:, :, None]  # [B, R, N]
+    outputs = holds.int().argmax(1) * depth + steps - 1
+    in_order = depth == u and len(texts) == b and bool((steps[:, -1] == u).all())
+    whole = in_order and bool((places.diff() > 0).all())
+    return PathRows(u, texts, columns, outputs, whole)

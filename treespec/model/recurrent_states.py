@@ -1,0 +1,218 @@
+"""The recurrent states of B texts: those after the committed tokens, and earlier ones to go back to.
+
+A forward leaves these states alone and keeps the mixers' inputs at each uncommitted column. `commit`
+runs each mixer once more over the inputs of the accepted nodes. In a chain that is accepted whole,
+the forward has left the states already. Five drafted nodes, of which the path 0 2 4 is accepted:
+
+    states after     forward: inputs of      commit([[0, 2, 4]])
+    a b c            0 1 2 3 4               mixers over 0 2 4: states after a b c 0 2 4
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from treespec.model.recurrent_dense import Known, read_back
+from treespec.model.recurrent_mixers import Arguments, Mixer, State
+from treespec.model.recurrent_run import run
+
+if TYPE_CHECKING:
+    from treespec.cache import TreeCache
+
+MARKS = 4  # earlier states of a text that are kept
+States = list[list[State]]  # of each mixer
+
+
+@final
+@dataclass
+class Forwarded:
+    """What the last forward left of a mixer.
+
+    steps: its inputs at the U uncommitted columns, [B, U, ...] by argument.
+    constant: its other arguments. after: states [B, ...] of texts whose columns are all accepted;
+    None where the forward was no chain. known: outputs of its linear layers.
+    """
+
+    constant: Arguments
+    steps: dict[str, Tensor]
+    after: list[State] | None
+    known: Known
+
+
+@final
+@dataclass
+class Mark:
+    """The states of one text after its first `length` tokens."""
+
+    length: int
+    states: States
+
+
+@final
+@dataclass
+class RecurrentStates:
+    """lengths: of the texts. now: states [B, ...] of each mixer; none before the first token."""
+
+    mixers: Sequence[Mixer]
+    lengths: list[int] = field(default_factory=lambda: [0])
+    now: States = field(init=False)
+    marks: list[list[Mark]] = field(default_factory=lambda: [[]])
+    forwarded: dict[int, Forwarded] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.now = [[] for _ in self.mixers]
+
+    def of(self, number: int, arguments: Arguments) -> list[State]:
+        """States [B, ...] of a mixer."""
+        return self.now[number] or self.mixers[number].store.fresh(arguments)
+
+    @torch.no_grad()
+    def commit(self, cache: "TreeCache", nodes: Sequence[Sequence[int]]) -> None:
+        """Bring each text's states behind its accepted nodes of the last forward."""
+        if not any(nodes):
+            return
+        now = [self._committed(cache, number, nodes) for number in range(len(self.mixers))]
+        lengths = [length + len(kept) for length, kept in zip(self.lengths, nodes, strict=True)]
+        self.now, self.lengths = now, lengths
+
+    def _committed(
+        self, cache: "TreeCache", number: int, nodes: Sequence[Sequence[int]]
+    ) -> list[State]:
+        """The new states [B, ...] of a mixer."""
+        # 1. Texts whose states the forward has left, and texts by the number of accepted nodes.
+        mixer, forwarded = self.mixers[number], self.forwarded[number]
+        columns = next(iter(forwarded.steps.values())).shape[1]
+        whole = list(range(columns))
+        groups: dict[int, list[int]] = {}
+        for text, kept in enumerate(nodes):
+            if kept and not (forwarded.after and list(kept) == whole):
+                groups.setdefault(len(kept), []).append(text)
+        if forwarded.after and not groups and all(nodes):
+            return forwarded.after
+
+        # 2. The mixer over the accepted nodes of the others.
+        before = self.of(number, forwarded.constant)
+        states = list(before)
+        again = {text for texts in groups.values() for text in texts}
+        left = [text for text, kept in enumerate(nodes) if kept and text not in again]
+        if forwarded.after and left:
+            states = self._put(mixer, states, left, forwarded.after, left)
+        for texts in groups.values():
+            rows = torch.tensor(texts)
+            columns_kept = torch.tensor([list(nodes[text]) for text in texts])
+            steps = {
+                name: values[rows[:, None].to(values.device), columns_kept.to(values.device)]
+                for name, values in forwarded.steps.items()
+            }
+            lent = chosen(before, texts)
+            code, constant = mixer.module.forward, forwarded.constant
+            with read_back(forwarded.known, rows, columns_kept):
+                new = run(mixer, code, cache, constant, steps, lent)[2]
+            states = self._put(mixer, states, texts, new, range(len(texts)))
+        return states
+
+    def _put(
+        self,
+        mixer: Mixer,
+        states: list[State],
+        texts: Sequence[int],
+        new: Sequence[State],
+        rows: Sequence[int],
+    ) -> list[State]:
+        """States [B, ...] with those of some texts replaced by rows of others."""
+        put: list[State] = []
+        for number, (old, other) in enumerate(zip(states, new, strict=True)):
+            if other is None:
+                put.append(old)
+                continue
+            source = other[torch.tensor(list(rows), device=other.device)]
+            if old is None:
+                like = source.new_empty(len(self.lengths), *source.shape[1:])
+                old = mixer.store.blank(number, like)
+            put.append(old.index_copy(0, torch.tensor(list(texts), device=old.device), source))
+        return put
+
+    def mark(self) -> None:
+        """Remember the present states of each text, for `rewind`."""
+        for row, (length, marks) in enumerate(zip(self.lengths, self.marks, strict=True)):
+            if length and not any(mark.length == length for mark in marks):
+                states = [chosen(states, [row], copy=False) for states in self.now]
+                self.marks[row] = [*marks, Mark(length, states)][-MARKS:]
+
+    def rewind(self, lengths: Sequence[int]) -> list[int]:
+        """Cut each text to a length with a known state, at most `lengths`. Returns the lengths."""
+        reached = list(lengths)
+        for row, length in enumerate(lengths):
+            if length >= self.lengths[row]:
+                reached[row] = self.lengths[row]
+                continue
+            self.marks[row] = [mark for mark in self.marks[row] if mark.length <= length]
+            known = max(self.marks[row], key=lambda mark: mark.length, default=Mark(0, []))
+            reached[row] = known.length
+            if len(lengths) == 1:
+                self.now = known.states or [[] for _ in self.mixers]
+                continue
+            for number, mixer in enumerate(self.mixers):
+                states = self.now[number]
+                blank = [
+                    state if state is None else mixer.store.blank(i, state[:1])
+                    for i, state in enumerate(states)
+                ]
+                new = known.states[number] if known.states else blank
+                if states:
+                    self.now[number] = self._put(mixer, states, [row], new, [0])
+        self.lengths = reached
+        return reached
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these texts, in this order."""
+        self.now = [chosen(states, rows) for states in self.now]
+        self.marks = [list(self.marks[row]) for row in rows]
+        self.lengths = [self.lengths[row] for row in rows]
+        self.forwarded = {}
+
+    def join(self, others: Sequence["RecurrentStates"]) -> None:
+        """Append the texts of other states of the same model."""
+        all_states = [self, *others]
+        joined: States = []
+        for number, mixer in enumerate(self.mixers):
+            parts = [states.now[number] for states in all_states]
+            known: list[State] = next((part for part in parts if part), [])
+            filled: list[State] = []
+            for i, like in enumerate(known):
+                if like is None:
+                    filled.append(None)
+                    continue
+                tensors = []
+                for states, part in zip(all_states, parts, strict=True):
+                    shape = (len(states.lengths), *like.shape[1:])
+                    state = part[i] if part else None
+                    empty = mixer.store.blank(i, like.new_empty(shape))
+                    tensors.append(empty if state is None else state)
+                filled.append(torch.cat(tensors))
+            joined.append(filled)
+        self.marks = [marks for states in all_states for marks in states.marks]
+        self.lengths = [length for states in all_states for length in states.lengths]
+        self.now, self.forwarded = joined, {}
+
+    def put(self, row: int, other: "RecurrentStates") -> None:
+        """Replace a text by the only text of others."""
+        last = len(self.lengths)
+        self.join([other])
+        self.select([last if i == row else i for i in range(last)])
+
+
+def chosen(states: Sequence[State], rows: Sequence[int], copy: bool = True) -> list[State]:
+    """The states [rows, ...] of some texts. copy: False for one row, which stays as it is."""
+    picked: list[State] = []
+    for state in states:
+        if state is None:
+            picked.append(None)
+        elif copy:
+            picked.append(state.index_select(0, torch.tensor(list(rows), device=state.device)))
+        else:
+            picked.append(state[rows[0] : rows[0] + 1])
+    return picked

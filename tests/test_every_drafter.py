@@ -28,6 +28,7 @@ DRAFTERS = {
     "lookup": "lookup:matches=3",
     "lookahead": "lookahead:window=4,ngram=3,guesses=4",
     "jacobi": "jacobi:window=4",
+    "suffix": "suffix:{home}/memory",
 }
 
 
@@ -71,7 +72,7 @@ def test_greedy_answers_are_the_targets_own_tokens(home, kind):
 def test_sampled_answers_have_the_targets_law(home, kind):
     """Their tokens' places in the plain model's laws are uniform: Kolmogorov and Smirnov, an error of 1e-4 each."""
     drafter = DRAFTERS[kind].format(home=home)
-    given = kind in ("rest", "lookup", "lookahead", "jacobi")
+    given = kind in ("rest", "lookup", "lookahead", "jacobi", "suffix")
     verifier, tree = ("topk", None) if given else ("rrs-wo", "2x2")
     spec = load(str(home / "target"), drafter=drafter, tree=tree, verifier=verifier, dtype="float32")
     config = CertifyConfig(target="", head="", tokens=300, length=6, batch=1, top_k=0, top_p=1.0, seed=3)

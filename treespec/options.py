@@ -35,6 +35,7 @@ DRAFTER_FORMS = {
     "rest": "rest:DATASTORE",
     "lookahead": "lookahead",
     "jacobi": "jacobi",
+    "suffix": "suffix",
     "model": "model:MODEL",
     "self": "self:FILE",
     "sparse": "sparse:512",
@@ -42,7 +43,7 @@ DRAFTER_FORMS = {
 DRAFTERS = tuple(DRAFTER_FORMS)
 HEADS = tuple(kind for kind, form in DRAFTER_FORMS.items() if form.endswith(":HEAD"))
 TRAINED = tuple(kind for kind in HEADS if kind != "head")  # kinds of trained head
-GIVEN = ("lookup", "rest", "lookahead", "jacobi")  # their tokens have no draft law
+GIVEN = ("lookup", "rest", "lookahead", "jacobi", "suffix")  # their tokens have no draft law
 DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in sparse:512,snapkv
 
 SCHEMES = (

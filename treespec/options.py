@@ -35,7 +35,7 @@ DRAFTER_FORMS = {
     "rest": "rest:DATASTORE",
     "lookahead": "lookahead",
     "jacobi": "jacobi",
-    "suffix": "suffix",
+    "suffix": "suffix, suffix+eagle:HEAD or suffix with another draft model",
     "model": "model:MODEL",
     "self": "self:FILE",
     "sparse": "sparse:512",
@@ -44,6 +44,9 @@ DRAFTERS = tuple(DRAFTER_FORMS)
 HEADS = tuple(kind for kind, form in DRAFTER_FORMS.items() if form.endswith(":HEAD"))
 TRAINED = tuple(kind for kind in HEADS if kind != "head")  # kinds of trained head
 GIVEN = ("lookup", "rest", "lookahead", "jacobi", "suffix")  # their tokens have no draft law
+JOINED = re.compile(  # suffix:DIR+eagle:HEAD; the first + before a drafter's name parts the two
+    rf"(suffix(?::.*?)?)\+((?:{'|'.join(map(re.escape, DRAFTERS))})(?::.*)?)"
+)
 DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in sparse:512,snapkv
 
 SCHEMES = (
@@ -71,6 +74,12 @@ TREE_FILE = "a JSON file of paths"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 QUESTIONS = ("builtin", "mt-bench", "spec-bench", "humaneval", "gsm8k")
+
+
+def members_of(drafter: str) -> list[str]:
+    """The drafters that `suffix+eagle:HEAD` joins, `kind:value` each; of any other name itself."""
+    joined = JOINED.fullmatch(drafter)
+    return list(joined.groups()) if joined else [drafter]
 
 
 def either(names: Iterable[str]) -> str:

@@ -25,7 +25,8 @@ def part(tree: TokenTree, pace: Pace, known: np.ndarray | None = None) -> TokenT
     """
     # 1. Keep the nodes likeliest to be reached, at the size that brings the most tokens a second.
     if known is not None:
-        return likely_part(tree, pace, known)
+        pace.promise = None  # it learns nothing from this cycle
+        return likely_part(tree, pace, known)[0]
     chances = of_children(tree.parents.numpy())
     nodes = len(chances)
     kept = np.arange(nodes)
@@ -51,15 +52,15 @@ def part(tree: TokenTree, pace: Pace, known: np.ndarray | None = None) -> TokenT
     return selected(tree, kept)
 
 
-def likely_part(tree: TokenTree, pace: Pace, chances: np.ndarray) -> TokenTree:
-    """`part` by chances [N] that need no correction. The pace learns nothing from it."""
-    pace.promise = None
+def likely_part(tree: TokenTree, pace: Pace, chances: np.ndarray) -> tuple[TokenTree, np.ndarray]:
+    """`part` by chances [N] that need no correction, and the chances of its nodes."""
     reach = chances.copy()
     for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
         reach[node] *= reach[parent]
     order = np.argsort(-reach[1:], kind="stable") + 1
     size, _ = best_size(reach[order], pace.forward, pace.plain)
-    return selected(tree, np.sort(np.concatenate([[0], order[: size - 1]])))
+    kept = np.sort(np.concatenate([[0], order[: size - 1]]))
+    return selected(tree, kept), chances[kept]
 
 
 def of_children(parents: np.ndarray) -> np.ndarray:

@@ -175,11 +175,10 @@ def _model_id(
 ) -> str:
     """Target, drafter, verifier, tree and temperature in one name that can be a file's."""
     tree_file = tree and tree.removesuffix(".json").rpartition("/")[2]
-    kind, _, value = (drafter or "").partition(":")
+    members = [member.partition(":") for member in members_of(drafter or "")]
     parts = (
         PurePath(target).name,
-        kind,
-        PurePath(value).name,
+        *(part for kind, _, value in members for part in (kind, PurePath(value).name)),
         verifier or "baseline",
         tree_file,
         f"t{temperature:g}",

@@ -6,6 +6,7 @@ from pathlib import PurePath
 from typing import NotRequired, TypedDict
 
 from treespec.eval.bootstrap import Figure
+from treespec.options import members_of
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ def pair_name(row: SummaryRow, several: bool) -> str:
 
 def short(drafter: str | None) -> str:
     """The kind of a drafter, and the last part of its path."""
-    kind, colon, value = (drafter or "").partition(":")
-    return kind + colon + PurePath(value).name
+    members = [member.partition(":") for member in members_of(drafter or "")]
+    return "+".join(kind + colon + PurePath(value).name for kind, colon, value in members)
 
 
 def tree_name(tree: str | None) -> str:

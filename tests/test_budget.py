@@ -64,7 +64,7 @@ def test_rows_that_cost_more_than_they_can_bring_are_never_asked_for():
     assert not rests(Pace(times(1e-6)), 60)
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "lookahead", "jacobi"])
+@pytest.mark.parametrize("drafter", ["lookup", "lookahead", "jacobi", "suffix"])
 @pytest.mark.parametrize("node", [1e-6, 2e-3, 0.1])
 def test_greedy_text_is_the_targets_whatever_pays(drafter, node):
     target = Target(random_model(CONFIGS["llama"]()))

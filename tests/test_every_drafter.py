@@ -30,6 +30,11 @@ DRAFTERS = {
     "lookup": "lookup:matches=3",
     "lookahead": "lookahead:window=4,ngram=3,guesses=4",
     "jacobi": "jacobi:window=4",
+    "suffix": "suffix:{home}/memory",
+}
+JOINED = {
+    "suffix+eagle": "suffix+eagle:{home}/eagle",
+    "suffix+model": "suffix:{home}/joined,union=2+model:{home}/small",
 }
 
 
@@ -58,10 +63,10 @@ def test_no_drafter_is_left_out():
     assert DRAFTERS.keys() == SOURCES.keys()
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", DRAFTERS | JOINED)
 def test_greedy_answers_are_the_targets_own_tokens(home, kind):
     """Float32, one text, three together, and one that is traced."""
-    spec = load(str(home / "target"), drafter=DRAFTERS[kind].format(home=home), dtype="float32")
+    spec = load(str(home / "target"), drafter=(DRAFTERS | JOINED)[kind].format(home=home), dtype="float32")
     prompts = [TEXT * 2, "the answer", TEXT]
     plain = [spec.baseline().generate(prompt, max_new_tokens=24).token_ids for prompt in prompts]
     assert spec.generate(prompts[0], max_new_tokens=24).token_ids == plain[0]
@@ -70,11 +75,11 @@ def test_greedy_answers_are_the_targets_own_tokens(home, kind):
     assert [token for piece in pieces for token in piece.token_ids] == plain[0]
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", DRAFTERS | JOINED)
 def test_sampled_answers_have_the_targets_law(home, kind):
     """Their tokens' places in the plain model's laws are uniform: Kolmogorov and Smirnov, an error of 1e-4 each."""
-    drafter = DRAFTERS[kind].format(home=home)
-    given = kind in ("rest", "lookup", "lookahead", "jacobi")
+    drafter = (DRAFTERS | JOINED)[kind].format(home=home)
+    given = kind in ("rest", "lookup", "lookahead", "jacobi", "suffix")
     verifier, tree = ("topk", None) if given else ("rrs-wo", "2x2")
     spec = load(str(home / "target"), drafter=drafter, tree=tree, verifier=verifier, dtype="float32")
     config = CertifyConfig(target="", head="", tokens=300, length=6, batch=1, top_k=0, top_p=1.0, seed=3)

@@ -82,9 +82,10 @@ ROOMS = {  # the rooms that each room may import
     "draft.models": "ground seams target model trees heads",
     "draft.trained": "ground seams target model trees heads",
     "draft.model_free": "ground shaping seams target text trees draft.pace",
+    "draft.union": "ground shaping seams target trees heads verify draft draft.model_free draft.pace",
     "draft.grow": "ground shaping seams trees verify draft.pace",
     "draft": "ground shaping seams target trees heads verify "
-    "draft.grow draft.model_free draft.models draft.pace draft.trained",
+    "draft.grow draft.model_free draft.models draft.pace draft.trained draft.union",
     "draft.fit": "ground shaping seams target decode model text trees "
     "heads verify draft draft.grow draft.pace draft.trained",
     "spec": "ground shaping seams target decode model text trees heads verify draft draft.fit draft.pace draft.trained",

@@ -75,6 +75,7 @@ def text_of(target: Target, template: str | None, ids: list[int], wanted: Asked,
     generator = torch.Generator(device=target.output_device).manual_seed(seed)
     text = Text(ids, ending, generator, Stats(), law)
     text.top_logprobs = wanted.top_logprobs
+    text.memory, text.remember = wanted.memory, wanted.remember
     if wanted.on_cycle:
         text.listener = telling(wanted.on_cycle, target.tokenizer, law.params, text.stats)
     return text

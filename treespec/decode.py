@@ -164,6 +164,11 @@ class Decoder:
             if listener and answers[row]:
                 with texts[row].failing():
                     listener(Recorded(trees[row], *told, verdicts[row], answers[row]))
+
+        # 7. A drafter may draft from answers that have ended.
+        for text in texts:
+            if drafter and text.remember and text.memory is not None and text.complete:
+                drafter.remember(text.memory, text.remembered)
         return pieces
 
     def _draft(self, roots: Tensor) -> list[TokenTree]:

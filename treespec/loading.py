@@ -16,6 +16,7 @@ from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder
 from treespec.locks import alone_with
 from treespec.model.packed import pack
+from treespec.options import members_of
 from treespec.target import Target
 
 DeviceMap = str | int | torch.device | dict[str, str | int | torch.device] | None
@@ -92,5 +93,5 @@ def calibration_of(source: Source, drafter: str) -> Calibration | None:
 
 def calibration_beside(drafter: str) -> Calibration | None:
     """The calibration beside the head that a drafter names. drafter: `kind:value`."""
-    kind, _, value = drafter.partition(":")
+    kind, _, value = members_of(drafter)[-1].partition(":")
     return load_calibration(head_folder(value)) if kind in HEADS else None

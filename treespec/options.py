@@ -37,6 +37,7 @@ DRAFTER_FORMS = {
     "rest": "rest:DATASTORE",
     "lookahead": "lookahead",
     "jacobi": "jacobi",
+    "suffix": "suffix, suffix+eagle:HEAD or suffix with another draft model",
     "model": "model:MODEL",
     "mtp": "mtp",
     "self": "self:FILE",
@@ -47,7 +48,10 @@ HEADS = tuple(kind for kind, form in DRAFTER_FORMS.items() if form.endswith(":HE
 AT_ONCE = ("medusa", "dflash", "p-eagle")  # heads that draft all levels from the text alone
 # kinds of head that treespec trains
 TRAINED = tuple(kind for kind in HEADS if kind not in ("head", "dflash", "p-eagle"))
-GIVEN = ("lookup", "rest", "lookahead", "jacobi")  # their tokens have no draft law
+GIVEN = ("lookup", "rest", "lookahead", "jacobi", "suffix")  # their tokens have no draft law
+JOINED = re.compile(  # suffix:DIR+eagle:HEAD; the first + before a drafter's name parts the two
+    rf"(suffix(?::.*?)?)\+((?:{'|'.join(map(re.escape, DRAFTERS))})(?::.*)?)"
+)
 DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in sparse:512,snapkv
 
 SCHEMES = (
@@ -76,6 +80,12 @@ TREE_FILE = "a JSON file of paths"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 QUESTIONS = ("builtin", "mt-bench", "spec-bench", "humaneval", "gsm8k")
+
+
+def members_of(drafter: str) -> list[str]:
+    """The drafters that `suffix+eagle:HEAD` joins, `kind:value` each; of any other name itself."""
+    joined = JOINED.fullmatch(drafter)
+    return list(joined.groups()) if joined else [drafter]
 
 
 def either(names: Iterable[str]) -> str:

@@ -43,6 +43,9 @@ class Options(TypedDict, total=False):
     logprobs: give the log-probability of each token. top_logprobs: and of so many likeliest tokens
     (`treespec.logprobs.TokenLogprob`).
     chat_template_kwargs: variables for the chat template of messages, such as enable_thinking.
+    memory: for `--drafter suffix`, whose answers to draft from: requests of one name share theirs,
+    default "". None: from the text at hand alone. remember: whether this answer joins them, which is
+    the default.
     on_cycle: is called with each `treespec.cycle.Cycle` while the decoder waits; an error of it
     ends the answer. For one prompt.
     """
@@ -66,6 +69,8 @@ class Options(TypedDict, total=False):
     logprobs: bool
     top_logprobs: int
     chat_template_kwargs: Mapping[str, object]
+    memory: str | None
+    remember: bool
     on_cycle: "Callable[[Cycle], object]"
 
 
@@ -106,6 +111,8 @@ class Asked:
     grammar: tuple[str, object] | None
     top_logprobs: int | None
     chat_template_kwargs: Mapping[str, object]
+    memory: str | None
+    remember: bool
     on_cycle: "Callable[[Cycle], object] | None"
 
     @property
@@ -149,6 +156,8 @@ def asked(options: Options) -> Asked:
         grammar,
         tops if told else None,
         _variables(options.get("chat_template_kwargs", {})),
+        _name("memory", options.get("memory", "")),
+        _flag("remember", options.get("remember", True)),
         _function("on_cycle", options.get("on_cycle")),
     )
 
@@ -177,6 +186,12 @@ def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise InputError(f"{name} is {value!r:.40}, must be True or False")
     return bool(value)
+
+
+def _name(name: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise InputError(f"{name} is {value!r:.40}, must be a string or None")
+    return value
 
 
 def _strings(stop: object) -> tuple[str, ...]:

@@ -132,6 +132,8 @@ class Rows:
         kept, taps = len(text.committed), drafter.taps if drafter else ()
         samples, observed = text.samples, []
         with text.failing():  # such as memory that ran out
+            if drafter:
+                drafter.enter(text.memory)
             if samples and samples.cache and not kept:
                 samples.fill(cache, drafter)
                 text.committed, kept = text.prompt[:-1], len(text.prompt) - 1

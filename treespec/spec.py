@@ -103,7 +103,7 @@ class Spec:
 
     def warm_up(self) -> None:
         """Decode a few tokens, so that first-time measuring is over."""
-        self.generate([0] * 8, max_new_tokens=8)
+        self.generate([0] * 8, max_new_tokens=8, memory=None)
 
     def measure(self, batch: int) -> None:
         """Measure now, before an answer's clock runs, what trees of up to `batch` texts cost."""

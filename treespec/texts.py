@@ -18,6 +18,7 @@ from treespec.text.ending import Ending
 from treespec.trees.tree import TokenTree
 from treespec.verify.walk import Verdict
 
+LEAD = 8  # tokens of the prompt that an answer is remembered with
 FORBIDDEN = (
     "the request's biases, processors, grammar and min_tokens forbid every token at one place of "
     "the answer: leave out one of them"
@@ -49,6 +50,8 @@ class Text:
     samples: what it shares with other answers to its prompt; None: nothing.
     top_logprobs: likeliest tokens that each log-probability comes with; None: there are none.
     listener: is called after each cycle; an error of it ends the text.
+    memory: the name of the answers that it may be drafted from; None: of none. remember: whether its
+    own answer joins them.
     """
 
     prompt: list[int]
@@ -63,6 +66,8 @@ class Text:
     samples: Samples | None = None
     top_logprobs: int | None = None
     listener: Listener | None = None
+    memory: str | None = None
+    remember: bool = True
 
     @property
     def columns(self) -> int:
@@ -72,6 +77,18 @@ class Text:
     @property
     def ended(self) -> bool:
         return self.cancelled or self.error is not None or self.ending.finished
+
+    @property
+    def complete(self) -> bool:
+        """Whether it ended by itself."""
+        return self.ending.finished and self.error is None and not self.cancelled
+
+    @property
+    def remembered(self) -> list[int]:
+        """The last tokens of the prompt, which are the context of the first, and the answer."""
+        start = max(len(self.prompt) - LEAD, 0)
+        end = len(self.prompt) + self.stats.new_tokens
+        return [*self.committed, self.root][start:end]
 
     @contextmanager
     def failing(self) -> Iterator[None]:

@@ -110,6 +110,7 @@ def _answer_all(
         temperature=case.temperature,
         max_new_tokens=config.max_new_tokens,
         seed=seeds,
+        memory=None,
     )
     seconds = time.perf_counter() - started
     return sum(output.stats.new_tokens for output in outputs), seconds

@@ -80,7 +80,7 @@ def _answer(
     fresh = _fresh(spec, draft)
     started = time.perf_counter()
     output = fresh.generate(
-        prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed
+        prompt, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, memory=None
     )
     seconds = time.perf_counter() - started
 

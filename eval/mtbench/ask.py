@@ -1,6 +1,7 @@
 """Ask a configuration some questions, and keep of its answers what the summary needs."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treespec.eval.common import seed_of
@@ -10,6 +11,7 @@ from treespec.eval.questions import Question
 from treespec.spec import Output, Spec
 from treespec.stats import Stats, figures
 from treespec.text import templates
+from treespec.texts import LEAD
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,7 @@ def ask(
 
         # 2. Their answers, on the clock.
         started = time.perf_counter()
-        outputs = _generate(
-            spec, [messages[i] for i in asked], configuration.temperature, seeds, config
-        )
+        outputs = _generate(spec, [messages[i] for i in asked], configuration, seeds, config)
         wall = time.perf_counter() - started
 
         # 3. Divide the time among the conversations in proportion to their own seconds.
@@ -63,7 +63,7 @@ def ask(
 def _generate(
     spec: Spec,
     messages: list[list[dict[str, str]]],
-    temperature: float,
+    configuration: Configuration,
     seeds: list[int],
     config: EvalConfig,
 ) -> list[Output]:
@@ -76,15 +76,47 @@ def _generate(
     # 2. Answers to those that fit.
     generated = spec.generate_all(
         [prompts[i] for i in fits],
-        temperature=temperature,
+        temperature=configuration.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
         max_new_tokens=config.max_new_tokens,
         seed=[seeds[i] for i in fits],
+        memory=memory_of(configuration, config),
+        remember=config.memory == "run",
     )
     for i, output in zip(fits, generated, strict=True):
         outputs[i] = output
     return outputs
+
+
+def memory_of(configuration: Configuration, config: EvalConfig) -> str | None:
+    """The name of the answers that a drafter with a memory may draft from.
+
+    By default from none but the question's own turns, which are in its prompt: then no answer
+    depends on the order of the questions, on a resumption, or on what others answered.
+    """
+    return {"none": None, "run": f"eval {configuration.model_id}", "kept": ""}[config.memory]
+
+
+def recall(
+    spec: Spec,
+    questions: Sequence[Question],
+    answers: Sequence[Answer],
+    configuration: Configuration,
+    config: EvalConfig,
+) -> None:
+    """Remember the answers of an earlier run, as that run did, before this one goes on."""
+    memory, drafter = memory_of(configuration, config), spec.decoder.drafter
+    if config.memory != "run" or memory is None or drafter is None:
+        return
+    turns = {question.question_id: question.turns for question in questions}
+    for answer in answers:
+        messages: list[dict[str, str]] = []
+        told = zip(turns[answer.question_id], answer.turns, answer.extra["token_ids"], strict=True)
+        for asked, text, tokens in told:
+            messages.append({"role": "user", "content": asked})
+            drafter.remember(memory, [*spec.encode(messages)[-LEAD:], *tokens])
+            messages.append({"role": "assistant", "content": text or " "})
 
 
 def _answer(

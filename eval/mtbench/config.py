@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from treespec.errors import InputError
 from treespec.eval.common import listed, number, parts_of
-from treespec.options import DRAFTER_WORDS, MANY, SEEDS, option, shared
+from treespec.options import DRAFTER_WORDS, MANY, SEEDS, members_of, option, shared
 from treespec.shared_options import (
     DRAFTER,
     FASTEST,
@@ -22,6 +22,9 @@ from treespec.shared_options import (
 
 if TYPE_CHECKING:
     from treespec.eval.pairs import Pair
+
+
+MEMORIES = ("none", "run", "kept")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,12 @@ class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, 
     baseline: bool = option("also decode one token at a time, for the speedups", True)
     warm_up: int = option(
         "short generations per configuration before anything is timed", 2, least=0, most=10**6
+    )
+    memory: str = option(
+        "earlier answers that --drafter suffix drafts from: none, run (each configuration's own, in the "
+        "order of the questions) or kept (those in the folder of suffix:DIR, to which nothing is added)",
+        "none",
+        choices=MEMORIES,
     )
     resamples: int = option(
         "bootstrap resamples behind the 95 % intervals", 1000, least=1, most=10**6
@@ -108,7 +117,7 @@ def drafters_with_trees(config: EvalConfig) -> list[tuple[str, str | None]]:
         return [(f"head:{config.head}", None)]
     names: list[str] = []
     for part in parts_of("drafter", config.drafter):
-        kind = names[-1].partition(":")[0] if names else ""
+        kind = members_of(names[-1])[-1].partition(":")[0] if names else ""
         if part.partition("@")[0] in DRAFTER_WORDS.get(kind, ()):
             names[-1] += f",{part}"  # an option of the drafter before it, as in sparse:512,snapkv
         else:
@@ -166,11 +175,10 @@ def _model_id(
 ) -> str:
     """Target, drafter, verifier, tree and temperature in one name that can be a file's."""
     tree_file = tree and tree.removesuffix(".json").rpartition("/")[2]
-    kind, _, value = (drafter or "").partition(":")
+    members = [member.partition(":") for member in members_of(drafter or "")]
     parts = (
         PurePath(target).name,
-        kind,
-        PurePath(value).name,
+        *(part for kind, _, value in members for part in (kind, PurePath(value).name)),
         verifier or "baseline",
         tree_file,
         f"t{temperature:g}",

@@ -14,6 +14,7 @@ from treespec.eval.mtbench.config import EvalConfig, drafters_of
 from treespec.eval.questions import Question
 from treespec.files import read_json
 from treespec.identity import identity_of
+from treespec.options import members_of
 
 CHANGE_NO_ANSWER = ("out", "resamples", "allow_lossy", "run_code")  # options
 PLACES = ("target", "head")  # compared by content: another path may lead to the same model
@@ -117,11 +118,19 @@ def models_of(config: EvalConfig) -> Identities:
 
 
 def drafter_identity(drafter: str) -> str:
-    """The identity of one drafter's models, of a datastore's folder or of a skip set's file."""
+    """The identity of one drafter's models, of a datastore's folder or of a skip set's file.
+
+    Joined drafters have one of each. That of a memory is not its answers', which may grow.
+    """
+    members = members_of(drafter)
+    if len(members) > 1:
+        return " ".join(filter(None, map(drafter_identity, members)))
     kind, _, value = drafter.partition(":")
     if kind in MODELS:
         names = [value] if kind != "model" or Path(value).exists() else value.split("+")
         return " ".join(map(identity_of, names))
+    if kind == "suffix":
+        return ""
     place = re.split(r",(?=\w+=)", value)[0]
     return identity_of(place) if place and Path(place).exists() else ""
 

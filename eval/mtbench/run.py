@@ -9,7 +9,7 @@ from treespec.errors import InputError
 from treespec.eval.common import Step, in_order
 from treespec.eval.environment import describe
 from treespec.eval.mtbench import answers, page
-from treespec.eval.mtbench.ask import ask, said
+from treespec.eval.mtbench.ask import ask, recall, said
 from treespec.eval.mtbench.config import (
     Configuration,
     EvalConfig,
@@ -166,7 +166,9 @@ def _answer_all(
     write_json(out / "config.json", record)
 
     # 4. Warm up.
-    short = replace(config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens))
+    short = replace(
+        config, max_new_tokens=min(WARM_UP_TOKENS, config.max_new_tokens), memory="none"
+    )
     for configuration in fit if config.warm_up else ():
         report(Step(there, total, f"warm-up of {configuration.model_id}"))
         for _ in range(config.warm_up):
@@ -174,6 +176,9 @@ def _answer_all(
             ask(spec, questions[: config.batch], configuration, short)
 
     # 5. Ask.
+    for configuration in fit:
+        spec = fresh(configuration, drafts[configuration])
+        recall(spec, questions, answers.read(files[configuration]), configuration, config)
     at_start = there
     for group, configuration in plan:
         spec = fresh(configuration, drafts[configuration])

@@ -84,7 +84,7 @@ def traced(
 ) -> Traced:
     """Trace a short answer. Its times are no figures: recording slows it down."""
     prompt = _prompt(question)
-    options = sampling | {"temperature": temperature, "max_new_tokens": TOKENS}
+    options = sampling | {"temperature": temperature, "max_new_tokens": TOKENS, "memory": None}
     cycles = list(islice(trace(spec, prompt, seed=seed, **options), CYCLES))
     answer = [
         Said(piece.text, piece.drafted, first=piece is cycle.answer[0])

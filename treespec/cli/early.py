@@ -9,7 +9,15 @@ from treespec.cli.terminal import notice
 from treespec.demo.known import is_demo
 from treespec.errors import InputError
 from treespec.heads.places import mistyped
-from treespec.options import DRAFTER_FORMS, DRAFTERS, GIVEN, HEADS, either, nearest
+from treespec.options import (
+    DRAFTER_FORMS,
+    DRAFTERS,
+    GIVEN,
+    HEADS,
+    either,
+    members_of,
+    nearest,
+)
 
 
 def begin(target: str, drafters: Sequence[str] = (), template: str | None = None) -> None:
@@ -26,7 +34,8 @@ def begin(target: str, drafters: Sequence[str] = (), template: str | None = None
 
         check(None, template)
     for drafter in drafters:
-        check_files(drafter, target)
+        for member in members_of(drafter):
+            check_files(member, target)
 
 
 def check_sources(target: str, drafters: Sequence[str] = ()) -> None:
@@ -38,7 +47,8 @@ def check_sources(target: str, drafters: Sequence[str] = ()) -> None:
         raise InputError(f"cannot load the target {target!r}: {error}") from None
     width = width_of(target)
     for drafter in drafters:
-        check_source(drafter, width)
+        for member in members_of(drafter):
+            check_source(member, width)
 
 
 def check_source(drafter: str, width: int | None) -> None:
@@ -133,7 +143,8 @@ def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bo
 
     chosen = None if tree is None else policy(tree)
     check_named(drafter, verifier_by_name(verifier, allow_lossy), chosen)
-    check_options(drafter)
+    for member in members_of(drafter):
+        check_options(member)
 
 
 def check_options(drafter: str) -> None:

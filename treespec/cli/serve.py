@@ -28,8 +28,10 @@ class AddressOptions(CommandOptions):
     )
     port: int = option("port to listen on; 0 takes a free one", 8000, least=0, most=65535)
     name: str | None = option("the model's name in requests; default: the target's", None)
-    api_key: str | None = option(
-        f"key that requests must bring; default: the environment variable {KEY}, else none", None
+    api_key: list[str] | None = option(
+        "key that requests must bring; repeat the option for several callers; default: those in the "
+        f"environment variable {KEY}, separated by spaces, else none",
+        None,
     )
     cors: list[str] | None = option(
         "origin of pages that may call the server from a browser, such as http://localhost:3000; "
@@ -116,7 +118,7 @@ def serve(config: ServeConfig) -> None:
         name=config.name or (DEMO if config.target == DEMO else target_name(spec.target)),
         limits=limits,
         metrics=Metrics(engine),
-        api_key=config.api_key or os.environ.get(KEY) or None,
+        api_key=config.api_key or os.environ.get(KEY, "").split(),
         temperature=config.temperature,
         allow_lossy=config.allow_lossy,
     )

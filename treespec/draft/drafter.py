@@ -52,6 +52,17 @@ class Drafter(PerText, Protocol):
     def lengths(self) -> list[int]:
         """Observed positions, by text."""
 
+    def enter(self, memory: str | None) -> None:
+        """A text begins in the only row. memory: which answers it may draft from; None: from none.
+
+        A drafter that keeps no answers does nothing here, nor in `remember`.
+        """
+        return
+
+    def remember(self, memory: str, answer: Sequence[int]) -> None:
+        """An answer has ended. It begins with the last tokens of its prompt."""
+        return
+
     @abstractmethod
     def draft_trees(
         self,

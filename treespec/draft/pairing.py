@@ -11,7 +11,7 @@ from treespec.draft.default_tree import default_tree, verifier_for
 from treespec.draft.grow.grower import DraftModel
 from treespec.draft.grow.growers import check_fit
 from treespec.errors import InputError
-from treespec.options import AT_ONCE, GIVEN, HEADS
+from treespec.options import AT_ONCE, GIVEN, HEADS, members_of
 from treespec.trees.shape import Policy
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Verifier, is_paced
@@ -23,7 +23,7 @@ def check_named(drafter: str, verifier: Verifier, tree: Policy | None) -> None:
     drafter: `kind:value`, as `--drafter` takes it. tree: None is the verifier's own. A head that is
     missing or damaged passes: loading it raises the error.
     """
-    kind, _, value = drafter.partition(":")
+    kind, _, value = members_of(drafter)[-1].partition(":")
     if kind in GIVEN:
         check_given(kind, verifier, tree)
         return

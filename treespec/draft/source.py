@@ -13,11 +13,14 @@ from torch import nn
 from treespec.draft.calibration import Calibration
 from treespec.draft.default_tree import default_tree
 from treespec.draft.drafter import Drafter
+from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.pace.times import TimesBy
 from treespec.draft.pairing import check_given
 from treespec.draft.proposer import Proposer
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.tree_drafter import TreeDrafter
+from treespec.draft.union.joint import Joint
+from treespec.draft.union.union import UnionDrafter
 from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.trees.shape import Policy
@@ -99,7 +102,7 @@ class Model:
         verifier: Verifier,
         calibration: Calibration | None,
         times: TimesBy,
-    ) -> Drafter:
+    ) -> TreeDrafter:
         scheme, deepest = verifier.scheme, self.proposer.max_depth
         policy = tree or default_tree(
             scheme, deepest, calibration, self.law_per_draw, is_paced(verifier)
@@ -134,13 +137,54 @@ class WholeTrees:
         return self.original.paced(times) if is_paced(verifier) else self.original.new()
 
 
-Drafting: TypeAlias = Source | Head | Proposer | Drafter
+@final
+@dataclass(frozen=True)
+class Joined:
+    """A memory and a draft model."""
+
+    memory: Suffix
+    model: Model
+
+    @property
+    def name(self) -> str:
+        return f"suffix and {self.model.name}"
+
+    @property
+    def proposer(self) -> Proposer | None:
+        return self.model.proposer
+
+    @property
+    def head(self) -> Head | None:
+        return self.model.head
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        return self.model.models
+
+    @property
+    def law_per_draw(self) -> bool:
+        return self.model.law_per_draw
+
+    def drafter(
+        self,
+        tree: Policy | None,
+        verifier: Verifier,
+        calibration: Calibration | None,
+        times: TimesBy,
+    ) -> Drafter:
+        trees = self.model.drafter(tree, verifier, calibration, times)
+        return UnionDrafter(trees, self.memory.new(), times if trees.timed else None)
+
+
+Drafting: TypeAlias = Source | Head | Proposer | Drafter | Joint
 
 
 def source_for(drafting: Drafting | None, target: Target) -> Source | None:
     """Turn anything that drafts into a source. None stays None: one token at a time."""
-    if drafting is None or isinstance(drafting, Model | WholeTrees):
+    if drafting is None or isinstance(drafting, Model | WholeTrees | Joined):
         return drafting
+    if isinstance(drafting, Joint):
+        return Joined(drafting.memory, cast(Model, source_for(drafting.drafting, target)))
     if kind := KINDS.get(getattr(drafting, "kind", "")):
         return Model(kind.proposer(drafting, target))
     if hasattr(drafting, "draft_trees"):

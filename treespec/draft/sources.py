@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from torch import nn
 
 from treespec.draft.drafter import Drafter
-from treespec.draft.model_free.kinds import GIVEN, given_by
+from treespec.draft.model_free.kinds import GIVEN, given_by, suffix
 from treespec.draft.models.model import ModelProposer, draft_model
 from treespec.draft.models.several import SeveralModels
 from treespec.draft.models.skip import skipped_target
@@ -15,11 +16,12 @@ from treespec.draft.proposer import Proposer
 from treespec.draft.trained.eagle import embedding_of
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.trained.mtp_load import mtp_of_target
+from treespec.draft.union.joint import Joint
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
 from treespec.heads.head import Head
-from treespec.options import nearest
+from treespec.options import members_of, nearest
 from treespec.target import Target
 
 
@@ -71,11 +73,21 @@ SOURCES: dict[str, Callable[[str, Target], Head | Proposer | Drafter]] = {
 }
 
 
-def source_of(drafter: str, target: Target) -> Head | Proposer | Drafter:
-    """Load what `kind:value` names.
+def source_of(drafter: str, target: Target) -> Head | Proposer | Drafter | Joint:
+    """Load what `kind:value` names, or `suffix+kind:value`.
 
     Raises InputError for an unknown kind, and whatever loading raises.
     """
+    first, *second = members_of(drafter)
+    if second:
+        name = second[0].partition(":")[0]
+        if name in GIVEN:
+            raise InputError(
+                f"--drafter {drafter}: {name} has no draft model to join: take suffix alone, or "
+                "suffix+eagle:DIRECTORY"
+            )
+        own = SOURCES[name](second[0].partition(":")[2], target)
+        return Joint(suffix(first.partition(":")[2], target), cast("Head | Proposer", own))
     kind, _, value = drafter.partition(":")
     if kind not in SOURCES:
         hint = nearest(kind, SOURCES)

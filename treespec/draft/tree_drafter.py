@@ -63,6 +63,7 @@ class TreeDrafter(Drafter):
         self.times, self.now = times, time.perf_counter
         self.growers = [self._new_grower()]
         self.chains: list[list[int]] = [[]]  # forced tokens of this cycle, by text
+        self.idle = [False]  # texts that others draft for in this cycle
 
     @torch.no_grad()
     def draft_trees(
@@ -72,12 +73,16 @@ class TreeDrafter(Drafter):
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
+        idle: Sequence[bool] | None = None,
     ) -> list[TokenTree]:
+        """idle: texts that go without drafts in any case; nothing is learned of them."""
         # 1. Forced tokens, and texts that go without drafts this cycle.
         self.chains = [law.forced() for law in laws]
-        pairs = zip(self.growers, laws, strict=True)
+        self.idle = list(idle) if idle else [False] * len(laws)
+        texts = zip(self.growers, laws, self.idle, strict=True)
         rests = [
-            grower.rests(law.params, law.company(len(laws))) or law.over for grower, law in pairs
+            idle or grower.rests(law.params, law.company(len(laws))) or law.over
+            for grower, law, idle in texts
         ]
 
         # 2. A tree for each of the others.
@@ -189,8 +194,11 @@ class TreeDrafter(Drafter):
         self.proposer.observe(features, tokens)
 
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
-        for grower, path, chain in zip(self.growers, paths, self.chains, strict=True):
-            grower.feedback([node - len(chain) for node in path[len(chain) :]])
+        for grower, path, chain, idle in zip(
+            self.growers, paths, self.chains, self.idle, strict=True
+        ):
+            if not idle:
+                grower.feedback([node - len(chain) for node in path[len(chain) :]])
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)

@@ -16,7 +16,7 @@ from treespec.serve.choice import choice_of
 from treespec.serve.logprobs import Told, joined
 from treespec.serve.options import fit_default, options_of
 from treespec.serve.schema import ChatRequest
-from treespec.serve.state import State, state_of
+from treespec.serve.state import State, memory_of, state_of
 from treespec.serve.tools import Call, Catcher, form_of
 from treespec.serve.wire import Fields, end_of, events, heading, told_of, usage
 
@@ -29,6 +29,7 @@ async def chat(request: Request, asked: ChatRequest) -> Response:
     state = state_of(request)
     state.check_model(asked.model)
     options, choice = options_of(state, asked), choice_of(asked)
+    options["memory"] = memory_of(request)
     if choice.schema is not None:
         options["json_schema"] = choice.schema
     variables = asked.chat_template_kwargs

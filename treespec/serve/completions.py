@@ -16,7 +16,7 @@ from treespec.serve.errors import ApiError, refused
 from treespec.serve.logprobs import Told, joined
 from treespec.serve.options import fit_default, options_of
 from treespec.serve.schema import CompletionRequest, TokenizeRequest
-from treespec.serve.state import State, state_of
+from treespec.serve.state import State, memory_of, state_of
 from treespec.serve.wire import Fields, end_of, events, heading, told_of, usage
 from treespec.text.prompts import well_formed
 
@@ -28,7 +28,7 @@ async def complete(request: Request, asked: CompletionRequest) -> Response:
     # 1. What is asked, in treespec's terms.
     state = state_of(request)
     state.check_model(asked.model)
-    options = options_of(state, asked)
+    options = options_of(state, asked) | {"memory": memory_of(request)}
     if asked.echo and asked.logprobs is not None:
         raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
     prompts = prompts_of(asked)

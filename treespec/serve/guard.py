@@ -1,5 +1,6 @@
 """What every request passes first: the server's end, key, name, and the size of the body."""
 
+import hashlib
 import secrets
 from ipaddress import ip_address
 from typing import final
@@ -37,30 +38,33 @@ class Guard:
                 message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
             await send(message)
 
-        error = self._refusal(Request(scope))
+        request = Request(scope)
+        if key := self._key(request):
+            request.state.memory = hashlib.sha256(key.encode()).hexdigest()
+        error = self._refusal(request)
         await (response(error) if error else self.app)(scope, bounded, counted)
 
     def _refusal(self, request: Request) -> ApiError | None:
         path = request.scope["path"]  # request.url would read it off the Host header, too
         if self.state.ending and path not in ("/metrics", "/health"):
             return self.state.cut()
-        if self.state.api_key and path not in OPEN and not self._known(request):
+        if self.state.api_keys and path not in OPEN and not self._key(request):
             message = "Incorrect API key provided; send it as Authorization: Bearer KEY"
             headers = {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=headers)
-        if not self.state.api_key and not named(request):
+        if not self.state.api_keys and not named(request):
             message = "This server answers to localhost: give it an --api-key for other names"
             return ApiError(403, message)
         size = request.headers.get("content-length", "")
         most = self.state.limits.body
         return too_large(most) if size.isdecimal() and int(size) > most else None
 
-    def _known(self, request: Request) -> bool:
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
-        wanted = (self.state.api_key or "").encode()
-        return kind.lower() == "bearer" and secrets.compare_digest(
-            key.strip().encode("latin-1"), wanted
-        )
+    def _key(self, request: Request) -> str | None:
+        """The server's key that the request brings; None: it brings none of them."""
+        kind, _, brought = request.headers.get("authorization", "").partition(" ")
+        given = brought.strip().encode("latin-1")
+        fits = [key for key in self.state.api_keys if secrets.compare_digest(given, key.encode())]
+        return fits[0] if fits and kind.lower() == "bearer" else None
 
 
 def named(request: Request) -> bool:

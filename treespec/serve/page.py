@@ -24,7 +24,7 @@ from treespec.options import LOSSY, TREE_FORMS, VERIFIERS, either
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.messages import encoded
 from treespec.serve.schema import Body, Message
-from treespec.serve.state import State, state_of
+from treespec.serve.state import State, memory_of, state_of
 from treespec.serve.wire import Fields, events
 from treespec.spec import Spec
 from treespec.trace import trace
@@ -112,7 +112,7 @@ async def answer(request: Request, asked: PageRequest) -> Response:
 
     # 2. The first cycle: what cannot be asked shows before the answer begins.
     try:
-        cycles = await run_in_threadpool(_cycles, state, asked)
+        cycles = await run_in_threadpool(_cycles, state, asked, memory_of(request))
     except BaseException as error:
         state.leave_page()
         raise _in_words(error) from error
@@ -147,13 +147,13 @@ async def _told(
         leave()
 
 
-def _cycles(state: State, asked: PageRequest) -> Iterator[Fields]:
+def _cycles(state: State, asked: PageRequest, memory: str) -> Iterator[Fields]:
     """What the page is told, a cycle each."""
     # 1. The options and the parts.
     prompt = encoded(state.spec, asked.messages)
     state.check_prompt(prompt, "messages")
     options: Any = {"temperature": asked.temperature, "max_new_tokens": asked.max_tokens}
-    options["seed"] = asked.seed
+    options |= {"seed": asked.seed, "memory": memory}
     if not asked.drafts or state.spec.source is None:
         return _plain(state.spec.baseline(), prompt, options)
     spec = state.spec

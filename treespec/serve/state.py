@@ -20,6 +20,7 @@ from treespec.spec import Spec
 class State:
     """spec: what the engine decodes with. name: the model's, in requests and answers.
 
+    api_key: one that requests must bring, or several; none: requests need none.
     temperature: of requests that name none. allow_lossy: whether the page may choose a lossy
     verifier. pages: answers on pages that run. ending: whether the server shuts down. cut_off:
     whether what still runs is cut off, too.
@@ -30,13 +31,17 @@ class State:
     name: str
     limits: Limits
     metrics: Metrics
-    api_key: str | None = None
+    api_key: str | Sequence[str] | None = None
     temperature: float = 1.0
     started: int = field(default_factory=lambda: int(time.time()))
     allow_lossy: bool = False
     pages: int = 0
     ending: bool = False
     cut_off: bool = False
+
+    @property
+    def api_keys(self) -> Sequence[str]:
+        return [self.api_key] if isinstance(self.api_key, str) else self.api_key or []
 
     def check_model(self, named: str | None) -> None:
         """Raises ApiError for another model's name."""
@@ -81,6 +86,15 @@ class State:
             return
         message = f"the prompt has {count} tokens, {room}: shorten it"
         raise ApiError(400, message, param, "context_length_exceeded")
+
+
+def memory_of(request: Request) -> str:
+    """The name of the answers that a request may be drafted from: those to the same key.
+
+    The guard has set it. Without keys all requests share one.
+    """
+    name: str = getattr(request.state, "memory", "")
+    return name
 
 
 def state_of(request: Request) -> State:

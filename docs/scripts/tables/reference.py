@@ -178,6 +178,11 @@ DRAFTER_WORDS = {  # name: the values that --drafter takes, what it is, and wher
         "Lookahead, Fu et al. 2024",
     ),
     "jacobi": ("`jacobi`", "its guesses of the cycle before", "Santilli et al. 2023"),
+    "suffix": (
+        "`suffix`, `suffix:DIR`",
+        "what followed them in the text and in earlier answers, by counts; DIR keeps these on disk",
+        "SuffixDecoding, Oliaro et al. 2024",
+    ),
 }
 
 

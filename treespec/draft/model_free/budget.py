@@ -17,12 +17,16 @@ RATES = (0.6, 0.12, 0.06, 0.03)
 ROWS_BRING = 1.6
 
 
-def part(tree: TokenTree, pace: Pace) -> TokenTree:
+def part(tree: TokenTree, pace: Pace, known: np.ndarray | None = None) -> TokenTree:
     """The tree of the nodes worth their time in the forward. A tree with extra rows stays whole.
 
-    It sets the pace's promise for this cycle. tree: on the host, without laws.
+    It sets the pace's promise for this cycle. tree: on the host, without laws. known: [N] Pr(a node
+    is accepted | its parent is), from a drafter that learns them itself; None: by rank.
     """
     # 1. Keep the nodes likeliest to be reached, at the size that brings the most tokens a second.
+    if known is not None:
+        pace.promise = None  # it learns nothing from this cycle
+        return likely_part(tree, pace, known)[0]
     chances = of_children(tree.parents.numpy())
     nodes = len(chances)
     kept = np.arange(nodes)
@@ -46,6 +50,17 @@ def part(tree: TokenTree, pace: Pace) -> TokenTree:
         pace.promise = Promise(pace.by_law, cost, shorter.parents.numpy(), chances[kept])
         return shorter
     return selected(tree, kept)
+
+
+def likely_part(tree: TokenTree, pace: Pace, chances: np.ndarray) -> tuple[TokenTree, np.ndarray]:
+    """`part` by chances [N] that need no correction, and the chances of its nodes."""
+    reach = chances.copy()
+    for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
+        reach[node] *= reach[parent]
+    order = np.argsort(-reach[1:], kind="stable") + 1
+    size, _ = best_size(reach[order], pace.forward, pace.plain)
+    kept = np.sort(np.concatenate([[0], order[: size - 1]]))
+    return selected(tree, kept), chances[kept]
 
 
 def of_children(parents: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ that of `topk`: sample p and see whether the token is a child. No other scheme's
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, Self, final
+from typing import ClassVar, Protocol, Self, TypeGuard, final
 
 import numpy as np
 import torch
@@ -45,6 +45,33 @@ class TextDrafter(Protocol):
     def new(self) -> Self:
         """Another drafter with the same options, for a new text."""
         ...
+
+
+class Remembering(TextDrafter, Protocol):
+    """Drafts from earlier answers, too, and estimates how likely its drafts are.
+
+    It says so by an attribute `remembers`; drafters without one do not.
+    """
+
+    remembers: ClassVar[bool] = True
+
+    @property
+    def chances(self) -> np.ndarray:
+        """[N] Pr(a node of the latest tree is accepted | its parent is)."""
+        ...
+
+    def enter(self, memory: str | None) -> None:
+        """A text begins. memory: what it may draft from, beside itself; None: nothing."""
+        ...
+
+    def remember(self, memory: str, answer: Sequence[int]) -> None:
+        """An answer has ended, of any text."""
+        ...
+
+
+def remembers(drafter: TextDrafter) -> TypeGuard[Remembering]:
+    """Whether it is a `Remembering` drafter, in the type checker's terms."""
+    return getattr(drafter, "remembers", False)
 
 
 @final
@@ -93,7 +120,9 @@ class GivenDrafter(Drafter):
                 text = np.concatenate([self.texts[row], root.cpu().numpy(), chain])
                 tree = self.drafters[row].draft(text.astype(np.int64), generators[row])
                 if paces := self.paces[row]:
-                    tree = part(tree, paces.present)
+                    drafter = self.drafters[row]
+                    chances = drafter.chances if remembers(drafter) else None
+                    tree = part(tree, paces.present, chances)
                 tree = moved(tree, roots.device)
 
             # 3. The forced tokens above it.
@@ -106,7 +135,8 @@ class GivenDrafter(Drafter):
         if not self.times:
             return False
         paces = self.paces[row] = self.paces[row] or Paces(self.times)
-        return rests(paces.among(law.company(len(self.texts))), self.drafters[row].widest)
+        pace, drafter = paces.among(law.company(len(self.texts))), self.drafters[row]
+        return not remembers(drafter) and rests(pace, drafter.widest)
 
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
         for row, (path, out) in enumerate(zip(paths, outs, strict=True)):
@@ -120,6 +150,15 @@ class GivenDrafter(Drafter):
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         new = [known[:-1].cpu().numpy() for known in tokens]
         self.texts = [np.concatenate(pair) for pair in zip(self.texts, new, strict=True)]
+
+    def enter(self, memory: str | None) -> None:
+        (drafter,) = self.drafters
+        if remembers(drafter):
+            drafter.enter(memory)
+
+    def remember(self, memory: str, answer: Sequence[int]) -> None:
+        if remembers(drafter := self.drafters[0]):
+            drafter.remember(memory, answer)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]

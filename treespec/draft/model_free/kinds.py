@@ -2,20 +2,26 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from treespec.draft.model_free.datastore import open_datastore
+from treespec.draft.model_free.datastore import fingerprint, open_datastore
 from treespec.draft.model_free.given import GivenDrafter, TextDrafter
 from treespec.draft.model_free.jacobi import Jacobi, JacobiOptions
 from treespec.draft.model_free.lookahead import Lookahead, LookaheadOptions
 from treespec.draft.model_free.lookup import Lookup
 from treespec.draft.model_free.rest import Rest, RestOptions
+from treespec.draft.model_free.suffix import Suffix, SuffixOptions
+from treespec.draft.model_free.suffix_memory import Memories
 from treespec.options import Options, parsed
 from treespec.target import Target
 
 
 def options_of(kind: type[Options], name: str, value: str) -> Options:
     """The options in `--drafter name:value`, written `option=number`. Raises InputError."""
-    given = rest_parts(value)[1] if name == "rest" else value
+    given = value
+    if name in FOLDERS:
+        given = FOLDERS[name](value)[1]
     return parsed(kind, given, f"--drafter {name}:{value}")
 
 
@@ -25,6 +31,15 @@ def rest_parts(value: str) -> tuple[str, str]:
     return folder, ",".join(options)
 
 
+def suffix_parts(value: str) -> tuple[str, str]:
+    """(folder, options) from `DIRECTORY,tokens=5000`, `DIRECTORY`, `tokens=5000` or nothing."""
+    folder, options = rest_parts(value)
+    return ("", value) if re.fullmatch(r"\w+=[0-9]*", folder) else (folder, options)
+
+
+FOLDERS = {"rest": rest_parts, "suffix": suffix_parts}  # drafters whose value begins with a folder
+
+
 def lookup(value: str, target: Target) -> Lookup:
     return options_of(Lookup, "lookup", value)
 
@@ -32,6 +47,15 @@ def lookup(value: str, target: Target) -> Lookup:
 def rest(value: str, target: Target) -> Rest:
     datastore = open_datastore(rest_parts(value)[0], target.tokenizer, target.vocab_size)
     return Rest(datastore, options_of(RestOptions, "rest", value))
+
+
+def suffix(value: str, target: Target) -> Suffix:
+    folder, options = suffix_parts(value)[0], options_of(SuffixOptions, "suffix", value)
+    if not folder:
+        return Suffix(options, Memories(options.tokens))
+    known = fingerprint(target.tokenizer) if target.tokenizer else f"{target.vocab_size} tokens"
+    place = Path(folder).expanduser()
+    return Suffix(options, Memories(options.tokens, place, known, target.vocab_size))
 
 
 def lookahead(value: str, target: Target) -> Lookahead:
@@ -46,11 +70,12 @@ def given_by(name: str) -> Callable[[str, Target], GivenDrafter]:
     return lambda value, target: GivenDrafter(GIVEN[name](value, target), name)
 
 
-OPTIONS: dict[str, type[Lookup | RestOptions | LookaheadOptions | JacobiOptions]] = {
+OPTIONS: dict[str, type[Any]] = {
     "lookup": Lookup,
     "rest": RestOptions,
     "lookahead": LookaheadOptions,
     "jacobi": JacobiOptions,
+    "suffix": SuffixOptions,
 }
 
 # (value, target) -> a drafter for one text. Each raises InputError for bad options and datastores.
@@ -59,4 +84,5 @@ GIVEN: dict[str, Callable[[str, Target], TextDrafter]] = {
     "rest": rest,
     "lookahead": lookahead,
     "jacobi": jacobi,
+    "suffix": suffix,
 }

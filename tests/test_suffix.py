@@ -1,0 +1,206 @@
+"""Suffix decoding: what the index finds, how counts become a tree, and whose answers a text is drafted from."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from models import TableConfig, TableModel, target
+from test_decode import plain_generate, prompt
+from test_given import paths_of, spec_of
+from test_sequence_law import TestSequenceLaw as SequenceLaw
+
+from treespec.draft.model_free.suffix import Suffix, SuffixOptions
+from treespec.draft.model_free.suffix_index import NEWEST, SuffixIndex, longest_match
+from treespec.draft.model_free.suffix_memory import Memories, Memory
+from treespec.draft.model_free.suffix_rates import Rates
+from treespec.draft.model_free.suffix_tree import guess
+from treespec.draft.sources import source_of
+from treespec.engine import Engine
+from treespec.errors import InputError
+from treespec.sampling import SamplingParams
+from treespec.target import Target
+
+SURE = [1.0]  # rates by which a guess is always right
+
+
+def index_of(*texts):
+    index = SuffixIndex()
+    for text in texts:
+        index.extend(text)
+        index.end_text()
+    return index
+
+
+def suffix(**options):
+    chosen = SuffixOptions(**options)
+    return Suffix(chosen, Memories(chosen.tokens))
+
+
+def table():
+    return Target(TableModel(TableConfig(4, seed=1)))
+
+
+class TestIndex:
+    @pytest.mark.parametrize("seed", range(5))
+    def test_it_finds_the_longest_suffix_that_occurred_so_often(self, seed):
+        """By brute force, over texts of three tokens, where no chain is longer than a search."""
+        random = np.random.default_rng(seed)
+        texts = [random.integers(3, size=30).tolist() for _ in range(2)]
+        context = random.integers(3, size=12).tolist()
+        for count in (1, 2, 3):
+            wanted, ends = 0, set()
+            for length in range(1, 13):
+                found = {
+                    (row, end)
+                    for row, text in enumerate(texts)
+                    for end in range(length, len(text))
+                    if text[end - length : end] == context[-length:]
+                }
+                wanted, ends = (length, found) if len(found) >= count else (wanted, ends)
+            places = longest_match([index_of(texts[0]), index_of(texts[1])], context, 64, count)
+            assert min((place.length for place in places), default=0) == wanted
+            assert len(places) == len(ends)
+            assert Counter(place.tokens[place.next] for place in places) == Counter(texts[r][e] for r, e in ends)
+
+    def test_no_match_crosses_the_end_of_a_text(self):
+        index = index_of([1, 2], [3, 4, 5])
+        assert longest_match([index], [2, 3], 64, 1)[0].length == 1
+        assert longest_match([index], [9, 2], 64, 1) == []
+
+    def test_of_many_places_the_latest_are_taken(self):
+        index = index_of([*[7, 1] * NEWEST, *[7, 2] * NEWEST])
+        assert {place.tokens[place.next] for place in index.places([7], 1, 1)} == {2}
+
+
+class TestGuess:
+    def test_the_drawn_example(self):
+        a, b, c, d, e = range(1, 6)
+        places = longest_match([index_of([9, a, b, c], [9, a, b, c], [9, a, d], [9, e])], [9], 64, 1)
+        tree = guess(places, 9, 0.0, SURE, 9).tree(9)
+        assert set(paths_of(tree)) == {(9,), (9, a), (9, a, b), (9, a, b, c), (9, a, d), (9, e)}
+        made = guess(places, 9, 0.0, SURE, 9)
+        assert dict(zip(paths_of(tree)[1:], made.chances, strict=True)) == {
+            (9, a): 3 / 4,
+            (9, e): 1 / 4,
+            (9, a, b): 2 / 3,
+            (9, a, d): 1 / 3,
+            (9, a, b, c): 1,
+        }
+        assert made.score == pytest.approx(3 / 4 + 1 / 4 + 2 / 4 + 1 / 4 + 2 / 4)
+
+    def test_a_longer_match_drafts_more_and_unlikely_paths_are_left_out(self):
+        text = np.array([*range(20), 30, *range(8)])
+        drafted = [len(suffix(growth=growth, percent=1).guess(text).tokens) for growth in (1, 2, 3)]
+        assert drafted == [8, 16, 21]  # to the text's end
+        thrice = np.array([1, 2, 5, 1, 3, 5, 1, 3, 6, 1])
+        assert suffix(percent=1, growth=9).guess(thrice).tokens[:2] == [3, 2]
+        assert suffix(percent=10, growth=9).guess(thrice).tokens == [3]
+
+    def test_rates_follow_what_was_right(self):
+        rates, places = Rates(), longest_match([index_of([1, 2, 3, 4])], [1], 64, 1)
+        before = rates.by_length[1]
+        for right in (True, False):
+            rates = Rates()
+            rates.guessed(guess(places, 3, 0.0, SURE, 9), at=1)
+            rates.learn([1, 2 if right else 9])
+            assert (rates.by_length[1] > before) is right
+
+
+class TestAnswers:
+    def test_greedy_answers_are_the_targets_alone_and_together(self):
+        spec, texts = spec_of("llama", "suffix"), [prompt(), prompt(5), prompt(19)]
+        wanted = [plain_generate(target("llama"), text, 20) for text in texts]
+        for _ in range(2):  # the second time each answer is in the memory
+            outputs = spec.generate(texts, max_new_tokens=20, batch=2)
+            assert [output.token_ids for output in outputs] == wanted
+
+    @pytest.mark.parametrize("options", ["", ":percent=1,growth=9,nodes=6"])
+    def test_sampled_texts_have_the_targets_law_whatever_is_remembered(self, options):
+        spec = spec_of(table(), f"suffix{options}")
+        SequenceLaw().check(spec, SamplingParams(temperature=1.0), texts=3, batch=2)
+
+    def test_what_was_answered_before_is_drafted_whole(self):
+        spec = spec_of("llama", "suffix")
+        first = spec.generate(prompt(), max_new_tokens=24)
+        again = spec.generate(prompt(), max_new_tokens=24)
+        assert again.token_ids == first.token_ids
+        assert again.stats.acceptance_length > 2 * first.stats.acceptance_length
+
+    @pytest.mark.parametrize(
+        ("first", "second", "known"),
+        [
+            ({}, {}, True),
+            ({"memory": "a"}, {"memory": "a"}, True),
+            ({"memory": "a"}, {"memory": "b"}, False),
+            ({"memory": "a"}, {}, False),
+            ({}, {"memory": None}, False),
+            ({"memory": None}, {}, False),
+            ({"remember": False}, {}, False),
+        ],
+    )
+    def test_a_memory_is_known_by_its_name_alone(self, first, second, known):
+        spec = spec_of("llama", "suffix")
+        cold = spec.generate(prompt(), max_new_tokens=24, **first).stats.cycles
+        spec.generate([9, 9], max_new_tokens=2, memory=None)  # another text takes the row
+        assert (spec.generate(prompt(), max_new_tokens=24, **second).stats.cycles < cold) is known
+
+    def test_callers_of_an_engine_share_by_name(self):
+        with Engine(spec_of("llama", "suffix"), batch=2) as engine:
+            cycles = [
+                engine.submit(prompt(), max_new_tokens=24, memory=name).result().stats.cycles
+                for name in ("a", "b", "a")
+            ]
+        assert cycles[0] == cycles[1] > cycles[2]
+
+    def test_an_answer_that_is_cut_off_is_not_remembered(self):
+        spec = spec_of("llama", "suffix")
+        with spec.stream(prompt(), max_new_tokens=24) as stream:
+            next(stream)
+        assert len(spec.decoder.drafter.drafters[0].memories.named("")) == 0
+
+    def test_an_answer_is_remembered_up_to_its_end_with_the_prompts_last_tokens(self):
+        spec = spec_of("llama", "suffix")
+        output = spec.generate(prompt(12), max_new_tokens=7)
+        kept = spec.decoder.drafter.drafters[0].memories.named("").young.tokens
+        assert kept == [*prompt(12)[-8:], *output.token_ids, -1]
+
+    @pytest.mark.parametrize("name", [7, True, b"a"])
+    def test_a_name_is_a_string(self, name):
+        with pytest.raises(InputError, match=r"memory is .*, must be a string or None"):
+            spec_of("llama", "suffix").generate(prompt(), memory=name)
+
+
+class TestBounds:
+    def test_the_oldest_answers_are_forgotten(self):
+        memory = Memory(100)
+        for number in range(200):
+            memory.add([number] * 9)
+            assert len(memory) <= 100
+        kept = {token for index in memory.indexes for token in index.tokens} - {-1}
+        assert (min(kept) >= 190, max(kept)) == (True, 199)
+
+    def test_an_answer_longer_than_a_memory_leaves_its_end(self):
+        memory = Memory(20)
+        memory.add(list(range(50)))
+        assert memory.young.tokens == [*range(41, 50), -1]
+
+    def test_memories_are_as_many_as_are_kept(self):
+        memories = Memories(1024)
+        for number in range(300):
+            memories.named(str(number)).add([1, 2])
+        assert len(memories._by_name) == 256
+        assert len(memories.named("0")) == 0
+        assert len(memories.named("299")) == 3
+
+    @pytest.mark.parametrize(
+        ("drafter", "complaint"),
+        [
+            ("suffix:tokens=5", "tokens is 5, must be a whole number from 1,024"),
+            ("suffix:words=3", "'words=3' is not understood; its options are tokens=200000, longest=64"),
+            ("suffix:count=0", "count is 0"),
+        ],
+    )
+    def test_options_out_of_range_are_one_line(self, drafter, complaint):
+        with pytest.raises(InputError) as caught:
+            source_of(drafter, target("llama"))
+        assert complaint in str(caught.value)

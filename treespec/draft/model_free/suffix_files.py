@@ -1,0 +1,115 @@
+"""A memory on disk: segments of answers, each written whole or not at all.
+
+    FOLDER/shared/000007.safetensors      tokens [T] int32, ends [A] int64 of A answers in T tokens
+    FOLDER/shared/000008.safetensors      the last segment grows; a full one stays as it is
+
+A segment holds an eighth of the bound; the oldest are deleted. Several processes may add:
+each reads the last segment anew, with the folder locked. A killed one leaves the segment as it was
+before its answer, or after it.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from treespec.errors import InputError
+from treespec.files import LOCK, locked, read_tensors, write_tensors
+
+FORMAT = "1"
+SEGMENTS = 8  # of which the oldest is forgotten as a whole
+AGAIN = "delete it to forget its answers, or name another folder"
+
+
+@final
+@dataclass(frozen=True)
+class MemoryFiles:
+    """tokens: the most to keep. tokenizer: a digest of the target's, which every file names."""
+
+    folder: Path
+    tokens: int
+    tokenizer: str
+    vocab_size: int
+
+    def answers(self) -> list[list[int]]:
+        """The latest answers, oldest first.
+
+        Raises InputError for a file of another tokenizer, and for a damaged one.
+        """
+        found: list[list[int]] = []
+        for path in self._segments():
+            try:
+                tokens, ends = self._read(path)
+            except InputError:
+                if path.exists():
+                    raise
+                continue  # another process has just forgotten it
+            text, borders = tokens.tolist(), [0, *ends.tolist()]
+            found += [text[start:end] for start, end in pairwise(borders)]
+        return found
+
+    def add(self, answer: Sequence[int]) -> None:
+        """Append an answer. Raises InputError where the folder cannot be written."""
+        most = max(self.tokens // SEGMENTS, 1)
+        new = torch.tensor(list(answer)[-most:], dtype=torch.int32)
+        with locked(self.folder, wait=lambda holder: None):
+            # 1. The last segment, or the next one where it is full.
+            segments = self._segments()
+            number = int(segments[-1].stem) if segments else 1
+            tokens, ends = new, torch.tensor([len(new)])
+            if segments:
+                before, ends_before = self._read(segments[-1])
+                if len(before) + len(new) <= most:
+                    tokens = torch.cat([before, new])
+                    ends = torch.cat([ends_before, ends + len(before)])
+                else:
+                    number += 1
+
+            # 2. Write it, then delete the oldest ones.
+            path = self.folder / f"{number:06}.safetensors"
+            about = {"format": FORMAT, "tokenizer": self.tokenizer}
+            write_tensors(path, {"tokens": tokens, "ends": ends}, about)
+            for segment in self._segments()[:-SEGMENTS]:
+                segment.unlink()
+
+    def delete(self) -> None:
+        """Forget all answers."""
+        for segment in self._segments():
+            segment.unlink(missing_ok=True)
+        with suppress(OSError):  # another process adds to it
+            (self.folder / LOCK).unlink(missing_ok=True)
+            self.folder.rmdir()
+
+    def _segments(self) -> list[Path]:
+        return sorted(self.folder.glob("[0-9]" * 6 + ".safetensors"))
+
+    def _read(self, path: Path) -> tuple[Tensor, Tensor]:
+        """[T] tokens and [A] ends of a segment."""
+        tensors, about = read_tensors(path, AGAIN)
+        if about.get("format") != FORMAT:
+            raise InputError(
+                f"the memory {path} has format {about.get('format')}, this treespec reads {FORMAT}: "
+                f"{AGAIN}"
+            )
+        if about.get("tokenizer") != self.tokenizer:
+            raise InputError(
+                f"the memory {self.folder} is of another tokenizer than the target's: {AGAIN}"
+            )
+        tokens, ends = tensors.get("tokens"), tensors.get("ends")
+        if tokens is None or ends is None or not self._sound(tokens, ends):
+            raise InputError(f"{path} is damaged: {AGAIN}")
+        return tokens, ends
+
+    def _sound(self, tokens: Tensor, ends: Tensor) -> bool:
+        """Whether these can be answers of the target's."""
+        flat = tokens.dim() == ends.dim() == 1 and tokens.numel() > 0 and ends.numel() > 0
+        if not flat or tokens.dtype != torch.int32 or ends.dtype != torch.int64:
+            return False
+        rising = bool((ends.diff() > 0).all()) and int(ends[0]) > 0
+        inside = int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size
+        return rising and inside and int(ends[-1]) == len(tokens)

@@ -1,0 +1,1 @@
+"""Given tokens and a draft model together: `--drafter suffix+eagle:HEAD`."""

@@ -1,0 +1,164 @@
+"""A memory and a draft model that draft for the same texts (`--drafter suffix+eagle:HEAD`).
+
+Three ways, by the option `union` of the memory:
+
+    0    a cycle's drafts come from the memory or from the model, whichever promise more
+    1    both in one tree: given tokens stand beside the model's own (`treespec.draft.union.merged`)
+    2    so too, and the model drafts no token that is given (`treespec.draft.union.apart`)
+
+What the memory gives depends on the past alone. A tree of it has one-hot laws, and the given nodes of
+a joined tree need no law (`treespec.verify.ride`). So every verifier stays lossless.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.cache import TreeCache
+from treespec.draft.drafter import Drafter
+from treespec.draft.model_free.budget import likely_part
+from treespec.draft.model_free.given import moved
+from treespec.draft.model_free.suffix import Suffix
+from treespec.draft.pace.pace import Pace, Paces
+from treespec.draft.pace.times import TimesBy
+from treespec.draft.tree_drafter import TreeDrafter
+from treespec.draft.union.apart import apart
+from treespec.draft.union.choice import Choice
+from treespec.draft.union.merged import merged
+from treespec.shaping.law import Law
+from treespec.target import TreeOutput
+from treespec.trees.chain import hung_below
+from treespec.trees.tree import TokenTree
+
+SWITCH, BESIDE, APART = 0, 1, 2
+
+
+@final
+class UnionDrafter(Drafter):
+    """`Suffix` and `TreeDrafter` for each of B texts; one text at first.
+
+    times: with them the memory drafts no more than pays. idle: texts whose present tree is the
+    memory's. drafted: nodes of the present trees that the model drafted, and those above them.
+    """
+
+    per_text = ("trees", "texts", "memory", "paces", "choices", "idle", "drafted")
+
+    def __init__(self, trees: TreeDrafter, memory: Suffix, times: TimesBy | None) -> None:
+        self.trees, self.memory, self.times = trees, [memory], times
+        self.policy, self.mode = trees.policy, memory.options.union
+        self.texts = [np.empty(0, dtype=np.int64)]  # [T] the observed tokens, by text
+        self.paces: list[Paces | None] = [None]
+        self.choices, self.idle, self.drafted = [Choice()], [False], [0]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.trees.taps
+
+    @property
+    def timed(self) -> bool:
+        return self.times is not None
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.trees.lengths
+
+    def draft_trees(
+        self,
+        roots: Tensor,
+        laws: Sequence[Law],
+        generators: Sequence[torch.Generator],
+        cache: TreeCache,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> list[TokenTree]:
+        # 1. What the memory gives, and for whom it drafts alone.
+        chains = [law.forced() for law in laws]
+        rows = zip(range(len(laws)), roots, chains, laws, strict=True)
+        given = [self._given(*row) for row in rows]
+        both = [
+            apart(law, tree, tuple(chain)) if self.mode == APART and len(tree.tokens) > 1 else law
+            for law, tree, chain in zip(laws, given, chains, strict=True)
+        ]
+
+        # 2. The draft model's trees for the others.
+        before = self.trees.forward_seconds
+        trees = self.trees.draft_trees(roots, both, generators, cache, now, self.idle)
+        self.forward_seconds += self.trees.forward_seconds - before
+
+        # 3. The given tokens in place of them, or in them.
+        for row, (tree, chain) in enumerate(zip(given, chains, strict=True)):
+            self.drafted[row] = len(trees[row].tokens)
+            if self.idle[row]:
+                own = moved(tree, roots.device)
+                trees[row] = hung_below(roots[row : row + 1], chain, own) if chain else own
+            elif self.mode != SWITCH and len(tree.tokens) > 1:
+                trees[row] = merged(trees[row], tree, len(chain))
+        return trees
+
+    def _given(self, row: int, root: Tensor, chain: list[int], law: Law) -> TokenTree:
+        """The memory's tree below a text's root [] and forced tokens. Settles `idle`."""
+        # 1. All that it knows, or the part that pays.
+        text = np.concatenate([self.texts[row], root.cpu().numpy()[None], chain]).astype(np.int64)
+        tree = self.memory[row].draft(text, torch.Generator())
+        pace, chances = self._pace(row, law), self.memory[row].chances
+        if pace:
+            tree, chances = likely_part(tree, pace, chances)
+
+        # 2. Whether it drafts alone.
+        reach = chances.copy()
+        for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
+            reach[node] *= reach[parent]
+        score, nodes = float(reach[1:].sum()), len(reach)
+        choice = self.choices[row]
+        alone = self.mode == SWITCH and choice.prefers_memory(score, nodes, pace)
+        self.idle[row] = alone and nodes > 1 and not law.over
+        return tree
+
+    def _pace(self, row: int, law: Law) -> Pace | None:
+        if not self.times:
+            return None
+        paces = self.paces[row] = self.paces[row] or Paces(self.times)
+        return paces.among(law.company(len(self.texts)))
+
+    def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
+        own = [
+            [node for node in path if node < drafted]
+            for path, drafted in zip(paths, self.drafted, strict=True)
+        ]
+        for row, path in enumerate(paths):
+            if not self.idle[row]:
+                self.choices[row].settle(len(path), self._seconds(row))
+        self.trees.settle(own, outs)
+
+    def _seconds(self, row: int) -> float | None:
+        """Modelled seconds of the draft model's present cycle."""
+        if not self.times:
+            return None
+        paces: Paces | None = getattr(self.trees.growers[row], "paces", None) or self.paces[row]
+        assert paces
+        pace = paces.present
+        return pace.promise.seconds if pace.promise else pace.cost(self.drafted[row], 2)
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        self.trees.observe(features, tokens)
+        new = [known[:-1].cpu().numpy() for known in tokens]
+        self.texts = [np.concatenate(pair) for pair in zip(self.texts, new, strict=True)]
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        self.trees.rewind(lengths)
+        self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
+        self.memory = [memory.new() for memory in self.memory]
+        self.paces, self.choices = [None for _ in lengths], [Choice() for _ in lengths]
+
+    def enter(self, memory: str | None) -> None:
+        (own,) = self.memory
+        own.enter(memory)
+
+    def remember(self, memory: str, answer: Sequence[int]) -> None:
+        self.memory[0].remember(memory, answer)
+
+    def new(self) -> "UnionDrafter":
+        return UnionDrafter(self.trees.new(), self.memory[0].new(), self.times)

@@ -18,6 +18,7 @@ from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
 from treespec.heads.head import Head
+from treespec.model.quantised import is_plain
 from treespec.options import nearest
 from treespec.target import Target
 
@@ -105,20 +106,27 @@ def fit(head: Head, target: Target, name: str) -> None:
             f"head {name} is for a vocabulary of {head.vocab_size}, the target's is "
             f"{target.vocab_size}"
         )
+    embedding = target.model.get_input_embeddings()
     if head.lacks_embedding:
         head.share_embedding(embedding_for(head, target, name))
-    head.share_embedding(target.model.get_input_embeddings().weight)
+    if is_plain(embedding):
+        head.share_embedding(embedding.weight)
 
 
-def embedding_for(head: Head, target: Target, name: str) -> nn.Parameter:
+def embedding_for(head: Head, target: Target, name: str) -> nn.Parameter | nn.Module:
     """The target's embedding on its output device, for a head that came without one.
 
+    A quantised one is the target's own module, where the device is the same and it scales nothing.
     Raises InputError.
     """
-    own = embedding_of(target)
-    if own.shape[1] != head.hidden_size:
+    embedding = target.model.get_input_embeddings()
+    width = embedding.embedding_dim
+    if width != head.hidden_size:
         raise InputError(
-            f"head {name} lacks embed_tokens.weight, and the target's embedding is {own.shape[1]} "
-            f"wide, not {head.hidden_size}"
+            f"head {name} lacks embed_tokens.weight, and the target's embedding is {width} wide, "
+            f"not {head.hidden_size}"
         )
-    return nn.Parameter(own.to(target.output_device), requires_grad=False)
+    here = target.device == target.output_device and not hasattr(embedding, "embed_scale")
+    if here and not is_plain(embedding):
+        return embedding
+    return nn.Parameter(embedding_of(target).to(target.output_device), requires_grad=False)

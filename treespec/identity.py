@@ -12,6 +12,7 @@ from huggingface_hub import hf_hub_download
 
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
+from treespec.gguf_file import gguf_file
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
 from treespec.variant import AS_IT_IS, Variant
@@ -33,8 +34,6 @@ def target_identity(name: str, variant: Variant = AS_IT_IS) -> str:
         return own if variant.quantizer is None else f"{own} as {variant.quantizer}"
 
     # 2. The weights are the GGUF file's; the others may give config and tokenizer.
-    from treespec.model.gguf_file import gguf_file  # loads transformers
-
     path = model_path(name)
     file = gguf_file(path, variant)
     assert file is not None

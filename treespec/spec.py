@@ -1,9 +1,10 @@
 """The public API: `load` a target and a head, `generate` and `stream`."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from os import PathLike, fspath
-from typing import Unpack, cast, final, overload
+from typing import Any, Unpack, cast, final, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -292,17 +293,7 @@ def load(
 
 def load_options(options: ModelOptions) -> Spec:
     """`load` with the options that commands share. Raises as `load` does."""
-    return load(
-        options.target,
-        options.head,
-        options.tree,
-        options.verifier,
-        drafter=options.drafter,
-        allow_lossy=options.allow_lossy,
-        template=options.template,
-        device_map=options.device_map,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        load_in=options.load_in,
-        revision=options.revision,
-    )
+    named: dict[str, Any] = {
+        known.name: getattr(options, known.name) for known in fields(ModelOptions)
+    }
+    return load(**named)

@@ -112,15 +112,11 @@ class Target:
         variant: the files that are read, and the form of the weights.
         Raises InputError for a model that cannot be loaded or cannot score a tree.
         """
-        # 1. The options that are given.
         path = os.path.expanduser(path)
-        names = ("device_map", "max_memory", "offload_folder")
-        placement = zip(names, (device_map, max_memory, offload_folder), strict=True)
-        options = {name: value for name, value in placement if value is not None}
-
-        # 2. The model, then its tokenizer.
-        options |= {"dtype": dtype, "attn_implementation": attn_implementation}
-        model = load_model(path, trust_remote_code, variant, **options)
+        options = {"device_map": device_map, "max_memory": max_memory}
+        options |= {"offload_folder": offload_folder, "attn_implementation": attn_implementation}
+        given = {name: value for name, value in options.items() if value is not None}
+        model = load_model(path, trust_remote_code, variant, dtype=dtype, **given)
         target = cls(model, load_tokenizer(path, trust_remote_code, variant))
         target.trust_remote_code = trust_remote_code
         return target
@@ -143,8 +139,7 @@ class Target:
     def output_rows(self, tokens: Tensor) -> nn.Linear:
         """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N.
 
-        It lies on the device of the features, in floats where the output embedding is quantised.
-        Raises InputError for one that is offloaded, or is no linear layer.
+        It lies on the device of the features, and holds floats. Raises as `rows_of_output` does.
         """
         return rows_of_output(self.model, tokens, self.output_device)
 

@@ -12,13 +12,12 @@ from treespec.draft.models.several import SeveralModels
 from treespec.draft.models.skip import skipped_target
 from treespec.draft.models.sparse import sparse_target
 from treespec.draft.proposer import Proposer
-from treespec.draft.trained.eagle import embedding_of
+from treespec.draft.trained.eagle import embedding_of, embedding_to_share
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
 from treespec.heads.head import Head
-from treespec.model.quantised import is_plain
 from treespec.options import nearest
 from treespec.target import Target
 
@@ -106,11 +105,9 @@ def fit(head: Head, target: Target, name: str) -> None:
             f"head {name} is for a vocabulary of {head.vocab_size}, the target's is "
             f"{target.vocab_size}"
         )
-    embedding = target.model.get_input_embeddings()
     if head.lacks_embedding:
         head.share_embedding(embedding_for(head, target, name))
-    if is_plain(embedding):
-        head.share_embedding(embedding.weight)
+    head.share_embedding(embedding_to_share(target))
 
 
 def embedding_for(head: Head, target: Target, name: str) -> nn.Parameter | nn.Module:
@@ -119,14 +116,14 @@ def embedding_for(head: Head, target: Target, name: str) -> nn.Parameter | nn.Mo
     A quantised one is the target's own module, where the device is the same and it scales nothing.
     Raises InputError.
     """
-    embedding = target.model.get_input_embeddings()
-    width = embedding.embedding_dim
+    width = target.model.get_input_embeddings().embedding_dim
     if width != head.hidden_size:
         raise InputError(
             f"head {name} lacks embed_tokens.weight, and the target's embedding is {width} wide, "
             f"not {head.hidden_size}"
         )
-    here = target.device == target.output_device and not hasattr(embedding, "embed_scale")
-    if here and not is_plain(embedding):
-        return embedding
+    own = embedding_to_share(target)
+    here = target.device == target.output_device
+    if isinstance(own, nn.Module) and here and not hasattr(own, "embed_scale"):
+        return own
     return nn.Parameter(embedding_of(target).to(target.output_device), requires_grad=False)

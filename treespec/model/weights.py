@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
+from treespec.gguf_file import gguf_file
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
-from treespec.model.gguf_file import gguf_file, kept_in_blocks, source
+from treespec.model.gguf_load import kept_in_blocks, source
 from treespec.model.load_in import quantizer_options
 from treespec.model.quantised import is_plain_weight
 from treespec.variant import AS_IT_IS, Variant

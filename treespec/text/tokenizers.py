@@ -6,7 +6,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
-from treespec.model.gguf_file import gguf_file, source
+from treespec.gguf_file import gguf_file
+from treespec.model.gguf_load import source
 from treespec.model.weights import located
 from treespec.variant import AS_IT_IS, Variant
 

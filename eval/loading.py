@@ -18,6 +18,10 @@ class ModelOptions(Protocol):
     def dtype(self) -> str: ...
     @property
     def trust_remote_code(self) -> bool: ...
+    @property
+    def load_in(self) -> str | None: ...
+    @property
+    def revision(self) -> str | None: ...
 
 
 def load_models(config: ModelOptions, head: str | None, drafter: str | None = None) -> Spec:
@@ -33,4 +37,6 @@ def load_models(config: ModelOptions, head: str | None, drafter: str | None = No
         device_map=config.device_map,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
+        load_in=config.load_in,
+        revision=config.revision,
     )

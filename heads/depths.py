@@ -77,7 +77,7 @@ class DepthHeads(nn.Module):
     def settle_taps(self, layers: int) -> None:
         """Nothing to settle: the heads draft all depths from the last hidden state."""
 
-    def share_embedding(self, weight: nn.Parameter) -> None:
+    def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
         """Nothing to share."""
 
     def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:

@@ -34,7 +34,7 @@ class FeatureHead(nn.Module, ABC):
     optional: ClassVar[frozenset[str]] = frozenset({EMBEDDING})
     max_depth: int | None = None
     taps: tuple[int, ...] = ()
-    embed_tokens: nn.Embedding | None
+    embed_tokens: nn.Module | None
     fc: nn.Linear
 
     def __init__(self, config: Config, llama: LlamaConfig) -> None:
@@ -138,9 +138,16 @@ class FeatureHead(nn.Module, ABC):
             embeddings = embeddings * self.embed_scale
         return embeddings.to(dtype)
 
-    def share_embedding(self, weight: nn.Parameter) -> None:
-        """Take the target's embedding [V, H], if the head has none or an equal copy."""
+    def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
+        """Take the target's embedding [V, H], if the head has none or an equal copy.
+
+        weight: its weight, or the module itself where that holds no plain matrix.
+        """
+        if isinstance(weight, nn.Module):
+            self.embed_tokens = self.embed_tokens or weight
+            return
         own = self.embed_tokens or nn.Embedding.from_pretrained(weight)
+        assert isinstance(own.weight, nn.Parameter)
         if own.weight.device == weight.device and torch.equal(own.weight, weight):
             own.weight = weight
         self.embed_tokens = own

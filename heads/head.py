@@ -81,8 +81,11 @@ class Head(Protocol):
         """If the config names no taps, take the published ones for a target of `layers` layers."""
         ...
 
-    def share_embedding(self, weight: nn.Parameter) -> None:
-        """Take the target's embedding [V, E] in place of an equal copy of it, or of none."""
+    def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
+        """Take the target's embedding [V, E] in place of an equal copy of it, or of none.
+
+        weight: its weight, or the module itself where that holds no plain matrix.
+        """
         ...
 
     def restrict(self, tokens: Tensor, target: OutputPath) -> None:

@@ -14,7 +14,8 @@ def mistyped(name: str | Path, what: str = "directory") -> str | None:
     """
     path, text = Path(name).expanduser(), str(name)
     if path.is_file():
-        return f"{name} is a file, not a {what}"
+        gguf = ": name its folder, and the file by --load-in gguf:FILE"
+        return f"{name} is a file, not a {what}{gguf if path.suffix == '.gguf' else ''}"
     similar = nearest(path)
     like_a_path = text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1
     if text and not like_a_path and (similar is None or cached(text)):
@@ -39,9 +40,9 @@ def nearest(path: Path) -> Path | None:
     return path
 
 
-def cached(name: str) -> bool:
-    """Whether the hub's cache holds a repository of that name."""
+def cached(name: str, revision: str | None = None) -> bool:
+    """Whether the hub's cache holds a repository of that name. revision: default the main branch."""
     try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
     except ValueError:  # no name that the hub could have
         return False

@@ -152,11 +152,14 @@ SAVED = {  # by version 0.1.0, all defaults
 }
 # fmt: on
 REMOVED = {"compile"}
+VARIANT = {"load_in", "revision"}
 NEWER = {  # options that the earlier version lacked
-    BenchConfig: {"template"},
-    EvalConfig: {"categories", "run_code"},
-    CertifyConfig: {"repetition_penalty", "presence_penalty", "frequency_penalty"},
+    AcceptanceConfig: VARIANT,
+    BenchConfig: {"template", *VARIANT},
+    EvalConfig: {"categories", "run_code", *VARIANT},
+    CertifyConfig: {"repetition_penalty", "presence_penalty", "frequency_penalty", *VARIANT},
     TrainConfig: {
+        *VARIANT,
         *("first_weights", "loss", "from_head", "loss_vocab", "save_dtype", "decay", "last_rate", "dropout", "grow_at"),
         *("freeze_output", "decode_on", "decode_tokens", "patience", "feature_dtype", "shard_target"),
         *(field.name for field in fields(Eagle3Options)),

@@ -25,6 +25,8 @@ FLOORS = {  # the files of rooms that hold more than one floor
             "errors",
             "options",
             "shared_options",
+            "variant",
+            "gguf_file",
             "files",
             "lines",
             "packages",

@@ -14,7 +14,7 @@ from treespec.draft.vocabulary import most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
 from treespec.files import locked
 from treespec.heads.head import Head
-from treespec.identity import identity_of
+from treespec.identity import target_identity
 from treespec.model.inspect import context_length
 from treespec.model.weights import load_config
 from treespec.target import Target
@@ -30,6 +30,7 @@ from treespec.train.tokenise import tokenised
 from treespec.train.tokenise_part import Job
 from treespec.train.tokens import LawTokens
 from treespec.train.whole import whole
+from treespec.variant import AS_IT_IS, Variant
 
 Examples = list[Example]
 
@@ -62,15 +63,25 @@ def read(config: TrainConfig, contents: Mapping[str, object], accelerator: Accel
 
     contents: digests of the target and of the data.
     """
-    length = min(config.max_length, context_of(config.target, config.trust_remote_code))
+    length = min(
+        config.max_length, context_of(config.target, config.trust_remote_code, config.variant)
+    )
     source = str(data_file(config.data, accelerator.print))
-    job = Job(source, config.target, config.template, length, config.trust_remote_code)
+    job = Job(
+        source,
+        config.target,
+        config.template,
+        length,
+        config.trust_remote_code,
+        config.load_in,
+        config.revision,
+    )
     return tokenised(job, config.data, contents, accelerator.print).examples
 
 
-def context_of(path: str, trust_remote_code: bool) -> int:
+def context_of(path: str, trust_remote_code: bool, variant: Variant = AS_IT_IS) -> int:
     """The context length of a target, from its config alone."""
-    return context_length(load_config(path, trust_remote_code).get_text_config())[0]
+    return context_length(load_config(path, trust_remote_code, variant).get_text_config())[0]
 
 
 def prepare(
@@ -183,7 +194,7 @@ def store(
         digest.update(row.numpy().tobytes())
     identity: features.Identity = {
         "target": config.target,
-        "content": identity_of(config.target),
+        "content": target_identity(config.target, config.variant),
         "dtype": str(target.dtype),
         "tokens": digest.hexdigest(),
         **({"taps": list(taps)} if taps else {}),

@@ -11,7 +11,7 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.files import read_json, write_json
-from treespec.identity import identity_of
+from treespec.identity import target_identity
 from treespec.text.sources import digest
 from treespec.train.checkpoints import latest_step
 from treespec.train.config import TrainConfig
@@ -40,7 +40,10 @@ def record_of(config: TrainConfig) -> Record:
     Raises InputError where one of them is not there.
     """
     recipe = {"recipe": asdict(recipe_of(config))}
-    contents = {"target": identity_of(config.target), "data": digest(data_file(config.data))}
+    contents = {
+        "target": target_identity(config.target, config.variant),
+        "data": digest(data_file(config.data)),
+    }
     return asdict(config) | recipe | {"contents": contents}
 
 

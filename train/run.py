@@ -209,7 +209,7 @@ def stored_dtype(config: TrainConfig, target: Target) -> torch.dtype:
     """The dtype of the head's file: as chosen, or the narrower one of the target and its file."""
     if config.save_dtype != "auto":
         return SAVED[config.save_dtype]
-    written = dtype_of_file(config.target, config.trust_remote_code)
+    written = dtype_of_file(config.target, config.trust_remote_code, config.variant)
     file = SAVED.get(written or "", target.dtype)
     return file if target.dtype == torch.float32 else target.dtype
 

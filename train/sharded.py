@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from treespec.errors import InputError
+from treespec.model.quantised import is_plain_weight
 from treespec.target import Target
 
 
@@ -26,6 +27,8 @@ def shard(target: Target, processes: int, device: torch.device) -> None:
     """
     if processes == 1:
         raise InputError("--shard-target splits the target over processes: start several of them")
+    if not all(map(is_plain_weight, target.model.parameters())):
+        raise InputError("--shard-target splits plain weights: leave --load-in out")
     if target.output_device.type != "cpu":
         raise InputError("--shard-target places the target itself: leave --device-map out")
     mesh = init_device_mesh(device.type, (processes,))

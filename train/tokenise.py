@@ -27,7 +27,6 @@ from treespec.text.examples import Example
 from treespec.text.printable import one_line
 from treespec.text.report import Report
 from treespec.text.sources import size
-from treespec.text.tokenizers import load_tokenizer
 from treespec.train.tokenise_part import Block, Job, blocks, load, save
 
 SHARE = 4 << 20  # bytes of data that are worth a process
@@ -112,7 +111,7 @@ def merged(made: list[Block]) -> Block:
 
 def make(job: Job, say: Callable[[str], None]) -> list[Block]:
     """Tokenise, with a process for every `SHARE` of the data. Raises InputError as `blocks`."""
-    tokenizer = load_tokenizer(job.target, job.trust_remote_code)
+    tokenizer = job.tokenizer()
     if tokenizer is None:
         raise InputError(f"the target {job.target} has no tokenizer: training needs one")
     parts = processes(job.source)

@@ -27,6 +27,7 @@ from treespec.text.forms import UnusableConversation
 from treespec.text.report import Report
 from treespec.text.sources import entries
 from treespec.text.tokenizers import load_tokenizer
+from treespec.variant import Variant
 
 
 @final
@@ -39,7 +40,14 @@ class Job:
     template: str | None
     max_length: int
     trust_remote_code: bool
+    load_in: str | None = None
+    revision: str | None = None
     parts: int = 1
+
+    def tokenizer(self) -> Any:
+        """The target's tokenizer, or None. Raises InputError."""
+        variant = Variant(self.load_in, self.revision)
+        return load_tokenizer(self.target, self.trust_remote_code, variant)
 
 
 @final
@@ -112,7 +120,7 @@ def main() -> None:
     """One process: exits with 2 and a line for data or a tokenizer that cannot be used."""
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     try:
-        tokenizer = load_tokenizer(job.target, job.trust_remote_code)
+        tokenizer = job.tokenizer()
         save(Path(sys.argv[3]), list(blocks(job, tokenizer, int(sys.argv[2]))))
     except InputError as error:
         sys.exit(f"{error}")

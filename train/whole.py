@@ -30,9 +30,11 @@ def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = Fals
     if ends:
         path = os.path.expanduser(config.target)
         options: dict[str, Any] = {} if placement is None else {"device_map": placement}
-        model = load_ends(path, config.trust_remote_code, dtype=config.dtype, **options)
+        model = load_ends(
+            path, config.trust_remote_code, config.variant, dtype=config.dtype, **options
+        )
         if model is not None:
-            tokenizer = load_tokenizer(path, config.trust_remote_code)
+            tokenizer = load_tokenizer(path, config.trust_remote_code, config.variant)
             return Target(model, tokenizer, ends=True)
 
     # 3. All of it, or this process's share.
@@ -41,6 +43,7 @@ def load_target(config: TrainConfig, accelerator: Accelerator, ends: bool = Fals
         device_map="cpu" if config.shard_target else placement,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
+        variant=config.variant,
     )
     if config.shard_target:
         sharded.shard(target, accelerator.num_processes, accelerator.device)

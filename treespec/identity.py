@@ -12,8 +12,10 @@ from huggingface_hub import hf_hub_download
 
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
+from treespec.gguf_file import gguf_file
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
+from treespec.variant import AS_IT_IS, Variant
 
 # Of files that models are loaded from.
 SUFFIXES = {".json", ".jinja", ".model", ".txt", ".safetensors", ".bin", ".pt", ".npy", ".py"}
@@ -21,13 +23,38 @@ BLOCK = 1 << 16  # bytes
 BLOCKS = 256  # read of a file: all of up to 16 MiB, or 16 MiB of a larger one
 
 
-def identity_of(name: str | Path) -> str:
+def target_identity(name: str, variant: Variant = AS_IT_IS) -> str:
+    """`identity_of` a target, and of the form that its weights are held in.
+
+    Raises InputError as `identity_of` does, and where a GGUF file is not there.
+    """
+    # 1. As its files hold them, by the files alone.
+    if variant.gguf is None:
+        own = identity_of(name, variant.revision)
+        return own if variant.quantizer is None else f"{own} as {variant.quantizer}"
+
+    # 2. The weights are the GGUF file's; the others may give config and tokenizer.
+    path = model_path(name)
+    file = gguf_file(path, variant)
+    assert file is not None
+    own = identity_of(path, variant.revision) if _tells(path) else ""
+    return f"{own} as gguf {digest({'': sampled(file)})}".strip()
+
+
+def _tells(path: str) -> bool:
+    """Whether a model has files of its own beside GGUF: repositories of GGUF often lack them."""
+    folder = Path(path).expanduser()
+    return not folder.is_dir() or any(file.suffix in SUFFIXES for file in folder.iterdir())
+
+
+def identity_of(name: str | Path, revision: str | None = None) -> str:
     """A digest of a file or of a directory's own files, or the commit of a hub repository.
 
     A directory's subfolders do not count. Of a large file it reads the first block and evenly
     spaced other blocks, 16 MiB in all: 16 GB of weights take about a tenth of a second. The first
     block holds a safetensors header, and in it our own checksum of all tensors. Weights of other
     projects that differ in a few small tensors alone may keep their identity.
+    revision: of a hub repository.
     Raises InputError if there is no such file, directory or repository.
     """
     path = Path(model_path(str(name))).expanduser()
@@ -44,7 +71,7 @@ def identity_of(name: str | Path) -> str:
         ) from error
     if problem := mistyped(name):
         raise InputError(problem)
-    return f"commit {commit_of(str(name))}"
+    return f"commit {commit_of(str(name), revision)}"
 
 
 def digest(parts: dict[str, str]) -> str:
@@ -65,10 +92,18 @@ def sampled(file: Path) -> str:
     return content.hexdigest()
 
 
-def commit_of(name: str) -> str:
-    """The commit of a hub repository that loading takes: the newest, or offline the cached one."""
+def commit_of(name: str, revision: str | None = None) -> str:
+    """The commit of a hub repository that loading takes: the newest, or offline the cached one.
+
+    revision: default the main branch.
+    """
     try:
-        file = hf_hub_download(name, "config.json", local_files_only=only_cached(name))
+        file = hf_hub_download(
+            name,
+            "config.json",
+            revision=revision,
+            local_files_only=only_cached(name, revision),
+        )
         return Path(file).parent.name
     except Exception as error:  # of many kinds; its first line gives the reason
         raise InputError(

@@ -18,6 +18,7 @@ from treespec.locks import alone_with
 from treespec.model.packed import pack
 from treespec.options import members_of
 from treespec.target import Target
+from treespec.variant import Variant
 
 DeviceMap = str | int | torch.device | dict[str, str | int | torch.device] | None
 
@@ -33,6 +34,8 @@ def load_sources(
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
     trust_remote_code: bool = False,
+    load_in: str | None = None,
+    revision: str | None = None,
 ) -> tuple[Target, dict[str, Source]]:
     """A target, and by drafter name each source of drafts for it; options as for `load`.
 
@@ -40,7 +43,13 @@ def load_sources(
     """
     # 1. The target.
     if isinstance(target, PreTrainedModel):
-        refuse_placement(device_map=device_map, dtype=dtype, max_memory=max_memory)
+        refuse_placement(
+            device_map=device_map,
+            dtype=dtype,
+            max_memory=max_memory,
+            load_in=load_in,
+            revision=revision,
+        )
         with alone_with([target]):
             model = Target(target, tokenizer)
     else:
@@ -49,15 +58,19 @@ def load_sources(
                 f"the target is a {type(target).__name__}: give a directory, a hub id or a loaded "
                 "model"
             )
+        variant = Variant(load_in, revision)
         if dtype == "auto":
             rates = rates_of([calibration_beside(name) for name in drafters])
-            dtype = dtype_for(fspath(target), device_map, max_memory, trust_remote_code, rates)
+            dtype = dtype_for(
+                fspath(target), device_map, max_memory, trust_remote_code, rates, variant
+            )
         model = Target.load(
             fspath(target),
             trust_remote_code=trust_remote_code,
             device_map=device_map,
             dtype=dtype,
             max_memory=max_memory,
+            variant=variant,
         )
         model.tokenizer = tokenizer or model.tokenizer
 

@@ -78,6 +78,9 @@ TREE_FORMS = {
 }
 TREE_FILE = "a JSON file of paths"
 
+# Forms that a target is quantised to at loading: bitsandbytes' two, then torchao's.
+LOAD_IN = ("4bit", "8bit", "fp8", "int8")
+LOAD_IN_FORMS = (*LOAD_IN, "gguf:FILE")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 QUESTIONS = ("builtin", "mt-bench", "spec-bench", "humaneval", "gsm8k")
 

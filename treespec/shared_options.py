@@ -11,6 +11,7 @@ from treespec.errors import InputError
 from treespec.options import (
     DRAFTER_FORMS,
     DTYPES,
+    LOAD_IN_FORMS,
     LOSSY,
     MANY,
     QUESTIONS,
@@ -23,6 +24,7 @@ from treespec.options import (
     either,
     option,
 )
+from treespec.variant import Variant
 
 DRAFTER = f"drafter in place of --head: {either(DRAFTER_FORMS.values())}"
 TREE = f"shape of the drafted tree: {either([*TREE_FORMS.values(), TREE_FILE])}"
@@ -60,7 +62,32 @@ class TextModelOptions(CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetOptions(TextModelOptions):
+class VariantOptions(TextModelOptions):
+    """Which of the target's files are read, and in which form its weights are held."""
+
+    PANEL = "Target"
+
+    load_in: str | None = option(
+        f"form to hold the target's weights in: {either(LOAD_IN_FORMS)}; 4bit and 8bit by "
+        "bitsandbytes, fp8 and int8 by torchao, FILE a path or a name beside the target's files; "
+        "default: as its files hold them",
+        None,
+    )
+    revision: str | None = option(
+        "branch, tag or commit of the target's hub repository; default: its main branch", None
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.variant  # raises for an unknown form
+
+    @property
+    def variant(self) -> Variant:
+        return Variant(self.load_in, self.revision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(VariantOptions):
     PANEL = "Target"
 
     target: str = option("target model: a directory, a hub id, or demo for SmolLM2-135M-Instruct")

@@ -1,9 +1,10 @@
 """The public API: `load` a target and a head, `generate` and `stream`."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from os import PathLike, fspath
-from typing import Unpack, cast, final, overload
+from typing import Any, Unpack, cast, final, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -247,6 +248,8 @@ def load(
     dtype: str | torch.dtype = "auto",
     max_memory: dict | None = None,
     trust_remote_code: bool = False,
+    load_in: str | None = None,
+    revision: str | None = None,
 ) -> Spec:
     """Load a target and a source of drafts, placed by accelerate, for decoding only.
 
@@ -263,6 +266,8 @@ def load(
     take them, but that on a CPU dtype "auto" is the checkpoint's or float32, whichever these drafts
     are faster in (`treespec.draft.fit.dtype`); repr(spec) names it.
     trust_remote_code: run Python files from the target's or a draft model's directory.
+    load_in: the form of the target's weights, one of `treespec.options.LOAD_IN_FORMS`. Default: as
+    its files hold them, a quantised checkpoint included. revision: of the target's hub repository.
     Raises InputError, or HeadError and TreeError, for models, names and files that cannot be used.
     """
     if head and drafter:
@@ -278,6 +283,8 @@ def load(
         dtype=dtype,
         max_memory=max_memory,
         trust_remote_code=trust_remote_code,
+        load_in=load_in,
+        revision=revision,
     )
     source = sources[named] if named else None
     calibration = calibration_of(source, named) if source and named else None
@@ -286,15 +293,7 @@ def load(
 
 def load_options(options: ModelOptions) -> Spec:
     """`load` with the options that commands share. Raises as `load` does."""
-    return load(
-        options.target,
-        options.head,
-        options.tree,
-        options.verifier,
-        drafter=options.drafter,
-        allow_lossy=options.allow_lossy,
-        template=options.template,
-        device_map=options.device_map,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-    )
+    named: dict[str, Any] = {
+        known.name: getattr(options, known.name) for known in fields(ModelOptions)
+    }
+    return load(**named)

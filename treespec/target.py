@@ -35,11 +35,13 @@ from treespec.model.masks import Masks, additive_masks, batched, unpadded
 from treespec.model.output import TreeOutput as TreeOutput
 from treespec.model.output import rows_of_output, scaled, tree_outputs
 from treespec.model.plain import understand
+from treespec.model.quantised import sizes_of
 from treespec.model.taps import captured, tapped
 from treespec.model.weights import load_model
 from treespec.text.tokenizers import load_tokenizer
 from treespec.trees.mask import attention_mask, positions
 from treespec.trees.tree import TokenTree
+from treespec.variant import AS_IT_IS, Variant
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class Target:
         self.dtype = model.dtype
         self.eos = end_tokens(model)
         self.layers: int = self.config.num_hidden_layers
-        self.vocab_size, self.feature_width = model.get_output_embeddings().weight.shape
+        self.vocab_size, self.feature_width = sizes_of(model.get_output_embeddings())
         self.context_length, why = context_length(self.config)
         if why:
             name = type(model).__name__
@@ -113,22 +115,20 @@ class Target:
         offload_folder: str | None = None,
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
+        variant: Variant = AS_IT_IS,
     ) -> "Target":
         """The model and tokenizer of a directory or hub id.
 
         Options are those of `from_pretrained`; without them transformers' defaults hold.
+        variant: the files that are read, and the form of the weights.
         Raises InputError for a model that cannot be loaded or cannot score a tree.
         """
-        # 1. The options that are given.
         path = os.path.expanduser(path)
-        names = ("device_map", "max_memory", "offload_folder")
-        placement = zip(names, (device_map, max_memory, offload_folder), strict=True)
-        options = {name: value for name, value in placement if value is not None}
-
-        # 2. The model, then its tokenizer.
-        options |= {"dtype": dtype, "attn_implementation": attn_implementation}
-        model = load_model(path, trust_remote_code, **options)
-        target = cls(model, load_tokenizer(path, trust_remote_code))
+        options = {"device_map": device_map, "max_memory": max_memory}
+        options |= {"offload_folder": offload_folder, "attn_implementation": attn_implementation}
+        given = {name: value for name, value in options.items() if value is not None}
+        model = load_model(path, trust_remote_code, variant, dtype=dtype, **given)
+        target = cls(model, load_tokenizer(path, trust_remote_code, variant))
         target.trust_remote_code = trust_remote_code
         return target
 
@@ -150,8 +150,7 @@ class Target:
     def output_rows(self, tokens: Tensor) -> nn.Linear:
         """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N.
 
-        It lies on the device of the features. Raises InputError for an output embedding that is
-        offloaded, or is no plain linear layer.
+        It lies on the device of the features, and holds floats. Raises as `rows_of_output` does.
         """
         return rows_of_output(self.model, tokens, self.output_device)
 

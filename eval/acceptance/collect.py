@@ -18,7 +18,7 @@ from treespec.eval.loading import load_models
 from treespec.eval.questions import Question, load_questions
 from treespec.eval.texts import Passage, content_of, passages_of
 from treespec.files import read_tensors, write_tensors
-from treespec.identity import identity_of
+from treespec.identity import identity_of, target_identity
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec
 
@@ -167,6 +167,7 @@ def _read(
 def models_of(config: AcceptanceConfig, otherwise: str) -> str:
     """The identities of target and head; `otherwise` if their files are gone."""
     try:
-        return " ".join(identity_of(name) for name in (config.target, config.head) if name)
+        names = [target_identity(config.target, config.variant)] if config.target else []
+        return " ".join([*names, *([identity_of(config.head)] if config.head else [])])
     except InputError:
         return otherwise

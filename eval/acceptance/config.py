@@ -10,8 +10,8 @@ from treespec.shared_options import (
     DrafterOptions,
     PlacementOptions,
     TargetOptions,
-    TextModelOptions,
     TextOptions,
+    VariantOptions,
 )
 
 LOSSLESS = tuple(name for name in SCHEMES if name not in LOSSY)
@@ -70,7 +70,7 @@ def _default(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcceptanceConfig(TextModelOptions, PlacementOptions, TextOptions):
+class AcceptanceConfig(VariantOptions, PlacementOptions, TextOptions):
     """An option that is None takes the preset's value, else that of DEFAULTS (see `sweeps`).
 
     Raises InputError for a number out of its range, and without models or laws.

@@ -12,6 +12,7 @@ from treespec.errors import InputError
 from treespec.eval.bench.figures import Timed
 from treespec.eval.bench.rows import Row
 from treespec.model.packed import pack
+from treespec.model.quantised import sizes_of
 from treespec.model.weights import load_model
 from treespec.target import Target
 from treespec.text.tokenizers import load_tokenizer
@@ -97,7 +98,7 @@ def fit_assistant(
     Raises InputError for an assistant with another vocabulary.
     """
     # 1. The vocabulary: its size, and the token of each number.
-    size = model.get_output_embeddings().weight.shape[0]
+    size = sizes_of(model.get_output_embeddings())[0]
     if size != target.vocab_size:
         raise InputError(
             f"--assistant has a vocabulary of {size}, the target's is {target.vocab_size}: "

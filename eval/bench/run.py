@@ -162,6 +162,7 @@ def load(config: BenchConfig) -> Models:
             device_map=config.device_map,
             dtype=spec.target.dtype,
             trust_remote_code=config.trust_remote_code,
+            variant=config.variant,
         )
     packed = not config.stock_peers
     return Models(spec, stock, fit_assistant(*pair, spec.target, packed) if pair else None)

@@ -27,6 +27,8 @@ def load_models(config: EvalConfig, dtype: str) -> tuple[Spec, Fresh]:
         device_map=config.device_map,
         dtype=dtype,
         trust_remote_code=config.trust_remote_code,
+        load_in=config.load_in,
+        revision=config.revision,
     )
     calibrations = {name: calibration_of(source, name) for name, source in sources.items()}
     plain = Spec(target, None, template=config.template)

@@ -13,7 +13,7 @@ from treespec.errors import InputError
 from treespec.eval.mtbench.config import EvalConfig, drafters_of
 from treespec.eval.questions import Question
 from treespec.files import read_json
-from treespec.identity import identity_of
+from treespec.identity import identity_of, target_identity
 from treespec.options import members_of
 
 CHANGE_NO_ANSWER = ("out", "resamples", "allow_lossy", "run_code")  # options
@@ -112,7 +112,7 @@ def same(name: str, before: object, now: object, identities: bool) -> bool:
 def models_of(config: EvalConfig) -> Identities:
     """The identities of the target and the drafters. Raises InputError."""
     return {
-        "target": identity_of(config.target),
+        "target": target_identity(config.target, config.variant),
         "drafts": [drafter_identity(name) for name in drafters_of(config)],
     }
 

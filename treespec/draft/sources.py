@@ -13,7 +13,7 @@ from treespec.draft.models.several import SeveralModels
 from treespec.draft.models.skip import skipped_target
 from treespec.draft.models.sparse import sparse_target
 from treespec.draft.proposer import Proposer
-from treespec.draft.trained.eagle import embedding_of
+from treespec.draft.trained.eagle import embedding_of, embedding_to_share
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.trained.mtp_load import mtp_of_target
 from treespec.draft.union.joint import Joint
@@ -121,18 +121,23 @@ def fit(head: Head, target: Target, name: str) -> None:
         )
     if head.lacks_embedding:
         head.share_embedding(embedding_for(head, target, name))
-    head.share_embedding(target.model.get_input_embeddings().weight)
+    head.share_embedding(embedding_to_share(target))
 
 
-def embedding_for(head: Head, target: Target, name: str) -> nn.Parameter:
+def embedding_for(head: Head, target: Target, name: str) -> nn.Parameter | nn.Module:
     """The target's embedding on its output device, for a head that came without one.
 
+    A quantised one is the target's own module, where the device is the same and it scales nothing.
     Raises InputError.
     """
-    own = embedding_of(target)
-    if own.shape[1] != head.hidden_size:
+    width = target.model.get_input_embeddings().embedding_dim
+    if width != head.hidden_size:
         raise InputError(
-            f"head {name} lacks embed_tokens.weight, and the target's embedding is {own.shape[1]} "
-            f"wide, not {head.hidden_size}"
+            f"head {name} lacks embed_tokens.weight, and the target's embedding is {width} wide, "
+            f"not {head.hidden_size}"
         )
-    return nn.Parameter(own.to(target.output_device), requires_grad=False)
+    own = embedding_to_share(target)
+    here = target.device == target.output_device
+    if isinstance(own, nn.Module) and here and not hasattr(own, "embed_scale"):
+        return own
+    return nn.Parameter(embedding_of(target).to(target.output_device), requires_grad=False)

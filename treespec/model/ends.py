@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from treespec.demo.fetch import model_path
 from treespec.model.weights import load_config, located, quiet
+from treespec.variant import AS_IT_IS, Variant
 
 
 class NoLayers(nn.Module):
@@ -20,14 +21,19 @@ class NoLayers(nn.Module):
         raise RuntimeError("of this target only the embedding and the output are loaded")
 
 
-def load_ends(path: str, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel | None:
+def load_ends(
+    path: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS, **options: Any
+) -> PreTrainedModel | None:
     """The model in `path` without its layers; None where it cannot be loaded like that.
 
-    Its config still tells the number of layers. options: as for `load_model`.
+    Its config still tells the number of layers. variant, options: as for `load_model`; the ends of
+    a model that is quantised at loading are plain in any case. A GGUF file is loaded whole.
     """
+    if variant.gguf:
+        return None
     # 1. A config without layers.
     path = model_path(path)
-    config = load_config(path, trust_remote_code)
+    config = load_config(path, trust_remote_code, variant)
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     count = text.num_hidden_layers
@@ -43,7 +49,7 @@ def load_ends(path: str, trust_remote_code: bool = False, **options: Any) -> Pre
                 config=config,
                 output_loading_info=True,
                 **options,
-                **located(path, trust_remote_code),
+                **located(path, trust_remote_code, variant),
             )
     except Exception:  # what a model's own code makes of no layers
         return None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from treespec.errors import InputError
+from treespec.model.quantised import is_plain, rows_by_forward, sizes_of
 from treespec.trees.tree import TokenTree
 
 
@@ -41,22 +42,28 @@ def tree_outputs(
 def rows_of_output(model: PreTrainedModel, tokens: Tensor, device: torch.device) -> nn.Linear:
     """A copy of the output embedding's rows for the tokens [N], a linear layer H -> N.
 
-    Raises InputError for an output embedding that is offloaded, or is no plain linear layer.
+    Rows of a quantised output embedding are floats, as its forward unpacks them. device: of the
+    hidden states. Raises InputError for one that is offloaded, or is no linear layer.
     """
+    # 1. The values by name.
     whole = model.get_output_embeddings()
-    reason = None
-    if not isinstance(whole, nn.Linear):
-        reason = "is no plain linear layer"
-    elif whole.weight.is_meta:
-        reason = "is offloaded: give it room on a device"
-    if reason or not isinstance(whole, nn.Linear):
-        raise InputError(
-            f"{type(model).__name__} takes no draft vocabulary: its output embedding {reason}"
-        )
-    rows = nn.Linear(whole.in_features, len(tokens), bias=whole.bias is not None, device="meta")
-    for name, value in whole.named_parameters():
-        values = value.detach()[tokens.to(value.device)].to(device)
-        setattr(rows, name, nn.Parameter(values, requires_grad=False))
+    start = f"{type(model).__name__} takes no draft vocabulary: its output embedding"
+    if isinstance(whole, nn.Linear) and is_plain(whole):
+        if whole.weight.is_meta:
+            raise InputError(f"{start} is offloaded: give it room on a device")
+        named = whole.named_parameters()
+        values = {name: value.detach()[tokens.to(value.device)] for name, value in named}
+    else:
+        try:
+            weight, bias = rows_by_forward(whole, tokens, sizes_of(whole)[1], model.dtype, device)
+        except (InputError, AttributeError) as error:
+            raise InputError(f"{start} is no linear layer") from error
+        values = {"weight": weight} | ({"bias": bias} if bool(bias.any()) else {})
+
+    # 2. A layer of them.
+    rows = nn.Linear(values["weight"].shape[1], len(tokens), bias="bias" in values, device="meta")
+    for name, value in values.items():
+        setattr(rows, name, nn.Parameter(value.to(device), requires_grad=False))
     return rows
 
 

@@ -11,6 +11,8 @@ from typing import cast, final
 import torch
 from torch import Tensor, nn
 
+from treespec.model.quantised import is_plain
+
 OWN_USE = ("dt_proj",)  # Mamba multiplies by this layer's weight itself
 
 
@@ -62,6 +64,7 @@ def fits(module: nn.Linear) -> bool:
     """Plain, of a dtype that this CPU packs, and in its memory for good, where no hook moves it."""
     return (
         type(module) is nn.Linear
+        and is_plain(module)  # torchao puts tensors of its own into plain modules
         and module.weight.device.type == "cpu"
         and packable(module.weight.dtype)
         and not hasattr(module, "_hf_hook")

@@ -13,8 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
+from treespec.gguf_file import gguf_file
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
+from treespec.model.gguf_load import kept_in_blocks, source
+from treespec.model.load_in import quantizer_options
+from treespec.model.quantised import is_plain_weight
+from treespec.variant import AS_IT_IS, Variant
 
 # Tensors that older checkpoints hold and no model needs: buffers computed from the config.
 BUFFERS = (
@@ -25,21 +30,35 @@ BUFFERS = (
 BESIDE = r"(^|\.)mtp[._]|(^|\.)(vision|visual|audio|multi_modal|multimodal)\w*\."
 
 
-def load_model(path: str, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+def load_model(
+    path: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS, **options: Any
+) -> PreTrainedModel:
     """The causal language model in `path`, in evaluation mode.
 
     path: a directory or a hub id.
     trust_remote_code: whether Python files of the directory or repository may run.
+    variant: the files that are read, and the form of the weights.
     options: further arguments of `from_pretrained`, such as dtype and device_map.
     Raises InputError for a model that cannot be loaded, and for weights that do not fit the config.
     """
     # 1. The config alone, so that its errors differ from those of the weights.
     path = model_path(path)
-    config, where = load_config(path, trust_remote_code), located(path, trust_remote_code)
+    config = load_config(path, trust_remote_code, variant)
+    where: dict[str, Any] = located(path, trust_remote_code, variant)
 
-    # 2. The weights, without transformers' table of misfits: step 3 names them in a line.
+    # 2. The form of the weights.
     try:
-        with quiet():
+        options |= quantizer_options(variant, config, options.get("dtype", "auto"))
+        file = gguf_file(path, variant)
+    except InputError as error:
+        raise InputError(f"cannot load the target {path!r}: {error}") from error
+    if file is not None:
+        where["gguf_file"] = str(file)
+        options["attn_implementation"] = options.get("attn_implementation") or "sdpa"
+
+    # 3. The weights, without transformers' table of misfits: step 4 names them in a line.
+    try:
+        with quiet(), kept_in_blocks(file):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
@@ -51,21 +70,24 @@ def load_model(path: str, trust_remote_code: bool = False, **options: Any) -> Pr
     except Exception as error:
         raise _cannot(path, error) from error
 
-    # 3. Every tensor must fit.
+    # 4. Every tensor must fit.
     model, report = loaded
     _check_tensors(path, model, report)
     return cast(PreTrainedModel, model.eval())
 
 
-def load_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The config of the model in `path`.
+def load_config(
+    path: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS
+) -> PreTrainedConfig:
+    """The config of the model in `path`, or in its GGUF file where there is no other.
 
     Raises InputError for a config that is missing or damaged, or that describes no model.
     """
     # 1. What transformers would pass over, or report unclearly.
     path = model_path(path)
-    where, folder = located(path, trust_remote_code), Path(path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    where, folder = located(path, trust_remote_code, variant), Path(path)
+    file = gguf_file(path, variant)
+    if file is None and folder.is_dir() and not (folder / "config.json").is_file():
         held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"
         raise InputError(
             f"cannot load the target {path!r}: the directory has no config.json (it holds {held})"
@@ -76,28 +98,40 @@ def load_config(path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     # 2. The config.
     try:
         with quiet():
-            config: PreTrainedConfig = AutoConfig.from_pretrained(path, **where)
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                **where, **source(path, file, "config.json", where)
+            )
         check_config(config)
     except Exception as error:  # a damaged file may raise anything
         raise _cannot(path, error) from error
     return config
 
 
-def located(path: str, trust_remote_code: bool = False) -> dict[str, bool]:
+def located(
+    path: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS
+) -> dict[str, Any]:
     """The options that every `from_pretrained` of `path` takes.
 
-    Raises InputError for a path that is neither a directory nor a hub id.
+    Raises InputError for a path that is neither a directory nor a hub id, and for the revision of a
+    directory.
     """
     start = f"cannot load the target {path!r}"
     if Path(path).is_dir():
+        if variant.revision is not None:
+            raise InputError(
+                f"{start}: --revision {variant.revision} names a state of a hub repository, and "
+                "this is a directory: leave it out"
+            )
         return {"trust_remote_code": trust_remote_code}
     if problem := mistyped(path, "model directory"):
         raise InputError(f"{start}: {problem}")
     try:
-        cached = only_cached(path)
+        cached = only_cached(path, variant.revision)
     except ValueError as error:
         raise InputError(f"{start}: {error}") from error
-    return {"trust_remote_code": trust_remote_code} | ({"local_files_only": True} if cached else {})
+    revision = {"revision": variant.revision} if variant.revision else {}
+    offline = {"local_files_only": True} if cached else {}
+    return {"trust_remote_code": trust_remote_code} | revision | offline
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -146,9 +180,9 @@ def names(tensors: Iterable[str]) -> str:
 
 
 def first_not_finite(model: torch.nn.Module) -> str | None:
-    """The name of a weight that holds NaN or infinity, or None. Offloaded weights are skipped."""
+    """The name of a plain weight that holds NaN or infinity, or None. It skips offloaded ones."""
     for name, weight in model.named_parameters():
-        if not weight.is_meta and weight.is_floating_point() and not weight.isfinite().all():
+        if not weight.is_meta and is_plain_weight(weight) and not weight.isfinite().all():
             return name
     return None
 

@@ -30,11 +30,13 @@ from treespec.draft.pace.pace import GUESS
 from treespec.draft.pace.times import seconds
 from treespec.errors import InputError
 from treespec.files import read_json, remove_leftovers, write_json
+from treespec.model.packed import packable
 from treespec.model.stand_in import ModelSize, forward_seconds, size_of
 from treespec.model.weights import load_config
 from treespec.packages import cache_folder
 from treespec.processor import processor
 from treespec.trees.sequoia import best_trees
+from treespec.variant import AS_IT_IS, Variant
 
 log = logging.getLogger(__name__)
 
@@ -54,16 +56,20 @@ def dtype_for(
     max_memory: Any = None,
     trust_remote_code: bool = False,
     rates: Sequence[float] = GUESS,
+    variant: Variant = AS_IT_IS,
 ) -> str:
     """The dtype that `auto` is for a target: a name of torch's, or `auto` for the checkpoint's own.
 
     target: a directory or hub id. rates: how often the first, second, … likeliest draft at a node
     is accepted; () without drafts. Anywhere but on a CPU alone it is the checkpoint's own. Measures
-    for a second or two, once for a processor and a model. Raises InputError.
+    for a second or two, once for a processor and a model. Quantised weights are multiplied in
+    float32 where the CPU has no fast bfloat16. Raises InputError.
     """
     if max_memory is not None or not only_cpu(device_map):
         return "auto"
-    config = load_config(os.path.expanduser(target), trust_remote_code)
+    if variant.load_in is not None:
+        return "auto" if packable(torch.bfloat16) else "float32"
+    config = load_config(os.path.expanduser(target), trust_remote_code, variant)
     own = checkpoint_dtype(config)
     if own not in ("bfloat16", "float16"):
         return "auto"  # float32 and wider: nothing is faster that holds their weights
@@ -89,9 +95,11 @@ def only_cpu(device_map: Any) -> bool:
     return str(device_map) == "cpu"
 
 
-def dtype_of_file(target: str, trust_remote_code: bool = False) -> str | None:
+def dtype_of_file(
+    target: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS
+) -> str | None:
     """`checkpoint_dtype` of a directory, a hub id or `demo`. Raises InputError."""
-    return checkpoint_dtype(load_config(os.path.expanduser(target), trust_remote_code))
+    return checkpoint_dtype(load_config(os.path.expanduser(target), trust_remote_code, variant))
 
 
 def checkpoint_dtype(config: PreTrainedConfig) -> str | None:

@@ -15,6 +15,7 @@ from treespec.heads.eagle import EagleHead, config_for
 from treespec.heads.features import FeatureHead
 from treespec.model.chunks import causal_chunks
 from treespec.model.masks import rows_of, together, unpadded
+from treespec.model.quantised import is_plain, table_of
 from treespec.target import Target
 from treespec.trees.mask import committed
 
@@ -31,14 +32,24 @@ def new_head(target: Target, bias: bool = True) -> EagleHead:
 
 
 def embedding_of(target: Target) -> nn.Parameter:
-    """[V, E] the target's embedding. Raises InputError if it is offloaded."""
-    weight = target.model.get_input_embeddings().weight
-    if weight.is_meta:
+    """[V, E] the target's embedding; a copy in floats where that is quantised.
+
+    Raises InputError if it is offloaded.
+    """
+    embedding = target.model.get_input_embeddings()
+    if embedding.weight.is_meta:
         raise InputError(
             "the target's embedding is offloaded; give it room on a device, where the head takes "
             "it from"
         )
-    return weight
+    table = table_of(embedding)
+    return table if isinstance(table, nn.Parameter) else nn.Parameter(table, requires_grad=False)
+
+
+def embedding_to_share(target: Target) -> nn.Parameter | nn.Module:
+    """The target's embedding as a head may hold it too: its weight, or the module of another."""
+    embedding = target.model.get_input_embeddings()
+    return embedding.weight if is_plain(embedding) else embedding
 
 
 @final

@@ -30,12 +30,11 @@ def output_weight(target: Target) -> Tensor:
 
     Raises InputError if it is offloaded.
     """
-    weight = target.model.get_output_embeddings().weight
-    if weight.is_meta:
+    if target.model.get_output_embeddings().weight.is_meta:
         raise InputError(
             "the target's output embedding is offloaded; give it room on a device to train heads"
         )
-    return weight.detach().float().clone()
+    return target.output_rows(torch.arange(target.vocab_size)).weight.float().clone()
 
 
 @final

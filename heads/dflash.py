@@ -109,9 +109,11 @@ class DFlashHead(BlockHead):
     def settle_taps(self, layers: int) -> None:
         """Its config names them."""
 
-    def share_embedding(self, weight: nn.Parameter) -> None:
-        own = self.embed_tokens.weight if self.embed_tokens else None
-        if own is not None and own.device == weight.device and torch.equal(own, weight):
+    def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
+        if self.embed_tokens is None or isinstance(weight, nn.Module):
+            return
+        own = self.embed_tokens.weight
+        if own.device == weight.device and torch.equal(own, weight):
             self.embed_tokens = None
 
     def restrict(self, tokens: Tensor, target: OutputPath) -> None:

@@ -69,7 +69,7 @@ class PEagleHead(BlockHead):
         self.eagle3.settle_taps(layers)
         self.taps = self.eagle3.taps
 
-    def share_embedding(self, weight: nn.Parameter) -> None:
+    def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
         self.eagle3.share_embedding(weight)
 
     def restrict(self, tokens: Tensor, target: OutputPath) -> None:

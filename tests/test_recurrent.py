@@ -42,7 +42,7 @@ RECURRENT = {  # whether the mixers take several tokens behind a state
     "zaya": True,
 }
 NEW = 12  # tokens
-ALIKE = {"bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "olmo_hybrid", "qwen3_5", "zamba2"}  # as others
+FAST = ("jamba", "lfm2", "mamba2", "nemotron_h", "qwen3_next", "recurrent_gemma", "rwkv")  # the rest are like these
 
 
 @cache
@@ -92,7 +92,7 @@ def test_a_tree_is_scored_as_its_paths_and_commit_equals_a_fresh_prefill(name):
     torch.testing.assert_close(ours.logits, fresh.logits, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in RECURRENT])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in RECURRENT])
 def test_greedy_answers_are_one_token_decodings_own(name):
     """By chains and trees of a draft model that carries a state too, alone and two texts together."""
     model, prompts = target(name), [prompt(), prompt(length=12, seed=4)]
@@ -135,7 +135,7 @@ def test_texts_enter_and_leave_a_batch_with_their_states(name):
     wanted = [alone(name, ids) for ids in prompts]
     outputs = spec.generate(prompts, max_new_tokens=NEW, batch=2)
     assert [output.token_ids for output in outputs] == wanted
-    assert [spec.generate(ids, max_new_tokens=NEW).token_ids for ids in prompts] == wanted
+    assert [spec.generate(ids, max_new_tokens=NEW).token_ids for ids in prompts[-2:]] == wanted[-2:]
     samples = spec.generate(first, n=3, max_new_tokens=NEW)
     assert [output.token_ids for output in samples] == wanted[:1] * 3
 
@@ -156,7 +156,7 @@ def test_sampled_texts_have_the_targets_law(name, tree):
     model = Target(random_model(tiny(MODELS[name], {"vocab_size": 3, "eos_token_id": None, "pad_token_id": None})))
     draft = Target(random_model(model.model.config, seed=3))
     spec = Spec(model, ModelProposer(draft, model), tree, "rrs-wo")
-    params, start, runs = SamplingParams(temperature=2.0), [1, 2, 0, 1], 500
+    params, start, runs = SamplingParams(temperature=2.0), [1, 2, 0, 1], 400
     law = {}
     for text in itertools.product(range(3), repeat=3):
         rows = probs(plain_logits(model.model, [*start, *text])[3:-1].double(), params)

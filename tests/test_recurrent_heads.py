@@ -50,3 +50,12 @@ def test_drafters_over_keys_and_values_refuse_a_recurrent_target(drafter, tmp_pa
     with pytest.raises(InputError, match=r"Lfm2ForCausalLM.* state|state.*Lfm2ForCausalLM") as caught:
         load(str(folder), drafter=drafter.format(folder=folder), dtype="float32")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("drafter", ["lookahead:window=4,ngram=3,guesses=4", "lookup:matches=3"])
+def test_rows_beside_a_tree_and_trees_from_the_text_go_through_recurrent_layers(drafter, tmp_path):
+    folder = save("lfm2", tmp_path / "target")
+    spec = load(str(folder), drafter=drafter, dtype="float32")
+    prompts = ["the user asks and the user asks and the user", "the assistant answers"]
+    wanted = [spec.baseline().generate(text, max_new_tokens=16).token_ids for text in prompts]
+    assert [output.token_ids for output in spec.generate(prompts, max_new_tokens=16, batch=2)] == wanted

@@ -5,7 +5,7 @@ tree as a batch of its paths (`recurrent_rows`), each behind the state of its te
 (`recurrent_states`). The layer's own code computes both.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,14 +24,13 @@ from treespec.model.recurrent_mixers import (
     TRIAL,
     Arguments,
     Mixer,
-    State,
     arguments_of,
     find_stores,
-    parameters_of,
 )
 from treespec.model.recurrent_rows import PathRows, path_rows
-from treespec.model.recurrent_run import answered, run, split
+from treespec.model.recurrent_run import Call, answered, split
 from treespec.model.recurrent_states import Forwarded, RecurrentStates, chosen
+from treespec.model.recurrent_trial import tried
 
 
 @final
@@ -72,7 +71,7 @@ class Recurrent:
         for module, store in stores.items():
             kind = type(module)
             if kind not in kinds:
-                kinds[kind] = tried(Mixer(module, store), cache, calls[module])
+                kinds[kind] = tried(Mixer(module, store), cache, calls[module], TRIAL)
             self.mixers.append(replace(kinds[kind], module=module, store=store))
         self.continues = all(mixer.continues for mixer in self.mixers)
 
@@ -133,56 +132,11 @@ class Recurrent:
         lent = chosen(states.of(number, constant), texts)
         by_path = {name: rows.spread(values) for name, values in steps.items()}
         with once_a_node(mixer.module, rows) as known:
-            outputs, returned, after = run(mixer, code, cache, constant, by_path, lent)
+            ran = Call(mixer, code, cache, constant, by_path).run(lent)
 
-        # 3. Keep the inputs for `commit`; each node's own output.
-        left = after if rows.whole else None
-        states.forwarded[number] = Forwarded(constant, steps, left, known)
-        own = {place: rows.gathered(output) for place, output in outputs.items()}
-        return answered(returned, own, arguments.get("state"))
-
-
-@torch.no_grad()
-def tried(mixer: Mixer, cache: TreeCache, arguments: Arguments) -> Mixer:
-    """The mixer with what its code can do, by trial behind made-up states.
-
-    arguments: of a call with TRIAL tokens.
-    """
-    # 1. States of two rows, as large as outputs, so that code which ignores them shows.
-    constant, steps = split(arguments, 1, TRIAL)
-    code, fresh = mixer.module.forward, mixer.store.fresh(constant)
-    before = run(mixer, code, cache, constant, steps, chosen(fresh, [0]))[2]
-    generator = torch.Generator().manual_seed(0)
-    states: list[State] = []
-    for state in before:
-        if state is None or not state.is_floating_point():
-            states.append(state if state is None else torch.cat([state, state]))
-            continue
-        noise = 0.5 + torch.rand(2, *state.shape[1:], generator=generator)
-        states.append(noise.to(state))
-
-    # 2. Several tokens at once as token by token, and rows together as one by one.
-    def same(length: int, rows: Sequence[int], one: Mixer, other: Mixer) -> bool:
-        some = {
-            name: values[:, :length].repeat(len(rows), *(1,) * (values.ndim - 1))
-            for name, values in steps.items()
-        }
-        results: list[Tensor] = []
-        for way in (one, other):
-            try:
-                outputs = run(way, code, cache, constant, some, chosen(states, rows))[0]
-                parts = [output.float().flatten() for output in outputs.values()]
-                results.append(torch.cat(parts))
-            except Exception:  # a model's own code may raise anything
-                return False
-        if len(results[0]) != len(results[1]):
-            return False
-        return bool((results[0] - results[1]).abs().mean() <= 0.02 * results[1].std())
-
-    single = replace(mixer, continues=False, batches=False)
-    batches = same(1, (0, 1), replace(single, batches=True), single)
-    at_once = replace(single, continues=True)
-    chunks = "kwargs" in parameters_of(mixer.module) and same(
-        3, (0,), replace(at_once, chunks=True), single
-    )
-    return replace(mixer, continues=same(3, (0,), at_once, single), batches=batches, chunks=chunks)
+        # 3. Keep what `commit` needs; each node's own output.
+        after = ran.states if rows.whole else []
+        outputs = rows.outputs if ran.trail and not earlier else None
+        states.forwarded[number] = Forwarded(constant, steps, after, known, ran.trail, outputs)
+        own = {place: rows.gathered(output) for place, output in ran.outputs.items()}
+        return answered(ran.returned, own, arguments.get("state"))

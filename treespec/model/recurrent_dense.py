@@ -88,3 +88,25 @@ def read_back(known: Known, texts: Tensor, columns: Tensor) -> Iterator[None]:
 
     with replaced({layer: partial(dense, layer, layer.forward) for layer in known}):
         yield
+
+
+@contextmanager
+def input_once(module: nn.Module, whole: Tensor) -> Iterator[list[tuple[Tensor, int]]]:
+    """Inside, linear layers over a module's input compute all tokens when they see the first.
+
+    whole: [R, L, H] the input. The list gets the present token's input, [R, 1, H], and its number.
+    """
+    current: list[tuple[Tensor, int]] = []
+    done: Known = {}
+
+    def dense(layer: nn.Module, code: Linear, x: Tensor) -> Tensor:
+        part, number = current[0]
+        if x is not part:
+            return code(x)
+        if layer not in done:
+            done[layer] = code(whole)
+        return done[layer][:, number : number + 1]
+
+    layers = linear_layers(module)
+    with replaced({layer: partial(dense, layer, layer.forward) for layer in layers}):
+        yield current

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from treespec.model.recurrent_dense import Known, read_back
 from treespec.model.recurrent_mixers import Arguments, Mixer, State
-from treespec.model.recurrent_run import run
+from treespec.model.recurrent_run import Call
 
 if TYPE_CHECKING:
     from treespec.cache import TreeCache
 
-MARKS = 4  # earlier states of a text that are kept
-States = list[list[State]]  # of each mixer
+MARKS = 2  # earlier states of a text that are kept
+States = list[list[State]]  # of each mixer, or after each token
 
 
 @final
@@ -33,13 +33,17 @@ class Forwarded:
 
     steps: its inputs at the U uncommitted columns, [B, U, ...] by argument.
     constant: its other arguments. after: states [B, ...] of texts whose columns are all accepted;
-    None where the forward was no chain. known: outputs of its linear layers.
+    none where the forward was no chain. known: outputs of its linear layers.
+    trail: states [R, ...] after each of L tokens of each row, where the code took tokens one by one.
+    outputs: [B, N] int64, the place of each node among the R * L of the trail.
     """
 
     constant: Arguments
     steps: dict[str, Tensor]
-    after: list[State] | None
+    after: list[State]
     known: Known
+    trail: States
+    outputs: Tensor | None
 
 
 @final
@@ -93,13 +97,19 @@ class RecurrentStates:
         if forwarded.after and not groups and all(nodes):
             return forwarded.after
 
-        # 2. The mixer over the accepted nodes of the others.
+        # 2. The others: from the trail, else by the mixer over their accepted nodes.
         before = self.of(number, forwarded.constant)
         states = list(before)
         again = {text for texts in groups.values() for text in texts}
         left = [text for text, kept in enumerate(nodes) if kept and text not in again]
         if forwarded.after and left:
             states = self._put(mixer, states, left, forwarded.after, left)
+        if forwarded.trail and forwarded.outputs is not None and again:
+            texts = sorted(again)
+            last = [nodes[text][-1] for text in texts]
+            places = forwarded.outputs[torch.tensor(texts), torch.tensor(last)].tolist()
+            new = at_places(forwarded.trail, places)
+            return self._put(mixer, states, texts, new, range(len(texts)))
         for texts in groups.values():
             rows = torch.tensor(texts)
             columns_kept = torch.tensor([list(nodes[text]) for text in texts])
@@ -110,7 +120,7 @@ class RecurrentStates:
             lent = chosen(before, texts)
             code, constant = mixer.module.forward, forwarded.constant
             with read_back(forwarded.known, rows, columns_kept):
-                new = run(mixer, code, cache, constant, steps, lent)[2]
+                new = Call(mixer, code, cache, constant, steps).run(lent).states
             states = self._put(mixer, states, texts, new, range(len(texts)))
         return states
 
@@ -216,3 +226,13 @@ def chosen(states: Sequence[State], rows: Sequence[int], copy: bool = True) -> l
         else:
             picked.append(state[rows[0] : rows[0] + 1])
     return picked
+
+
+def at_places(trail: States, places: Sequence[int]) -> list[State]:
+    """The states [places, ...] at these places among R rows of L tokens. trail: after each token."""
+    found: list[State] = []
+    for states in zip(*trail, strict=True):
+        held = [state for state in states if state is not None]
+        rows = [held[place % len(trail)][place // len(trail)] for place in places] if held else []
+        found.append(torch.stack(rows) if rows else None)
+    return found

@@ -8,6 +8,7 @@ import transformers as hf
 from gguf_files import write_gguf
 from models import save_model
 from torch import nn
+from training import small_run, write_data
 
 from treespec.demo.fetch import gguf_from_package
 from treespec.demo.known import DEMO_MODEL, own_head
@@ -19,6 +20,7 @@ from treespec.model.blocks import BlockEmbedding, BlockLinear
 from treespec.model.gguf_quantizer import order_of_rows
 from treespec.spec import load
 from treespec.target import Target
+from treespec.train.run import train
 from treespec.variant import Variant
 
 
@@ -89,6 +91,18 @@ def test_a_packed_model_takes_the_bytes_of_its_file(folder):
     model = loaded(folder).model
     held = sum(weight.nbytes for weight in {id(w): w for w in model.parameters()}.values())
     assert held <= (folder / "tiny.gguf").stat().st_size
+
+
+def test_a_head_trains_on_blocks_and_on_features_that_they_stored(folder, tmp_path):
+    """Features know the form of the target that they come from."""
+    data, features = write_data(tmp_path / "data.jsonl"), str(tmp_path / "features")
+    stored = small_run(folder, data, tmp_path / "b", load_in="gguf:tiny.gguf", max_steps=2, features=features)
+    whole = small_run(folder, data, tmp_path / "a", load_in="gguf:tiny.gguf", max_steps=2)
+    for config in (whole, stored):
+        train(config)
+        assert load(str(folder), config.out, "2x2", load_in="gguf:tiny.gguf").generate([3, 9], max_new_tokens=4)
+    with pytest.raises(InputError, match="features of another target or data"):
+        train(small_run(folder, data, tmp_path / "c", max_steps=2, features=features))
 
 
 @pytest.mark.slow

@@ -1,6 +1,10 @@
 """Quantised targets draft as plain ones do: own tokens, rows, heads; what cannot be is told in a line."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -120,6 +124,35 @@ def test_a_quantizer_without_its_package_is_told_in_a_line(form, told, folder, m
         load(str(folder), load_in=form)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_revision_is_another_state_of_a_repository(folder, tmp_path):
+    """From the hub's cache, without a network: weights and identity are those of the named state."""
+    cached = tmp_path / "hub" / "models--org--small"
+    for name, commit in (("main", "0123abc"), ("other", "4567def")):
+        (cached / "refs").mkdir(parents=True, exist_ok=True)
+        (cached / "refs" / name).write_text(commit)
+        shutil.copytree(folder, cached / "snapshots" / commit)
+    random_model(hf.AutoConfig.from_pretrained(folder), seed=1).save_pretrained(cached / "snapshots" / "4567def")
+    code = """if True:
+    from treespec.errors import InputError
+    from treespec.identity import target_identity
+    from treespec.target import Target
+    from treespec.variant import Variant
+    for revision in (None, "other", "absent"):
+        try:
+            print(target_identity("org/small", Variant(revision=revision)))
+            target = Target.load("org/small", variant=Variant(revision=revision))
+            print(float(target.model.lm_head.weight[0, 0]))
+        except InputError as error:
+            print(error)
+    """
+    nowhere = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | nowhere, capture_output=True, text=True)
+    first, of_first, second, of_second, absent = done.stdout.splitlines()
+    assert (first, second) == ("commit 0123abc", "commit 4567def")
+    assert of_first != of_second
+    assert "revision absent of it is not in the cache" in absent
 
 
 @pytest.mark.parametrize(

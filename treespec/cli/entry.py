@@ -70,6 +70,8 @@ class WarningLines(logging.Handler):
 
 def show_warnings() -> None:
     """Show warnings of the library, such as of a dtype that is not the checkpoint's."""
+    for name in ("torchao", "torch.utils._pytree"):  # of kernels for other devices, and of enums
+        logging.getLogger(name).setLevel(logging.ERROR)
     log = logging.getLogger("treespec")
     if not any(isinstance(handler, WarningLines) for handler in log.handlers):
         log.addHandler(WarningLines(logging.WARNING))

@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
+from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +43,7 @@ def kept_in_blocks(file: Path | None) -> Iterator[None]:
 
     Versions without `GgufConfig` unpack them.
     """
-    if file is None:
-        yield
-        return
-    if not hasattr(transformers, "GgufConfig"):
-        log.warning(
-            "transformers %s unpacks %s; 5.23 and later keep its weights in blocks",
-            transformers.__version__,
-            file.name,
-        )
+    if file is None or not hasattr(transformers, "GgufConfig"):
         yield
         return
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -62,3 +56,16 @@ def kept_in_blocks(file: Path | None) -> Iterator[None]:
         yield
     finally:
         AUTO_QUANTIZER_MAPPING["gguf"] = before
+
+
+def tell_of_unpacked(file: Path, model: PreTrainedModel) -> None:
+    """Warn where a file's blocks were unpacked at loading, so that they take more memory."""
+    header = getattr(getattr(model, "hf_quantizer", None), "header", None)
+    plain = header is not None and not header.has_quantized_weights
+    if plain or any(weight.dtype == torch.uint8 for weight in model.parameters()):
+        return
+    log.warning(
+        "the weights of %s are unpacked: transformers %s keeps no blocks of its architecture or type",
+        file.name,
+        transformers.__version__,
+    )

@@ -1,5 +1,6 @@
 """How a model's weights are quantised at loading, by transformers' quantizers."""
 
+import logging
 from importlib.util import find_spec
 from typing import Any
 
@@ -8,6 +9,8 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, TorchAoConfig
 
 from treespec.errors import InputError
 from treespec.variant import Variant
+
+log = logging.getLogger(__name__)
 
 # form of --load-in -> the module that it takes, and what installs that
 TAKES = {
@@ -71,6 +74,11 @@ def quantizer_options(
     module, install = TAKES[form]
     if find_spec(module) is None:
         raise InputError(f"--load-in {form} takes the package {module}: pip install {install}")
+    if form == "8bit":
+        log.warning(
+            "8bit chooses outlier columns from all rows of a forward, so that drafts change the "
+            "target's logits a little; --load-in int8 has no such effect"
+        )
     return {"quantization_config": _config(form, config, dtype)}
 
 

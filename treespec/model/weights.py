@@ -16,7 +16,7 @@ from treespec.errors import InputError, first_line
 from treespec.gguf_file import gguf_file
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
-from treespec.model.gguf_load import kept_in_blocks, source
+from treespec.model.gguf_load import kept_in_blocks, source, tell_of_unpacked
 from treespec.model.load_in import quantizer_options
 from treespec.model.quantised import is_plain_weight
 from treespec.variant import AS_IT_IS, Variant
@@ -73,6 +73,8 @@ def load_model(
     # 4. Every tensor must fit.
     model, report = loaded
     _check_tensors(path, model, report)
+    if file is not None:
+        tell_of_unpacked(file, model)
     return cast(PreTrainedModel, model.eval())
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from treespec.draft.trained.block import BlockProposer
+from treespec.draft.trained.eagle import embedding_of
 from treespec.draft.vocabulary import whole
 from treespec.heads import eagle, eagle3
 from treespec.heads.block import BlockHead
@@ -35,12 +36,14 @@ def new_dflash(target: Target, block_size: int = 8, layers: int = 1) -> DFlashHe
 def new_p_eagle(target: Target, levels: int = 8) -> PEagleHead:
     """An untrained head for a target, in float32, with the target's embedding."""
     taps = eagle3.default_taps(target.layers)
-    width = target.model.get_input_embeddings().weight.shape[1]
-    fields = eagle3.config_for(target.config, width, target.vocab_size, taps, target.embed_scale)
+    embedding = embedding_of(target)
+    fields = eagle3.config_for(
+        target.config, embedding.shape[1], target.vocab_size, taps, target.embed_scale
+    )
     own = {"model_type": "p-eagle", "levels": levels, "mask_token_id": target.vocab_size - 1}
     head = PEagleHead(fields | own)
     assert head.eagle3.embed_tokens is not None
-    head.eagle3.embed_tokens.weight = target.model.get_input_embeddings().weight
+    head.eagle3.embed_tokens.weight = embedding
     return head
 
 

@@ -13,6 +13,7 @@ from treespec.errors import InputError
 from treespec.heads.mtp import Mtp, MtpLayer
 from treespec.heads.mtp_layouts import LayerNames, Layout, mtp_layers
 from treespec.model.inspect import HOLDS_TREE
+from treespec.model.quantised import is_plain
 from treespec.model.weights import names as listed
 from treespec.target import Target
 
@@ -120,6 +121,8 @@ def differing(weight: Tensor | None, shared: Any, target: Target) -> Tensor | No
     """
     if weight is None:
         return None
+    if not is_plain(shared):
+        return weight.to(target.dtype)
     own, theirs = weight.to(target.dtype), shared.weight
     same = own.shape == theirs.shape and not theirs.is_meta and torch.equal(own, theirs.to("cpu"))
     return None if same else own

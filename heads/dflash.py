@@ -109,12 +109,11 @@ class DFlashHead(BlockHead):
     def settle_taps(self, layers: int) -> None:
         """Its config names them."""
 
-    def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
-        if self.embed_tokens is None or isinstance(weight, nn.Module):
+        own = self.embed_tokens  # None: `run` is given the target's, which a target may scale
+        if own is None or isinstance(weight, nn.Module):
             return
-        own = self.embed_tokens.weight
-        if own.device == weight.device and torch.equal(own, weight):
-            self.embed_tokens = None
+        if own.weight.device == weight.device and torch.equal(own.weight, weight):
+            own.weight = weight
 
     def restrict(self, tokens: Tensor, target: OutputPath) -> None:
         drafted = self.vocabulary

@@ -12,6 +12,7 @@ from models import TableConfig, TableModel, draft_tree, follow, random_head, tar
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.block import BlockProposer
 from treespec.draft.trained.block_heads import block_rollout, new_dflash, new_p_eagle
+from treespec.draft.trained.medusa import new_medusa
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
 from treespec.shaping.law import node_paths
@@ -197,7 +198,7 @@ def test_the_tree_of_the_likeliest_has_the_best_products_of_the_levels_laws():
     ("verifier", "tree"),
     [("topk", None), ("rrs", None), ("rrs-wo", None), ("traversal", "2x2"), ("block", "chain:3"), ("optimal", None)],
 )
-@pytest.mark.parametrize("new", [new_dflash, new_p_eagle])
+@pytest.mark.parametrize("new", [new_dflash, new_p_eagle, new_medusa])
 def test_texts_have_the_targets_law_under_every_temperature(new, verifier, tree):
     """By χ², with trees whose shape changes from cycle to cycle."""
     model = Target(TableModel(TableConfig(4, seed=1)))

@@ -27,7 +27,7 @@ class DDTreeGrower(Grower[DDTree]):
         if not model.at_once:
             raise InputError(
                 "the tree ddtree needs a head that drafts all levels at once (medusa, dflash, "
-                "p-eagle): take --tree dynamic, or sampled"
+                "p-eagle): take --tree dynamic with --verifier topk, or --tree eagle"
             )
 
     def grow(

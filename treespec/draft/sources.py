@@ -9,6 +9,7 @@ from torch import nn
 from treespec.draft.drafter import Drafter
 from treespec.draft.model_free.kinds import GIVEN, given_by, suffix
 from treespec.draft.models.model import ModelProposer, draft_model
+from treespec.draft.models.other_vocabulary import OtherVocabulary
 from treespec.draft.models.several import SeveralModels
 from treespec.draft.models.skip import skipped_target
 from treespec.draft.models.sparse import sparse_target
@@ -53,11 +54,17 @@ def head_of_kind(kind: str) -> Callable[[str, Target], Head]:
     return source
 
 
-def draft_models(paths: str, target: Target) -> ModelProposer | SeveralModels:
+def draft_models(paths: str, target: Target) -> ModelProposer | OtherVocabulary | SeveralModels:
     """Draft models by directory or hub id, several of them joined by +. Raises InputError."""
     names = [paths] if Path(paths).exists() else paths.split("+")
     models = [draft_model(name, target) for name in names]
-    return models[0] if len(models) == 1 else SeveralModels(models)
+    same = [model for model in models if isinstance(model, ModelProposer)]
+    if len(models) > 1 and len(same) < len(models):
+        raise InputError(
+            f"--drafter model:{paths}: several draft models must have the target's tokens; a model of "
+            "another vocabulary drafts alone"
+        )
+    return models[0] if len(models) == 1 else SeveralModels(same)
 
 
 HEADS = ("head", *KINDS)  # kinds of drafters that name a trained head's directory

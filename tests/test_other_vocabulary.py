@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as hf
 from growing import TEXTS, contents, joined, level_logits, same
-from models import GROUPED, random_model, save_model, tokenizer
+from models import GROUPED, random_eagle3, random_head, random_model, save_model, tokenizer
 from other_words import sentence_piece, without_shared_tokens
 from test_batch import what
 from test_decode import plain_generate
@@ -13,7 +13,9 @@ from test_sequence_law import TestSequenceLaw as SequenceLaw
 from treespec import load
 from treespec.draft.models.other_vocabulary import OtherVocabulary, start_of
 from treespec.draft.models.shared_vocabulary import SPECIAL, SharedVocabulary, bytes_of, shared_vocabulary
+from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
+from treespec.heads.checkpoint import load_head, save_head
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec
 from treespec.target import Target
@@ -169,3 +171,77 @@ def test_the_command_names_the_share_and_refuses_several(tmp_path, caplog):
     assert spec.generate("the user", max_new_tokens=8).token_ids == wanted
     with pytest.raises(InputError, match="several draft models must have the target's tokens"):
         load(str(target), drafter=f"model:{draft}+{target}")
+
+
+class TestStrings:
+    @pytest.fixture(scope="class")
+    def folders(self, tmp_path_factory):
+        home = tmp_path_factory.mktemp("strings")
+        words = sentence_piece()
+        save_model(home / "target"), save_model(home / "draft", vocab_size=len(words), num_hidden_layers=1)
+        words.save_pretrained(home / "draft")
+        return home
+
+    def test_greedy_and_sampled_texts_are_the_targets(self, folders):
+        spec = load(str(folders / "target"), drafter=f"model:{folders}/draft,match=string", dtype="float32")
+        wanted = [spec.baseline().generate(text, max_new_tokens=16).token_ids for text in PROMPTS]
+        assert [output.token_ids for output in spec.generate(PROMPTS, max_new_tokens=16, batch=2)] == wanted
+        drawn = {"temperature": 1.0, "seed": 3, "max_new_tokens": 16}
+        assert spec.generate("a", **drawn).token_ids == spec.baseline().generate("a", **drawn).token_ids
+
+    def test_what_the_target_says_is_drafted_as_text(self, tmp_path):
+        """By itself: a model that says six letters alone, which no merge joins."""
+        folder = save_model(tmp_path / "letters", tie_word_embeddings=False)
+        model = hf.AutoModelForCausalLM.from_pretrained(folder)
+        said = [n for n, text in bytes_of(tokenizer()).items() if text in (b"x", b"z", b"q", b"j", b"v", b"b")]
+        with torch.no_grad():
+            model.lm_head.weight[[n for n in range(model.config.vocab_size) if n not in said]] = 0
+        model.save_pretrained(folder)
+        spec = load(str(folder), drafter=f"model:{folder},match=string", verifier="topk", dtype="float32")
+        stats = spec.generate("the user asks", max_new_tokens=29).stats
+        assert stats.acceptance_length > 5
+
+    def test_it_takes_no_tree_and_joins_no_memory(self, folders):
+        drafter = f"model:{folders}/draft,match=string"
+        with pytest.raises(InputError, match="model hands over given tokens"):
+            load(str(folders / "target"), verifier="rrs", drafter=drafter)
+        with pytest.raises(InputError, match="no draft model to join"):
+            load(str(folders / "target"), drafter=f"suffix+{drafter}")
+
+
+class TestHeads:
+    """A head of one target, for a target whose tokenizer has the same tokens in other places, and some more."""
+
+    @pytest.fixture(scope="class")
+    def folders(self, tmp_path_factory):
+        home = tmp_path_factory.mktemp("heads")
+        save_model(home / "target")
+        other, words = model_of(sentence_piece()), sentence_piece()
+        for kind, made in {"eagle": random_head, "eagle3": random_eagle3, "medusa": KINDS["medusa"].new}.items():
+            save_head(made(other), home / kind)
+            words.save_pretrained(home / kind)
+        save_head(random_head(other), home / "bare")
+        return home
+
+    @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+    def test_it_drafts_and_the_text_is_the_targets(self, folders, kind):
+        spec = load(str(folders / "target"), str(folders / kind), "2x2", "rrs-wo", dtype="float32")
+        head = spec.head
+        ours, theirs = bytes_of(spec.target.tokenizer), bytes_of(sentence_piece())
+        before = load_head(folders / kind)
+        number = {text: n for n, text in reversed(theirs.items())}
+        token = next(n for n, text in ours.items() if text == b"the")
+        assert torch.equal(head.embed_tokens.weight[token], before.embed_tokens.weight[number[b"the"]])
+        if kind == "eagle3":
+            assert {ours[n] for n in head.vocabulary.tolist()} == set(ours.values()) & set(theirs.values())
+        wanted = spec.baseline().generate("the user", max_new_tokens=12).token_ids
+        assert spec.generate("the user", max_new_tokens=12).token_ids == wanted
+        assert spec.generate("the user", max_new_tokens=12, temperature=1.0, seed=1).token_ids
+
+    @pytest.mark.parametrize(
+        ("kind", "complaint"),
+        [("medusa", "is for a vocabulary of"), ("bare", "put the tokenizer that it was trained with into its folder")],
+    )
+    def test_others_are_refused_by_name(self, folders, kind, complaint):
+        with pytest.raises(InputError, match=complaint):
+            load(str(folders / "target"), str(folders / kind))

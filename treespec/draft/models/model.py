@@ -15,6 +15,7 @@ from treespec.cache import TreeCache
 from treespec.draft.models.branch import Branch
 from treespec.draft.models.other_vocabulary import OtherVocabulary
 from treespec.draft.models.shared_vocabulary import shared_vocabulary
+from treespec.draft.models.string_match import StringMatch
 from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer
 from treespec.errors import InputError
 from treespec.model.masks import together
@@ -98,6 +99,21 @@ class ModelProposer(Proposer):
     def _fitted(self, logits: Tensor) -> Tensor:
         """[F, V] logits over the target's vocabulary: cut, or filled with -inf."""
         return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
+
+
+MATCH = ",match=string"  # behind a draft model's path
+
+
+def string_model(path: str, target: Target) -> StringMatch:
+    """`--drafter model:PATH,match=string`. Raises InputError where a tokenizer is missing."""
+    model = loaded_model(path, target)
+    if model.tokenizer is None or target.tokenizer is None:
+        without = "the draft model" if target.tokenizer else "the target"
+        raise InputError(
+            f"--drafter model:{path}{MATCH} matches text, and {without} has no tokenizer: leave out "
+            "match=string"
+        )
+    return StringMatch(model, target)
 
 
 def draft_model(path: str, target: Target) -> ModelProposer | OtherVocabulary:

@@ -38,7 +38,7 @@ def pairs(
     reasons: list[str] = []
     for drafter, drafters_tree in drafters:
         # 1. The verifiers and trees that this drafter fits.
-        given = drafter.partition(":")[0] in GIVEN and len(drafters) > 1
+        given = has_given_tokens(drafter) and len(drafters) > 1
         rows: list[Pair] = []
         for verifier, _, verifiers_tree in (name.partition("@") for name in verifiers):
             named = drafters_tree or verifiers_tree
@@ -64,6 +64,11 @@ def pairs(
     return list(dict.fromkeys(fitting)), list(dict.fromkeys(reasons))
 
 
+def has_given_tokens(drafter: str) -> bool:
+    """Whether a drafter's tokens have no draft law, by its name."""
+    return drafter.partition(":")[0] in GIVEN or drafter.endswith(",match=string")
+
+
 def paired(
     verifier: Verifier, tree: str | None, drafter: str | None
 ) -> tuple[Policy | None, Verifier]:
@@ -71,9 +76,8 @@ def paired(
 
     Raises InputError if they do not fit each other or the drafter.
     """
-    kind = (drafter or "").partition(":")[0]
-    if kind in GIVEN:
-        check_given(kind, verifier, tree)
+    if drafter and has_given_tokens(drafter):
+        check_given(drafter.partition(":")[0], verifier, tree)
     chosen = policy(tree) if tree else None
     verifier = verifier_for(verifier, False, chosen)
     if chosen:

@@ -81,10 +81,10 @@ ROOMS = {  # the rooms that each room may import
     "seams": "ground shaping target trees heads",
     "decode": "ground shaping seams target text trees verify",
     "draft.pace": "ground seams target",
-    "draft.models": "ground seams target model trees heads",
-    "draft.trained": "ground seams target model trees heads",
+    "draft.models": "ground shaping seams target model text trees heads",
+    "draft.trained": "ground seams target model text trees heads draft.models",
     "draft.model_free": "ground shaping seams target text trees draft.pace",
-    "draft.union": "ground shaping seams target trees heads verify draft draft.model_free draft.pace",
+    "draft.union": "ground shaping trees verify draft.pace",
     "draft.grow": "ground shaping seams trees verify draft.pace",
     "draft": "ground shaping seams target trees heads verify "
     "draft.grow draft.model_free draft.models draft.pace draft.trained draft.union",

@@ -7,12 +7,12 @@ from models import TableConfig, TableModel, random_head, target
 from test_decode import plain_generate, prompt
 from test_sequence_law import TestSequenceLaw as SequenceLaw
 
+from treespec.draft.joint import Joint
 from treespec.draft.model_free.suffix import Suffix, SuffixOptions
 from treespec.draft.model_free.suffix_memory import Memories
 from treespec.draft.model_free.suffix_tree import Guess
 from treespec.draft.pace.times import Times
 from treespec.draft.sources import source_of
-from treespec.draft.union.joint import Joint
 from treespec.draft.union.merged import merged
 from treespec.errors import InputError
 from treespec.options import members_of

@@ -81,6 +81,11 @@ class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_one_source()
+        if self.memory == "run" and any(keeps_folder(name) for name in drafters_of(self)):
+            raise InputError(
+                "--memory run begins with no answers and keeps none: leave out the folder of suffix, or "
+                "take --memory kept"
+            )
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,12 @@ def drafters_with_trees(config: EvalConfig) -> list[tuple[str, str | None]]:
         else:
             names.append(part)
     return [_split_tree(name) for name in dict.fromkeys(names)]
+
+
+def keeps_folder(drafter: str) -> bool:
+    """Whether a drafter is a memory in a folder, such as suffix:FOLDER+eagle:HEAD."""
+    kind, _, value = members_of(drafter)[0].partition(":")
+    return kind == "suffix" and value != "" and "=" not in value.partition(",")[0]
 
 
 def _split_tree(name: str) -> tuple[str, str | None]:

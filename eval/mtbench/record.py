@@ -127,6 +127,7 @@ def drafter_identity(drafter: str) -> str:
         return " ".join(filter(None, map(drafter_identity, members)))
     kind, _, value = drafter.partition(":")
     if kind in MODELS:
+        value = value.removesuffix(",match=string")
         names = [value] if kind != "model" or Path(value).exists() else value.split("+")
         return " ".join(map(identity_of, names))
     if kind == "suffix":

@@ -64,6 +64,7 @@ def check_source(drafter: str, width: int | None) -> None:
     if kind in HEADS:
         check_head(value, width)
     elif kind == "model":
+        value = value.removesuffix(",match=string")
         for model in [value] if Path(value).exists() else value.split("+"):
             check_there(model, "draft model's directory")
     elif kind == "self" and not Path(value).is_file():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treespec.cache import TreeCache
 from treespec.draft.per_text import PerText
@@ -36,6 +36,11 @@ class Drafter(PerText, Protocol):
     policy: Policy | None = None
     given: bool = False
     forward_seconds: float = 0.0
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The draft models that it computes with besides the target, if it is no `TreeDrafter`."""
+        return ()
 
     @property
     def timed(self) -> bool:

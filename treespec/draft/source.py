@@ -13,14 +13,14 @@ from torch import nn
 from treespec.draft.calibration import Calibration
 from treespec.draft.default_tree import default_tree
 from treespec.draft.drafter import Drafter
+from treespec.draft.joint import Joint
 from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.pace.times import TimesBy
 from treespec.draft.pairing import check_given
 from treespec.draft.proposer import Proposer
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.tree_drafter import TreeDrafter
-from treespec.draft.union.joint import Joint
-from treespec.draft.union.union import UnionDrafter
+from treespec.draft.union_drafter import UnionDrafter
 from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.trees.shape import Policy
@@ -118,8 +118,11 @@ class WholeTrees:
     original: Drafter
     proposer: ClassVar[Proposer | None] = None
     head: ClassVar[Head | None] = None
-    models: ClassVar[Sequence[nn.Module]] = ()
     law_per_draw: ClassVar[bool] = False
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        return self.original.models
 
     @property
     def name(self) -> str:

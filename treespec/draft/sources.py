@@ -7,16 +7,19 @@ from typing import cast
 from torch import nn
 
 from treespec.draft.drafter import Drafter
+from treespec.draft.joint import Joint
 from treespec.draft.model_free.kinds import GIVEN, given_by, suffix
-from treespec.draft.models.model import ModelProposer, draft_model
+from treespec.draft.models.model import MATCH, ModelProposer, draft_model, string_model
+from treespec.draft.models.other_vocabulary import OtherVocabulary
 from treespec.draft.models.several import SeveralModels
 from treespec.draft.models.skip import skipped_target
 from treespec.draft.models.sparse import sparse_target
+from treespec.draft.models.string_match import StringMatch
 from treespec.draft.proposer import Proposer
 from treespec.draft.trained.eagle import embedding_of, embedding_to_share
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.trained.mtp_load import mtp_of_target
-from treespec.draft.union.joint import Joint
+from treespec.draft.trained.other_tokens import in_target_tokens
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
@@ -32,6 +35,8 @@ def trained_head(folder: str, target: Target) -> Head:
     """
     path = head_folder(folder)
     head = load_head(path, target.dtype, target.output_device)
+    if head.vocab_size != target.vocab_size:
+        head = in_target_tokens(head, path, target, folder)
     fit(head, target, folder)
     if (tokens := load_vocabulary(path, target.vocab_size)) is not None:
         restrict(head, target, tokens)
@@ -53,11 +58,21 @@ def head_of_kind(kind: str) -> Callable[[str, Target], Head]:
     return source
 
 
-def draft_models(paths: str, target: Target) -> ModelProposer | SeveralModels:
+def draft_models(
+    paths: str, target: Target
+) -> ModelProposer | OtherVocabulary | SeveralModels | StringMatch:
     """Draft models by directory or hub id, several of them joined by +. Raises InputError."""
+    if paths.endswith(MATCH):
+        return string_model(paths.removesuffix(MATCH), target)
     names = [paths] if Path(paths).exists() else paths.split("+")
     models = [draft_model(name, target) for name in names]
-    return models[0] if len(models) == 1 else SeveralModels(models)
+    same = [model for model in models if isinstance(model, ModelProposer)]
+    if len(models) > 1 and len(same) < len(models):
+        raise InputError(
+            f"--drafter model:{paths}: several draft models must have the target's tokens; a model of "
+            "another vocabulary drafts alone"
+        )
+    return models[0] if len(models) == 1 else SeveralModels(same)
 
 
 HEADS = ("head", *KINDS)  # kinds of drafters that name a trained head's directory
@@ -80,13 +95,13 @@ def source_of(drafter: str, target: Target) -> Head | Proposer | Drafter | Joint
     """
     first, *second = members_of(drafter)
     if second:
-        name = second[0].partition(":")[0]
-        if name in GIVEN:
+        name, _, value = second[0].partition(":")
+        if name in GIVEN or value.endswith(MATCH):
             raise InputError(
                 f"--drafter {drafter}: {name} has no draft model to join: take suffix alone, or "
                 "suffix+eagle:DIRECTORY"
             )
-        own = SOURCES[name](second[0].partition(":")[2], target)
+        own = SOURCES[name](value, target)
         return Joint(suffix(first.partition(":")[2], target), cast("Head | Proposer", own))
     kind, _, value = drafter.partition(":")
     if kind not in SOURCES:

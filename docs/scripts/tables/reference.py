@@ -147,8 +147,8 @@ DRAFTER_WORDS = {  # name: the values that --drafter takes, what it is, and wher
         "P-EAGLE, 2602.01469",
     ),
     "model": (
-        "`model:PATH`, `model:PATH+PATH`",
-        "a smaller model with the same tokenizer, or several",
+        "`model:PATH`, `model:PATH+PATH`, `model:PATH,match=string`",
+        "a smaller model, of any vocabulary, or several of the target's",
         "Leviathan et al., Chen et al. 2023; SpecInfer, Miao et al. 2024",
     ),
     "mtp": (
@@ -179,8 +179,9 @@ DRAFTER_WORDS = {  # name: the values that --drafter takes, what it is, and wher
     ),
     "jacobi": ("`jacobi`", "its guesses of the cycle before", "Santilli et al. 2023"),
     "suffix": (
-        "`suffix`, `suffix:DIR`",
-        "what followed them in the text and in earlier answers, by counts; DIR keeps these on disk",
+        "`suffix`, `suffix:DIR`, `suffix+eagle:DIR`",
+        "what followed them in the text and in earlier answers, by counts; alone or beside a draft "
+        "model ([drafters](drafters.md))",
         "SuffixDecoding, Oliaro et al. 2024",
     ),
 }

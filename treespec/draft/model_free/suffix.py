@@ -25,7 +25,7 @@ from treespec.trees.tree import TokenTree
 class SuffixOptions:
     """tokens: bound of each memory. longest: of the match. count: the match must have occurred so
     often. nodes: the most drafted tokens. growth: drafted tokens for each token of the match.
-    percent: the least chance of a path. union: with a draft model (`treespec.draft.union.union`).
+    percent: the least chance of a path. union: with a draft model (`treespec.draft.union_drafter`).
     Raises InputError for a number out of range.
     """
 

@@ -3,6 +3,7 @@
 Leviathan et al. 2023 (2211.17192), Chen et al. 2023 (2302.01318).
 """
 
+import logging
 from collections.abc import Sequence
 from typing import final
 
@@ -12,10 +13,15 @@ from torch.nn.functional import pad
 
 from treespec.cache import TreeCache
 from treespec.draft.models.branch import Branch
+from treespec.draft.models.other_vocabulary import OtherVocabulary
+from treespec.draft.models.shared_vocabulary import shared_vocabulary
+from treespec.draft.models.string_match import StringMatch
 from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer
 from treespec.errors import InputError
 from treespec.model.masks import together
 from treespec.target import Target
+
+log = logging.getLogger(__name__)
 
 
 @final
@@ -95,14 +101,59 @@ class ModelProposer(Proposer):
         return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
 
 
-def draft_model(path: str, target: Target) -> ModelProposer:
+MATCH = ",match=string"  # behind a draft model's path
+
+
+def string_model(path: str, target: Target) -> StringMatch:
+    """`--drafter model:PATH,match=string`. Raises InputError where a tokenizer is missing."""
+    model = loaded_model(path, target)
+    if model.tokenizer is None or target.tokenizer is None:
+        without = "the draft model" if target.tokenizer else "the target"
+        raise InputError(
+            f"--drafter model:{path}{MATCH} matches text, and {without} has no tokenizer: leave out "
+            "match=string"
+        )
+    return StringMatch(model, target)
+
+
+def draft_model(path: str, target: Target) -> ModelProposer | OtherVocabulary:
     """`--drafter model:PATH`, in the target's dtype on its output device.
 
+    A model of another vocabulary drafts what it shares with the target's, whose share is logged.
     Raises InputError if it does not fit.
     """
+    model = loaded_model(path, target)
+    difference = tokens_differ(model, target)
+    if difference is None:
+        return ModelProposer(model, target)
+    if model.tokenizer is None or target.tokenizer is None:
+        raise InputError(
+            f"--drafter model:{path} has other tokens than the target ({difference}): take a model "
+            "of its family"
+        )
+    sizes = target.vocab_size, model.vocab_size
+    try:
+        words = shared_vocabulary(target.tokenizer, model.tokenizer, *sizes)
+    except InputError as error:
+        raise InputError(
+            f"--drafter model:{path} cannot draft for this target: {error}; take another model, or "
+            f"model:{path},match=string at temperature 0"
+        ) from None
+    log.warning(
+        "draft model %s has another vocabulary: it drafts the %d tokens that both have, %.0f %% of "
+        "the target's",
+        path,
+        len(words.target),
+        100 * words.share,
+    )
+    return OtherVocabulary(model, target, words)
+
+
+def loaded_model(path: str, target: Target) -> Target:
+    """A draft model beside its target. Raises InputError where it cannot be loaded."""
     place = target.output_device
     try:
-        model = Target.load(
+        return Target.load(
             path,
             dtype=target.dtype,
             device_map=None if place.type == "cpu" else {"": place},
@@ -112,12 +163,6 @@ def draft_model(path: str, target: Target) -> ModelProposer:
         raise InputError(
             f"--drafter model:{path}: {str(error).replace('the target', 'the draft model')}"
         ) from error
-    if difference := tokens_differ(model, target):
-        raise InputError(
-            f"--drafter model:{path} has other tokens than the target ({difference}): take a model "
-            "of its family"
-        )
-    return ModelProposer(model, target)
 
 
 def tokens_differ(model: Target, target: Target) -> str | None:

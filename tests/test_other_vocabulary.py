@@ -1,0 +1,247 @@
+"""Drafts of another vocabulary: shared tokens by their bytes, and texts that keep the target's law."""
+
+import pytest
+import torch
+import transformers as hf
+from growing import TEXTS, contents, joined, level_logits, same
+from models import GROUPED, random_eagle3, random_head, random_model, save_model, tokenizer
+from other_words import sentence_piece, without_shared_tokens
+from test_batch import what
+from test_decode import plain_generate
+from test_sequence_law import TestSequenceLaw as SequenceLaw
+
+from treespec import load
+from treespec.draft.models.other_vocabulary import OtherVocabulary, start_of
+from treespec.draft.models.shared_vocabulary import SPECIAL, SharedVocabulary, bytes_of, shared_vocabulary
+from treespec.draft.trained.kinds import KINDS
+from treespec.errors import InputError
+from treespec.heads.checkpoint import load_head, save_head
+from treespec.sampling import SamplingParams
+from treespec.spec import Spec
+from treespec.target import Target
+
+PROMPTS = ["the user asks", "the answer is short: zürich \N{SNOWMAN}", "a"]
+
+
+def model_of(words, seed=5, **changes):
+    sizes = {"vocab_size": len(words), "max_position_embeddings": 256, "num_hidden_layers": 2}
+    return Target(random_model(hf.LlamaConfig(**GROUPED | sizes | changes), seed), words)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A byte-level target, and a draft model of SentencePiece's form."""
+    target, draft = model_of(tokenizer(), seed=0), model_of(sentence_piece())
+    words = shared_vocabulary(target.tokenizer, draft.tokenizer, target.vocab_size, draft.vocab_size)
+    return target, OtherVocabulary(draft, target, words)
+
+
+class TestSharedTokens:
+    def test_both_forms_give_the_bytes_of_their_text(self):
+        text = "the user's\n\tanswer: zürich \N{SNOWMAN} 12"
+        for words in (tokenizer(), sentence_piece()):
+            table = bytes_of(words)
+            ids = words.encode(text, add_special_tokens=False)
+            assert b"".join(table[number] for number in ids).decode() == text
+
+    def test_shared_tokens_stand_for_the_same_text(self, pair):
+        target, draft = pair
+        ours, theirs = bytes_of(target.tokenizer), bytes_of(draft.model.tokenizer)
+        words = draft.words
+        assert words.target.tolist() == sorted(words.target.tolist())
+        assert [ours[n] for n in words.target.tolist()] == [theirs[n] for n in words.draft.tolist()]
+        missing = set(ours) - set(words.target.tolist())
+        assert not {ours[n] for n in missing} & set(theirs.values())
+        assert 0.5 < words.share < 1
+
+    def test_special_tokens_are_shared_by_name_alone(self, pair):
+        target, draft = pair
+        shared = set(draft.words.target.tolist())
+        assert target.tokenizer.convert_tokens_to_ids("<pad>") in shared
+        assert target.tokenizer.convert_tokens_to_ids("</s>") not in shared  # the other's is <eos>
+        text = shared_vocabulary(tokenizer(), sentence_piece(specials=("</s", "<bos>", "<eos>", "<pad>")), 999, 999)
+        assert all(
+            not value.startswith(SPECIAL + b"</s") for value in (bytes_of(tokenizer())[n] for n in text.target.tolist())
+        )
+
+    @pytest.mark.parametrize("text", ["the unhappy question", "zürich \N{SNOWMAN}\n", "<s>user: 12</s>"])
+    def test_other_tokens_are_spelled_by_their_bytes(self, pair, text):
+        target, draft = pair
+        table = bytes_of(draft.model.tokenizer)
+        ids = target.tokenizer.encode(text)
+        spelled = [number for token in ids for number in draft.words.spelled(token)]
+        assert b"".join(table[number] for number in spelled).decode() == text
+
+    def test_of_equal_bytes_the_token_that_is_no_byte_counts(self):
+        draft = sentence_piece()
+        words = shared_vocabulary(tokenizer(), draft, 999, 999)
+        by_token = dict(zip(words.target.tolist(), words.draft.tolist(), strict=True))
+        a = tokenizer().convert_tokens_to_ids("a")
+        assert draft.convert_ids_to_tokens(by_token[a]) == "a"
+
+    def test_no_shared_token_is_one_line(self, tmp_path):
+        with pytest.raises(InputError, match="share no token"):
+            shared_vocabulary(tokenizer(), without_shared_tokens(), 999, 999)
+        target, draft = save_model(tmp_path / "target"), save_model(tmp_path / "draft")
+        without_shared_tokens().save_pretrained(draft)
+        with pytest.raises(InputError, match=r"cannot draft for this target: the two vocabularies share no token"):
+            load(str(target), drafter=f"model:{draft}")
+
+
+class TestProposer:
+    def test_logits_are_the_models_own_after_the_same_text(self, pair):
+        target, draft = pair
+        cache, together = joined(target, draft)
+        before = contents(cache)
+        for _ in range(2):
+            for text, path, logits in level_logits(together, cache):
+                tokens = [*start_of(draft.model.tokenizer)]
+                tokens += [n for token in text for n in draft.words.spelled(token)]
+                tokens += draft.words.draft[list(path)].tolist()
+                alone = draft.model.model(torch.tensor([tokens])).logits[0, -1][draft.words.draft]
+                assert torch.allclose(logits, alone, atol=2e-4, rtol=2e-4)
+        assert same(before, contents(cache))
+
+    def test_a_text_that_begins_anew_keeps_the_common_prefix(self, pair):
+        target, draft = pair
+        _, one = joined(target, draft, TEXTS[:1])
+        one.begin(torch.tensor([8]))
+        one.rewind([3])
+        assert one.lengths == [3]
+        one.observe([torch.zeros(2, 32)], [torch.tensor([4, 33, 34, 35])[:3]])
+        fresh = one.new()
+        fresh.observe([torch.zeros(5, 32)], [torch.tensor([*TEXTS[0][:3], 4, 33, 34])])
+        assert one.known[0].tolist() == fresh.known[0].tolist()
+        root = torch.tensor([34])
+        assert torch.allclose(one.begin(root)[0], fresh.begin(root)[0], atol=1e-4)
+
+    @pytest.mark.parametrize(("tree", "verifier"), [("chain:3", "auto"), ("2x2", "rrs-wo"), (None, "auto")])
+    def test_greedy_texts_are_the_targets_alone_and_together(self, pair, tree, verifier):
+        target, draft = pair
+        spec = Spec(target, draft, tree, verifier)
+        wanted = [plain_generate(target, spec.encode(text), 16) for text in PROMPTS]
+        outputs = spec.generate(PROMPTS, max_new_tokens=16)
+        assert [output.token_ids for output in outputs] == wanted
+        assert what(spec.generate(PROMPTS, max_new_tokens=16, batch=2)) == what(outputs) or tree is None
+
+    def test_a_model_with_the_targets_weights_is_accepted_where_it_can_be(self, pair):
+        """A vocabulary in another order shares all tokens, and drafts what the target says."""
+        target, _ = pair
+        order = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
+        model = random_model(hf.LlamaConfig(**target.config.to_dict()), 0)
+        model.load_state_dict(target.model.state_dict())
+        with torch.no_grad():
+            for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+                weight.copy_(weight[order])
+        place = {int(old): new for new, old in enumerate(order)}
+        by_bytes = {text: place[number] for number, text in bytes_of(target.tokenizer).items()}
+        every = torch.arange(target.vocab_size)
+        draft = torch.tensor([place[number] for number in every.tolist()])
+        words = SharedVocabulary(every, draft, bytes_of(target.tokenizer), by_bytes)
+        spec = Spec(target, OtherVocabulary(Target(model, target.tokenizer), target, words), "chain:4", "single")
+        for temperature in (0.0, 1.0):
+            stats = spec.generate("the user", max_new_tokens=20, temperature=temperature, seed=1).stats
+            assert stats.acceptance_length == 5
+
+
+@pytest.mark.parametrize(
+    ("verifier", "tree"), [("rrs-wo", "2x2"), ("traversal", "2x2"), ("topk", "dynamic:depth=2,topk=3,nodes=6")]
+)
+def test_sampled_texts_have_the_targets_law(verifier, tree):
+    """A target of four tokens, and a draft model of five in another order that shares three of them."""
+    from models import TableConfig, TableModel
+
+    target, draft = (Target(TableModel(TableConfig(size, seed=size))) for size in (4, 5))
+    words = SharedVocabulary(
+        torch.tensor([0, 2, 3]), torch.tensor([4, 1, 0]), {n: bytes([97 + n]) for n in range(4)}, {b"b": 2}
+    )
+    spec = Spec(target, OtherVocabulary(draft, target, words), tree, verifier)
+    SequenceLaw().check(spec, SamplingParams(temperature=0.8), texts=2, batch=2)
+
+
+def test_the_command_names_the_share_and_refuses_several(tmp_path, caplog):
+    target, draft = save_model(tmp_path / "target"), tmp_path / "draft"
+    words = sentence_piece()
+    save_model(draft, vocab_size=len(words), num_hidden_layers=1)
+    words.save_pretrained(draft)
+    spec = load(str(target), drafter=f"model:{draft}", dtype="float32")
+    (line,) = [record.getMessage() for record in caplog.records if "another vocabulary" in record.getMessage()]
+    assert "tokens that both have" in line
+    wanted = spec.baseline().generate("the user", max_new_tokens=8).token_ids
+    assert spec.generate("the user", max_new_tokens=8).token_ids == wanted
+    with pytest.raises(InputError, match="several draft models must have the target's tokens"):
+        load(str(target), drafter=f"model:{draft}+{target}")
+
+
+class TestStrings:
+    @pytest.fixture(scope="class")
+    def folders(self, tmp_path_factory):
+        home = tmp_path_factory.mktemp("strings")
+        words = sentence_piece()
+        save_model(home / "target"), save_model(home / "draft", vocab_size=len(words), num_hidden_layers=1)
+        words.save_pretrained(home / "draft")
+        return home
+
+    def test_greedy_and_sampled_texts_are_the_targets(self, folders):
+        spec = load(str(folders / "target"), drafter=f"model:{folders}/draft,match=string", dtype="float32")
+        wanted = [spec.baseline().generate(text, max_new_tokens=16).token_ids for text in PROMPTS]
+        assert [output.token_ids for output in spec.generate(PROMPTS, max_new_tokens=16, batch=2)] == wanted
+        drawn = {"temperature": 1.0, "seed": 3, "max_new_tokens": 16}
+        assert spec.generate("a", **drawn).token_ids == spec.baseline().generate("a", **drawn).token_ids
+
+    def test_what_the_target_says_is_drafted_as_text(self, tmp_path):
+        """By itself: a model that says six letters alone, which no merge joins."""
+        folder = save_model(tmp_path / "letters", tie_word_embeddings=False)
+        model = hf.AutoModelForCausalLM.from_pretrained(folder)
+        said = [n for n, text in bytes_of(tokenizer()).items() if text in (b"x", b"z", b"q", b"j", b"v", b"b")]
+        with torch.no_grad():
+            model.lm_head.weight[[n for n in range(model.config.vocab_size) if n not in said]] = 0
+        model.save_pretrained(folder)
+        spec = load(str(folder), drafter=f"model:{folder},match=string", verifier="topk", dtype="float32")
+        stats = spec.generate("the user asks", max_new_tokens=29).stats
+        assert stats.acceptance_length > 5
+
+    def test_it_takes_no_tree_and_joins_no_memory(self, folders):
+        drafter = f"model:{folders}/draft,match=string"
+        with pytest.raises(InputError, match="model hands over given tokens"):
+            load(str(folders / "target"), verifier="rrs", drafter=drafter)
+        with pytest.raises(InputError, match="no draft model to join"):
+            load(str(folders / "target"), drafter=f"suffix+{drafter}")
+
+
+class TestHeads:
+    """A head of one target, for a target whose tokenizer has the same tokens in other places, and some more."""
+
+    @pytest.fixture(scope="class")
+    def folders(self, tmp_path_factory):
+        home = tmp_path_factory.mktemp("heads")
+        save_model(home / "target")
+        other, words = model_of(sentence_piece()), sentence_piece()
+        for kind, made in {"eagle": random_head, "eagle3": random_eagle3, "medusa": KINDS["medusa"].new}.items():
+            save_head(made(other), home / kind)
+            words.save_pretrained(home / kind)
+        save_head(random_head(other), home / "bare")
+        return home
+
+    @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+    def test_it_drafts_and_the_text_is_the_targets(self, folders, kind):
+        spec = load(str(folders / "target"), str(folders / kind), "2x2", "rrs-wo", dtype="float32")
+        head = spec.head
+        ours, theirs = bytes_of(spec.target.tokenizer), bytes_of(sentence_piece())
+        before = load_head(folders / kind)
+        number = {text: n for n, text in reversed(theirs.items())}
+        token = next(n for n, text in ours.items() if text == b"the")
+        assert torch.equal(head.embed_tokens.weight[token], before.embed_tokens.weight[number[b"the"]])
+        if kind == "eagle3":
+            assert {ours[n] for n in head.vocabulary.tolist()} == set(ours.values()) & set(theirs.values())
+        wanted = spec.baseline().generate("the user", max_new_tokens=12).token_ids
+        assert spec.generate("the user", max_new_tokens=12).token_ids == wanted
+        assert spec.generate("the user", max_new_tokens=12, temperature=1.0, seed=1).token_ids
+
+    @pytest.mark.parametrize(
+        ("kind", "complaint"),
+        [("medusa", "is for a vocabulary of"), ("bare", "put the tokenizer that it was trained with into its folder")],
+    )
+    def test_others_are_refused_by_name(self, folders, kind, complaint):
+        with pytest.raises(InputError, match=complaint):
+            load(str(folders / "target"), str(folders / kind))

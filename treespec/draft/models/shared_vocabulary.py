@@ -1,0 +1,167 @@
+"""Which tokens two vocabularies share, by the bytes of text that each token stands for.
+
+    byte-level BPE (GPT-2, Llama 3, Qwen)    `Ġthe` stands for ` the`, `Ċ` for a line break
+    SentencePiece (Llama 2, Gemma)           `▁the` stands for ` the`, `<0x0A>` for a line break
+
+Special tokens stand for no text: two of them are the same if their names are.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from treespec.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte that no other token holds, in SentencePiece
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
+SPECIAL = b"\xff"  # before the name of a special token; no byte of UTF-8
+
+
+def byte_of_character() -> dict[str, int]:
+    """The byte that each character stands for in byte-level vocabularies (GPT-2).
+
+    Printable characters stand for themselves, the other bytes for the characters from 256 on.
+    """
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
+    shown += range(ord("®"), ord("ÿ") + 1)
+    hidden = [byte for byte in range(256) if byte not in shown]
+    table = {chr(byte): byte for byte in shown}
+    return table | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+BYTES = byte_of_character()
+
+
+def bytes_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
+    """The bytes of every token, by its number; a special token's name follows SPECIAL."""
+    # 1. Tokens beside the model's own: special ones, and plain text.
+    found: dict[int, bytes] = {}
+    byte_level = "ByteLevel" in _kinds(tokenizer)
+    for number, added in tokenizer.added_tokens_decoder.items():
+        if not byte_level and BYTE.fullmatch(added.content):
+            continue
+        plain = added.content if byte_level else added.content.replace(SPACE, " ")
+        found[number] = SPECIAL + added.content.encode() if added.special else plain.encode()
+
+    # 2. The model's own.
+    for token, number in tokenizer.get_vocab().items():
+        if number not in found:
+            found[number] = _byte_level(token) if byte_level else _sentence_piece(token)
+    return found
+
+
+def _kinds(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+    """The parts of a tokenizer's decoder and pre-tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts: list[Any] = []
+    if backend is not None:
+        described = json.loads(backend.to_str())
+        parts = [described.get("decoder"), described.get("pre_tokenizer")]
+    kinds: set[str] = set()
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            kinds.add(str(part.get("type")))
+            parts += [*part.get("decoders", ()), *part.get("pretokenizers", ())]
+    return kinds
+
+
+def _byte_level(token: str) -> bytes:
+    if all(character in BYTES for character in token):
+        return bytes(BYTES[character] for character in token)
+    return token.encode()
+
+
+def _sentence_piece(token: str) -> bytes:
+    if byte := BYTE.fullmatch(token):
+        return bytes.fromhex(byte[1])
+    return token.replace(SPACE, " ").encode()
+
+
+@final
+@dataclass(frozen=True)
+class SharedVocabulary:
+    """Tokens that the target and a draft model share, and how the target's others are spelled.
+
+    target, draft: [N] int64, the numbers of the shared tokens, by the target's ascending.
+    """
+
+    target: Tensor
+    draft: Tensor
+    target_bytes: Mapping[int, bytes]
+    draft_by_bytes: Mapping[bytes, int]
+
+    @property
+    def share(self) -> float:
+        """Of the target's tokens."""
+        return len(self.target) / max(len(self.target_bytes), 1)
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the draft model's longest token."""
+        return max(map(len, self.draft_by_bytes))
+
+    @cached_property
+    def _spelled(self) -> dict[int, tuple[int, ...]]:
+        return dict(zip(self.target.tolist(), ((n,) for n in self.draft.tolist()), strict=True))
+
+    def spelled(self, token: int) -> tuple[int, ...]:
+        """The draft model's tokens for a token of the target, at least one.
+
+        A shared token is one. Others are spelled by the longest tokens that fit, from the left; a
+        special one by its name. A byte that the draft model lacks is left out.
+        """
+        if token not in self._spelled:
+            self._spelled[token] = self._split(self.target_bytes.get(token, b""))
+        return self._spelled[token]
+
+    def _split(self, text: bytes) -> tuple[int, ...]:
+        text, found, at = text.removeprefix(SPECIAL), list[int](), 0
+        while at < len(text):
+            for size in range(min(self.longest, len(text) - at), 0, -1):
+                number = self.draft_by_bytes.get(text[at : at + size])
+                if number is not None:
+                    found.append(number)
+                    break
+            at += size
+        return tuple(found) or (int(self.draft[0]),)
+
+
+def shared_vocabulary(
+    target: "PreTrainedTokenizerBase",
+    draft: "PreTrainedTokenizerBase",
+    target_size: int,
+    draft_size: int,
+) -> SharedVocabulary:
+    """What two tokenizers share. Tokens beyond a model's vocabulary do not count.
+
+    Where several tokens stand for the same bytes, the first one counts that is no single byte of
+    SentencePiece. Raises InputError where no token is shared.
+    """
+    ours = {n: text for n, text in bytes_of(target).items() if n < target_size}
+    theirs = {n: text for n, text in bytes_of(draft).items() if n < draft_size}
+    names = draft.convert_ids_to_tokens(sorted(theirs))
+    numbered = zip(names, sorted(theirs), strict=True)
+    by_bytes: dict[bytes, int] = {}
+    for _, number in sorted((bool(BYTE.fullmatch(name)), number) for name, number in numbered):
+        by_bytes.setdefault(theirs[number], number)
+    pairs: list[tuple[int, int]] = []
+    taken: set[bytes] = set()
+    for number in sorted(ours):
+        text = ours[number]
+        if text and text in by_bytes and text not in taken:
+            taken.add(text)
+            pairs.append((number, by_bytes[text]))
+    if not pairs:
+        raise InputError("the two vocabularies share no token")
+    numbers = torch.tensor(pairs)
+    return SharedVocabulary(numbers[:, 0].contiguous(), numbers[:, 1].contiguous(), ours, by_bytes)

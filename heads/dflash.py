@@ -109,6 +109,7 @@ class DFlashHead(BlockHead):
     def settle_taps(self, layers: int) -> None:
         """Its config names them."""
 
+    def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
         own = self.embed_tokens  # None: `run` is given the target's, which a target may scale
         if own is None or isinstance(weight, nn.Module):
             return

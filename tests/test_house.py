@@ -101,7 +101,7 @@ ROOMS = {  # the rooms that each room may import
     "eval.bench": "ground shaping seams target decode spec eval eval.page model text trees verify",
     "eval.certify": "ground shaping spec eval text trees verify draft.trained",
     "eval.fit": "ground seams target spec eval eval.acceptance text trees draft.fit draft.models draft.trained",
-    "eval.mtbench": "ground demo spec eval eval.page eval.suites text trees heads verify draft.trained",
+    "eval.mtbench": "ground demo decode spec eval eval.page eval.suites text trees heads verify draft.trained",
     "eval.suites": "ground",
 }
 

@@ -37,7 +37,7 @@ DRAFTER_FORMS = {
     "rest": "rest:DATASTORE",
     "lookahead": "lookahead",
     "jacobi": "jacobi",
-    "suffix": "suffix, suffix+eagle:HEAD or suffix with another draft model",
+    "suffix": "suffix",
     "model": "model:MODEL",
     "mtp": "mtp",
     "self": "self:FILE",

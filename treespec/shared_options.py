@@ -26,7 +26,10 @@ from treespec.options import (
 )
 from treespec.variant import Variant
 
-DRAFTER = f"drafter in place of --head: {either(DRAFTER_FORMS.values())}"
+DRAFTER = (
+    f"drafter in place of --head: {either(DRAFTER_FORMS.values())}; suffix+eagle:HEAD and the like "
+    "draft from both"
+)
 TREE = f"shape of the drafted tree: {either([*TREE_FORMS.values(), TREE_FILE])}"
 MARKED = [f"{name} (lossy)" if name in LOSSY else name for name in VERIFIERS]
 VERIFIER = f"how draft tokens are verified: {either(MARKED)}"

@@ -25,7 +25,11 @@ CONFIGS: dict[str, Any] = {
         num_experts_per_tok=2,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=24,
-        layer_types=["full_attention"] * 3,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
     ),
     "mimo": lambda: hf.Qwen2Config(**GROUPED),  # MiMo's own code makes Qwen2's layers
 }

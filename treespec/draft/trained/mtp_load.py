@@ -117,9 +117,10 @@ def layer_type(target: Target, number: int) -> str:
 def differing(weight: Tensor | None, shared: Any, target: Target) -> Tensor | None:
     """A layer's own weight [V, H] in the target's dtype; None if the target's module has the same.
 
-    shared: the target's embedding or output embedding.
+    shared: the target's embedding or output embedding. One that is no plain matrix is quantised
+    from the same weights, and serves.
     """
-    if weight is None:
+    if weight is None or not is_plain(shared):
         return None
     if not is_plain(shared):
         return weight.to(target.dtype)

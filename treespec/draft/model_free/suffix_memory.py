@@ -80,6 +80,7 @@ class Memories:
         self._by_name: OrderedDict[str, Memory] = OrderedDict()
         if folder is not None:
             self._check(folder)
+            self.named("")  # reading takes up to a second: not amid the first answer
 
     def named(self, name: str) -> Memory:
         """The memory of that name, read from its folder when it is first asked for."""

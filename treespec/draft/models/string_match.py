@@ -83,6 +83,8 @@ class StringMatch(Drafter):
         if words.endswith(INCOMPLETE):
             return []
         ids: list[int] = theirs.encode(words)
+        if not ids:
+            return []
 
         # 2. Its next tokens, behind the prefix that the cache has.
         cache, read = self.caches[row], self.read[row]

@@ -156,8 +156,8 @@ VARIANT = {"load_in", "revision"}
 NEWER = {  # options that the earlier version lacked
     AcceptanceConfig: VARIANT,
     BenchConfig: {"template", *VARIANT},
-    EvalConfig: {"categories", "run_code", *VARIANT},
-    CertifyConfig: {"repetition_penalty", "presence_penalty", "frequency_penalty", *VARIANT},
+    EvalConfig: {"categories", "run_code", "memory", *VARIANT},
+    CertifyConfig: {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", *VARIANT},
     TrainConfig: {
         *VARIANT,
         *("first_weights", "loss", "from_head", "loss_vocab", "save_dtype", "decay", "last_rate", "dropout", "grow_at"),

@@ -27,6 +27,7 @@ QUESTIONS = (
 )
 
 
+@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -121,5 +122,4 @@ def parts(weight: Tensor) -> list[Tensor]:
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
     main()

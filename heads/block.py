@@ -104,3 +104,9 @@ class BlockHead(nn.Module, ABC):
     @abstractmethod
     def logits(self, states: Tensor, target: OutputPath) -> Tensor:
         """[..., H] states of `drafted` -> [..., N] logits of the draft tokens."""
+
+
+def check_mask_token(token: object, vocab_size: int) -> None:
+    """Raises ValueError for a mask token that has no embedding."""
+    if not isinstance(token, int) or not 0 <= token < vocab_size:
+        raise ValueError(f"mask_token_id is {token!r}, must be a token below {vocab_size}")

@@ -21,14 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from treespec.heads.block import BlockHead, Embed
-from treespec.heads.draft_map import check_mapping, mapping_of
+from treespec.heads.block import BlockHead, Embed, check_mask_token
+from treespec.heads.draft_map import check_mapping, mapping_of, restricted, tokens_of
 from treespec.heads.eagle3_layer import windows_of
 from treespec.heads.head import Config, OutputPath, Tensors
 from treespec.heads.layers import Attention, KeyValues, NormedLayer, RMSNorm, Rotary, rotate
-from treespec.heads.p_eagle import check_mask_token
 
-EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
 
 
 @final
@@ -86,9 +85,7 @@ class DFlashHead(BlockHead):
 
     @property
     def vocabulary(self) -> Tensor | None:
-        if self.d2t is None:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return tokens_of(self.d2t)
 
     @property
     def hidden_size(self) -> int:
@@ -118,14 +115,12 @@ class DFlashHead(BlockHead):
 
     def restrict(self, tokens: Tensor, target: OutputPath) -> None:
         drafted = self.vocabulary
-        kept = tokens if drafted is None else drafted[torch.isin(drafted, tokens)]
-        if self.lm_head is None:
-            self.output = target.output_rows(kept)
+        if self.lm_head is not None:
+            self.lm_head, kept = restricted(self.lm_head, drafted, tokens)
+            self.config = self.config | {"draft_vocab_size": len(kept)}
         else:
-            rows = kept if drafted is None else torch.isin(drafted, tokens).nonzero().squeeze(1)
-            output = nn.Linear(self.hidden_size, len(rows), bias=False, device="meta")
-            output.weight = nn.Parameter(self.lm_head.weight.detach()[rows])
-            self.lm_head = output
+            kept = tokens if drafted is None else drafted[torch.isin(drafted, tokens)]
+            self.output = target.output_rows(kept)
         self._draft(kept)
 
     def fill(self, tensors: Tensors) -> None:

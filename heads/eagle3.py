@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from treespec.heads import eagle
-from treespec.heads.draft_map import check_mapping, mapping_of
+from treespec.heads.draft_map import check_mapping, mapping_of, restricted, tokens_of
 from treespec.heads.eagle3_layer import Eagle3Layer, windows_of
 from treespec.heads.features import Attend, FeatureHead
 from treespec.heads.head import Config, OutputPath, Tensors
@@ -123,9 +123,7 @@ class Eagle3Head(FeatureHead):
     @property
     def vocabulary(self) -> Tensor | None:
         """[Vd] int64: the target's token for each draft token; None: all V, in order."""
-        if self.d2t is None:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return tokens_of(self.d2t)
 
     def forward(self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int) -> list[Tensor]:
         """Draft from every position at once, on its own features (training-time test, section 3.2).
@@ -192,13 +190,9 @@ class Eagle3Head(FeatureHead):
 
     def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
         """Draft only these tokens from now on, [N] int64 ascending: cut lm_head, d2t and t2d."""
-        drafted = self.vocabulary
-        rows = tokens if drafted is None else torch.isin(drafted, tokens).nonzero().squeeze(1)
-        output = nn.Linear(self.hidden_size, len(rows), bias=False, device="meta")
-        output.weight = nn.Parameter(self.lm_head.weight.detach()[rows])
-        self.lm_head = output
-        self.config = self.config | {"draft_vocab_size": len(rows)}
-        self._draft(rows if drafted is None else drafted[rows])
+        self.lm_head, kept = restricted(self.lm_head, self.vocabulary, tokens)
+        self.config = self.config | {"draft_vocab_size": len(kept)}
+        self._draft(kept)
 
     def fill(self, tensors: Tensors) -> None:
         """Take a checkpoint's tensors, with or without an embedding.

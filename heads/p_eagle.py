@@ -16,7 +16,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from treespec.heads.block import BlockHead, Embed
+from treespec.heads.block import BlockHead, Embed, check_mask_token
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.head import Config, OutputPath, Tensors
 from treespec.heads.layers import KeyValues
@@ -114,9 +114,3 @@ class PEagleHead(BlockHead):
 
     def logits(self, states: Tensor, target: OutputPath) -> Tensor:
         return self.eagle3.logits(states)
-
-
-def check_mask_token(token: object, vocab_size: int) -> None:
-    """Raises ValueError for a mask token that has no embedding."""
-    if not isinstance(token, int) or not 0 <= token < vocab_size:
-        raise ValueError(f"mask_token_id is {token!r}, must be a token below {vocab_size}")

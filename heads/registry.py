@@ -115,4 +115,7 @@ def kind_of(config: Config, names: Collection[str]) -> str:
 
 def levels_of(config: Config, names: Collection[str]) -> int | None:
     """Levels that the head in a directory drafts; None: any number, or its files do not tell."""
-    return HEADS[kind_of(config, names)].levels(config, names)
+    try:
+        return HEADS[kind_of(config, names)].levels(config, names)
+    except Exception:  # a file may say anything: loading it raises the error
+        return None

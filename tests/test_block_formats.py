@@ -166,6 +166,7 @@ def test_a_directory_drafts_as_the_head_that_it_was_built_from(name, tmp_path):
         ("z-lab", {"dflash_config": {"mask_token_id": 64}}, "mask_token_id is 64, must be a token below 64"),
         ("z-lab", {"dflash_config": {"projector_type": "dspark"}}, "projector_type is 'dspark'"),
         ("z-lab", {"attention_bias": True}, "attention_bias"),
+        ("z-lab", {"is_neox_style": False}, "is_neox_style is false"),
         ("z-lab", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ("speculators", {"aux_hidden_state_layer_ids": None}, "the layers that it taps"),
         ("speculators", {"transformer_layer_config": None}, "transformer_layer_config is missing"),
@@ -177,6 +178,29 @@ def test_a_config_that_does_not_tell_enough_is_refused_by_its_field(name, change
     config, tensors_of, make, built = FORMATS[name]
     with pytest.raises(HeadError, match=complaint):
         load_head(write(tmp_path / "head", config | changes, tensors_of(make(**built))))
+
+
+@torch.no_grad()
+def test_a_head_with_fewer_tokens_of_its_own_output_is_saved_and_loaded_again(tmp_path):
+    head = own_output(dflash())
+    head.embed_tokens = None
+    before = levels(head)
+    head.restrict(torch.tensor([3, 8, 40]), target("llama"))
+    save_head(head, tmp_path / "head")
+    again = load_head(tmp_path / "head")
+    assert again.vocabulary.tolist() == [3, 8, 40]
+    torch.testing.assert_close(levels(again), before[:, [3, 8, 40]], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("z-lab", {"dflash_config": [1]}), ("P-EAGLE of SpecForge", {"speculators_config": [1]})]
+)
+def test_a_config_of_other_types_tells_no_levels_and_is_refused_at_loading(name, changes, tmp_path):
+    config, tensors_of, make, built = FORMATS[name]
+    tensors = tensors_of(make(**built))
+    assert levels_of({k: v for k, v in config.items() if k != "block_size"} | changes, tensors) is None
+    with pytest.raises(HeadError, match="head: "):
+        load_head(write(tmp_path / "head", config | changes, tensors))
 
 
 @pytest.mark.parametrize(("name", "dropped"), [("z-lab", "fc.weight"), ("P-EAGLE of speculators", "mask_hidden")])

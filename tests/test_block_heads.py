@@ -178,6 +178,13 @@ def test_the_likeliest_shape_is_a_slow_enumeration_of_the_best_products():
         assert set(likeliest_shape(chances, nodes).paths[1:]) == set(best)
 
 
+def test_a_path_that_no_draw_gives_has_no_node():
+    """As many nodes as there are paths that q gives, however many are asked for."""
+    chances = np.array([[0.9, 0.1, 0.0], [1.0, 0.0, 0.0], [0.6, 0.4, 0.0]])
+    paths = [(0,), (0, 0), (0, 0, 0), (0, 0, 1), (1,), (1, 0), (1, 0, 0), (1, 0, 1)]
+    assert sorted(likeliest_shape(chances, 60).paths[1:]) == paths
+
+
 @torch.no_grad()
 def test_the_tree_of_the_likeliest_has_the_best_products_of_the_levels_laws():
     head, model = dflash(), target("llama")

@@ -61,6 +61,8 @@ def test_files_of_a_drafter_are_looked_at_first(home, monkeypatch, capsys, comma
         (["--head", "HOME/damaged"], "calibration.json is not understood: make it again with treespec calibrate"),
         (["--drafter", "self:HOME/skip.json"], "skip.json is damaged, it is not JSON"),
         (["--drafter", "self:HOME/deep.json"], "is for 99 layers, the target has"),
+        (["--drafter", "mtp:2"], "mtp takes no value"),
+        (["--drafter", "suffix+mtp"], "reads the target's own safetensors files"),
     ]:
         (line,) = refused(home, monkeypatch, capsys, command, *options, *PLACES[command])
         assert words in line

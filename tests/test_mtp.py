@@ -5,12 +5,13 @@ import torch
 from models import follow, random_model
 from mtp_files import CONFIGS, add_tensors, decoder_layer, names_of, save_with_mtp
 from safetensors.torch import load_file
+from tiny_configs import MODELS, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.mtp import MtpProposer
-from treespec.draft.trained.mtp_files import dequantised
+from treespec.draft.trained.mtp_files import check_mtp, dequantised
 from treespec.draft.trained.mtp_load import load_mtp, mtp_of_target
 from treespec.errors import InputError
 from treespec.heads.mtp_layouts import mtp_layers
@@ -113,6 +114,30 @@ def test_drafts_are_what_the_layers_give_over_the_whole_path_without_a_cache(fol
             torch.testing.assert_close(logits[branch], expected, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["deepseek", "mimo of 3"])
+@torch.no_grad()
+def test_texts_of_different_lengths_draft_together_as_each_does_alone(folders, name):
+    """One of nine tokens, one of two, and one that was observed in two pieces; three levels deep."""
+    target = loaded(folders[name])
+    plain = Plain(folders[name], name.partition(" ")[0])
+    texts = [torch.tensor(ids) for ids in ([7, 3, 9, 12, 5, 40, 8, 21, 33], [4, 44], [11, 50, 2, 17, 30, 31])]
+    features = [target.features(text[None, :-1])[0] for text in texts]
+    proposer = MtpProposer(load_mtp(target), target, chunk=3)
+    proposer.join([proposer.new(), proposer.new()])
+    proposer.observe([features[0], features[1][:0], features[2][:3]], [texts[0], texts[1][:1], texts[2][:4]])
+    proposer.begin()
+    proposer.rewind([4, 0, 3])
+    proposer.observe([features[0][4:], features[1], features[2][3:]], [texts[0][4:], texts[1], texts[2][3:]])
+    logits = proposer.begin()
+    drafted = [torch.tensor(ids) for ids in ([6, 11, 3], [9, 9, 20], [1, 5, 60])]
+    for level in range(4):
+        for row, text in enumerate(texts):
+            expected = plain.logits(text, drafted[row][:level])
+            torch.testing.assert_close(logits[row][0], expected, atol=2e-4, rtol=1e-4)
+        if level < 3:
+            logits = proposer.extend([Frontier(ids[level : level + 1], torch.tensor([0])) for ids in drafted])
+
+
 @pytest.mark.parametrize("name", [*LAYOUTS, "mimo of 3"])
 def test_trees_of_mtp_drafts_give_the_targets_own_tokens(folders, name):
     """Greedy, three texts together, under a static tree and the default one; chains and forced tokens too."""
@@ -130,6 +155,10 @@ def test_a_target_without_mtp_layers_is_told_what_to_have(tmp_path):
     target = loaded(tmp_path)
     with pytest.raises(InputError, match=r"holds no MTP layer: no tensor such as model\.layers\.3\.eh_proj"):
         mtp_of_target("", target)
+    with pytest.raises(InputError, match=r"holds no MTP layer: no tensor such as model\.layers\.3\.eh_proj"):
+        check_mtp("", str(tmp_path), 3)
+    check_mtp("", str(save_with_mtp(tmp_path / "with", "mimo")), 3)
+    check_mtp("", "org/of-the-hub", None)
     with pytest.raises(InputError, match="takes no value"):
         mtp_of_target("2", target)
     with pytest.raises(InputError, match="has none: name a directory"):
@@ -156,6 +185,15 @@ def test_a_tensor_that_does_not_fit_is_named(tmp_path, change, drop, message):
     add_tensors(folder, {name: torch.ones(*size) for name, size in change.items()}, drop)
     with pytest.raises(InputError, match=message):
         load_mtp(loaded(folder))
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "mamba"])
+def test_a_family_whose_layers_are_built_otherwise_is_named(tmp_path, name):
+    """Nemotron-H's MTP layers are called as Qwen3-Next's."""
+    random_model(tiny(MODELS[name])).save_pretrained(tmp_path)
+    add_tensors(tmp_path, {"mtp.layers.0.mixer.q_proj.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)})
+    with pytest.raises(InputError, match=r"its layers are of .*, MTP layers are known of DeepSeek-V3 and GLM"):
+        load_mtp(loaded(tmp_path))
 
 
 @torch.no_grad()

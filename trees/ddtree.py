@@ -43,10 +43,11 @@ class DDTree(Policy):
 
 
 def likeliest_shape(chances: np.ndarray, nodes: int) -> StaticTree:
-    """The tree of the likeliest paths by rank, of `nodes` nodes, or of all paths if they are fewer.
+    """The tree of the likeliest paths by rank, of `nodes` nodes, or of fewer if there are fewer paths.
 
     chances: [D, R] the probabilities of each level's likeliest tokens, descending. A path is worth
-    the product of its levels'; of equal ones the shorter comes first.
+    the product of its levels'; of equal ones the shorter comes first. One with a token of
+    probability 0, which no draw gives, is left out.
     """
     depth, ranks = chances.shape
     paths: list[tuple[int, ...]] = []
@@ -56,7 +57,7 @@ def likeliest_shape(chances: np.ndarray, nodes: int) -> StaticTree:
         product, length, path = heappop(waiting)
         paths.append(path)
         last = path[-1]
-        if last + 1 < ranks and chances[length - 1, last] > 0:
+        if last + 1 < ranks and chances[length - 1, last + 1] > 0:
             beside = product / chances[length - 1, last] * chances[length - 1, last + 1]
             heappush(waiting, (float(beside), length, (*path[:-1], last + 1)))
         if length < depth:

@@ -6,7 +6,7 @@ tap enters, z-lab and SpecForge the layer that it leaves.
 
 from collections.abc import Collection
 
-from treespec.heads.eagle3_layer import FULL, SLIDING
+from treespec.heads.eagle3_layer import SLIDING
 from treespec.heads.formats import eagle3, speculators
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.p_eagle import INNER
@@ -44,6 +44,8 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
     for name in ("attention_bias", "attention_sink_bias", "add_swa_attention_sink_bias"):
         if fields.get(name):
             raise ValueError(f"{name} is {fields[name]}: a bias that treespec's head does not have")
+    if fields.get("is_neox_style") is False:
+        raise ValueError("is_neox_style is false: treespec rotates halves, not neighbours")
 
     # 2. The output layer of its own, and its tokens.
     fields["own_output"] = "lm_head.weight" in tensors
@@ -89,9 +91,7 @@ def _of_z_lab(config: Config) -> Config:
     layers = int(fields.get("num_hidden_layers", 1))
     if nested.get("use_swa") and SLIDING not in (fields.get("layer_types") or ()):
         fields["layer_types"] = [SLIDING] * layers
-        fields["causal"] = [
-            kind == SLIDING for kind in config.get("layer_types") or [FULL] * layers
-        ]
+        fields["causal"] = [False] * layers
     if "swa_window_size" in nested:
         fields["sliding_window"] = nested["swa_window_size"]
     causal = config.get("is_causal", nested.get("causal"))

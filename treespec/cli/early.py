@@ -116,7 +116,8 @@ def _number_in(folder: str, *names: str) -> int | None:
 def check_files(drafter: str, target: str) -> None:
     """Raises InputError for a drafter whose small files are damaged or belong to something else.
 
-    drafter: `kind:value`. The files are a head's config.json and calibration.json, and a skip set.
+    drafter: `kind:value`. The files are a head's config.json and calibration.json, a skip set, and
+    the names in a target's files for mtp.
     """
     kind, _, value = drafter.partition(":")
     folder = Path(value).expanduser()
@@ -130,6 +131,10 @@ def check_files(drafter: str, target: str) -> None:
         from treespec.draft.models.skip_set import load_skip_set
 
         load_skip_set(value, _number_in(target, "num_hidden_layers"))
+    elif kind == "mtp":
+        from treespec.draft.trained.mtp_files import check_mtp
+
+        check_mtp(value, target, _number_in(target, "num_hidden_layers"))
 
 
 def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bool) -> None:

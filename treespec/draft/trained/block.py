@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.cache import TreeCache
-from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer
-from treespec.draft.trained.eagle import MOST_WAITING, Pairs
+from treespec.draft.proposer import Frontier
+from treespec.draft.trained.pairs import PairProposer
 from treespec.heads.block import BlockHead
 from treespec.model.chunks import Chunk, causal_chunks
 from treespec.model.masks import together
@@ -18,24 +18,20 @@ from treespec.trees.mask import positions
 
 
 @final
-class BlockProposer(Proposer):
+class BlockProposer(PairProposer):
     """Drafts with a block head and the target's output path; one text at first.
 
-    Observed pairs (feature, following token) wait until `begin` runs the head over them together
-    with the block, which is behind them in the same forward and is then forgotten. Of a prompt only
-    the last pair waits.
+    `begin` runs the head over the waiting pairs together with the block, which is behind them in
+    the same forward and is then forgotten.
     """
 
     head: BlockHead
     at_once = True
-    per_text = ("waiting", "cache")
 
     def __init__(self, head: BlockHead, target: Target, chunk: int | None = None) -> None:
         """chunk: pairs per forward of the head. Default: the target's chunk size."""
-        self.head, self.target, self.chunk = head, target, chunk
-        self.vocab_size = target.vocab_size
-        self.cache = TreeCache(layers=head.layer_count)
-        self.waiting = [self._nothing()]  # by text
+        self.head = head
+        self.start(target, chunk, head.layer_count, head.feature_size, head.dtype)
         self.laws: list[Tensor | None] = [None]  # [D, N] draft logits of all levels, by text
         self.level = 0
 
@@ -44,28 +40,11 @@ class BlockProposer(Proposer):
         assert laws is not None
         return laws
 
-    @property
-    def lengths(self) -> list[int]:
-        texts = zip(self.cache.lengths, self.waiting, strict=True)
-        return [done + len(pairs) for done, pairs in texts]
-
-    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        for pairs, new, known in zip(self.waiting, features, tokens, strict=True):
-            pairs.add(new, known[1:].to(new.device))
-        fresh, waiting = max(map(len, tokens)) - 1, max(map(len, self.waiting))
-        if fresh > PREFILL_AT or waiting > MOST_WAITING:
-            ends = [pairs.split(len(pairs) - 1) for pairs in self.waiting]
-            self.states(None)
-            self.waiting = ends
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        cached = self.cache.lengths
-        for pairs, length, done in zip(self.waiting, lengths, cached, strict=True):
-            pairs.split(max(0, length - done))
-        self.cache.rewind([min(pair) for pair in zip(cached, lengths, strict=True)])
-
     def new(self) -> "BlockProposer":
         return BlockProposer(self.head, self.target, self.chunk)
+
+    def take(self) -> None:
+        self.states(None)
 
     @torch.no_grad()
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
@@ -101,7 +80,7 @@ class BlockProposer(Proposer):
         pairs = [pairs.joined() for pairs in self.waiting]
         device, states = self.target.output_device, None
         last = [torch.empty(0)] * len(counts)  # [H] at each text's last pair
-        for chunk in causal_chunks(self.cache, counts, self._chunk_size, device):
+        for chunk in causal_chunks(self.cache, counts, self.chunk_size, device):
             # 1. The block stands behind the last chunk.
             ends = chunk.columns.stop < max(counts)
             below = None if roots is None or ends else roots.to(device)
@@ -123,7 +102,7 @@ class BlockProposer(Proposer):
                         last[row] = own[row, taken - 1]
             if below is not None:
                 states = self.head.drafted(None if own is None else torch.stack(last), block)
-        self.waiting = [self._nothing() for _ in counts]
+        self.waiting = self.none_waiting(len(counts))
         return states
 
     def _beside(self, chunk: Chunk, size: int) -> tuple[Tensor, Tensor]:
@@ -145,11 +124,3 @@ class BlockProposer(Proposer):
         itself = new.new_ones(len(places), size, size)
         rows = torch.cat([cached, new, itself], dim=2)
         return places, torch.cat([pad(chunk.seen, (0, size)), rows], dim=1)
-
-    def _chunk_size(self, columns: int) -> int:
-        return self.chunk or self.target.rows_beside(columns)
-
-    def _nothing(self) -> Pairs:
-        device = self.target.output_device
-        features = torch.empty(0, self.head.feature_size, dtype=self.head.dtype, device=device)
-        return Pairs(features, torch.empty(0, dtype=torch.int64, device=device))

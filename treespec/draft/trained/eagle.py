@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from treespec.cache import TreeCache
-from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer, aligned
+from treespec.draft.proposer import Frontier, aligned
+from treespec.draft.trained.pairs import PairProposer
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead, config_for
 from treespec.heads.features import FeatureHead
@@ -18,8 +19,6 @@ from treespec.model.masks import rows_of, together, unpadded
 from treespec.model.quantised import is_plain, table_of
 from treespec.target import Target
 from treespec.trees.mask import committed
-
-MOST_WAITING = 96  # pairs that a text may collect while it rests without drafts
 
 
 def new_head(target: Target, bias: bool = True) -> EagleHead:
@@ -53,50 +52,11 @@ def embedding_to_share(target: Target) -> nn.Parameter | nn.Module:
 
 
 @final
-class Pairs:
-    """Pairs (feature, following token) of one text that wait for the head.
-
-    `joined` concatenates them when the head takes them. A resting text adds a pair each cycle, and
-    concatenating in each would copy all of them each time.
-    """
-
-    def __init__(self, features: Tensor, tokens: Tensor) -> None:
-        """features: [n, F]. tokens: [n] int64, the token after each feature."""
-        self.features, self.tokens = [features], [tokens]
-        self.count = len(tokens)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def add(self, features: Tensor, tokens: Tensor) -> None:
-        """features: [n, F]. tokens: [n] int64."""
-        if not self.count:
-            self.features, self.tokens = [], []  # the empty tensors may have another dtype
-        self.features.append(features)
-        self.tokens.append(tokens)
-        self.count += len(tokens)
-
-    def joined(self) -> tuple[Tensor, Tensor]:
-        """[n, F] features and [n] tokens."""
-        if len(self.tokens) > 1:
-            self.features, self.tokens = [torch.cat(self.features)], [torch.cat(self.tokens)]
-        return self.features[0], self.tokens[0]
-
-    def split(self, length: int) -> "Pairs":
-        """Keep the first `length` pairs; return the others."""
-        features, tokens = self.joined()
-        self.features, self.tokens = [features[:length]], [tokens[:length]]
-        self.count = min(length, self.count)
-        return Pairs(features[length:], tokens[length:])
-
-
-@final
-class EagleProposer(Proposer):
+class EagleProposer(PairProposer):
     """Drafts with a head and the target's output path; one text at first.
 
-    Observed pairs (feature, following token) wait until `begin` runs the head over them. Of a
-    prompt only the last pair waits. Levels of the trees are written behind the pairs in the head's
-    own cache, one row a text, and forgotten by the next `begin`:
+    Levels of the trees are written behind the pairs in the head's own cache, one row a text, and
+    forgotten by the next `begin`:
 
         | observed pairs | level 1 | level 2 | ...
 
@@ -104,7 +64,6 @@ class EagleProposer(Proposer):
     """
 
     head: FeatureHead
-    per_text = ("waiting", "cache")
 
     def __init__(
         self,
@@ -113,36 +72,17 @@ class EagleProposer(Proposer):
         chunk: int | None = None,
     ) -> None:
         """chunk: pairs per forward of the head. Default: the target's chunk size."""
-        self.head, self.target, self.chunk = head, target, chunk
-        self.vocab_size = target.vocab_size
-        self.cache = TreeCache(layers=len(head.attentions))
-        self.waiting = [self._nothing()]  # by text
+        self.head = head
+        self.start(target, chunk, len(head.attentions), head.feature_size, head.dtype)
         self.positions = torch.empty(0)  # [B, 1] positions of the last level's features
         self.frontier = torch.empty(0)  # [B, F, H] features extrapolated at the frontiers
         self.seen = torch.empty(0)  # [B, F, T] bool: cache columns that each frontier node sees
 
-    @property
-    def lengths(self) -> list[int]:
-        texts = zip(self.cache.lengths, self.waiting, strict=True)
-        return [done + len(pairs) for done, pairs in texts]
-
-    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        for pairs, new, known in zip(self.waiting, features, tokens, strict=True):
-            pairs.add(new, known[1:].to(new.device))
-        fresh, waiting = max(map(len, tokens)) - 1, max(map(len, self.waiting))
-        if fresh > PREFILL_AT or waiting > MOST_WAITING:
-            ends = [pairs.split(len(pairs) - 1) for pairs in self.waiting]
-            self.begin()
-            self.waiting = ends
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        cached = self.cache.lengths
-        for pairs, length, done in zip(self.waiting, lengths, cached, strict=True):
-            pairs.split(max(0, length - done))
-        self.cache.rewind([min(pair) for pair in zip(cached, lengths, strict=True)])
-
     def new(self) -> "EagleProposer":
         return EagleProposer(self.head, self.target, self.chunk)
+
+    def take(self) -> None:
+        self.begin()
 
     @torch.no_grad()
     def begin(
@@ -157,14 +97,14 @@ class EagleProposer(Proposer):
         pairs = [pairs.joined() for pairs in self.waiting]
         device = pairs[0][1].device
         last = [torch.empty(0)] * len(counts)  # [H] at each text's last pair
-        for chunk in causal_chunks(self.cache, counts, self._chunk_size, device):
+        for chunk in causal_chunks(self.cache, counts, self.chunk_size, device):
             features = self.head.fuse(together([f[chunk.columns] for f, _ in pairs]))  # [B, n, H]
             tokens = together([t[chunk.columns] for _, t in pairs])  # [B, n]
             hidden = self._forward(tokens, features, chunk.positions, chunk.seen)
             for row, taken in enumerate(chunk.taken):
                 if taken or not chunk.columns.start:
                     last[row] = hidden[row, taken - 1]
-        self.waiting = [self._nothing() for _ in counts]
+        self.waiting = self.none_waiting(len(counts))
 
         # 2. Level 1 grows from the last pairs.
         self.frontier = torch.stack(last)[:, None]
@@ -174,9 +114,6 @@ class EagleProposer(Proposer):
         return [
             row if length else None for row, length in zip(logits, self.cache.lengths, strict=True)
         ]
-
-    def _chunk_size(self, columns: int) -> int:
-        return self.chunk or self.target.rows_beside(columns)
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
@@ -203,8 +140,3 @@ class EagleProposer(Proposer):
         for layer in layers:
             layer.length += tokens.shape[1]
         return hidden
-
-    def _nothing(self) -> "Pairs":
-        device = self.target.output_device
-        features = torch.empty(0, self.head.feature_size, dtype=self.head.dtype, device=device)
-        return Pairs(features, torch.empty(0, dtype=torch.int64, device=device))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from treespec.cache import TreeCache
-from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer, aligned
-from treespec.draft.trained.eagle import MOST_WAITING, Pairs
+from treespec.draft.proposer import Frontier, aligned
+from treespec.draft.trained.pairs import PairProposer
 from treespec.heads.mtp import Mtp
 from treespec.model.chunks import causal_chunks
 from treespec.model.masks import additive_masks, rows_of, together, unpadded
@@ -17,7 +17,7 @@ from treespec.trees.mask import committed, positions
 
 
 @final
-class MtpProposer(Proposer):
+class MtpProposer(PairProposer):
     """Drafts with L MTP layers and the target's output path; one text at first.
 
     The pair (target's state at position t, token t + 1) has column t of the cache, in every layer,
@@ -30,18 +30,14 @@ class MtpProposer(Proposer):
         layer 1    | . x x x x x       | x x     | .       | .       |   level 2
         layer 2    | . . x x x x       | x x     | x x     | x x     |   level 3, 4, …
 
-    Observed pairs wait until `begin`, as in `EagleProposer`. The cache has a further layer for each
-    MTP layer but the last, which holds the states that it gave, in place of keys.
+    The cache has a further layer for each MTP layer but the last, which holds the states that it
+    gave, in place of keys.
     """
-
-    per_text = ("waiting", "cache")
 
     def __init__(self, mtp: Mtp, target: Target, chunk: int | None = None) -> None:
         """chunk: pairs per forward. Default: the target's chunk size."""
-        self.mtp, self.target, self.chunk = mtp, target, chunk
-        self.vocab_size = target.vocab_size
-        self.cache = TreeCache(layers=2 * len(mtp) - 1)
-        self.waiting = [self._nothing()]  # by text
+        self.mtp = mtp
+        self.start(target, chunk, 2 * len(mtp) - 1, target.feature_width, target.dtype)
         self.level = 0
         self.states: dict[int, Tensor] = {}  # by layer, [B, F, H] at the frontiers
         self.seen = torch.empty(0)  # [B, F, T] bool: columns that each frontier node sees
@@ -55,28 +51,11 @@ class MtpProposer(Proposer):
     def identity(self) -> object:
         return ["mtp", len(self.mtp), self.target.config.to_dict(), str(self.target.dtype)]
 
-    @property
-    def lengths(self) -> list[int]:
-        texts = zip(self.cache.lengths, self.waiting, strict=True)
-        return [done + len(pairs) for done, pairs in texts]
-
-    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        for pairs, new, known in zip(self.waiting, features, tokens, strict=True):
-            pairs.add(new, known[1:].to(new.device))
-        fresh, waiting = max(map(len, tokens)) - 1, max(map(len, self.waiting))
-        if fresh > PREFILL_AT or waiting > MOST_WAITING:
-            ends = [pairs.split(len(pairs) - 1) for pairs in self.waiting]
-            self.begin()
-            self.waiting = ends
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        cached = self.cache.lengths
-        for pairs, length, done in zip(self.waiting, lengths, cached, strict=True):
-            pairs.split(max(0, length - done))
-        self.cache.rewind([min(pair) for pair in zip(cached, lengths, strict=True)])
-
     def new(self) -> "MtpProposer":
         return MtpProposer(self.mtp, self.target, self.chunk)
+
+    def take(self) -> None:
+        self.begin()
 
     @torch.no_grad()
     def begin(
@@ -91,7 +70,7 @@ class MtpProposer(Proposer):
         pairs = [pairs.joined() for pairs in self.waiting]
         device = pairs[0][1].device
         last = [[torch.empty(0)] * len(counts) for _ in self.mtp.layers]  # [H] at the texts' ends
-        for chunk in causal_chunks(self.cache, counts, self._chunk_size, device):
+        for chunk in causal_chunks(self.cache, counts, self.chunk_size, device):
             hidden = together([f[chunk.columns] for f, _ in pairs])  # [B, n, H]
             tokens = together([t[chunk.columns] for _, t in pairs])  # [B, n]
             places = positions(chunk.depth, chunk.lengths)
@@ -101,7 +80,7 @@ class MtpProposer(Proposer):
                 for row, taken in enumerate(chunk.taken):
                     if taken or not chunk.columns.start:
                         last[i][row] = hidden[row, taken - 1]
-        self.waiting = [self._nothing() for _ in counts]
+        self.waiting = self.none_waiting(len(counts))
 
         # 2. Level 1 grows from the first layer's last states.
         self.level = 0
@@ -187,11 +166,3 @@ class MtpProposer(Proposer):
     def _logits(self, i: int, states: Tensor) -> Tensor:
         """[..., H] states of layer i -> [..., V]."""
         return self.target.output_logits(states, self.mtp.layer(i).head)
-
-    def _chunk_size(self, columns: int) -> int:
-        return self.chunk or self.target.rows_beside(columns)
-
-    def _nothing(self) -> Pairs:
-        device, width = self.target.output_device, self.target.feature_width
-        features = torch.empty(0, width, dtype=self.target.dtype, device=device)
-        return Pairs(features, torch.empty(0, dtype=torch.int64, device=device))

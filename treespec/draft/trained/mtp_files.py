@@ -12,11 +12,35 @@ from safetensors import safe_open
 from torch import Tensor
 
 from treespec.errors import InputError, first_line
+from treespec.heads.mtp_layouts import LayerNames, Layout, mtp_layers
 from treespec.heads.tensors import inside
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 SCALE = "_scale_inv"  # behind the name of an fp8 weight: a factor for each of its blocks
+
+
+def check_mtp(value: str, target: str, layers: int | None) -> None:
+    """Raises InputError for `--drafter mtp:value`, and for a target's folder without MTP layers.
+
+    layers: of the target; None: its files do not tell. A hub id passes: loading it raises the error.
+    """
+    if value:
+        raise InputError(f"--drafter mtp:{value}: mtp takes no value, the target holds the layers")
+    folder = Path(target).expanduser()
+    if layers is not None and folder.is_dir():
+        layers_in(str(folder), tensor_files(str(folder)), layers)
+
+
+def layers_in(name: str, files: Mapping[str, Path], layers: int) -> tuple[Layout, list[LayerNames]]:
+    """The MTP layers in a target's files. name: the target's. layers: of the target itself.
+
+    Raises InputError as `mtp_layers` does.
+    """
+    try:
+        return mtp_layers(files.keys(), layers)
+    except ValueError as error:
+        raise InputError(f"--drafter mtp: {name}: {error}") from error
 
 
 def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
@@ -64,7 +88,7 @@ def read_tensors(
             with safe_open(file, framework="pt") as stored:
                 tensors |= {ours: stored.get_tensor(names[ours]) for ours in wanted}
         except Exception as error:  # safetensors raises what the header's bytes lead to
-            raise InputError(f"--drafter mtp: {file} is damaged: {first_line(error)}") from error
+            raise InputError(f"--drafter mtp: cannot read {file}: {first_line(error)}") from error
     return joined_experts(dequantised(tensors, block))
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from treespec.draft.trained.mtp import MtpProposer
-from treespec.draft.trained.mtp_files import read_tensors, tensor_files
+from treespec.draft.trained.mtp_files import check_mtp, layers_in, read_tensors, tensor_files
 from treespec.errors import InputError
 from treespec.heads.mtp import Mtp, MtpLayer
-from treespec.heads.mtp_layouts import LayerNames, Layout, mtp_layers
+from treespec.heads.mtp_layouts import KNOWN, LayerNames, Layout
 from treespec.model.inspect import HOLDS_TREE
 from treespec.model.quantised import is_plain
 from treespec.model.weights import names as listed
@@ -20,8 +20,7 @@ from treespec.target import Target
 
 def mtp_of_target(value: str, target: Target) -> MtpProposer:
     """`--drafter mtp`. Raises InputError."""
-    if value:
-        raise InputError(f"--drafter mtp:{value}: mtp takes no value, the target holds the layers")
+    check_mtp(value, "", None)
     return MtpProposer(load_mtp(target), target)
 
 
@@ -33,16 +32,14 @@ def load_mtp(target: Target) -> Mtp:
     """
     config, name = target.model.config, str(getattr(target.model, "name_or_path", "") or "")
     files = tensor_files(name, getattr(config, "_commit_hash", None))
-    try:
-        layout, layers = mtp_layers(files.keys(), target.layers)
-        built = []
-        for layer in layers:
-            tensors = read_tensors(files, layer.tensors, fp8_block(target))
+    layout, layers = layers_in(name, files, target.layers)
+    built = []
+    for layer in layers:
+        tensors = read_tensors(files, layer.tensors, fp8_block(target))
+        try:
             built.append(built_layer(target, layout, layer, tensors))
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"--drafter mtp: {name}: {error}") from error
+        except ValueError as error:
+            raise InputError(f"--drafter mtp: {name}: {error}") from error
     kind = built[0][1]
     return Mtp([layer for layer, _ in built], kind).to(target.output_device)
 
@@ -61,7 +58,10 @@ def built_layer(
     """An MTP layer and its layer type. tensors: by our names. Raises ValueError."""
     # 1. A decoder layer with tensors of the same names, the last one first.
     embedding, head = tensors.pop("embedding.weight", None), tensors.pop("head.weight", None)
-    numbers = [k for k in reversed(range(target.layers)) if layer_type(target, k) in HOLDS_TREE]
+    numbers = [k for k in reversed(range(target.layers)) if is_like_mtp(target, k)]
+    if not numbers:
+        kind = type(target.stack[-1]).__name__
+        raise ValueError(f"its layers are of {kind}, MTP layers are known of {KNOWN}")
     layers = ((k, empty_layer(target, k, layout)) for k in numbers)
     same = ((k, layer) for k, layer in layers if layer.state_dict().keys() == tensors.keys())
     number, layer = next(same, (numbers[0], empty_layer(target, numbers[0], layout)))
@@ -108,10 +108,16 @@ def empty_layer(target: Target, number: int, layout: Layout) -> MtpLayer:
         )
 
 
+def is_like_mtp(target: Target, number: int) -> bool:
+    """Whether a target's layer is one that an MTP layer may have within: attention behind a norm."""
+    attends = layer_type(target, number) in HOLDS_TREE
+    return attends and hasattr(target.stack[number], "input_layernorm")
+
+
 def layer_type(target: Target, number: int) -> str:
-    """The layer type of a target's layer, as `Target.windows` has them."""
+    """The layer type of a target's layer, as `Target.windows` has them; "" where it has none."""
     types = getattr(target.config, "layer_types", None)
-    return types[number] if types else next(iter(target.windows))
+    return types[number] if types else next(iter(target.windows), "")
 
 
 def differing(weight: Tensor | None, shared: Any, target: Target) -> Tensor | None:
@@ -122,8 +128,6 @@ def differing(weight: Tensor | None, shared: Any, target: Target) -> Tensor | No
     """
     if weight is None or not is_plain(shared):
         return None
-    if not is_plain(shared):
-        return weight.to(target.dtype)
     own, theirs = weight.to(target.dtype), shared.weight
     same = own.shape == theirs.shape and not theirs.is_meta and torch.equal(own, theirs.to("cpu"))
     return None if same else own

@@ -17,6 +17,7 @@ from treespec.draft.calibration import save_calibration
 from treespec.draft.fit.calibrate import calibrate
 from treespec.draft.fit.dtype import dtype_of_file
 from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.trained_tokens import with_tokens
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.files import locked, remove_leftovers, write_json
@@ -192,6 +193,7 @@ def untrained(config: TrainConfig, target: Target) -> Head:
         head = kind.new(target)
     if config.first_weights == "feature":
         pass_feature(head)
+    head.config = with_tokens(head.config, target)
     return head
 
 

@@ -20,6 +20,7 @@ from treespec.draft.trained.eagle import embedding_of, embedding_to_share
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.trained.mtp_load import mtp_of_target
 from treespec.draft.trained.other_tokens import in_target_tokens
+from treespec.draft.trained.trained_tokens import check_tokens
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
@@ -134,6 +135,7 @@ def fit(head: Head, target: Target, name: str) -> None:
             f"head {name} is for a vocabulary of {head.vocab_size}, the target's is "
             f"{target.vocab_size}"
         )
+    check_tokens(head, target, name)
     if head.lacks_embedding:
         head.share_embedding(embedding_for(head, target, name))
     head.share_embedding(embedding_to_share(target))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from treespec.draft.models.shared_vocabulary import SharedVocabulary, shared_vocabulary
+from treespec.draft.trained.trained_tokens import FIELD
 from treespec.errors import InputError
 from treespec.heads.draft_map import mapping_of
 from treespec.heads.eagle import EagleHead
@@ -57,6 +58,7 @@ def renumbered(
     spelled = [rows[list(words.spelled(token))].mean(0) for token in range(vocab_size)]
     tensors[EMBEDDING] = torch.stack(spelled)
     config = head.config | {"vocab_size": vocab_size}
+    config.pop(FIELD, None)
 
     # 2. Of EAGLE-3: the output rows of the tokens that it drafts and that are shared.
     if isinstance(head, Eagle3Head):

@@ -140,7 +140,7 @@ def test_texts_of_different_lengths_draft_together_as_each_does_alone(folders, n
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "mimo of 3"])
 def test_trees_of_mtp_drafts_give_the_targets_own_tokens(folders, name):
-    """Greedy, three texts together, under a static tree and the default one; chains and forced tokens too."""
+    """Greedy, three texts together, under a static tree, a chain and the default tree."""
     target = loaded(folders[name])
     source = mtp_of_target("", target)
     prompts = [[7, 3, 9, 12, 5], [4], [11, 40, 8, 21, 33, 6, 2, 9]]

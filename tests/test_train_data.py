@@ -11,6 +11,7 @@ from chat_templates import CHATML, byte_tokenizer, turns
 from safetensors.torch import load_file
 from training import checkpoint_of, same_weights, small_run, weights, write_data
 
+from treespec.draft.trained.trained_tokens import FEW, FIELD, with_tokens
 from treespec.errors import InputError
 from treespec.spec import load
 from treespec.target import Target
@@ -151,6 +152,13 @@ def test_a_head_may_begin_by_passing_its_feature_on(config):
 
     torch.manual_seed(0)
     assert change(first_weights="feature") < 0.3 < change()
+
+
+def test_a_new_head_tells_tokens_of_its_target(config):
+    model = Target.load(config.target, dtype="float32")
+    told = untrained(config, model).config[FIELD]
+    assert told == with_tokens({}, model)[FIELD]
+    assert len(told) >= FEW
 
 
 @pytest.mark.parametrize("bias", [True, False])

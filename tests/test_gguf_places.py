@@ -1,16 +1,18 @@
-"""A repository of a GGUF file alone loads and is known, without a network too; damage is told in a line."""
+"""A repository of a GGUF file alone loads and is known, without a network too; damage and misuse are told in a line."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 import transformers as hf
 from gguf_files import write_gguf
 from models import save_model
 
 from treespec.errors import InputError
 from treespec.target import Target
+from treespec.train.sharded import shard
 from treespec.variant import Variant
 
 
@@ -49,3 +51,10 @@ def test_a_damaged_file_that_stands_alone_is_told_in_a_line(tmp_path):
     with pytest.raises(InputError, match="cannot load the target") as caught:
         Target.load(str(tmp_path), variant=Variant("gguf:broken.gguf"))
     assert "\n" not in str(caught.value)
+
+
+def test_blocks_are_not_split_over_processes(plain, tmp_path):
+    file = write_gguf(hf.AutoModelForCausalLM.from_pretrained(plain), tmp_path / "tiny.gguf")
+    target = Target.load(str(plain), variant=Variant(f"gguf:{file}"))
+    with pytest.raises(InputError, match="this target's are quantised"):
+        shard(target, 2, torch.device("cpu"))

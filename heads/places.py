@@ -3,7 +3,8 @@
 from difflib import get_close_matches
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.file_download import repo_folder_name
 
 
 def mistyped(name: str | Path, what: str = "directory") -> str | None:
@@ -41,8 +42,16 @@ def nearest(path: Path) -> Path | None:
 
 
 def cached(name: str, revision: str | None = None) -> bool:
-    """Whether the hub's cache holds a repository of that name. revision: default the main branch."""
+    """Whether the hub's cache holds a repository of that name. revision: default the main branch.
+
+    It holds a config.json, or no more than a GGUF file, which brings its own.
+    """
     try:
-        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            return True
     except ValueError:  # no name that the hub could have
         return False
+    repository = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+    branch = repository / "refs" / (revision or "main")
+    commit = branch.read_text().strip() if branch.is_file() else revision
+    return commit is not None and any((repository / "snapshots" / commit).glob("**/*.gguf"))

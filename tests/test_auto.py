@@ -12,7 +12,8 @@ import transformers as hf
 from models import GROUPED, TableConfig, TableModel, random_head, random_model, target
 
 from treespec.draft.calibration import Calibration
-from treespec.draft.fit.measure import times_for
+from treespec.draft.fit.ends import rests
+from treespec.draft.fit.measure import WIDE, draft_times, times_for
 from treespec.draft.grow.likeliest import expansion, grow_likeliest
 from treespec.draft.grow.settled import shape_for
 from treespec.draft.pace.pace import Pace, Promise, Trust, bounded
@@ -49,6 +50,28 @@ def test_the_drawing():
     assert worth == pytest.approx([0, 0.6, 1.0, 1.0, 1.0, 1.0])
     size, value = best_size(reach, forward + np.array([0, 0, 0, 1e-3, 0, 0]), 1.0)
     assert (size, value) == (3, pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(("deep", "few"), [(5, 3), (2, 2), (1, 1)])
+def test_seconds_of_known_drafts_give_back_what_levels_and_further_nodes_cost(deep, few):
+    """A shape's costs are linear in its levels and its further nodes; a head of one level has no further ones."""
+    kinds = {"chosen": (7.0, 2.0), "drawn": (6.0, 3.0), "single": (5.0, 1.0), "fixed": (4.0, 1.5)}
+    row, drawn_row = 0.25, 0.5
+    seconds = [first + step * (levels - 1) for first, step in kinds.values() for levels in (1, deep)]
+    wide = seconds[1] + (deep - 1) * (WIDE - 1) * row
+    wider = 6.0 + 3.0 * (few - 1) + (2**few - 1 - few) * drawn_row
+    found = draft_times([*seconds, wide, wider], deep, few)
+    if deep == 1:
+        kinds = {name: (first, 0.0) for name, (first, _) in kinds.items()}
+        row = drawn_row = 0.0
+    assert (found.pop("begin"), found.pop("step")) == kinds.pop("chosen")
+    assert found == {**kinds, "row": row, "drawn_row": drawn_row}
+
+
+def test_the_end_of_a_tree_of_draws_is_the_mean_of_its_best_and_worst_verdict():
+    """Seconds of the seven steps of `ends`: trees of 7 and of 15 nodes have two verdicts each."""
+    assert rests([1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0]) == ((1.0, 2.0, 3.0, 5.0), 0.5)
+    assert rests([1.0, 2.0, 3.0, 6.0, 6.0, 5.0, 5.0])[1] == 0
 
 
 def test_the_best_size_at_its_own_rate_maximises_tokens_a_second():

@@ -28,7 +28,10 @@ def shard(target: Target, processes: int, device: torch.device) -> None:
     if processes == 1:
         raise InputError("--shard-target splits the target over processes: start several of them")
     if not all(map(is_plain_weight, target.model.parameters())):
-        raise InputError("--shard-target splits plain weights: leave --load-in out")
+        raise InputError(
+            "--shard-target splits plain weights, and this target's are quantised: leave it out, or "
+            "train on the plain model"
+        )
     if target.output_device.type != "cpu":
         raise InputError("--shard-target places the target itself: leave --device-map out")
     mesh = init_device_mesh(device.type, (processes,))

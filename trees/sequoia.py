@@ -32,12 +32,12 @@ class Best:
 
     tokens: [D + 1, N + 1] G(n, d); -inf where no such tree exists, as for n = 0.
     first: [D + 1, R, N] int64, the nodes of child r's subtree in C(m, r, d).
-    below: the programme of deeper nodes; None: the same.
+    deeper: the programme of the nodes below the root; None: this one.
     """
 
     tokens: Tensor
     first: Tensor
-    below: "Best | None" = None
+    deeper: "Best | None" = None
 
     def tree(self, nodes: int, depth: int) -> StaticTree:
         """The tree that attains G(nodes, depth).
@@ -59,7 +59,7 @@ class Best:
         while left:
             here = int(self.first[depth, rank, left])
             child = (*path, rank)
-            paths += [child, *(self.below or self)._below(child, here, depth - 1)]
+            paths += [child, *(self.deeper or self)._below(child, here, depth - 1)]
             rank += 1
             left -= here
         return paths

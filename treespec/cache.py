@@ -140,10 +140,10 @@ class TreeCache(Cache):
         self, layers: int, capacity: int = 512, recurrent: "Recurrent | None" = None
     ) -> None:
         """recurrent: of the model, if any of its layers carry a state from token to token."""
-        self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
-        if recurrent:
-            self.tree_layers = recurrent.layers(capacity)
-        self.recurrent, self.states = recurrent, recurrent.new_states() if recurrent else None
+        plain = [TreeLayer(capacity) for _ in range(layers)]
+        self.tree_layers = recurrent.layers(capacity) if recurrent else plain
+        self.recurrent = recurrent
+        self.states = recurrent.new_states() if recurrent else None
         self.lengths = [0]
         super().__init__(layers=list(self.tree_layers))
 
@@ -186,7 +186,7 @@ class TreeCache(Cache):
                     entries = states.flatten(0, 2)
                     entries.index_copy_(0, places, entries.index_select(0, sources))
 
-        # 3. Bring recurrent states behind them, and set the new lengths.
+        # 3. Bring the recurrent states to the accepted nodes, and set the new lengths.
         if self.states:
             self.states.commit(self, nodes)
         self._end_at([length + len(kept) for length, kept in zip(self.lengths, nodes, strict=True)])
@@ -194,8 +194,8 @@ class TreeCache(Cache):
     def rewind(self, lengths: Sequence[int]) -> None:
         """Truncate each text to `lengths`.
 
-        Recurrent layers know their states after some lengths only: there a text is cut to the
-        nearest such length below, which `lengths` then tells.
+        A recurrent layer keeps its states after a few lengths only. A text with such layers is cut
+        to the nearest of those lengths, at most the one asked for: read `self.lengths` afterwards.
         """
         self._end_at(self.states.rewind(lengths) if self.states else lengths)
 

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
@@ -37,14 +38,20 @@ def target_identity(name: str, variant: Variant = AS_IT_IS) -> str:
     path = model_path(name)
     file = gguf_file(path, variant)
     assert file is not None
-    own = identity_of(path, variant.revision) if _tells(path) else ""
+    own = identity_of(path, variant.revision) if _has_own_files(path, variant.revision) else ""
     return f"{own} as gguf {digest({'': sampled(file)})}".strip()
 
 
-def _tells(path: str) -> bool:
-    """Whether a model has files of its own beside GGUF: repositories of GGUF often lack them."""
+def _has_own_files(path: str, revision: str | None) -> bool:
+    """Whether a model has files beside its GGUF file: repositories of GGUF often lack them."""
     folder = Path(path).expanduser()
-    return not folder.is_dir() or any(file.suffix in SUFFIXES for file in folder.iterdir())
+    if folder.is_dir():
+        return any(file.suffix in SUFFIXES for file in folder.iterdir())
+    try:
+        commit_of(path, revision)
+    except InputError as error:
+        return not isinstance(error.__cause__, EntryNotFoundError)
+    return True
 
 
 def identity_of(name: str | Path, revision: str | None = None) -> str:

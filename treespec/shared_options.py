@@ -209,14 +209,12 @@ class LogitOptions(CommandOptions):
 
     def changes(self) -> dict[str, Any]:
         """Those that are on, as options of `Spec.generate`. Raises InputError."""
-        group = fields(LogitOptions)
-        values = {known.name: getattr(self, known.name) for known in group}
-        given = {
-            name.name: values[name.name] for name in group if values[name.name] != name.default
-        }
-        if given.get("logit_bias"):
-            given["logit_bias"] = dict(bias_of(part) for part in given["logit_bias"])
-        return given
+        values = {known.name: getattr(self, known.name) for known in fields(LogitOptions)}
+        defaults = {known.name: known.default for known in fields(LogitOptions)}
+        on = {name: value for name, value in values.items() if value != defaults[name]}
+        if self.logit_bias is not None:
+            on["logit_bias"] = dict(bias_of(part) for part in self.logit_bias)
+        return on
 
 
 def bias_of(text: str) -> tuple[int, float]:

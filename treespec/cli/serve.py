@@ -15,6 +15,7 @@ from treespec.shared_options import CommandOptions, ModelOptions, TargetOptions
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "TREESPEC_API_KEY"
+ORIGIN = r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+"  # as browsers send it; null is a local file's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class AddressOptions(CommandOptions):
         None,
     )
     cors: list[str] | None = option(
-        "origin of pages that may call the server from a browser, such as http://localhost:3000; "
-        "repeat the option for several",
+        "origin of pages that may call the server from a browser, such as http://localhost:3000, or * "
+        "for all; repeat the option for several",
         None,
     )
     log: bool = option("log every request on standard error", False)
@@ -85,10 +86,13 @@ def serve(config: ServeConfig) -> None:
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise InputError(f"the server needs {', '.join(missing)}: pip install 'treespec[serve]'")
     for origin in config.cors or ():
-        if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+        if not re.fullmatch(ORIGIN, origin):
             raise InputError(
-                f"--cors is {origin}, must be an origin such as http://localhost:3000, or * for all"
+                f"--cors is {origin!r}, must be an origin such as http://localhost:3000, or * for all"
             )
+    keys = [key.strip() for key in config.api_key or os.environ.get(KEY, "").split()]
+    if "" in keys:
+        raise InputError("--api-key is empty: give the key that requests bring, or leave it out")
     begin(config)
     from treespec.serve import run
     from treespec.serve.limits import Limits
@@ -118,7 +122,7 @@ def serve(config: ServeConfig) -> None:
         name=config.name or (DEMO if config.target == DEMO else target_name(spec.target)),
         limits=limits,
         metrics=Metrics(engine),
-        api_key=config.api_key or os.environ.get(KEY, "").split(),
+        api_key=keys,
         temperature=config.temperature,
         allow_lossy=config.allow_lossy,
     )

@@ -204,7 +204,7 @@ def _reason(folder: Path, error: Exception) -> str:
     config = folder / "config.json"
     if damage := _not_json(config):
         return damage
-    if folder.is_dir() and not json.loads(config.read_text()).get("model_type"):
+    if config.is_file() and not json.loads(config.read_text()).get("model_type"):
         return (
             "config.json names no model_type, so it is no model's (a draft head is given as --head)"
         )

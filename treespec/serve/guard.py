@@ -39,16 +39,18 @@ class Guard:
             await send(message)
 
         request = Request(scope)
-        if key := self._key(request):
+        key = self._key(request)
+        if key is not None:
             request.state.memory = hashlib.sha256(key.encode()).hexdigest()
-        error = self._refusal(request)
+        error = self._refusal(request, key)
         await (response(error) if error else self.app)(scope, bounded, counted)
 
-    def _refusal(self, request: Request) -> ApiError | None:
+    def _refusal(self, request: Request, key: str | None) -> ApiError | None:
+        """Why the request goes no further; None: it does. key: the one that it brings."""
         path = request.scope["path"]  # request.url would read it off the Host header, too
         if self.state.ending and path not in ("/metrics", "/health"):
             return self.state.cut()
-        if self.state.api_keys and path not in OPEN and not self._key(request):
+        if self.state.api_keys and path not in OPEN and key is None:
             message = "Incorrect API key provided; send it as Authorization: Bearer KEY"
             headers = {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=headers)
@@ -63,8 +65,9 @@ class Guard:
         """The server's key that the request brings; None: it brings none of them."""
         kind, _, brought = request.headers.get("authorization", "").partition(" ")
         given = brought.strip().encode("latin-1")
-        fits = [key for key in self.state.api_keys if secrets.compare_digest(given, key.encode())]
-        return fits[0] if fits and kind.lower() == "bearer" else None
+        # All keys are compared, so that the time does not tell which one was nearly right.
+        equal = [key for key in self.state.api_keys if secrets.compare_digest(given, key.encode())]
+        return equal[0] if equal and kind.lower() == "bearer" else None
 
 
 def named(request: Request) -> bool:

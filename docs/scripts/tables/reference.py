@@ -17,7 +17,7 @@ from treespec.verify.registry import NAMES as VERIFIERS
 from treespec.verify.registry import SCHEMES, verifier_by_name
 
 TREES = getattr(policies, "POLICIES", None) or policies.NAMES  # the table of --tree
-HEAD = "eagle:ORGANISATION/HEAD"  # a calibrated head, which any verifier and tree may have
+HEAD = "head:ORGANISATION/HEAD"  # on the hub, so of any kind: any verifier and tree may have it
 SHAPES = {  # the column of a tree, and an instance of it
     "chain": "chain:2",
     "static": "2x2",
@@ -25,6 +25,7 @@ SHAPES = {  # the column of a tree, and an instance of it
     "sampled": "sampled",
     "confident": "confident",
     "auto": "auto",
+    "ddtree": "ddtree",
 }
 
 VERIFIER_WORDS = {  # what it is, and where it is from
@@ -233,7 +234,7 @@ def goes_with(verifier: Any) -> str:
 
 
 def fits(verifier: Any, tree: str) -> bool:
-    """Whether the pairing rules let a calibrated head have this verifier and tree."""
+    """Whether the pairing rules let some head have this verifier and tree."""
     try:
         check_named(HEAD, verifier, policy(tree))
     except InputError:

@@ -34,11 +34,8 @@ Forward = Callable[[TokenTree], list[TreeOutput]]
 def ends(forward: Forward, cache: TreeCache, tokens: Tensor, vocab_size: int) -> list[Step]:
     """Seven steps, whose seconds `rests` takes. tokens: [P], of each text and all in the cache."""
     # 1. Trees of draws from a uniform law.
-    flat, sampled, greedy = (
-        Flat(tokens.new_zeros(1, vocab_size)),
-        SamplingParams(1),
-        SamplingParams(),
-    )
+    flat = Flat(tokens.new_zeros(1, vocab_size))
+    sampled, greedy = SamplingParams(1), SamplingParams()
     generator = torch.Generator(device=tokens.device).manual_seed(0)
     by, root = RRSWithoutReplacement(), tokens[-1:]
     grown = [grow_static(root, flat.law, shape, by, sampled, generator) for shape in SHAPES]

@@ -1,10 +1,12 @@
 """Measure the cost of a cycle's parts with the decoding code itself."""
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +95,7 @@ def measure(target: Target, proposer: Proposer | None, texts: int = 1) -> Times:
 
     forward = partial(forward_all, target, cache)
     between: Act = partial(forward, branch(4, tokens)) if texts == 1 else nothing
+    earlier = between  # before a forward over several nodes
 
     # 2. Drafts of one level and of several, with one node a level and with many.
     deep = min(DEEP, proposer.max_depth or DEEP) if proposer else DEEP
@@ -108,10 +111,10 @@ def measure(target: Target, proposer: Proposer | None, texts: int = 1) -> Times:
         acts = [partial(draft, draws, depth) for draws in (None, 2, 1, 0) for depth in (1, deep)]
         wide = partial(draft, None, deep, WIDE), partial(draft, 2, few, tree=WIDER.cut(few))
         drafting = [(between, act) for act in (*acts, *wide)]
+        earlier = acts[-1] if texts == 1 else between
 
     # 3. Forwards over growing numbers of nodes, up to the first that is too dear.
     nodes = affordable(target, cache, tokens)
-    earlier: Act = drafting[-3][1] if drafting and texts == 1 else between
     steps: list[Step] = [
         (between if n == 1 else earlier, partial(forward, branch(n, tokens))) for n in nodes
     ]
@@ -120,30 +123,39 @@ def measure(target: Target, proposer: Proposer | None, texts: int = 1) -> Times:
     last = ends(forward, cache, tokens, target.vocab_size)
     steps += last + drafting
 
-    # 5. Time them all, and split levels into the first and each further one.
+    # 5. Time them all.
     rounds, fewest = (ROUNDS, FEWEST) if texts == 1 else TOGETHER
     costs = fast_times(steps, target.output_device, rounds, fewest)
-    forwards, of_ends = costs[: len(nodes)], costs[len(nodes) : len(nodes) + len(last)]
-    draft_costs = costs[len(nodes) + len(last) :] or [0.0] * 10
-    further, of_one, of_deep = max(deep - 1, 1), draft_costs[:8:2], draft_costs[1:8:2]
+    of_drafts = costs[len(nodes) + len(last) :] or [0.0] * 10
+    rest, judged = rests(costs[len(nodes) : len(nodes) + len(last)])
+    forwards = tuple(costs[: len(nodes)])
+    return Times(nodes, forwards, **draft_times(of_drafts, deep, few), rest=rest, judged=judged)
+
+
+def draft_times(seconds: Sequence[float], deep: int, few: int) -> dict[str, Any]:
+    """The fields of `Times` about drafts, from the seconds of the steps of `measure`.
+
+    seconds: of one level and of `deep` levels, for each kind of tree; then of `deep` wide levels, and
+    of WIDER's first `few` levels.
+    """
+    # 1. Split the levels of each kind into the first and each further one.
+    further, of_one, of_deep = max(deep - 1, 1), seconds[:8:2], seconds[1:8:2]
     chosen, drawn, single, fixed = (
         (first, max(last - first, 0) / further) for first, last in zip(of_one, of_deep, strict=True)
     )
-    inner = 2**few - 1 - few  # of WIDER, beyond one a level
-    rest, judged = rests(of_ends)
-    return Times(
-        nodes=nodes,
-        target=tuple(forwards),
-        begin=chosen[0],
-        step=chosen[1],
-        drawn=drawn,
-        single=single,
-        fixed=fixed,
-        row=max(draft_costs[8] - draft_costs[1], 0) / further / (WIDE - 1),
-        drawn_row=max(draft_costs[9] - drawn[0] - drawn[1] * (few - 1), 0) / max(inner, 1),
-        rest=rest,
-        judged=judged,
-    )
+
+    # 2. What a wide level takes beyond that is the further nodes' share.
+    narrow, wide, wider = seconds[1], seconds[8], seconds[9]
+    inner = 2**few - 1 - few  # nodes of WIDER that have children, beyond one a level
+    return {
+        "begin": chosen[0],
+        "step": chosen[1],
+        "drawn": drawn,
+        "single": single,
+        "fixed": fixed,
+        "row": max(wide - narrow, 0) / further / (WIDE - 1),
+        "drawn_row": max(wider - drawn[0] - drawn[1] * (few - 1), 0) / max(inner, 1),
+    }
 
 
 def affordable(target: Target, cache: TreeCache, tokens: Tensor) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from treespec.trees.auto import AutoTree
 from treespec.trees.sequoia import Best, best_trees, with_root
 from treespec.trees.static import StaticTree
 
-# A shape holds until the logarithm of trust has moved by this: in first children, and in others.
+# Grid of the logarithm of trust, in first children and in others. A shape holds until trust has moved
+# by more than this from the place that the shape was made for.
 GRAINS = np.array([0.1, 0.3])
 
 
@@ -59,22 +60,29 @@ def _shape(
     grains: tuple[float, ...],
     tree: AutoTree,
 ) -> Shape:
-    """grains: four, of trust (`Trust.factors`)."""
+    """`shape_for` at a place of the grid of trust. grains: four, as `Trust.factors` has them."""
+    # 1. The rates as far as they are trusted: [2, K] of the root's children, and of deeper ones.
     trust = np.exp(GRAINS * np.array(grains).reshape(2, 2))
-    known = bounded(np.array(rates) * trust[:, [0, *[1] * (len(rates) - 1)]])  # [2, K]
+    others = len(rates) - 1
+    trusted = bounded(np.array(rates) * trust[:, [0, *[1] * others]])
+
+    # 2. The fastest chain, or the fastest tree if that is faster.
     forward = times.forward(min(times.nodes[-1], tree.nodes))
-    shapes = [_fastest(known[:, :1], forward, times, 0 if likeliest else 1, tree.depth)]
-    if len(rates) > 1:
-        shapes.append(_fastest(known, forward, times, 0 if likeliest else 2, tree.depth))
-    found, speed = max(shapes, key=lambda one: one[1])
-    number = {path: node for node, path in enumerate(found.paths)}
-    parents = np.array([-1, *(number[path[:-1]] for path in found.paths[1:])])
-    chances = np.array([1.0, *(rates[path[-1]] for path in found.paths[1:])])
-    return Shape(found, likeliest, len(set(parents[1:].tolist())), speed, parents, chances)
+    shapes = [_fastest(trusted[:, :1], forward, times, 0 if likeliest else 1, tree.depth)]
+    if others:
+        shapes.append(_fastest(trusted, forward, times, 0 if likeliest else 2, tree.depth))
+    fastest, speed = max(shapes, key=lambda shape: shape[1])
+
+    # 3. What it promises, before any correction.
+    number = {path: node for node, path in enumerate(fastest.paths)}
+    parents = np.array([-1, *(number[path[:-1]] for path in fastest.paths[1:])])
+    chances = np.array([1.0, *(rates[path[-1]] for path in fastest.paths[1:])])
+    return Shape(fastest, likeliest, len(set(parents[1:].tolist())), speed, parents, chances)
 
 
 @lru_cache(1024)
-def _below(rates: tuple[float, ...], nodes: int, depth: int) -> Best:
+def _deeper(rates: tuple[float, ...], nodes: int, depth: int) -> Best:
+    """`best_trees` of the rates below the root, which many trees share."""
     return best_trees(torch.tensor(rates), nodes, depth)
 
 
@@ -86,7 +94,7 @@ def _fastest(
     rates: [2, K] of the root's children, and of deeper ones.
     """
     at_root, deeper = rates.tolist()
-    best = with_root(_below(tuple(deeper), len(forward), depth), torch.tensor(at_root))
+    best = with_root(_deeper(tuple(deeper), len(forward), depth), torch.tensor(at_root))
     levels, nodes = np.arange(1, depth + 1)[:, None], np.arange(2, len(forward) + 1)
     inner = np.maximum(nodes / 2, levels) if rates.shape[1] > 1 else levels
     begin, step = times.levels(draws)

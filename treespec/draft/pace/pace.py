@@ -27,10 +27,8 @@ GUESS = (0.7, 0.1, 0.05)  # rates of a drafter that nothing is known of
 CYCLES = 4  # cycles that the first estimate of the speed counts for
 LEAST, MOST = 0.02, 1.5  # bounds of trust
 CERTAIN = 0.98  # the most that is believed of a child
-GAP, STEEP = (
-    8,
-    6,
-)  # cycles without drafts before one is tried again, times how far off drafting is, to this power
+GAP = 8  # cycles without drafts before one is tried again, where drafting nearly pays
+STEEP = 6  # that number grows with how far off drafting is, to this power
 
 
 def bounded(chances: np.ndarray) -> np.ndarray:

@@ -4,9 +4,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from treespec.draft.default_tree import verifier_for
-from treespec.draft.pairing import check_given, check_named, check_pair
+from treespec.draft.pairing import (
+    check_given,
+    check_joined,
+    check_named,
+    check_pair,
+    has_given_tokens,
+)
 from treespec.errors import InputError
-from treespec.options import GIVEN
 from treespec.trees.policy import policy
 from treespec.trees.shape import Policy
 from treespec.verify.registry import verifier_by_name
@@ -38,6 +43,7 @@ def pairs(
     reasons: list[str] = []
     for drafter, drafters_tree in drafters:
         # 1. The verifiers and trees that this drafter fits.
+        check_joined(drafter)
         given = has_given_tokens(drafter) and len(drafters) > 1
         rows: list[Pair] = []
         for verifier, _, verifiers_tree in (name.partition("@") for name in verifiers):
@@ -62,11 +68,6 @@ def pairs(
     if not fitting:
         raise InputError(f"no drafter goes with a verifier and tree: {reasons[0]}")
     return list(dict.fromkeys(fitting)), list(dict.fromkeys(reasons))
-
-
-def has_given_tokens(drafter: str) -> bool:
-    """Whether a drafter's tokens have no draft law, by its name."""
-    return drafter.partition(":")[0] in GIVEN or drafter.endswith(",match=string")
 
 
 def paired(

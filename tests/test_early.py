@@ -48,6 +48,8 @@ def home(tmp_path_factory):
     shutil.copytree(folder / "eagle", folder / "damaged")
     (folder / "damaged" / "calibration.json").write_text('{"sizes": {}}')
     (folder / "skip.json").write_text("{damaged")
+    (folder / "memory" / "shared").mkdir(parents=True)
+    (folder / "memory" / "shared" / "000001.safetensors").write_bytes(b"half")
     (folder / "deep.json").write_text(json.dumps({"layers": 99, "attention": [], "mlp": []}))
     return folder
 
@@ -63,6 +65,12 @@ def test_files_of_a_drafter_are_looked_at_first(home, monkeypatch, capsys, comma
         (["--drafter", "self:HOME/deep.json"], "is for 99 layers, the target has"),
         (["--drafter", "mtp:2"], "mtp takes no value"),
         (["--drafter", "suffix+mtp"], "reads the target's own safetensors files"),
+        (["--drafter", "suffix:HOME/memory"], "000001.safetensors is damaged: delete it to forget its answers"),
+        (["--drafter", "suffix:HOME/memory,union=1+eagle:HOME/eagle"], "000001.safetensors is damaged"),
+        (["--drafter", "suffix+egle:HOME/eagle"], "did you mean eagle?"),
+        (["--drafter", "suffix:HOME/memory+egle:HOME/eagle"], "unknown drafter 'egle' (did you mean eagle?)"),
+        (["--drafter", "suffix:HOME/skip.json"], "skip.json is a file: name a folder"),
+        (["--drafter", "lookup:ngram=0"], "ngram is 0, must be"),
     ]:
         (line,) = refused(home, monkeypatch, capsys, command, *options, *PLACES[command])
         assert words in line

@@ -58,5 +58,9 @@ def test_a_kept_memory_is_read_and_not_written(home):
     _, known = cycles(home, "read", "kept", drafter=f"suffix:{folder}", questions=questions)
     assert max(known.values()) < alone[1]
     assert sorted((file.name, file.read_bytes()) for file in folder.rglob("*.safetensors")) == before
+    with pytest.raises(InputError, match="there is no folder"):
+        cycles(home, "missing", "kept", drafter=f"suffix:{folder}s", questions=questions)
+    with pytest.raises(InputError, match=r"--memory kept drafts from the answers in a folder: name it"):
+        cycles(home, "nameless", "kept", drafter="suffix:tokens=5000", questions=questions)
     with pytest.raises(InputError, match="--memory run begins with no answers and keeps none"):
         cycles(home, "refused", "run", drafter=f"suffix:{folder}", questions=questions)

@@ -195,6 +195,16 @@ def test_every_drafter_gets_what_it_goes_with():
     assert names[2] == "T-lookup-tokens=5-ngram=2-topk-t0"
 
 
+def test_a_memory_beside_a_head_takes_the_heads_verifiers_and_trees():
+    for drafter in ("suffix+eagle:h", "suffix:union=1+eagle:h", "suffix:memory,union=2+eagle:h"):
+        config = EvalConfig(target="T", drafter=drafter, out="o", verifier="rrs-wo", tree="2x2", baseline=False)
+        (row,) = configurations(config)
+        assert (row.drafter, row.verifier, row.tree) == (drafter, "rrs-wo", "2x2")
+    config = EvalConfig(target="T", drafter="suffix+lookup,eagle:h", out="o")
+    with pytest.raises(InputError, match="lookup has no draft model to join"):
+        configurations(config)
+
+
 def test_a_tree_that_a_drafter_cannot_draft_is_refused_before_any_answer(home, tmp_path):
     config = config_in(home, tmp_path, verifier="traversal", tree="sampled", warm_up=0)
     with pytest.raises(InputError, match=r"head:.*head with traversal: the sampled tree needs"):

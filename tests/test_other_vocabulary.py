@@ -9,10 +9,14 @@ from other_words import sentence_piece, without_shared_tokens
 from test_batch import what
 from test_decode import plain_generate
 from test_sequence_law import TestSequenceLaw as SequenceLaw
+from tiny_configs import MODELS, tiny
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from treespec import load
 from treespec.draft.models.other_vocabulary import OtherVocabulary, start_of
 from treespec.draft.models.shared_vocabulary import SPECIAL, SharedVocabulary, bytes_of, shared_vocabulary
+from treespec.draft.models.string_match import StringMatch
 from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
@@ -79,6 +83,12 @@ class TestSharedTokens:
         a = tokenizer().convert_tokens_to_ids("a")
         assert draft.convert_ids_to_tokens(by_token[a]) == "a"
 
+    def test_so_it_does_in_the_target(self):
+        """A target that says the token `a` must not be drafted the byte <0x61>."""
+        vocab = {"<0x61>": 0, "<0x62>": 1, "a": 2}  # bytes first, as Llama 2 has them
+        target = hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab, [], byte_fallback=True)))
+        assert shared_vocabulary(target, tokenizer(), 999, 999).target.tolist() == [1, 2]
+
     def test_no_shared_token_is_one_line(self, tmp_path):
         with pytest.raises(InputError, match="share no token"):
             shared_vocabulary(tokenizer(), without_shared_tokens(), 999, 999)
@@ -114,6 +124,14 @@ class TestProposer:
         assert one.known[0].tolist() == fresh.known[0].tolist()
         root = torch.tensor([34])
         assert torch.allclose(one.begin(root)[0], fresh.begin(root)[0], atol=1e-4)
+
+    def test_a_text_of_the_targets_start_alone_may_follow_another(self, pair):
+        _, draft = pair
+        one = draft.new()
+        one.skipped = frozenset({1})  # as a tokenizer that begins every text with <s>
+        first = one.begin(torch.tensor([1]))[0]
+        one.rewind([0])
+        assert torch.allclose(one.begin(torch.tensor([1]))[0], first, atol=1e-5)
 
     @pytest.mark.parametrize(("tree", "verifier"), [("chain:3", "auto"), ("2x2", "rrs-wo"), (None, "auto")])
     def test_greedy_texts_are_the_targets_alone_and_together(self, pair, tree, verifier):
@@ -200,6 +218,17 @@ class TestStrings:
         spec = load(str(folder), drafter=f"model:{folder},match=string", verifier="topk", dtype="float32")
         stats = spec.generate("the user asks", max_new_tokens=29).stats
         assert stats.acceptance_length > 5
+
+    @pytest.mark.parametrize("name", ["llama", "lfm2", "jamba"])
+    def test_what_is_drafted_depends_on_the_text_alone(self, name):
+        """Not on the text before in the same cache, which a recurrent model cuts where it knows its state."""
+        size = {"vocab_size": len(tokenizer())}
+        config = hf.LlamaConfig(**GROUPED | size) if name == "llama" else tiny(MODELS[name], size)
+        draft = Target(random_model(config), tokenizer())
+        one = StringMatch(draft, model_of(tokenizer(), seed=0))
+        texts = [tokenizer().encode(text) for text in ("the user asks", "the user ends", "the user ends it all", "the")]
+        for text in texts:
+            assert one._drafted(0, text) == one.new()._drafted(0, text)
 
     def test_it_takes_no_tree_and_joins_no_memory(self, folders):
         drafter = f"model:{folders}/draft,match=string"

@@ -55,7 +55,7 @@ class TestSequenceLaw:
         assert sum(laws.values()) == pytest.approx(1)
         return laws
 
-    def check(self, spec, params, texts=TEXTS, batch=1):
+    def check(self, spec, params, texts=TEXTS, batch=1, **options):
         contexts = {pair: Counter() for pair in itertools.product(range(self.VOCAB), repeat=2)}
         outputs = spec.generate(
             [[0] * (i % batch) + [1, 2] for i in range(texts)],
@@ -65,6 +65,7 @@ class TestSequenceLaw:
             max_new_tokens=self.LENGTH,
             seed=batch - 1,
             batch=batch,
+            **options,
         )
         for out in outputs:
             text = [1, 2, *out.token_ids]

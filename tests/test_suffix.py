@@ -117,7 +117,7 @@ class TestAnswers:
     @pytest.mark.parametrize("options", ["", ":percent=1,growth=9,nodes=6"])
     def test_sampled_texts_have_the_targets_law_whatever_is_remembered(self, options):
         spec = spec_of(table(), f"suffix{options}")
-        SequenceLaw().check(spec, SamplingParams(temperature=1.0), texts=3, batch=2)
+        SequenceLaw().check(spec, SamplingParams(temperature=1.0), texts=3, batch=2, remember=True)
 
     def test_what_was_answered_before_is_drafted_whole(self):
         spec = spec_of("llama", "suffix")
@@ -143,6 +143,21 @@ class TestAnswers:
         cold = spec.generate(prompt(), max_new_tokens=24, **first).stats.cycles
         spec.generate([9, 9], max_new_tokens=2, memory=None)  # another text takes the row
         assert (spec.generate(prompt(), max_new_tokens=24, **second).stats.cycles < cold) is known
+
+    @pytest.mark.parametrize(
+        ("options", "joins"),
+        [
+            ({"temperature": 1.0}, True),
+            ({"temperature": 1.0, "seed": 3}, False),
+            ({"temperature": 1.0, "seed": 3, "remember": True}, True),
+            ({"temperature": 1.0, "remember": False}, False),
+            ({"temperature": 0.0, "seed": 3}, True),
+        ],
+    )
+    def test_a_sampled_answer_with_a_seed_joins_only_where_it_is_asked(self, options, joins):
+        spec = spec_of("llama", "suffix")
+        spec.generate(prompt(), max_new_tokens=4, **options)
+        assert (len(spec.decoder.drafter.drafters[0].memories.named("")) > 0) is joins
 
     def test_callers_of_an_engine_share_by_name(self):
         with Engine(spec_of("llama", "suffix"), batch=2) as engine:
@@ -198,6 +213,8 @@ class TestBounds:
             ("suffix:tokens=5", "tokens is 5, must be a whole number from 1,024"),
             ("suffix:words=3", "'words=3' is not understood; its options are tokens=200000, longest=64"),
             ("suffix:count=0", "count is 0"),
+            ("suffix:union=both", "'union=both' is not understood"),
+            ("suffix:tokens=5000,memory", "'memory' is not understood"),
         ],
     )
     def test_options_out_of_range_are_one_line(self, drafter, complaint):

@@ -15,6 +15,9 @@ from test_given import spec_of
 from treespec.draft.model_free.suffix_memory import Memories
 from treespec.draft.sources import source_of
 from treespec.errors import InputError
+from treespec.eval.certify.config import CertifyConfig
+from treespec.eval.certify.plain import greedy_answer
+from treespec.eval.certify.run import remembers, sample
 from treespec.target import Target
 
 KILLED = """
@@ -88,7 +91,7 @@ class TestFiles:
         with pytest.raises(InputError, match=r"of another tokenizer than the target's: delete it"):
             source_of(f"suffix:{tmp_path}", others)
 
-    @pytest.mark.parametrize("damage", ["cut", "flipped", "foreign", "tokens beyond"])
+    @pytest.mark.parametrize("damage", ["cut", "flipped", "foreign", "no token"])
     def test_a_damaged_file_is_one_line(self, tmp_path, damage):
         self.memories(tmp_path).named("").add([1, 2, 3])
         file = tmp_path / "shared" / "000001.safetensors"
@@ -102,13 +105,48 @@ class TestFiles:
             save_file({"weight": torch.ones(2)}, file, {"format": "1", "tokenizer": "words"})
         else:
             about = {"format": "1", "tokenizer": "words"}
-            tensors = {"tokens": torch.tensor([100], dtype=torch.int32), "ends": torch.tensor([1])}
+            tensors = {"tokens": torch.tensor([-1], dtype=torch.int32), "ends": torch.tensor([1])}
             save_file(tensors, file, about)
         with pytest.raises(InputError) as caught:
             self.memories(tmp_path)
         assert "is damaged" in str(caught.value)
         assert "delete it to forget its answers" in str(caught.value)
         assert "\n" not in str(caught.value)
+
+    def test_answers_with_tokens_that_the_target_lacks_are_left_out(self, tmp_path):
+        memory = self.memories(tmp_path, vocab_size=104).named("")
+        for answer in ([1, 2], [3, 103], [4]):
+            memory.add(answer)
+        assert self.memories(tmp_path).named("").young.tokens == [1, 2, -1, 4, -1]
+
+    def test_a_segment_that_cannot_be_deleted_ends_no_answer(self, tmp_path, monkeypatch, caplog):
+        def refused(*_, **__):
+            raise PermissionError("not yours")
+
+        memory = self.memories(tmp_path, tokens=64).named("")
+        monkeypatch.setattr("pathlib.Path.unlink", refused)
+        for number in range(20):
+            memory.add([number] * 8)
+        assert len(memory) > 0
+
+    def test_one_that_is_damaged_while_it_is_in_use_is_left_alone(self, tmp_path, caplog):
+        memories = self.memories(tmp_path)
+        memories.named("key").add([1, 2, 3])
+        again = self.memories(tmp_path)
+        for file in tmp_path.rglob("*.safetensors"):
+            file.write_bytes(b"half")
+        again.named("key").add([4])
+        assert again.named("key").young.tokens == [4, -1]
+        assert "the memory goes on without its folder" in caplog.text
+
+    def test_a_certificate_reads_a_folder_and_adds_nothing(self, tmp_path):
+        for drafter, grows in ((f"suffix:{tmp_path}/memory", False), ("suffix", True)):
+            spec = spec_of("llama", drafter)
+            config = CertifyConfig(target="t", drafter=drafter, tokens=16, length=4, batch=1)
+            sample(spec, [prompt()], config)
+            greedy_answer(spec, prompt(), 4, remember=remembers(config))
+            assert (len(spec.decoder.drafter.drafters[0].memories.named("")) > 0) is grows
+        assert not (tmp_path / "memory").exists()
 
     def test_a_file_in_the_folders_place_is_one_line(self, tmp_path):
         (tmp_path / "file").write_text("")

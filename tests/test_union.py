@@ -83,7 +83,8 @@ class TestLaw:
 
     def check(self, mode, verifier, tree=None, times=None):
         model = Target(TableModel(TableConfig(4, seed=1)))
-        SequenceLaw().check(spec_of(model, mode, tree, verifier, times), SamplingParams(0.9), texts=3, batch=2)
+        spec = spec_of(model, mode, tree, verifier, times)
+        SequenceLaw().check(spec, SamplingParams(0.9), texts=3, batch=2, remember=True)
 
     @pytest.mark.parametrize(
         ("mode", "verifier", "tree"),
@@ -114,6 +115,17 @@ class TestLaw:
     @pytest.mark.parametrize("mode", ["beside", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES)])
     def test_trees_chosen_by_their_cost_keep_it(self, mode):
         self.check(mode, "auto", "auto:depth=3,topk=3", TIMES)
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_an_answer_is_not_drafted_from_one_of_the_same_draws(self, mode):
+        """The first answer knows the draws of its seed. In the memory it would make the second one's law another."""
+        spec = spec_of(Target(TableModel(TableConfig(4, seed=1))), mode, "2x2", "traversal")
+        for seed in range(10):
+            first, second = (
+                spec.generate([1, 2], temperature=1.0, max_new_tokens=12, seed=seed, memory=str(seed)).token_ids
+                for _ in range(2)
+            )
+            assert first == second
 
 
 @pytest.mark.parametrize("mode", MODES)

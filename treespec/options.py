@@ -48,6 +48,7 @@ HEADS = tuple(kind for kind, form in DRAFTER_FORMS.items() if form.endswith(":HE
 AT_ONCE = ("medusa", "dflash", "p-eagle")  # heads that draft all levels from the text alone
 # kinds of head that treespec trains
 TRAINED = tuple(kind for kind in HEADS if kind not in ("head", "dflash", "p-eagle"))
+MATCH = ",match=string"  # behind a draft model's path: its text is matched, not its tokens
 GIVEN = ("lookup", "rest", "lookahead", "jacobi", "suffix")  # their tokens have no draft law
 JOINED = re.compile(  # suffix:DIR+eagle:HEAD; the first + before a drafter's name parts the two
     rf"(suffix(?::.*?)?)\+((?:{'|'.join(map(re.escape, DRAFTERS))})(?::.*)?)"
@@ -89,6 +90,28 @@ def members_of(drafter: str) -> list[str]:
     """The drafters that `suffix+eagle:HEAD` joins, `kind:value` each; of any other name itself."""
     joined = JOINED.fullmatch(drafter)
     return list(joined.groups()) if joined else [drafter]
+
+
+def rest_parts(value: str) -> tuple[str, str]:
+    """(datastore's folder, options) from `DIRECTORY` or `DIRECTORY,nodes=24`."""
+    folder, *options = re.split(r",(?=\w+=)", value)
+    return folder, ",".join(options)
+
+
+def suffix_parts(value: str) -> tuple[str, str]:
+    """(folder, options) from `DIRECTORY,tokens=5000`, `DIRECTORY`, `tokens=5000` or nothing.
+
+    A value that begins like an option is no folder: `union=x` is a mistake, `./union=x` a folder.
+    """
+    if re.match(r"\w+=[^/\\]*(,|$)", value):
+        return "", value
+    return rest_parts(value)
+
+
+def memory_folder(drafter: str) -> str:
+    """The folder of a drafter's memory, as in suffix:FOLDER+eagle:HEAD; "" without one."""
+    kind, _, value = members_of(drafter)[0].partition(":")
+    return suffix_parts(value)[0] if kind == "suffix" else ""
 
 
 def either(names: Iterable[str]) -> str:

@@ -44,8 +44,9 @@ class Options(TypedDict, total=False):
     (`treespec.logprobs.TokenLogprob`).
     chat_template_kwargs: variables for the chat template of messages, such as enable_thinking.
     memory: for `--drafter suffix`, whose answers to draft from: requests of one name share theirs,
-    default "". None: from the text at hand alone. remember: whether this answer joins them, which is
-    the default.
+    default "". None: from the text at hand alone. remember: whether this answer joins them. Default:
+    yes, but for a sampled answer with a seed: drafts from an answer of the same seed would not be
+    lossless. True adds it all the same, for callers who give no two answers one seed.
     on_cycle: is called with each `treespec.cycle.Cycle` while the decoder waits; an error of it
     ends the answer. For one prompt.
     """
@@ -70,7 +71,7 @@ class Options(TypedDict, total=False):
     top_logprobs: int
     chat_template_kwargs: Mapping[str, object]
     memory: str | None
-    remember: bool
+    remember: bool | None
     on_cycle: "Callable[[Cycle], object]"
 
 
@@ -112,7 +113,7 @@ class Asked:
     top_logprobs: int | None
     chat_template_kwargs: Mapping[str, object]
     memory: str | None
-    remember: bool
+    remember: bool | None
     on_cycle: "Callable[[Cycle], object] | None"
 
     @property
@@ -157,7 +158,7 @@ def asked(options: Options) -> Asked:
         tops if told else None,
         _variables(options.get("chat_template_kwargs", {})),
         _name("memory", options.get("memory", "")),
-        _flag("remember", options.get("remember", True)),
+        None if (remember := options.get("remember")) is None else _flag("remember", remember),
         _function("on_cycle", options.get("on_cycle")),
     )
 

@@ -135,17 +135,22 @@ def plain_texts(
 
 @torch.no_grad()
 def greedy_answer(
-    spec: Spec, prompt: list[int], tokens: int, changes: Mapping[str, Any] = NOTHING
+    spec: Spec,
+    prompt: list[int],
+    tokens: int,
+    changes: Mapping[str, Any] = NOTHING,
+    remember: bool = True,
 ) -> dict[str, object]:
     """Where the greedy answer differs from model.generate's, and whether rounding explains it.
 
     Rounding explains a difference in a lower precision than float32 if the logits of the two tokens
     are close: within twice the largest difference that the plain model shows between two shapes of
-    the same forward.
+    the same forward. remember: whether later answers may be drafted from it.
     """
     # 1. The two answers.
     model = spec.target.model
-    ours = spec.generate(prompt, max_new_tokens=tokens, **changes).token_ids
+    answer = spec.generate(prompt, max_new_tokens=tokens, remember=remember, **changes)
+    ours = answer.token_ids
     [theirs] = plain_texts(spec, prompt, tokens, SamplingParams(), changes=changes)
     if ours == theirs:
         return {"different_at": None, "explained": True}

@@ -32,6 +32,7 @@ from treespec.eval.common import Step
 from treespec.eval.environment import describe
 from treespec.eval.questions import load_questions
 from treespec.files import check_writable, write_json
+from treespec.options import memory_folder
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec, load_options
 
@@ -99,7 +100,8 @@ def examine(
     """
     changes, answers = changes_of(config, options), []
     for number, prompt in enumerate(prompts, 1):
-        answers.append(greedy_answer(spec, prompt, config.greedy_tokens, changes))
+        answer = greedy_answer(spec, prompt, config.greedy_tokens, changes, remembers(config))
+        answers.append(answer)
         report(Step(number, len(prompts), "greedy answers"))
     ours = sample(spec, prompts, config, report, changes)
     plain = sample_plain(spec, prompts, ours, config, report, changes)
@@ -109,6 +111,14 @@ def examine(
 def changes_of(config: CertifyConfig, options: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
     """All options of `Spec.generate` that change the logits."""
     return {**config.changes(), **options}
+
+
+def remembers(config: CertifyConfig) -> bool:
+    """Whether a drafter with a memory drafts from the answers that are examined, too.
+
+    No seed occurs twice here. A memory in a folder is somebody's: it is read, and stays as it is.
+    """
+    return not memory_folder(config.drafter or "")
 
 
 def laws(config: CertifyConfig) -> list[SamplingParams]:
@@ -149,6 +159,7 @@ def sample(
                     temperature=params.temperature,
                     top_k=params.top_k,
                     top_p=params.top_p,
+                    remember=remembers(config),
                     **changes,
                 )
             cycles = list(witness.texts.values()) or [[] for _ in texts]

@@ -115,7 +115,8 @@ def recall(
         told = zip(turns[answer.question_id], answer.turns, answer.extra["token_ids"], strict=True)
         for asked, text, tokens in told:
             messages.append({"role": "user", "content": asked})
-            drafter.remember(memory, [*spec.encode(messages)[-LEAD:], *tokens])
+            if tokens:  # none where the prompt filled the context
+                drafter.remember(memory, [*spec.encode(messages)[-LEAD:], *tokens])
             messages.append({"role": "assistant", "content": text or " "})
 
 

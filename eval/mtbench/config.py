@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 from treespec.errors import InputError
 from treespec.eval.common import listed, number, parts_of
-from treespec.options import DRAFTER_WORDS, MANY, SEEDS, members_of, option, shared
+from treespec.options import (
+    DRAFTER_WORDS,
+    MANY,
+    SEEDS,
+    members_of,
+    memory_folder,
+    option,
+    shared,
+)
 from treespec.shared_options import (
     DRAFTER,
     FASTEST,
@@ -81,10 +89,15 @@ class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_one_source()
-        if self.memory == "run" and any(keeps_folder(name) for name in drafters_of(self)):
+        if self.memory == "run" and any(map(memory_folder, drafters_of(self))):
             raise InputError(
                 "--memory run begins with no answers and keeps none: leave out the folder of suffix, or "
                 "take --memory kept"
+            )
+        if self.memory == "kept" and not any(map(memory_folder, drafters_of(self))):
+            raise InputError(
+                "--memory kept drafts from the answers in a folder: name it, as in --drafter "
+                "suffix:FOLDER"
             )
 
 
@@ -130,10 +143,12 @@ def drafters_with_trees(config: EvalConfig) -> list[tuple[str, str | None]]:
     return [_split_tree(name) for name in dict.fromkeys(names)]
 
 
-def keeps_folder(drafter: str) -> bool:
-    """Whether a drafter is a memory in a folder, such as suffix:FOLDER+eagle:HEAD."""
-    kind, _, value = members_of(drafter)[0].partition(":")
-    return kind == "suffix" and value != "" and "=" not in value.partition(",")[0]
+def check_kept(config: EvalConfig) -> None:
+    """Raises InputError where `--memory kept` names a folder that is not there."""
+    names = drafters_of(config) if config.memory == "kept" else []
+    for folder in filter(None, map(memory_folder, names)):
+        if not Path(folder).expanduser().is_dir():
+            raise InputError(f"--memory kept: there is no folder {folder}")
 
 
 def _split_tree(name: str) -> tuple[str, str | None]:

@@ -14,6 +14,7 @@ from treespec.eval.mtbench.config import (
     Configuration,
     EvalConfig,
     categories_of,
+    check_kept,
     configurations,
     drafters_of,
     pairs_of,
@@ -139,6 +140,7 @@ def _answer_all(
     Raises InputError where the only drafter does not fit, and on another machine than before.
     """
     # 1. The models.
+    check_kept(config)
     out, total = Path(config.out), len(questions) * len(drafts)
     there = total - sum(len(group) for group, _ in plan)
     report(Step(there, total, f"loading {config.target} and {config.drafter or config.head}"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +15,12 @@ from treespec.options import (
     DRAFTERS,
     GIVEN,
     HEADS,
+    MATCH,
     either,
     members_of,
     nearest,
+    rest_parts,
+    suffix_parts,
 )
 
 
@@ -36,6 +40,7 @@ def begin(target: str, drafters: Sequence[str] = (), template: str | None = None
     for drafter in drafters:
         for member in members_of(drafter):
             check_files(member, target)
+            check_options(member)
 
 
 def check_sources(target: str, drafters: Sequence[str] = ()) -> None:
@@ -55,8 +60,14 @@ def check_source(drafter: str, width: int | None) -> None:
     """width: the target's, or None. Raises InputError as `check_sources` does."""
     kind, _, value = drafter.partition(":")
     if kind not in DRAFTERS:
-        hint, choice = nearest(kind, DRAFTERS), either(DRAFTER_FORMS.values())
+        hint, choice = (
+            nearest(kind.removeprefix("suffix+"), DRAFTERS),
+            either(DRAFTER_FORMS.values()),
+        )
         raise InputError(f"unknown drafter {drafter!r}{hint}: choose {choice}")
+    if kind == "suffix" and (joined := re.search(r"\+([\w+-]*):", value)):
+        hint = nearest(joined[1], DRAFTERS)
+        raise InputError(f"--drafter {drafter}: unknown drafter {joined[1]!r}{hint}")
     if kind == "head" and not value:
         raise InputError("--head is empty: name a directory or a hub id")
     if kind in (*HEADS, "model", "rest") and not value:
@@ -64,7 +75,7 @@ def check_source(drafter: str, width: int | None) -> None:
     if kind in HEADS:
         check_head(value, width)
     elif kind == "model":
-        value = value.removesuffix(",match=string")
+        value = value.removesuffix(MATCH)
         for model in [value] if Path(value).exists() else value.split("+"):
             check_there(model, "draft model's directory")
     elif kind == "self" and not Path(value).is_file():
@@ -140,8 +151,7 @@ def check_files(drafter: str, target: str) -> None:
 def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bool) -> None:
     """Raises InputError or TreeError for an unknown tree, verifier or drafter, and for a bad pair.
 
-    drafter: `kind:value`. Names load torch; a drafter's options and a head's depth load
-    transformers too.
+    drafter: `kind:value`. Names load torch; a head's depth loads transformers too.
     """
     from treespec.draft.pairing import check_named
     from treespec.trees.policy import policy
@@ -149,20 +159,24 @@ def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bo
 
     chosen = None if tree is None else policy(tree)
     check_named(drafter, verifier_by_name(verifier, allow_lossy), chosen)
-    for member in members_of(drafter):
-        check_options(member)
 
 
 def check_options(drafter: str) -> None:
-    """Raises InputError for a drafter's options that are not understood."""
+    """Raises InputError for a drafter's options that are not understood, and for its folder.
+
+    drafter: `kind:value`. The folder is a datastore's or a memory's. Both load transformers.
+    """
     kind, _, value = drafter.partition(":")
     if value and kind in GIVEN:
         from treespec.draft.model_free.datastore import check_datastore
-        from treespec.draft.model_free.kinds import OPTIONS, options_of, rest_parts
+        from treespec.draft.model_free.kinds import OPTIONS, options_of
+        from treespec.draft.model_free.suffix_memory import check_memories
 
         options_of(OPTIONS[kind], kind, value)
         if kind == "rest":
             check_datastore(rest_parts(value)[0])
+        elif kind == "suffix" and (folder := suffix_parts(value)[0]):
+            check_memories(Path(folder).expanduser())
     elif kind == "sparse":
         from treespec.draft.models.sparse import budget_of
 

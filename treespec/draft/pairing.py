@@ -11,7 +11,7 @@ from treespec.draft.default_tree import default_tree, verifier_for
 from treespec.draft.grow.grower import DraftModel
 from treespec.draft.grow.growers import check_fit
 from treespec.errors import InputError
-from treespec.options import AT_ONCE, GIVEN, HEADS, members_of
+from treespec.options import AT_ONCE, GIVEN, HEADS, MATCH, members_of
 from treespec.trees.shape import Policy
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Verifier, is_paced
@@ -23,8 +23,9 @@ def check_named(drafter: str, verifier: Verifier, tree: Policy | None) -> None:
     drafter: `kind:value`, as `--drafter` takes it. tree: None is the verifier's own. A head that is
     missing or damaged passes: loading it raises the error.
     """
+    check_joined(drafter)
     kind, _, value = members_of(drafter)[-1].partition(":")
-    if kind in GIVEN or value.endswith(",match=string"):
+    if has_given_tokens(drafter):
         check_given(kind, verifier, tree)
         return
     several = kind == "model" and "+" in value and not Path(value).exists()
@@ -33,6 +34,23 @@ def check_named(drafter: str, verifier: Verifier, tree: Policy | None) -> None:
     check_pair(tree or default, verifier.scheme, several)
     if tree is not None:  # a default is as deep as the head
         check_fit(tree, verifier.scheme, model_of(kind, value, several))
+
+
+def has_given_tokens(drafter: str) -> bool:
+    """Whether a drafter's tokens have no draft law, by its name. Joined to a draft model they need none."""
+    last = members_of(drafter)[-1]
+    return last.partition(":")[0] in GIVEN or last.endswith(MATCH)
+
+
+def check_joined(drafter: str) -> None:
+    """Raises InputError for `suffix+lookup` and the like: a memory is joined to a draft model."""
+    _, *second = members_of(drafter)
+    if second and has_given_tokens(drafter):
+        name = second[0].partition(":")[0]
+        raise InputError(
+            f"--drafter {drafter}: {name} has no draft model to join: take suffix alone, or "
+            "suffix+eagle:DIRECTORY"
+        )
 
 
 def model_of(kind: str, value: str, several: bool = False) -> DraftModel:

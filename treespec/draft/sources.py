@@ -9,12 +9,13 @@ from torch import nn
 from treespec.draft.drafter import Drafter
 from treespec.draft.joint import Joint
 from treespec.draft.model_free.kinds import GIVEN, given_by, suffix
-from treespec.draft.models.model import MATCH, ModelProposer, draft_model, string_model
+from treespec.draft.models.model import ModelProposer, draft_model, string_model
 from treespec.draft.models.other_vocabulary import OtherVocabulary
 from treespec.draft.models.several import SeveralModels
 from treespec.draft.models.skip import skipped_target
 from treespec.draft.models.sparse import sparse_target
 from treespec.draft.models.string_match import StringMatch
+from treespec.draft.pairing import check_joined
 from treespec.draft.proposer import Proposer
 from treespec.draft.trained.eagle import embedding_of, embedding_to_share
 from treespec.draft.trained.kinds import KINDS
@@ -25,7 +26,7 @@ from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
 from treespec.heads.head import Head
-from treespec.options import members_of, nearest
+from treespec.options import MATCH, members_of, nearest
 from treespec.target import Target
 
 
@@ -96,12 +97,8 @@ def source_of(drafter: str, target: Target) -> Head | Proposer | Drafter | Joint
     """
     first, *second = members_of(drafter)
     if second:
+        check_joined(drafter)
         name, _, value = second[0].partition(":")
-        if name in GIVEN or value.endswith(MATCH):
-            raise InputError(
-                f"--drafter {drafter}: {name} has no draft model to join: take suffix alone, or "
-                "suffix+eagle:DIRECTORY"
-            )
         own = SOURCES[name](value, target)
         return Joint(suffix(first.partition(":")[2], target), cast("Head | Proposer", own))
     kind, _, value = drafter.partition(":")

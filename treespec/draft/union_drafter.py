@@ -89,12 +89,12 @@ class UnionDrafter(Drafter):
         self.forward_seconds += self.trees.forward_seconds - before
 
         # 3. The given tokens in place of them, or in them.
-        for row, (tree, chain) in enumerate(zip(given, chains, strict=True)):
+        for row, (tree, chain, law) in enumerate(zip(given, chains, laws, strict=True)):
             self.drafted[row] = len(trees[row].tokens)
             if self.idle[row]:
                 own = moved(tree, roots.device)
                 trees[row] = hung_below(roots[row : row + 1], chain, own) if chain else own
-            elif self.mode != SWITCH and len(tree.tokens) > 1:
+            elif self.mode != SWITCH and len(tree.tokens) > 1 and not law.over:
                 trees[row] = merged(trees[row], tree, len(chain))
         return trees
 

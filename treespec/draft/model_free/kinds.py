@@ -1,6 +1,5 @@
 """The drafters without a model, by their names in `--drafter`."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ from treespec.draft.model_free.lookup import Lookup
 from treespec.draft.model_free.rest import Rest, RestOptions
 from treespec.draft.model_free.suffix import Suffix, SuffixOptions
 from treespec.draft.model_free.suffix_memory import Memories
-from treespec.options import Options, parsed
+from treespec.options import Options, parsed, rest_parts, suffix_parts
 from treespec.target import Target
+
+FOLDERS = {"rest": rest_parts, "suffix": suffix_parts}  # drafters whose value begins with a folder
 
 
 def options_of(kind: type[Options], name: str, value: str) -> Options:
@@ -23,21 +24,6 @@ def options_of(kind: type[Options], name: str, value: str) -> Options:
     if name in FOLDERS:
         given = FOLDERS[name](value)[1]
     return parsed(kind, given, f"--drafter {name}:{value}")
-
-
-def rest_parts(value: str) -> tuple[str, str]:
-    """(datastore's folder, options) from `DIRECTORY` or `DIRECTORY,nodes=24`."""
-    folder, *options = re.split(r",(?=\w+=)", value)
-    return folder, ",".join(options)
-
-
-def suffix_parts(value: str) -> tuple[str, str]:
-    """(folder, options) from `DIRECTORY,tokens=5000`, `DIRECTORY`, `tokens=5000` or nothing."""
-    folder, options = rest_parts(value)
-    return ("", value) if re.fullmatch(r"\w+=[0-9]*", folder) else (folder, options)
-
-
-FOLDERS = {"rest": rest_parts, "suffix": suffix_parts}  # drafters whose value begins with a folder
 
 
 def lookup(value: str, target: Target) -> Lookup:

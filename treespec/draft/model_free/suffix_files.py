@@ -29,17 +29,21 @@ AGAIN = "delete it to forget its answers, or name another folder"
 @final
 @dataclass(frozen=True)
 class MemoryFiles:
-    """tokens: the most to keep. tokenizer: a digest of the target's, which every file names."""
+    """tokens: the most to keep. tokenizer: a digest of the target's, which every file names; None: any.
+
+    vocab_size: of the target; None: not known yet.
+    """
 
     folder: Path
     tokens: int
-    tokenizer: str
-    vocab_size: int
+    tokenizer: str | None
+    vocab_size: int | None
 
     def answers(self) -> list[list[int]]:
-        """The latest answers, oldest first.
+        """The latest answers, oldest first, but for those with a token that the target lacks.
 
-        Raises InputError for a file of another tokenizer, and for a damaged one.
+        Two models of one tokenizer may be padded to vocabularies of different sizes. Raises
+        InputError for a file of another tokenizer, and for a damaged one.
         """
         found: list[list[int]] = []
         for path in self._segments():
@@ -51,7 +55,8 @@ class MemoryFiles:
                 continue  # another process has just forgotten it
             text, borders = tokens.tolist(), [0, *ends.tolist()]
             found += [text[start:end] for start, end in pairwise(borders)]
-        return found
+        size = self.vocab_size
+        return [answer for answer in found if size is None or max(answer) < size]
 
     def add(self, answer: Sequence[int]) -> None:
         """Append an answer. Raises InputError where the folder cannot be written."""
@@ -72,16 +77,17 @@ class MemoryFiles:
 
             # 2. Write it, then delete the oldest ones.
             path = self.folder / f"{number:06}.safetensors"
-            about = {"format": FORMAT, "tokenizer": self.tokenizer}
+            about = {"format": FORMAT, "tokenizer": self.tokenizer or ""}
             write_tensors(path, {"tokens": tokens, "ends": ends}, about)
             for segment in self._segments()[:-SEGMENTS]:
-                segment.unlink()
+                with suppress(OSError):  # the next answer tries it again
+                    segment.unlink()
 
     def delete(self) -> None:
-        """Forget all answers."""
-        for segment in self._segments():
-            segment.unlink(missing_ok=True)
-        with suppress(OSError):  # another process adds to it
+        """Forget all answers, but for those in files that this process may not delete."""
+        with suppress(OSError):  # or another process adds to it
+            for segment in self._segments():
+                segment.unlink(missing_ok=True)
             (self.folder / LOCK).unlink(missing_ok=True)
             self.folder.rmdir()
 
@@ -96,7 +102,7 @@ class MemoryFiles:
                 f"the memory {path} has format {about.get('format')}, this treespec reads {FORMAT}: "
                 f"{AGAIN}"
             )
-        if about.get("tokenizer") != self.tokenizer:
+        if self.tokenizer is not None and about.get("tokenizer") != self.tokenizer:
             raise InputError(
                 f"the memory {self.folder} is of another tokenizer than the target's: {AGAIN}"
             )
@@ -106,10 +112,9 @@ class MemoryFiles:
         return tokens, ends
 
     def _sound(self, tokens: Tensor, ends: Tensor) -> bool:
-        """Whether these can be answers of the target's."""
+        """Whether these can be answers."""
         flat = tokens.dim() == ends.dim() == 1 and tokens.numel() > 0 and ends.numel() > 0
         if not flat or tokens.dtype != torch.int32 or ends.dtype != torch.int64:
             return False
         rising = bool((ends.diff() > 0).all()) and int(ends[0]) > 0
-        inside = int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size
-        return rising and inside and int(ends[-1]) == len(tokens)
+        return rising and int(tokens.min()) >= 0 and int(ends[-1]) == len(tokens)

@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
@@ -13,6 +14,7 @@ from treespec.errors import InputError
 
 NAMES = 256  # memories at a time; the one that was not used for longest is forgotten
 SHARED = "shared"  # the folder of the memory without a name
+WITHOUT = "the memory goes on without its folder: %s"
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +49,8 @@ class Memory:
         if self.files and answer:
             try:
                 self.files.add(answer)
-            except InputError as error:
-                log.warning("the memory goes on without its folder: %s", error)
+            except (InputError, OSError) as error:
+                log.warning(WITHOUT, error)
                 self.files = None
 
     def _add(self, answer: Sequence[int]) -> list[int]:
@@ -79,13 +81,15 @@ class Memories:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._by_name: OrderedDict[str, Memory] = OrderedDict()
         if folder is not None:
-            self._check(folder)
+            check_memories(folder, tokenizer, vocab_size)
+            for place in places_in(folder)[:-NAMES]:
+                self._files_in(place).delete()
             self.named("")  # reading takes up to a second: not amid the first answer
 
     def named(self, name: str) -> Memory:
         """The memory of that name, read from its folder when it is first asked for."""
         if name not in self._by_name:
-            self._by_name[name] = Memory(self.tokens, self._files(name))
+            self._by_name[name] = self._begun(name)
         self._by_name.move_to_end(name)
         if len(self._by_name) > NAMES:
             _, forgotten = self._by_name.popitem(last=False)
@@ -93,23 +97,43 @@ class Memories:
                 forgotten.files.delete()
         return self._by_name[name]
 
-    def _files(self, name: str) -> MemoryFiles | None:
+    def _begun(self, name: str) -> Memory:
         if self.folder is None:
-            return None
+            return Memory(self.tokens)
         place = self.folder / (digest(name) if name else SHARED)
+        try:
+            return Memory(self.tokens, self._files_in(place))
+        except InputError as error:  # damaged since it was checked: no request fails by that
+            log.warning(WITHOUT, error)
+            return Memory(self.tokens)
+
+    def _files_in(self, place: Path) -> MemoryFiles:
         return MemoryFiles(place, self.tokens, self._tokenizer, self._vocab_size)
 
-    def _check(self, folder: Path) -> None:
-        """Read all that is there. Of more than NAMES memories the oldest are deleted."""
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"the memory {folder} is a file: name a folder")
-        found = [file.parent for file in folder.glob("*/*.safetensors")]
-        places = sorted(set(found), key=lambda place: place.stat().st_mtime)
-        for row, place in enumerate(places):
-            files = MemoryFiles(place, self.tokens, self._tokenizer, self._vocab_size)
-            files.answers()
-            if row < len(places) - NAMES:
-                files.delete()
+
+def check_memories(
+    folder: Path, tokenizer: str | None = None, vocab_size: int | None = None
+) -> None:
+    """Raises InputError where a folder's memories cannot be read, are damaged or of another tokenizer.
+
+    tokenizer, vocab_size: of the target; None: not known yet.
+    """
+    for place in places_in(folder):
+        MemoryFiles(place, 0, tokenizer, vocab_size).answers()
+
+
+def places_in(folder: Path) -> list[Path]:
+    """The folders of a folder's memories, the one that was written last at the end.
+
+    Raises InputError for a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"the memory {folder} is a file: name a folder")
+    written: dict[Path, float] = {}
+    for file in folder.glob("*/*.safetensors"):
+        with suppress(FileNotFoundError):  # another process has just forgotten it
+            written[file.parent] = file.parent.stat().st_mtime
+    return sorted(written, key=written.__getitem__)
 
 
 def digest(name: str) -> str:

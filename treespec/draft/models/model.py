@@ -19,6 +19,7 @@ from treespec.draft.models.string_match import StringMatch
 from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer
 from treespec.errors import InputError
 from treespec.model.masks import together
+from treespec.options import MATCH
 from treespec.target import Target
 
 log = logging.getLogger(__name__)
@@ -99,9 +100,6 @@ class ModelProposer(Proposer):
     def _fitted(self, logits: Tensor) -> Tensor:
         """[F, V] logits over the target's vocabulary: cut, or filled with -inf."""
         return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
-
-
-MATCH = ",match=string"  # behind a draft model's path
 
 
 def string_model(path: str, target: Target) -> StringMatch:

@@ -85,8 +85,9 @@ class OtherVocabulary(Proposer):
             known[: ends[-1] if ends else start]
             for known, ends in zip(self.known, self.ends, strict=True)
         ]
-        done = zip(self.cache.lengths, self.known, strict=True)
-        self.cache.rewind([min(length, len(known)) for length, known in done])
+        done = zip(self.cache.lengths, self.known, self.ends, strict=True)
+        # `begin` reads at least one token, and the first root may be one that only the target has.
+        self.cache.rewind([min(length, len(known)) if ends else 0 for length, known, ends in done])
 
     def new(self) -> "OtherVocabulary":
         return OtherVocabulary(self.model, self.target, self.words)

@@ -144,24 +144,30 @@ def shared_vocabulary(
 ) -> SharedVocabulary:
     """What two tokenizers share. Tokens beyond a model's vocabulary do not count.
 
-    Where several tokens stand for the same bytes, the first one counts that is no single byte of
-    SentencePiece. Raises InputError where no token is shared.
+    Of several tokens for the same bytes one counts (`by_bytes`). Raises InputError where no token
+    is shared.
     """
     ours = {n: text for n, text in bytes_of(target).items() if n < target_size}
     theirs = {n: text for n, text in bytes_of(draft).items() if n < draft_size}
-    names = draft.convert_ids_to_tokens(sorted(theirs))
-    numbered = zip(names, sorted(theirs), strict=True)
-    by_bytes: dict[bytes, int] = {}
-    for _, number in sorted((bool(BYTE.fullmatch(name)), number) for name, number in numbered):
-        by_bytes.setdefault(theirs[number], number)
-    pairs: list[tuple[int, int]] = []
-    taken: set[bytes] = set()
-    for number in sorted(ours):
-        text = ours[number]
-        if text and text in by_bytes and text not in taken:
-            taken.add(text)
-            pairs.append((number, by_bytes[text]))
-    if not pairs:
+    ours_by_bytes, theirs_by_bytes = by_bytes(target, ours), by_bytes(draft, theirs)
+    shared = [text for text in ours_by_bytes if text and text in theirs_by_bytes]
+    if not shared:
         raise InputError("the two vocabularies share no token")
-    numbers = torch.tensor(pairs)
-    return SharedVocabulary(numbers[:, 0].contiguous(), numbers[:, 1].contiguous(), ours, by_bytes)
+    pairs = sorted((ours_by_bytes[text], theirs_by_bytes[text]) for text in shared)
+    numbers, own = torch.tensor(pairs).unbind(1)
+    return SharedVocabulary(numbers.contiguous(), own.contiguous(), ours, theirs_by_bytes)
+
+
+def by_bytes(tokenizer: "PreTrainedTokenizerBase", table: Mapping[int, bytes]) -> dict[bytes, int]:
+    """The number of the token that stands for some bytes.
+
+    table: the bytes of each token, by its number. Of several tokens for the same bytes it is the
+    first, but one like `<0x61>` only where there is no other: a text's `a` is the token `a`.
+    """
+    numbers = sorted(table)
+    names = tokenizer.convert_ids_to_tokens(numbers)
+    single = [bool(BYTE.fullmatch(name)) for name in names]
+    found: dict[bytes, int] = {}
+    for _, number in sorted(zip(single, numbers, strict=True)):
+        found.setdefault(table[number], number)
+    return found

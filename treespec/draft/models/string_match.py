@@ -88,9 +88,8 @@ class StringMatch(Drafter):
 
         # 2. Its next tokens, behind the prefix that the cache has.
         cache, read = self.caches[row], self.read[row]
-        keep = min(common_prefix(ids, read), len(ids) - 1)
-        cache.rewind([keep])
-        said, waiting = list[int](), ids[keep:]
+        cache.rewind([min(common_prefix(ids, read), len(ids) - 1)])
+        said, waiting = list[int](), ids[cache.lengths[0] :]  # recurrent layers may go back further
         while len(said) < DRAFTED:
             tokens = torch.tensor([waiting], device=self.model.output_device)
             hidden = self.model.prefill(cache, tokens)[:, -1]

@@ -37,6 +37,7 @@ from treespec.model.recurrent_trial import tried
 class Recurrent:
     """The mixers of a target.
 
+    state_counts: pairs of a conv state and a recurrent state in each layer of a cache.
     has_attention: whether any layer keeps keys and values.
     continues: whether all mixers take several tokens behind an earlier state.
     """
@@ -47,8 +48,8 @@ class Recurrent:
         # 1. The layers of a cache, as transformers' own has them.
         known = DynamicCache(config=model.config.get_text_config()).layers
         self.mixers: list[Mixer] = []
-        self.states = [getattr(layer, "number_of_states", 0) for layer in known]
-        self.states += [0] * (layers - len(self.states))
+        self.state_counts = [getattr(layer, "number_of_states", 0) for layer in known]
+        self.state_counts += [0] * (layers - len(self.state_counts))
 
         # 2. The modules, by a trial.
         cache = TreeCache(layers, 8, self)
@@ -83,7 +84,7 @@ class Recurrent:
         """The layers of a cache."""
         return [
             StateLayer(capacity, number) if number else TreeLayer(capacity)
-            for number in self.states
+            for number in self.state_counts
         ]
 
     def all_masks(self, masks: Masks) -> Any:

@@ -40,6 +40,7 @@ class Recurrent:
     state_counts: pairs of a conv state and a recurrent state in each layer of a cache.
     has_attention: whether any layer keeps keys and values.
     continues: whether all mixers take several tokens behind an earlier state.
+    batches: whether all mixers keep the rows of a batch apart when each has one token.
     """
 
     @torch.no_grad()
@@ -75,6 +76,7 @@ class Recurrent:
                 kinds[kind] = tried(Mixer(module, store), cache, calls[module], TRIAL)
             self.mixers.append(replace(kinds[kind], module=module, store=store))
         self.continues = all(mixer.continues for mixer in self.mixers)
+        self.batches = all(mixer.batches for mixer in self.mixers)
 
     def new_states(self) -> RecurrentStates:
         """The states of one empty text."""

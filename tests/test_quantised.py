@@ -148,6 +148,15 @@ def test_forms_of_bitsandbytes_draft(form, exact, tmp_path, caplog):
     assert "MatMul8bitLt" not in caplog.text
 
 
+def test_8bit_logits_that_change_with_the_rows_are_told_by_their_cause(folder, monkeypatch):
+    model = random_model(hf.AutoConfig.from_pretrained(folder))
+    model.is_loaded_in_8bit = True
+    code = model.lm_head.forward
+    model.lm_head.forward = lambda x: code(x) + 9 * torch.sin(code(x).cumsum(-1)) / x.shape[-2]
+    with pytest.raises(InputError, match="8bit rounds a row by the other rows of a forward; take --load-in int8"):
+        Target(model)
+
+
 def test_weights_that_transformers_cannot_convert_are_told_without_a_table_above(folder, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("Some issues. For details look at the `CONVERSION` entries of the above report!")

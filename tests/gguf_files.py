@@ -1,16 +1,22 @@
-"""Small GGUF files, as llama.cpp's converter writes those of a Llama."""
+"""Small GGUF files, as llama.cpp's converter writes those of a Llama or a mixture."""
 
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 
 PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
-def write_gguf(model: Any, file: Path, kind: str = "Q4_1", of_embedding: str = "Q8_0") -> Path:
-    """The weights of a Llama: matrices in blocks of `kind`, all others in float32."""
+def write_gguf(
+    model: Any, file: Path, kind: str = "Q4_1", of_embedding: str = "Q8_0", factors: np.ndarray | None = None
+) -> Path:
+    """The weights of a Llama: matrices in blocks of `kind`, all others in float32.
+
+    factors: on the rotary frequencies, [head_dim / 2], as Llama 3.1 has them.
+    """
     config, writer = model.config, gguf.GGUFWriter(file, "llama")
     writer.add_name("tiny")
     writer.add_block_count(config.num_hidden_layers)
@@ -36,6 +42,40 @@ def write_gguf(model: Any, file: Path, kind: str = "Q4_1", of_embedding: str = "
         else:
             blocks = gguf.GGMLQuantizationType[wanted]
             writer.add_tensor(own, gguf.quants.quantize(values, blocks), raw_dtype=blocks)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@torch.no_grad()
+def write_mixture(model: Any, file: Path, kind: str = "Q8_0") -> Path:
+    """The weights of a Qwen3-MoE: matrices in blocks, routers and norms in float32.
+
+    The model's own weights become the rounded ones.
+    """
+    config, writer = model.config, gguf.GGUFWriter(file, "qwen3moe")
+    writer.add_block_count(config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
+    blocks = gguf.GGMLQuantizationType[kind]
+    for name, value in model.state_dict().items():
+        values, layer = value.float().numpy(), name.removeprefix("model.layers.").partition(".")[0]
+        if values.ndim == 1 or name.endswith("mlp.gate.weight"):
+            writer.add_tensor(names.get_name(name.removesuffix(".weight")) + ".weight", values)
+            continue
+        packed = gguf.quants.quantize(values, blocks)
+        value.copy_(torch.from_numpy(gguf.quants.dequantize(packed, blocks)))
+        parts = {names.get_name(name.removesuffix(".weight")): packed}
+        if name.endswith("gate_up_proj"):
+            gate, up = np.split(packed, 2, axis=1)
+            parts = {f"blk.{layer}.ffn_gate_exps": gate, f"blk.{layer}.ffn_up_exps": up}
+        elif name.endswith("down_proj"):
+            parts = {f"blk.{layer}.ffn_down_exps": packed}
+        for own, part in parts.items():
+            writer.add_tensor(own + ".weight", np.ascontiguousarray(part), raw_dtype=blocks)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
-from gguf_files import write_gguf
-from models import save_model
+from gguf_files import write_gguf, write_mixture
+from models import random_model, save_model, tokenizer
 from torch import nn
 from training import small_run, write_data
 
@@ -17,6 +18,7 @@ from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.identity import target_identity
 from treespec.model.blocks import BlockEmbedding, BlockLinear
+from treespec.model.gguf_load import tell_of_rotary_factors
 from treespec.model.gguf_quantizer import order_of_rows
 from treespec.spec import load
 from treespec.target import Target
@@ -35,8 +37,8 @@ def folder(tmp_path_factory):
     return place
 
 
-def loaded(folder, file="tiny.gguf"):
-    return Target.load(str(folder), variant=Variant(f"gguf:{file}"), dtype="float32")
+def loaded(folder, file="tiny.gguf", dtype="float32"):
+    return Target.load(str(folder), variant=Variant(f"gguf:{file}"), dtype=dtype)
 
 
 def unpacked(folder, file="tiny.gguf"):
@@ -133,6 +135,36 @@ def test_a_file_alone_brings_its_config(folder, tmp_path):
     assert (config.model_type, config.hidden_size, config.num_key_value_heads) == ("llama", 64, 1)
 
 
+def test_rotary_factors_that_the_config_lacks_are_told(folder, caplog):
+    """transformers reads none from a file. A config.json that has them is the model's own."""
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    write_gguf(model, folder / "scaled.gguf", factors=np.full(16, 8.0, dtype=np.float32))
+    loaded(folder)
+    assert "rotary" not in caplog.text
+    loaded(folder, "scaled.gguf")
+    assert "scaled.gguf scales its rotary positions, and the config read for it does not" in caplog.text
+    caplog.clear()
+    model.config.rope_parameters = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10_000.0}
+    tell_of_rotary_factors(folder / "scaled.gguf", model.config)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mixture_has_its_experts_unpacked_in_the_models_dtype(dtype, tmp_path):
+    """Qwen3-MoE: all other matrices stay in blocks, and the logits are those of the rounded weights."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    plain = random_model(hf.Qwen3MoeConfig(vocab_size=290, max_position_embeddings=128, **sizes, **heads))
+    plain.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    write_mixture(plain, tmp_path / "own.gguf")
+    model, tokens = loaded(tmp_path, "own.gguf", dtype).model, torch.arange(3, 30)[None]
+    kinds = {weight.dtype for weight in model.parameters()}
+    assert kinds == {torch.uint8, getattr(torch, dtype)}
+    if dtype == "float32":
+        torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, rtol=0, atol=1e-3)
+
+
 def test_an_identity_follows_the_weights_of_the_file(folder, tmp_path):
     variant = Variant("gguf:tiny.gguf")
     before = target_identity(str(folder), variant)
@@ -142,6 +174,14 @@ def test_an_identity_follows_the_weights_of_the_file(folder, tmp_path):
     content[-1] ^= 1
     (tmp_path / "other.gguf").write_bytes(content)
     assert before != target_identity(str(folder), Variant(f"gguf:{tmp_path / 'other.gguf'}"))
+
+
+def test_a_file_with_blocks_that_torch_cannot_unpack_is_unpacked_whole(folder, caplog):
+    write_gguf(hf.AutoModelForCausalLM.from_pretrained(folder), folder / "q5.gguf", "Q5_0", "Q8_0")
+    model, tokens = loaded(folder, "q5.gguf").model, torch.arange(3, 30)[None]
+    assert all(weight.dtype == torch.float32 for weight in model.parameters())
+    assert "the weights of q5.gguf are unpacked: transformers" in caplog.text
+    torch.testing.assert_close(model(tokens).logits, unpacked(folder, "q5.gguf")(tokens).logits, rtol=0, atol=1e-4)
 
 
 def test_what_is_no_gguf_file_is_told_in_a_line(folder):

@@ -54,6 +54,19 @@ def test_a_packed_model_has_the_logits_of_the_plain_one(dtype):
         assert (one - other).abs().max() <= 4 * WITHIN[dtype] * one.abs().max()
 
 
+@pytest.mark.parametrize("own", ["forward", "hook"])
+def test_a_layer_that_does_more_than_multiply_stays(own):
+    """compressed-tensors rounds the inputs of a plain linear layer in a forward that it gives to the layer."""
+    model, x = nn.Sequential(nn.Linear(8, 4)), torch.randn(3, 8)
+    if own == "hook":
+        model[0].register_forward_pre_hook(lambda module, inputs: inputs[0].round())
+    else:
+        model[0].forward = lambda x: nn.Linear.forward(model[0], x.round())
+    expected = model(x)
+    pack(model)
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_an_embedding_that_shares_its_weight_keeps_it():
     model = nn.Sequential(nn.Embedding(30, 16), nn.Linear(16, 30, bias=False))
     model[1].weight = model[0].weight

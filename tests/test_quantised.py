@@ -126,6 +126,48 @@ def test_a_quantizer_without_its_package_is_told_in_a_line(form, told, folder, m
     assert "\n" not in str(caught.value)
 
 
+def test_a_checkpoint_in_8bit_is_told_to_be_inexact_as_the_option_is(caplog):
+    config = hf.LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_in, "find_spec", lambda name: name)
+        assert load_in.quantizer_options(Variant(), config, "auto") == {}
+    assert "8bit computes in float16 and chooses outlier columns from all rows" in caplog.text
+
+
+@pytest.mark.parametrize(("form", "exact"), [("4bit", True), ("8bit", False)])
+def test_forms_of_bitsandbytes_draft(form, exact, tmp_path, caplog):
+    """8bit may differ from its own one-token decoding, and says so once, not for every layer and forward."""
+    pytest.importorskip("bitsandbytes")
+    folder = save_model(tmp_path / "target", hidden_size=64, intermediate_size=128)
+    save_head(new_head(Target.load(str(folder), dtype="float32")).eval(), tmp_path / "head")
+    spec = load(str(folder), tmp_path / "head", "4x2", load_in=form, dtype="float32")
+    drafts = spec.generate(PROMPT, max_new_tokens=24)
+    if exact:
+        assert drafts.token_ids == spec.baseline().generate(PROMPT, max_new_tokens=24).token_ids
+    assert [record.name for record in caplog.records].count("treespec.model.load_in") == (not exact)
+    assert "MatMul8bitLt" not in caplog.text
+
+
+def test_8bit_logits_that_change_with_the_rows_are_told_by_their_cause(folder, monkeypatch):
+    model = random_model(hf.AutoConfig.from_pretrained(folder))
+    model.is_loaded_in_8bit = True
+    code = model.lm_head.forward
+    model.lm_head.forward = lambda x: code(x) + 9 * torch.sin(code(x).cumsum(-1)) / x.shape[-2]
+    with pytest.raises(InputError, match="8bit rounds a row by the other rows of a forward; take --load-in int8"):
+        Target(model)
+
+
+def test_weights_that_transformers_cannot_convert_are_told_without_a_table_above(folder, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("Some issues. For details look at the `CONVERSION` entries of the above report!")
+
+    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(InputError, match="transformers cannot bring its tensors into the form of the model") as caught:
+        load(str(folder))
+    assert "\n" not in str(caught.value)
+    assert "above" not in str(caught.value)
+
+
 def test_a_revision_is_another_state_of_a_repository(folder, tmp_path):
     """From the hub's cache, without a network: weights and identity are those of the named state."""
     cached = tmp_path / "hub" / "models--org--small"

@@ -38,7 +38,8 @@ class Engine:
 
         columns: positions of keys and values that the running requests may take together, each row
         counted as long as the longest (prompt and max_new_tokens). Default: what a quarter of the
-        memory holds that is free now; on devices that do not tell, no limit.
+        memory holds that is free now, less the recurrent states of a full batch; on devices that do
+        not tell, no limit.
         Raises InputError for a number out of range.
         """
         # 1. Limits.
@@ -48,7 +49,9 @@ class Engine:
         with alone_with(self.decoder.models):
             self.spec.measure(self.batch)
             known = columns is not None
-            self.columns = whole("columns", columns, 1) if known else free_columns(spec.target)
+            self.columns = (
+                whole("columns", columns, 1) if known else free_columns(spec.target, self.batch)
+            )
 
         # 2. Requests, and the thread that answers them.
         self._changed = Condition()  # guards the fields below

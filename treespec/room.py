@@ -1,4 +1,4 @@
-"""How many columns of keys and values the free memory holds."""
+"""How many columns of keys and values the free memory holds, beside the recurrent states of the texts."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -12,13 +12,14 @@ SHARE = 4  # a cache is up to twice as long as its texts, and a change of its ro
 
 
 @torch.inference_mode()
-def free_columns(target: Target) -> int | None:
+def free_columns(target: Target, texts: int = 1) -> int | None:
     """Columns that a quarter of the free memory holds; None where nobody knows how much is free.
 
     None too for a target without keys and values.
 
-    A column is the keys and values of one position of one text, in all layers. The caller holds the
-    model.
+    A column is the keys and values of one position of one text, in all layers. texts: that may run
+    at a time; their recurrent states, if the target has any, are taken from the free memory first.
+    The caller holds the model.
     """
     # 1. Bytes of a column, from a cache with one token.
     cache = target.new_cache(capacity=1)
@@ -29,7 +30,10 @@ def free_columns(target: Target) -> int | None:
     if not size:
         return None  # recurrent layers alone: a text's state has one size, whatever its length
 
-    # 2. Free bytes, where the output layer lies.
+    # 2. Bytes of the texts' recurrent states.
+    beside = texts * cache.states.bytes_of_a_text if cache.states else 0
+
+    # 3. Free bytes, where the output layer lies.
     device = target.output_device
     if device.type == "cpu":
         free = free_memory()
@@ -37,7 +41,7 @@ def free_columns(target: Target) -> int | None:
         free = torch.cuda.mem_get_info(device)[0]
     else:
         return None
-    return free // (SHARE * size)
+    return max(free - beside, 0) // (SHARE * size)
 
 
 def free_memory(group: Path = Path("/sys/fs/cgroup")) -> int:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from treespec.cache import TreeCache
 from treespec.model.attention import repeats, stack_query_heads
 from treespec.model.chunks import causal_chunks
+from treespec.model.compressed import unpack_compressed
 from treespec.model.ends import NoLayers
 from treespec.model.inspect import (
     arguments_taken,
@@ -74,6 +75,8 @@ class Target:
         # 1. Can it score a tree?
         refuse_what_cannot_branch(model)
         stack_query_heads(model)
+        if not self.ends:
+            unpack_compressed(model)
 
         # 2. Sizes and tokens.
         self.decoder = NoLayers() if self.ends else decoder_of(model)

@@ -3,9 +3,9 @@
 The layers here hold the same bytes as the file. A forward unpacks a part of a weight that fits the
 processor's cache, multiplies by it and forgets it:
 
-    weight    | rows 0-909 | rows 910-1819 | …      4.5 to 8.5 bits a weight
-    unpacked  | 2 MB       |                        one part at a time, in the dtype of the input
-    output    | done       | to do         | …
+    weight    | rows 0-909 | rows 910-1819 | …      1.6 to 8.5 bits a weight
+    unpacked  | one part   |                        in the dtype of the input
+    output    | done       | to do         | …            576 inputs: 910 rows are 2 MB in float32
 
 The products are those of the unpacked weight, so a tree's logits agree with a single token's as
 closely as in a plain model of that dtype.

@@ -10,7 +10,7 @@ import torch
 import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +60,40 @@ def kept_in_blocks(file: Path | None) -> Iterator[None]:
 
 def tell_of_unpacked(file: Path, model: PreTrainedModel) -> None:
     """Warn where a file's blocks were unpacked at loading, so that they take more memory."""
-    header = getattr(getattr(model, "hf_quantizer", None), "header", None)
+    quantizer = getattr(model, "hf_quantizer", None)
+    header = getattr(quantizer, "header", None)
     plain = header is not None and not header.has_quantized_weights
     if plain or any(weight.dtype == torch.uint8 for weight in model.parameters()):
         return
+    version = transformers.__version__
+    if getattr(quantizer, "supported", False):
+        reason = (
+            f"transformers {version} keeps them in blocks only where it has a kernel for the device"
+        )
+    else:
+        reason = f"transformers {version} keeps no blocks of its architecture or type"
+    log.warning("the weights of %s are unpacked: %s", file.name, reason)
+
+
+def tell_of_rotary_factors(file: Path, config: PreTrainedConfig) -> None:
+    """Warn where a file scales its rotary positions and the config does not.
+
+    transformers makes no such factors from a GGUF file (Llama 3.1 and later have them), so a config
+    that comes from the file alone describes another model.
+    """
+    try:
+        from transformers.integrations.gguf.reader import read_gguf_metadata
+    except ImportError:  # before 5.23
+        return
+    metadata, tensors = read_gguf_metadata(str(file))
+    kind = metadata.get(f"{metadata['general.architecture']}.rope.scaling.type", "none")
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    scaled = any(part.get("rope_type", "default") != "default" for part in parts)
+    if scaled or (kind == "none" and "rope_freqs.weight" not in tensors):
+        return
     log.warning(
-        "the weights of %s are unpacked: transformers %s keeps no blocks of its architecture or type",
+        "%s scales its rotary positions, and the config read for it does not, so the text is not "
+        "its model's: give a --target that has the model's config.json",
         file.name,
-        transformers.__version__,
     )

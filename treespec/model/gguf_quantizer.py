@@ -54,8 +54,8 @@ class BlockQuantizer(GgufHfQuantizer):
             super()._process_model_before_weight_loading(model, **kwargs)
             return
         # 1. The names, and which matrices only have their rows reordered.
-        kind = TENSOR_PROCESSORS.get(self.header.architecture, TensorProcessor)
-        self.processor = kind(config=model.config.get_text_config().to_dict())
+        processor = TENSOR_PROCESSORS.get(self.header.architecture, TensorProcessor)
+        self.processor = processor(config=model.config.get_text_config().to_dict())
         self.names = get_gguf_hf_weights_map(model, self.processor)
         types: dict[str, int] = {}
         for tensor in self.header.tensors:
@@ -87,24 +87,20 @@ class BlockQuantizer(GgufHfQuantizer):
                 continue
             values = lazy[...]
             if lazy.ggml_type in GGML_BLOCK:
-                width = (
-                    values.shape[-1]
-                    // GGML_BLOCK[lazy.ggml_type][1]
-                    * GGML_BLOCK[lazy.ggml_type][0]
-                )
-                values = dequantize(values, lazy.ggml_type).view(*values.shape[:-1], width)
+                values = dequantize(values, lazy.ggml_type).view(*values.shape[:-1], -1)
             done = self.processor.process(
                 values.float().numpy(),
                 name=name,
                 tensor_key_mapping=self.names,
                 parsed_parameters={
                     "tensors": tensors
-                },  # where a mixture's experts are put together
+                },  # a mixture's experts are put together there
             )
             if done.name in self.names:
-                tensors[self.names[done.name]] = torch.from_numpy(np.array(done.weights)).to(
-                    self.dtype
-                )
+                values = torch.from_numpy(np.array(done.weights))
+                tensors[self.names[done.name]] = values.to(self.dtype)
+        for name in tensors.keys() - self.orders.keys():
+            tensors[name] = tensors[name].to(self.dtype)  # experts were put together in float32
         return tensors
 
 
@@ -121,9 +117,8 @@ def order_of_rows(processor: TensorProcessor, name: str, rows: int) -> Tensor | 
     if done.shape != numbered.shape:
         return None
     order = done[:, 0].astype(np.int64) // 2
-    return (
-        torch.from_numpy(order) if np.array_equal(numbered[order.clip(0, rows - 1)], done) else None
-    )
+    is_reordered = np.array_equal(numbered[order.clip(0, rows - 1)], done)
+    return torch.from_numpy(order) if is_reordered else None
 
 
 def _is_matrix(model: PreTrainedModel, name: str) -> bool:

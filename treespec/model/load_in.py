@@ -35,14 +35,20 @@ CHECKPOINTS = {
 }
 
 
-def own_method(config: PreTrainedConfig) -> str | None:
-    """The method by which a checkpoint is quantised; None for plain weights."""
+def own_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a checkpoint's config says of its quantisation; {} for plain weights."""
     for part in (config, config.get_text_config()):
         if own := getattr(part, "quantization_config", None):
-            fields = own if isinstance(own, dict) else vars(own)
-            method = fields.get("quant_method") or "bitsandbytes"
-            return str(getattr(method, "value", method))
-    return None
+            return own if isinstance(own, dict) else vars(own)
+    return {}
+
+
+def own_method(config: PreTrainedConfig) -> str | None:
+    """The method by which a checkpoint is quantised; None for plain weights."""
+    if not (fields := own_fields(config)):
+        return None
+    method = fields.get("quant_method") or "bitsandbytes"
+    return str(getattr(method, "value", method))
 
 
 def quantizer_options(
@@ -68,6 +74,8 @@ def quantizer_options(
             f"its weights are quantised by {method} already: leave out --load-in {variant.load_in}"
         )
     if form is None:
+        if own_fields(config).get("load_in_8bit"):
+            tell_of_8bit()
         return {}
 
     # 2. What the option asks for.
@@ -75,11 +83,17 @@ def quantizer_options(
     if find_spec(module) is None:
         raise InputError(f"--load-in {form} takes the package {module}: pip install {install}")
     if form == "8bit":
-        log.warning(
-            "8bit chooses outlier columns from all rows of a forward, so that drafts change the "
-            "target's logits a little; --load-in int8 has no such effect"
-        )
+        tell_of_8bit()
     return {"quantization_config": _config(form, config, dtype)}
+
+
+def tell_of_8bit() -> None:
+    """Warn that LLM.int8 is not exact, and silence bitsandbytes' own line for each layer and forward."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    log.warning(
+        "8bit computes in float16 and chooses outlier columns from all rows of a forward, so that drafts "
+        "change the target's logits a little; --load-in int8 has no such effect"
+    )
 
 
 def _config(form: str, config: PreTrainedConfig, dtype: str | torch.dtype) -> Any:

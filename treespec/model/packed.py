@@ -61,9 +61,15 @@ def pack(model: nn.Module) -> None:
 
 
 def fits(module: nn.Linear) -> bool:
-    """Plain, of a dtype that this CPU packs, and in its memory for good, where no hook moves it."""
+    """Plain, of a dtype that this CPU packs, and in its memory for good.
+
+    A layer with a forward or hooks of its own is more than its weight: compressed-tensors rounds
+    inputs there, accelerate moves the weight.
+    """
     return (
         type(module) is nn.Linear
+        and "forward" not in vars(module)
+        and not (module._forward_pre_hooks or module._forward_hooks)
         and is_plain(module)  # torchao puts tensors of its own into plain modules
         and module.weight.device.type == "cpu"
         and packable(module.weight.dtype)

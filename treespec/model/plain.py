@@ -115,14 +115,14 @@ def _why(target: "Target", plain: torch.Tensor, difference: float) -> str:
             )
         dtype = str(target.dtype).removeprefix("torch.")
         return f"its logits are not finite in {dtype}; try another --dtype"
+    start = f"its logits over a tree differ from its plain ones by {difference:.3g} on average"
+    if getattr(target.model, "is_loaded_in_8bit", False):
+        return f"{start}, as 8bit rounds a row by the other rows of a forward; take --load-in int8"
     a, b, c = (i % target.vocab_size for i in (3, 5, 7))
     alone, followed = _plain(target, [a]), _plain(target, [a, b, c])
     if (alone[0] - followed[0]).abs().mean() > 0.1 * alone.std():
         return "its logits depend on later tokens, so it is no causal language model"
-    return (
-        f"its logits over a tree differ from its plain ones by {difference:.3g} on average, "
-        "so its masks or output path are not understood"
-    )
+    return f"{start}, so its masks or output path are not understood"
 
 
 @contextmanager

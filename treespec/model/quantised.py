@@ -1,7 +1,7 @@
-"""What a linear layer or an embedding is, whether or not its weight is a plain matrix.
+"""Sizes and rows of a linear layer or an embedding, whether or not its weight is a plain matrix.
 
-Quantised layers hold blocks, packed bits or tensors of a class of their own. What others ask of
-them, sizes and rows, is answered here by what every one of them can do: a forward.
+Quantised layers hold blocks, packed bits or tensors of a class of their own. All of them have a
+forward, so the rows of such a layer are read off its outputs.
 """
 
 from typing import Any, TypeGuard
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from treespec.errors import InputError, first_line
 
-PART = 4096  # tokens of an embedding, or unit vectors, in a forward
+TOKENS = 4096  # of an embedding in a forward
+UNITS = 64  # unit vectors in a forward of an output layer: each gives a whole row of logits
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -48,7 +49,7 @@ def rows_by_forward(
         bias = linear(torch.zeros(1, width, dtype=dtype, device=device))[0]
         wanted = tokens.to(bias.device)
         units = torch.eye(width, dtype=dtype, device=device)
-        columns = [linear(part)[:, wanted] for part in units.split(PART // 64)]
+        columns = [linear(part)[:, wanted] for part in units.split(UNITS)]
         rows = (torch.cat(columns) - bias[wanted]).T.contiguous()
 
         # 2. They must give what the layer gives. A layer that rounds its input may differ by that.
@@ -73,5 +74,5 @@ def table_of(embedding: Any) -> Tensor:
     if is_plain(embedding):
         return weight
     count, device = embedding.num_embeddings, weight.device
-    rows = [embedding(part) for part in torch.arange(count, device=device).split(PART)]
+    rows = [embedding(part) for part in torch.arange(count, device=device).split(TOKENS)]
     return torch.cat(rows) / getattr(embedding, "embed_scale", 1.0)

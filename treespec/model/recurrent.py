@@ -37,8 +37,10 @@ from treespec.model.recurrent_trial import tried
 class Recurrent:
     """The mixers of a target.
 
+    state_counts: pairs of a conv state and a recurrent state in each layer of a cache.
     has_attention: whether any layer keeps keys and values.
     continues: whether all mixers take several tokens behind an earlier state.
+    batches: whether all mixers keep the rows of a batch apart when each has one token.
     """
 
     @torch.no_grad()
@@ -47,8 +49,8 @@ class Recurrent:
         # 1. The layers of a cache, as transformers' own has them.
         known = DynamicCache(config=model.config.get_text_config()).layers
         self.mixers: list[Mixer] = []
-        self.states = [getattr(layer, "number_of_states", 0) for layer in known]
-        self.states += [0] * (layers - len(self.states))
+        self.state_counts = [getattr(layer, "number_of_states", 0) for layer in known]
+        self.state_counts += [0] * (layers - len(self.state_counts))
 
         # 2. The modules, by a trial.
         cache = TreeCache(layers, 8, self)
@@ -74,6 +76,7 @@ class Recurrent:
                 kinds[kind] = tried(Mixer(module, store), cache, calls[module], TRIAL)
             self.mixers.append(replace(kinds[kind], module=module, store=store))
         self.continues = all(mixer.continues for mixer in self.mixers)
+        self.batches = all(mixer.batches for mixer in self.mixers)
 
     def new_states(self) -> RecurrentStates:
         """The states of one empty text."""
@@ -83,7 +86,7 @@ class Recurrent:
         """The layers of a cache."""
         return [
             StateLayer(capacity, number) if number else TreeLayer(capacity)
-            for number in self.states
+            for number in self.state_counts
         ]
 
     def all_masks(self, masks: Masks) -> Any:

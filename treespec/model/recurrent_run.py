@@ -13,9 +13,7 @@ from treespec.model.recurrent_dense import input_once
 from treespec.model.recurrent_mixers import Arguments, Mixer, State
 
 CHUNK = 64  # tokens: the usual chunk of a delta rule
-DEEPEST = (
-    32  # tokens of a row whose states are all kept: a tree's rows are shorter, a prompt's longer
-)
+DEEPEST = 32  # tokens of a row whose states are all kept: a tree's rows are shorter
 Code = Callable[..., Any]
 Outputs = dict[int, Tensor]  # by place in the tuple that the code returned; 0 without a tuple
 

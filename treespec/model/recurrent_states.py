@@ -69,6 +69,13 @@ class RecurrentStates:
     def __post_init__(self) -> None:
         self.now = [[] for _ in self.mixers]
 
+    @property
+    def bytes_of_a_text(self) -> int:
+        """Bytes that a text's states take: before and after a forward, and those to go back to."""
+        held = [state for states in self.now for state in states if state is not None]
+        size = sum(state.numel() * state.element_size() for state in held)
+        return (2 + MARKS) * size // len(self.lengths)
+
     def of(self, number: int, arguments: Arguments) -> list[State]:
         """States [B, ...] of a mixer."""
         return self.now[number] or self.mixers[number].store.fresh(arguments)
@@ -149,7 +156,8 @@ class RecurrentStates:
         """Remember the present states of each text, for `rewind`."""
         for row, (length, marks) in enumerate(zip(self.lengths, self.marks, strict=True)):
             if length and not any(mark.length == length for mark in marks):
-                states = [chosen(states, [row], copy=False) for states in self.now]
+                copy = len(self.lengths) > 1  # a view would keep the states of all texts
+                states = [chosen(states, [row], copy=copy) for states in self.now]
                 self.marks[row] = [*marks, Mark(length, states)][-MARKS:]
 
     def rewind(self, lengths: Sequence[int]) -> list[int]:

@@ -16,7 +16,12 @@ from treespec.errors import InputError, first_line
 from treespec.gguf_file import gguf_file
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
-from treespec.model.gguf_load import kept_in_blocks, source, tell_of_unpacked
+from treespec.model.gguf_load import (
+    kept_in_blocks,
+    source,
+    tell_of_rotary_factors,
+    tell_of_unpacked,
+)
 from treespec.model.load_in import quantizer_options
 from treespec.model.quantised import is_plain_weight
 from treespec.variant import AS_IT_IS, Variant
@@ -75,6 +80,7 @@ def load_model(
     _check_tensors(path, model, report)
     if file is not None:
         tell_of_unpacked(file, model)
+        tell_of_rotary_factors(file, model.config)
     return cast(PreTrainedModel, model.eval())
 
 
@@ -209,6 +215,11 @@ def _reason(folder: Path, error: Exception) -> str:
             "config.json names no model_type, so it is no model's (a draft head is given as --head)"
         )
     line = first_line(error)
+    if "`CONVERSION` entries" in line:  # of a table that `quiet` hides
+        return (
+            "transformers cannot bring its tensors into the form of the model; "
+            "AutoModelForCausalLM.from_pretrained of the same path shows which"
+        )
     if type(error).__name__ == "SafetensorError":
         return f"its weights are damaged, fetch them again ({line})"
     return line if " " in line else f"{type(error).__name__}: {line}"  # a KeyError is its key alone

@@ -25,6 +25,7 @@ ARGUMENTS = {  # script: its arguments, and a word of what it prints; others are
     "paired_difference": ("one.jsonl other.jsonl", "+100%"),
     "picture": ("target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),
     "quantised": ("--target target --head head --forms none --rounds 1 --max-new-tokens 4", "| `none` | float32 |"),
+    "recurrent_costs": ("--kinds lfm2 --rounds 1 --context 4", "| lfm2 |"),
     "request_costs": ("target head --tokens 4 --rounds 1", "| a transformers processor |"),
     "structured": ("target head --rounds 1 --tasks 1 --max-new-tokens 6", "| trees and forced tokens |"),
     "training_costs": ("target --texts 2 --length 8 --loss-vocab 16 --rounds 1", "`--loss-vocab 16`"),

@@ -10,7 +10,7 @@ from torch import nn
 from training import Killed, checkpoint_of, kill_at, same_weights, small_run, weights, write_data
 
 from treespec.draft.trained.kinds import KINDS
-from treespec.draft.vocabulary import restrict
+from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.target import Target
@@ -46,6 +46,18 @@ def test_a_head_without_a_bias_starts_one_with_a_bias_of_nothing(model_folder, t
     start_from(str(tmp_path), biased)
     assert not biased.fc.bias.any()
     assert torch.equal(biased.fc.weight, plain.fc.weight)
+
+
+def test_a_run_that_goes_on_from_a_head_drafts_its_tokens_unless_others_are_asked_for(config, tmp_path):
+    first = replace(config, draft_vocab=40, max_steps=1)
+    train(first)
+    beside = load_vocabulary(first.out, 290)
+    assert len(beside) == 40
+    for number, drafted in ((None, beside.tolist()), (30, 30), (0, None)):
+        further = replace(first, out=str(tmp_path / f"further-{number}"), from_head=first.out, draft_vocab=number)
+        train(further)
+        found = load_vocabulary(further.out, 290)
+        assert drafted == (found if found is None else found.tolist() if number is None else len(found))
 
 
 def test_a_head_of_another_width_is_named(config, tmp_path):

@@ -29,6 +29,7 @@ from treespec.train.record import began_with_all_tokens
 from treespec.train.tokenise import tokenised
 from treespec.train.tokenise_part import Job
 from treespec.train.tokens import LawTokens
+from treespec.train.warm_start import inherited
 from treespec.train.whole import whole
 from treespec.variant import AS_IT_IS, Variant
 
@@ -128,18 +129,22 @@ def draft_vocabulary(
     """Choose the tokens that the head is to draft, and say how much of the data they are.
 
     A head with an output layer of its own is restricted to them here. Another one is trained on all
-    tokens: they are saved beside it and returned, to restrict it in the end.
+    tokens: they are saved beside it and returned, to restrict it in the end. One that goes on from a
+    trained head drafts that one's tokens unless --draft-vocab is given.
     """
+    own_output = TRAINING[config.head].restricted_first
     number = vocabulary_size(config, target, head)
     if number is None:
-        return None
+        if config.from_head is None or config.draft_vocab is not None or own_output:
+            return None
+        return inherited(config.from_head, config.out, target.vocab_size)
     texts = [example.input_ids[example.loss_mask] for example in data.train]
     tokens, coverage = most_frequent(texts, number, target)
     target.output_rows(tokens[:1])  # raises what `restrict` would in the end
     accelerator.print(
         f"draft vocabulary: {len(tokens)} tokens, {coverage:.1%} of the answers in {config.data}"
     )
-    if TRAINING[config.head].restricted_first:
+    if own_output:
         restrict(head, target, tokens)
         return None
     if accelerator.is_main_process:

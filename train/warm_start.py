@@ -1,11 +1,14 @@
 """A head that starts warm: from the weights of another trained head."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from treespec.draft.vocabulary import restrict
+from treespec.draft.vocabulary import FILE, load_vocabulary, restrict
 from treespec.errors import InputError
-from treespec.heads.checkpoint import load_head
+from treespec.files import write_text
+from treespec.heads.checkpoint import head_folder, load_head
 from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.train.checkpoint import trained
@@ -20,6 +23,18 @@ def take_vocabulary(folder: str, head: Head, target: Target) -> None:
     own_output = before.kind == head.kind and TRAINING[head.kind].restricted_first
     if own_output and before.vocabulary is not None and before.vocab_size == head.vocab_size:
         restrict(head, target, before.vocabulary)
+
+
+def inherited(folder: str, out: str | Path, vocab_size: int) -> Tensor | None:
+    """The tokens [N] that a trained head without an output layer drafts, by the file beside it.
+
+    The file is copied to the new head. None: it drafts all. Raises InputError for a damaged file.
+    """
+    before = head_folder(folder)
+    tokens = load_vocabulary(before, vocab_size)
+    if tokens is not None:
+        write_text(Path(out) / FILE, (before / FILE).read_text(encoding="utf-8"))
+    return tokens
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from training import (
     as_older_checkpoint,
@@ -26,6 +28,7 @@ from training import (
 
 from treespec.errors import InputError
 from treespec.files import locked
+from treespec.train.features import StoredFeatures
 from treespec.train.run import train
 
 CHECKPOINT = "checkpoint-000002"
@@ -68,6 +71,24 @@ def test_a_flipped_bit_in_stored_features_is_named(config, tmp_path, name):
         shutil.rmtree(folder_of(epoch), ignore_errors=True)
         (tmp_path / name).write_bytes(whole)
     train(config)
+
+
+def test_any_flipped_bit_in_the_header_of_stored_features_is_named(config):
+    killed(config)
+    (shard,) = Path(config.features).glob("*.safetensors")
+    identity = json.loads((Path(config.features) / "index.json").read_text())
+    whole = shard.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    with safe_open(shard, framework="pt") as file:
+        numbers = range(len(file.keys()))
+    assert StoredFeatures(shard.parent, identity, torch.device("cpu")).batch(numbers).isfinite().all()
+    for at in range(0, header, 5):  # the order of the entries differs from one writing to the next
+        flipped(shard, (at + 0.5) / len(whole))
+        stored = StoredFeatures(shard.parent, identity, torch.device("cpu"))
+        with pytest.raises(InputError, match=re.escape(config.features)):
+            stored.holds(0)
+            stored.batch(numbers)
+        shard.write_bytes(whole)
 
 
 def test_features_whose_checksum_is_missing_beside_others_are_damaged(config):

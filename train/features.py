@@ -13,10 +13,11 @@ from typing import Any, final
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.files import read_json, write_json, write_tensors
+from treespec.files import read_json, write_json, writing
 from treespec.heads import checksum
 from treespec.target import Target
 from treespec.train.batches import padded
@@ -218,7 +219,7 @@ def write_shard(
     number: int,
     batch_size: int,
 ) -> None:
-    """Store one shard, under a temporary name first."""
+    """Store one shard, under a temporary name first. Its checksums are those of its conversations."""
     numbers = range(number * SHARD, min((number + 1) * SHARD, len(rows)))
     ordered = sorted(numbers, key=lambda i: len(rows[i]))
     tensors: dict[str, Tensor] = {}
@@ -230,4 +231,5 @@ def write_shard(
             parts = stored.stored(row[: len(rows[i])].clone(), i)
             checksums[str(i)] = checksum.of_tensors(parts, {})
             tensors |= parts
-    write_tensors(shard_file(stored.folder, number), tensors, {OWNER: stored.owner} | checksums)
+    with writing(shard_file(stored.folder, number)) as temporary:
+        save_file(tensors, temporary, metadata={OWNER: stored.owner} | checksums)

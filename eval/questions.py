@@ -1,7 +1,8 @@
 """Questions in FastChat's format: our own, those of a published suite, or a file's."""
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,18 @@ def load_checked(
             )
     names = set(categories)
     return [q for q in questions if names & {q.category, tasks[q.category]}], checks, problems
+
+
+def first_of_each(spec: str, questions: Sequence[Question], count: int | None) -> list[Question]:
+    """The first `count` questions of each category, of Spec-Bench each task; all for None."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for question in questions:
+        task = task_of(spec, question.category)
+        seen[task] += 1
+        if count is None or seen[task] <= count:
+            chosen.append(question)
+    return chosen
 
 
 def task_of(spec: str, category: str) -> str:

@@ -155,8 +155,8 @@ REMOVED = {"compile"}
 VARIANT = {"load_in", "revision"}
 NEWER = {  # options that the earlier version lacked
     AcceptanceConfig: VARIANT,
-    BenchConfig: {"template", *VARIANT},
-    EvalConfig: {"categories", "run_code", "memory", *VARIANT},
+    BenchConfig: {"template", "per_category", *VARIANT},
+    EvalConfig: {"categories", "per_category", "run_code", "memory", *VARIANT},
     CertifyConfig: {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", *VARIANT},
     TrainConfig: {
         *VARIANT,

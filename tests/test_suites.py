@@ -13,7 +13,7 @@ import pytest
 
 from treespec.downloads import HubFile, PackagedFile, WebFile, kept
 from treespec.errors import InputError
-from treespec.eval.questions import load_checked, load_questions
+from treespec.eval.questions import Question, first_of_each, load_checked, load_questions
 from treespec.eval.suites import known
 
 PROBLEM = {"question": "A hen lays 3 eggs a day. How many in a week?", "answer": "3*7=<<3*7=21>>21\n#### 21"}
@@ -171,6 +171,14 @@ def test_questions_can_be_of_some_categories_alone(server):
     assert load_questions("spec-bench", ["mt_bench", "translation"])[0] == chosen
     with pytest.raises(InputError, match=r"'translatoin' \(did you mean translation\?\): mt_bench, translation, math"):
         load_questions("spec-bench", ["translatoin"])
+
+
+def test_the_first_questions_of_each_task_can_be_asked():
+    tasks = ["writing", "roleplay", "qa", "qa", "writing", "rag", "qa"]
+    questions = [Question(number, task, ("?",)) for number, task in enumerate(tasks)]
+    assert [q.question_id for q in first_of_each("a.jsonl", questions, 2)] == [0, 1, 2, 3, 4, 5]
+    assert [q.question_id for q in first_of_each("spec-bench", questions, 1)] == [0, 2, 5]  # 0 and 1: mt_bench
+    assert first_of_each("spec-bench", questions, None) == questions
 
 
 def test_the_table_names_pinned_files():

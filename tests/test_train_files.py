@@ -77,17 +77,19 @@ def test_any_flipped_bit_in_the_header_of_stored_features_is_named(config):
     killed(config)
     (shard,) = Path(config.features).glob("*.safetensors")
     identity = json.loads((Path(config.features) / "index.json").read_text())
-    whole = shard.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
     with safe_open(shard, framework="pt") as file:
         numbers = range(len(file.keys()))
-    assert StoredFeatures(shard.parent, identity, torch.device("cpu")).batch(numbers).isfinite().all()
-    for at in range(0, header, 5):  # the order of the entries differs from one writing to the next
-        flipped(shard, (at + 0.5) / len(whole))
+
+    def read():
         stored = StoredFeatures(shard.parent, identity, torch.device("cpu"))
+        return stored.holds(0), stored.batch(numbers)
+
+    assert read()[0]
+    header = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
+    for at in range(0, header, 5):  # the order of the entries differs from one writing to the next
+        whole = flipped(shard, (at + 0.5) / shard.stat().st_size)
         with pytest.raises(InputError, match=re.escape(config.features)):
-            stored.holds(0)
-            stored.batch(numbers)
+            read()
         shard.write_bytes(whole)
 
 

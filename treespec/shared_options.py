@@ -34,6 +34,7 @@ TREE = f"shape of the drafted tree: {either([*TREE_FORMS.values(), TREE_FILE])}"
 MARKED = [f"{name} (lossy)" if name in LOSSY else name for name in VERIFIERS]
 VERIFIER = f"how draft tokens are verified: {either(MARKED)}"
 FASTEST = "auto takes the fastest, chosen anew in each cycle"
+PER_CATEGORY = "ask only the first N questions of each category, or task of Spec-Bench"
 TRUST = "run Python files from the target's directory or repository; read them first"
 QUESTION_FILE = f"{', '.join(QUESTIONS)} or a JSONL file in FastChat's format"
 

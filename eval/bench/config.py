@@ -7,6 +7,7 @@ from treespec.eval.common import listed
 from treespec.options import MANY, SEEDS, TOKENS, option, shared
 from treespec.shared_options import (
     FASTEST,
+    PER_CATEGORY,
     VERIFIER,
     AnswerOptions,
     DrafterOptions,
@@ -28,6 +29,7 @@ class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptio
         f"{VERIFIER}; {FASTEST}; several are separated by commas, and rrs-wo@2x4 names its tree",
         "auto",
     )
+    per_category: int | None = option(PER_CATEGORY, None, least=1, most=MANY)
     turns: int = option("ask only the first N turns of each question", 1, least=1, most=MANY)
     temperature: str = option(
         "temperatures, separated by commas; 0 is greedy", "0,1", least=0, most=100

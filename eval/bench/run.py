@@ -22,7 +22,7 @@ from treespec.eval.environment import describe
 from treespec.eval.loading import load_models
 from treespec.eval.page.trees import FILE as TREES
 from treespec.eval.pairs import refuse_unfit
-from treespec.eval.questions import Question, load_questions
+from treespec.eval.questions import Question, first_of_each, load_questions
 from treespec.eval.report import markdown
 from treespec.files import locked, write_json, write_text
 from treespec.spec import Spec
@@ -96,7 +96,8 @@ def measure(
     models = load(config)
     spec, target = models.spec, models.spec.target
     contexts = contexts_of(config, target.context_length)
-    shortened = [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]]
+    some = first_of_each(config.questions, questions, config.per_category)[: config.limit]
+    shortened = [replace(q, turns=q.turns[: config.turns]) for q in some]
     questions, too_long = asked(spec, shortened)
 
     # 2. Progress.

@@ -19,6 +19,7 @@ from treespec.options import (
 from treespec.shared_options import (
     DRAFTER,
     FASTEST,
+    PER_CATEGORY,
     TREE,
     VERIFIER,
     PlacementOptions,
@@ -57,6 +58,7 @@ class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, 
     categories: str | None = option(
         "ask only the questions of these categories, separated by commas", None
     )
+    per_category: int | None = option(PER_CATEGORY, None, least=1, most=MANY)
     run_code: bool = option(
         "run the code in answers to humaneval, to see which are right: in a process with limits on "
         "time, memory and files, which is no sandbox against malice",

@@ -34,7 +34,7 @@ from treespec.eval.mtbench.result import Summary
 from treespec.eval.mtbench.summary import summarise
 from treespec.eval.mtbench.table import report_of
 from treespec.eval.pairs import paired, refuse_unfit
-from treespec.eval.questions import Question, load_checked
+from treespec.eval.questions import Question, first_of_each, load_checked
 from treespec.eval.report import markdown
 from treespec.eval.suites.checks import Check
 from treespec.files import locked, write_json, write_text
@@ -63,7 +63,8 @@ def evaluate(config: EvalConfig, report: Callable[[Step], None] = lambda step: N
 
     # 2. The questions.
     questions, checks, left_out = load_checked(config.questions, categories_of(config))
-    questions = [replace(q, turns=q.turns[: config.turns]) for q in questions[: config.limit]]
+    some = first_of_each(config.questions, questions, config.per_category)[: config.limit]
+    questions = [replace(q, turns=q.turns[: config.turns]) for q in some]
     record = record_of(config, questions, left_out + pairs_of(config)[1])
     with locked(config.out):
         return _evaluated(config, drafts, questions, checks, record, report)

@@ -17,6 +17,7 @@ from wheels import TEMPLATE, write_gguf, write_wheel
 import treespec
 from treespec.cli.config import AnswerConfig
 from treespec.cli.early import width_of
+from treespec.cli.export import export
 from treespec.demo import fetch, known
 from treespec.demo.convert import convert
 from treespec.demo.fetch import demo_folder, model_path, origin_of
@@ -210,6 +211,11 @@ def test_the_demo_has_its_own_head_unless_another_drafter_is_named(head):
     assert AnswerConfig(drafter="lookup").source == "lookup"
     assert AnswerConfig(target="another").source is None
     assert EvalConfig(target="demo", out="out").head == head
+
+
+def test_an_exported_head_is_served_under_a_name_that_the_engine_knows(head, tmp_path, capsys):
+    export(head=head, to="sglang", target="demo", out=tmp_path / "out")
+    assert f"--model-path {DEMO_MODEL.repository} " in capsys.readouterr().out
 
 
 def test_without_its_head_a_line_says_that_nothing_drafts(folder, caplog):

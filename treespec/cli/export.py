@@ -8,6 +8,7 @@ import typer
 from treespec.cli.config_file import FromFile
 from treespec.cli.early import check_folder, check_sources
 from treespec.cli.terminal import end_notice, notice
+from treespec.demo.known import name_elsewhere
 from treespec.errors import InputError
 from treespec.options import either, nearest
 from treespec.shared_options import TRUST
@@ -84,7 +85,8 @@ def export(
         return table_of(load_model(target, trust_remote_code, variant).get_input_embeddings())
 
     remove_leftovers(place.parent)
-    served = Served.of(target, load_config(target, trust_remote_code, variant))
+    name = target if to == "treespec" else name_elsewhere(target)
+    served = Served.of(name, load_config(target, trust_remote_code, variant))
     written = write(head, to, place, served, embedding, norm_output)
     end_notice()
     print(

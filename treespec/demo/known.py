@@ -56,6 +56,11 @@ def is_demo(target: object) -> bool:
     return named and not (Path(DEMO) / "config.json").is_file()
 
 
+def name_elsewhere(target: str) -> str:
+    """What other projects know a target by."""
+    return DEMO_MODEL.repository if is_demo(target) else target
+
+
 def own_head(target: object) -> str | None:
     """The directory of the head that treespec brings for a target; None where it brings none."""
     head = shipped_head(DEMO_MODEL.folder) if is_demo(target) else None

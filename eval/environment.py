@@ -1,12 +1,10 @@
 """The machine and the libraries that figures were measured on."""
 
-import platform
-import re
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
+from treespec.processor import processor
 from treespec.target import Target
 
 
@@ -24,11 +22,7 @@ def describe(target: Target) -> dict[str, object]:
 
 
 def _device_name(device: torch.device) -> str:
-    """The model of a GPU or of the CPU."""
+    """The model of a GPU, or the processor with what it computes with."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} ({device})"
-    try:
-        model = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        model = None
-    return model[1] if model else platform.processor() or platform.machine()
+    return processor()

@@ -5,6 +5,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import torch
 from evaluating import config_in, save_models
 from tracing import cycle_of, own
 
@@ -19,6 +20,7 @@ from treespec.eval.page.picture import BOX, HEIGHT, expected, picture
 from treespec.eval.page.trees import Said, Traced, Trees, chosen, read_trees
 from treespec.eval.report import Report, Table
 from treespec.options import command_line
+from treespec.processor import processor
 
 EVIL = "</text></svg><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"{{ 7 * 7 }}&amp;"
 ENDLESS = {"meta", "wbr", "br"}
@@ -133,8 +135,10 @@ def test_a_page_says_what_it_was_measured_on(measured):
     text = " ".join(Tags((out / "report.html").read_text()).text.split())
     assert "treespec eval --" in text
     assert "--verifier topk,rrs@2x2" in text
-    for what in ("device", "dtype", "torch", "transformers", "processor", "cores"):
+    for what in ("device", "dtype", "torch", "transformers", "system"):
         assert what in text
+    if not torch.cuda.is_available():
+        assert text.count(processor()) == 2  # among the settings, and below the tables
     words = command_line("eval", EvalConfig, {"out": "a b", "baseline": False, "turns": None, "max_new_tokens": 1024})
     assert words == "treespec eval --out 'a b' --no-baseline"
     assert config.out in text

@@ -29,4 +29,5 @@ def setup(
     """(what, value) of everything that the figures depend on."""
     told = [("command", command_line(name, options, config))]
     told += [(what, str(value)) for what, value in environment.items()]
-    return told + [(what, value) for what, value in of_machine.items() if value]
+    known = {"", *(value for _, value in told)}  # without a GPU the device is the processor
+    return told + [(what, value) for what, value in of_machine.items() if value not in known]

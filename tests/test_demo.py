@@ -207,7 +207,9 @@ def test_the_demo_has_its_own_head_unless_another_drafter_is_named(head):
     assert treespec.load("demo").head is not None
     assert treespec.load("demo", drafter="lookup").head is None
     assert AnswerConfig().target == "demo"
-    assert AnswerConfig().source == f"head:{head}"
+    assert AnswerConfig().source == f"suffix+head:{head}"
+    assert AnswerConfig(head=head).source == AnswerConfig(verifier="topk").source == f"head:{head}"
+    assert AnswerConfig(tree="chain:3").source == f"head:{head}"
     assert AnswerConfig(drafter="lookup").source == "lookup"
     assert AnswerConfig(target="another").source is None
     assert EvalConfig(target="demo", out="out").head == head

@@ -58,15 +58,19 @@ class Side:
 def compare(target: str, head: str, file: Path) -> None:
     """Answer the questions in both ways, show it, and keep the figures in `file`.
 
-    head: a directory, or `lookup` to draft from the text itself. A whole file of the same models is
-    shown as it is.
+    head: a directory, which drafts together with a memory of the text as in `treespec chat`, or
+    `lookup` to draft from the text alone. A whole file of the same models is shown as it is.
     """
     console = Console()
-    models = {"target": identity_of(target), "head": "" if head == "lookup" else identity_of(head)}
+    alone = head == "lookup"
+    models = {
+        "target": identity_of(target),
+        "head": "" if alone else identity_of(head),
+        "drafter": "lookup" if alone else "suffix+head",
+    }
     rows = kept(file, models)
     if rows is None:
-        own, drafter = (None, head) if head == "lookup" else (head, None)
-        ours = load(target, own, drafter=drafter)
+        ours = load(target, drafter=head if alone else f"suffix+head:{head}")
         baseline = ours.baseline()
         for spec in (baseline, ours):
             spec.generate("Hello", max_new_tokens=8)  # measures once, before any clock runs

@@ -1,7 +1,7 @@
 """A slow reference for the schemes: every set of draws with its exact probability, in plain Python."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ def outcomes(name: str, q: Tensor, k: int) -> list[Outcome]:
     """The law of k draws that have positive probability. q: [V] or [K, V]."""
     laws = q.tolist()
     match name:
-        case "single" | "rrs" | "is-lp" | "kseq" | "otm-lp" | "valued":
+        case "single" | "rrs" | "is-lp" | "kseq" | "otm-lp":
             found = independent(laws[:k] if q.dim() == 2 else [laws] * k)
         case "rrs-wo":
             found = sequential(laws, k)
@@ -109,18 +109,14 @@ def outcomes(name: str, q: Tensor, k: int) -> list[Outcome]:
     return [(draws, probability) for draws, probability in found if probability > 0]
 
 
-def optimum(found: list[Outcome], p: Tensor, values: Sequence[float] = ()) -> float:
-    """The most that any plan accepts: mass from draws to their own tokens, a linear program (HiGHS, 1e-7).
-
-    values: weigh what is accepted by those of the draws, which do not rise; a repeat has that of the first.
-    """
+def optimum(found: list[Outcome], p: Tensor) -> float:
+    """The most that any plan accepts: mass from draws to their own tokens, a linear program (HiGHS, 1e-7)."""
     pairs = [(row, x) for row, (draws, _) in enumerate(found) for x in {*draws} - {-1}]
     uses = np.zeros((len(found) + len(p), len(pairs)))
     for column, (row, x) in enumerate(pairs):
         uses[row, column] = uses[len(found) + x, column] = 1
     supply = [probability for _, probability in found] + p.tolist()
-    weights = [values[found[row][0].index(x)] if values else 1 for row, x in pairs]
-    return -linprog(-np.array(weights), A_ub=uses, b_ub=supply, method="highs").fun
+    return -linprog(-np.ones(len(pairs)), A_ub=uses, b_ub=supply, method="highs").fun
 
 
 def enumerate_plans(scheme: Scheme, p: Tensor, q: Tensor, ks: list[int]) -> list[tuple[Tensor, Tensor]]:

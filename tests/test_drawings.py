@@ -13,7 +13,6 @@ from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.is_lp import lump
 from treespec.verify.layer import places_of_draws
 from treespec.verify.optimal import Optimal
-from treespec.verify.valued import arranged
 from treespec.verify.walk import children_of
 
 ROOT, A, B, C, D, E = 10, 11, 12, 13, 14, 15
@@ -98,13 +97,6 @@ def test_cells_are_ranks_or_64_an_octave_of_p_over_q() -> None:
     one_draw = torch.ones(1, 1, dtype=torch.int64)
     assert Optimal(exact=1).couple(p, q, one_draw)[0].tolist() == [[3, 1, 2, 0, 4]]
     assert Optimal().couple(p, q, one_draw)[0].tolist() == [[576, 448, 512, 384, 640]]
-
-
-def test_distinct_draws_come_first_and_keep_their_columns() -> None:
-    draws = arranged(torch.tensor([[7, 3, 7, 5, -1]]))
-    assert draws.tokens.tolist() == [[7, 3, 5, -1, 7]]
-    assert draws.places is not None
-    assert draws.places.tolist() == [[0, 1, 3, 4, 2]]
 
 
 def test_the_drawn_tree_goes_through_a_recurrent_layer_as_its_paths() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from treespec import sampling
 from treespec.sampling import SamplingParams, probs
 from treespec.trees.tree import Drafts, Draws, TokenTree
-from treespec.verify import greedy, is_lp, kseq, laws, otm_lp, rrs_wo, spechub, topk, valued
+from treespec.verify import greedy, is_lp, kseq, laws, otm_lp, rrs_wo, spechub, topk
 from treespec.verify.registry import SCHEMES
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Walk
@@ -122,11 +122,6 @@ MUTATIONS = [
         "is-lp", 3, "law of the first selected", is_lp, "law = law.index_copy(0, rows, new.law)", "law = law.clone()"
     ),
     Mutation("otm-lp", 2, "residual p", otm_lp, "left = np.maximum(target - mass.sum(0), 0)", "left = target"),
-    Mutation("valued", 2, "ties selected twice", valued, "in (place, place - 1))", "in (place, place))"),
-    Mutation(
-        "valued", 2, "scores of tokens from p", valued, "best(expected(cdf, mass_q,", "best(expected(cdf, mass[0],"
-    ),
-    Mutation("valued", 3, "p for each draw", valued, "x.cumsum(1) + x", "x + x"),
     Mutation("topk", 2, "accepted twice", topk, "return p\n", TWICE),
 ]
 
@@ -143,7 +138,7 @@ def test_every_lossless_scheme_is_broken_here_or_in_its_own_test() -> None:
     assert {mutation.scheme for mutation in MUTATIONS} == {*LOSSLESS} - {"optimal"}
 
 
-@pytest.mark.parametrize("name", ["single", "rrs", "rrs-wo", "kseq", "greedy", "spechub", "valued"])
+@pytest.mark.parametrize("name", ["single", "rrs", "rrs-wo", "kseq", "greedy", "spechub"])
 def test_masses_that_do_not_sum_to_1_must_be_normalised(name: str) -> None:
     p, q = map(law, CASES["plain"])
     k = min(2, SCHEMES[name].max_draws or 2)
@@ -164,7 +159,7 @@ def test_tokens_there_for_sure_must_leave_the_law_of_the_draws() -> None:
     assert deviation(output(broken, p, q, found, sure), p) > WRONG
 
 
-@pytest.mark.parametrize("name", ["rrs", "kseq", "valued"])
+@pytest.mark.parametrize("name", ["rrs", "kseq"])
 def test_repeats_must_not_be_dropped(name: str) -> None:
     p, q = map(law, CASES["plain"])
     found = outcomes(name, q, 2)
@@ -173,7 +168,7 @@ def test_repeats_must_not_be_dropped(name: str) -> None:
     assert deviation(output(SCHEMES[name], p, q, dropped), p) > WRONG
 
 
-@pytest.mark.parametrize("name", ["single", "rrs", "rrs-wo", "kseq", "greedy", "is-lp", "valued"])
+@pytest.mark.parametrize("name", ["single", "rrs", "rrs-wo", "kseq", "greedy", "is-lp"])
 def test_the_law_told_must_be_the_one_after_top_p(name: str) -> None:
     p, q = map(law, CASES["plain"])
     cut = probs(q.log(), SamplingParams(temperature=1, top_p=0.8))

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from evaluating import save_models
-from safetensors.torch import save_file
 
 SCRIPTS = Path(__file__).parent.parent / "docs" / "scripts"
 ARGUMENTS = {  # script: its arguments, and a word of what it prints; others are asked for --help
@@ -31,23 +30,19 @@ ARGUMENTS = {  # script: its arguments, and a word of what it prints; others are
     "training_costs": ("target --texts 2 --length 8 --loss-vocab 16 --rounds 1", "`--loss-vocab 16`"),
     "training_memory": ("--length 16 --width 512", "| eagle3 | `--features`, made |"),
     "training_profile": ("target --kinds eagle3 --texts 1 --length 8 --rounds 1", "| eagle3 | stored |"),
-    "unequal_values": ("logits.safetensors --temperatures 1 --samples 2", "| rrs-wo |"),
     "verify_large": ("--vocabulary 64 --rounds 1", "| `layer:greedy` |"),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What scripts read: a pair, questions, answers to them, and laws."""
+    """What scripts read: a pair, questions, and answers to them."""
     folder = tmp_path_factory.mktemp("scripts")
     save_models(folder)
     for name, cycles in (("one", 5), ("other", 10)):
         counts = {"new_tokens": [20], "decoding_steps": [cycles]}
         lines = [json.dumps({"question_id": number, "choices": [counts]}) for number in range(3)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    generator = torch.Generator().manual_seed(0)
-    laws = {name: torch.randn(4, 16, generator=generator) for name in "pq"}
-    save_file(laws | {"group": torch.tensor([0, 0, 1, 1])}, folder / "logits.safetensors")
     return folder
 
 

@@ -37,7 +37,7 @@ VOCABULARY, SEEDS = 8, range(4)
 MIXED = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {})  # tops and draws at a node
 STATIC = ["chain:3", "3x2", "2x3", "eagle"]
 TEMPERATURES = "draft-temperatures=0.5/1/2"
-SCHEMES = [*STOCHASTIC, f"rrs:{TEMPERATURES}", f"is-lp:{TEMPERATURES}", "optimal:threshold=1", "valued:extra=1"]
+SCHEMES = [*STOCHASTIC, f"rrs:{TEMPERATURES}", f"is-lp:{TEMPERATURES}", "optimal:threshold=1"]
 TABLE = 2 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))  # logits after a token
 
 

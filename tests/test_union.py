@@ -103,7 +103,6 @@ class TestLaw:
                 ("optimal", "2x2"),
                 ("rrs-wo", "2x2"),
                 ("traversal", "2x2"),
-                ("valued", "2x2"),
                 ("layer:greedy", "2x2"),
                 ("topk", "dynamic:depth=2,topk=3,nodes=6"),
             )

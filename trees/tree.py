@@ -16,14 +16,11 @@ class Draws:
     sure: [B, K] bool, the tokens that are taken from q for sure, not drawn.
     uniforms: [B, K, 2] float64 in [0, 1), independent of the tokens; `optimal` scores draws with
     them.
-    places: [B, K] int64, the place of each token in the order in which `valued` drew them, before
-    it moved repeats to the end.
     """
 
     tokens: Tensor
     sure: Tensor | None = None
     uniforms: Tensor | None = None
-    places: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Draws":
         """Apply `change` to every field that is not None."""
@@ -31,9 +28,7 @@ class Draws:
         def changed(field: Tensor | None) -> Tensor | None:
             return None if field is None else change(field)
 
-        return Draws(
-            change(self.tokens), changed(self.sure), changed(self.uniforms), changed(self.places)
-        )
+        return Draws(change(self.tokens), changed(self.sure), changed(self.uniforms))
 
     def rows(self, nodes: Tensor | slice) -> "Draws":
         """The draws at these rows."""

@@ -57,7 +57,7 @@ DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in spars
 
 SCHEMES = (
     *("single", "rrs", "rrs-wo", "kseq", "spechub", "greedy"),
-    *("is-lp", "otm-lp", "optimal", "valued", "topk", "typical"),
+    *("is-lp", "otm-lp", "optimal", "topk", "typical"),
 )
 LOSSY = ("typical",)
 VERIFIERS = (

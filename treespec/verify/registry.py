@@ -22,7 +22,6 @@ from treespec.verify.spechub import SpecHub
 from treespec.verify.topk import TopK
 from treespec.verify.traversal import Traversal
 from treespec.verify.typical import Typical
-from treespec.verify.valued import Valued
 from treespec.verify.walk import Verifier, Walk
 
 SCHEMES: dict[str, Scheme] = {
@@ -37,7 +36,6 @@ SCHEMES: dict[str, Scheme] = {
         IsLp(),
         OtmLp(),
         Optimal(),
-        Valued(),
         TopK(),
         Typical(),
     )

@@ -55,10 +55,6 @@ VERIFIER_WORDS = {  # what it is, and where it is from
         "acceptance rate α*",
         "treespec; see [verification](verification.md#how-optimal-reaches-it)",
     ),
-    "valued": (
-        "independent draws that count by what their subtrees are worth",
-        "treespec; see [verification](verification.md#draws-of-unequal-value)",
-    ),
     "topk": (
         "the likeliest tokens; the target's sample is one of them or not",
         "EAGLE-2, Li et al. 2024",

@@ -16,8 +16,6 @@ from treespec.trees.static import StaticTree, layout
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.scheme import Scheme
 
-LAST = 1 << 30  # the place of an absent draw: behind all others
-
 
 @final
 class StaticGrower(Grower[StaticTree]):
@@ -133,7 +131,6 @@ def stack(draws: list[Draws]) -> Draws:
         table([level.tokens for level in draws], -1),
         joined([level.sure for level in draws], False),
         joined([level.uniforms for level in draws], 0),
-        joined([level.places for level in draws], LAST),
     )
 
 

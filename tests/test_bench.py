@@ -1,20 +1,16 @@
-"""The benchmark: padding that changes nothing, figures that are what they say, peers that say what we say."""
+"""The benchmark: figures that are what they say, peers that say what we say."""
 
-import copy
 import json
 import sys
 
 import pytest
-import torch
 import transformers as hf
 from evaluating import page_of, save_models
-from models import CONFIGS, GROUPED, random_model
+from models import GROUPED, random_model
 
 from treespec.cli import main
-from treespec.errors import InputError
 from treespec.eval.bench.config import BenchConfig
 from treespec.eval.bench.figures import Timed, bound, cycle_figures, speed_figures
-from treespec.eval.bench.padding import pad
 from treespec.eval.bench.peers import generated
 from treespec.eval.bench.run import bench
 from treespec.eval.bench.waiting import stage_times
@@ -22,9 +18,6 @@ from treespec.files import read_json
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec, load
 from treespec.stats import Stats
-from treespec.target import Target
-
-PADDED = " (padded, +2 layers)"
 
 
 @pytest.fixture(scope="module")
@@ -42,71 +35,10 @@ def options_in(home, out, **changes):
 
 @pytest.fixture(scope="module")
 def measured(home, tmp_path_factory):
-    """A run over two sizes of target with every peer; the target assists itself."""
+    """A run with every peer; the target assists itself."""
     out = tmp_path_factory.mktemp("measured")
-    changes = {"pad_layers": "2,0", "temperature": "0,1", "assistant": str(home / "target"), "verifier": "topk,rrs@2x2"}
+    changes = {"temperature": "0,1", "assistant": str(home / "target"), "verifier": "topk,rrs@2x2"}
     return out, bench(BenchConfig(**options_in(home, out, **changes)))
-
-
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt-oss"])
-def test_padding_leaves_logits_and_features_as_they_were_to_the_bit(name):
-    target, tokens = Target(random_model(CONFIGS[name]())), torch.arange(40)[None] % 64
-    before, features, logits = target.layers, target.features(tokens), target.model(tokens).logits
-    assert pad(target, 2) == 0.0
-    assert target.layers == target.config.num_hidden_layers == before + 2
-    assert torch.equal(target.features(tokens), features)
-    assert torch.equal(target.model(tokens).logits, logits)
-    cache = target.new_cache()
-    target.prefill(cache, tokens)
-    assert [layer.keys is not None for layer in cache.tree_layers] == [True] * target.layers
-    Target(target.model)  # a tree gives what the plain model does, or this raises
-
-
-def test_padded_layers_compute():
-    """Copies with everything of the last layer but what they write; a copy that wrote would be noticed."""
-    target = Target(random_model(CONFIGS["llama"]()))
-    model, tokens = target.model, torch.arange(9)[None]
-    logits = model(tokens).logits
-    pad(target, 1)
-    last, copied = model.model.layers[-2:]
-    for name, weight in last.named_parameters():
-        silent = name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-        assert torch.equal(copied.get_parameter(name), torch.zeros_like(weight) if silent else weight), name
-    assert copied.self_attn.layer_idx == 3
-    copied.mlp.down_proj.weight.data.copy_(last.mlp.down_proj.weight)
-    assert not torch.equal(model(tokens).logits, logits)
-
-
-def test_a_target_loaded_to_decode_in_bfloat16_can_be_padded(home):
-    """Weights in an order of this CPU's are copied too, but for zeros where the copies write."""
-    target = load(str(home / "target"), dtype="bfloat16").target
-    tokens, x = torch.arange(40)[None], torch.randn(3, 32, dtype=torch.bfloat16)
-    with torch.inference_mode():
-        features = target.features(tokens)
-        assert pad(target, 2) == pad(target, 1) == 0.0
-        assert torch.equal(target.features(tokens), features)
-        last, copied = target.model.model.layers[2], target.model.model.layers[5]
-        assert torch.equal(last.self_attn.q_proj(x), copied.self_attn.q_proj(x))
-        assert not copied.self_attn.o_proj(x).any()
-        assert last.self_attn.o_proj(x).any()
-
-
-def test_what_padding_does_not_understand_is_refused_by_name_and_left_alone():
-    """Experts whose weights are no linear modules still write into the residual stream."""
-    target, tokens = Target(random_model(CONFIGS["gpt-oss"]())), torch.arange(9)[None]
-    logits, kinds = target.model(tokens).logits, list(target.config.layer_types)
-    with pytest.raises(InputError, match="GptOssForCausalLM cannot be padded"):
-        pad(target, 2)
-    assert (target.layers, target.config.num_hidden_layers, target.config.layer_types) == (3, 3, kinds)
-    assert torch.equal(target.model(tokens).logits, logits)
-
-
-def test_a_model_that_would_not_run_added_layers_is_refused():
-    target = Target(random_model(CONFIGS["llama"]()))
-    target.decoder.config = copy.deepcopy(target.config)
-    with pytest.raises(InputError, match="does not run layers that are appended"):
-        pad(target, 1)
-    assert len(target.decoder.layers) == target.layers == 3
 
 
 def test_the_bound_is_what_the_forwards_alone_would_give():
@@ -157,17 +89,16 @@ def test_short_answers_count_by_their_tokens_overall():
 
 def test_peers_say_in_float32_what_we_say_greedily(measured):
     _, found = measured
-    for part in found["paddings"]:
-        greedy = [row for row in part["rows"] if row["temperature"] == 0]
-        assert len(greedy) == 7
-        assert [row["failed"] for row in greedy] == [None] * 7
-        assert [row["same_as_one_token"] for row in greedy] == [2] * 7
+    greedy = [row for row in found["rows"] if row["temperature"] == 0]
+    assert len(greedy) == 7
+    assert [row["failed"] for row in greedy] == [None] * 7
+    assert [row["same_as_one_token"] for row in greedy] == [2] * 7
 
 
 def test_peers_may_have_a_model_of_their_own(home, tmp_path):
-    options = options_in(home, tmp_path, temperature="0", pad_layers="1", limit=1, stock_peers=True)
-    (part,) = bench(BenchConfig(**options))["paddings"]
-    assert [row["same_as_one_token"] for row in part["rows"]] == [1] * len(part["rows"])
+    options = options_in(home, tmp_path, temperature="0", limit=1, stock_peers=True)
+    rows = bench(BenchConfig(**options))["rows"]
+    assert [row["same_as_one_token"] for row in rows] == [1] * len(rows)
     assert "as transformers loads it" in page_of(tmp_path / "bench.md")
 
 
@@ -196,7 +127,7 @@ def test_a_peer_that_raises_says_why_in_its_row(home, tmp_path, monkeypatch, cap
     monkeypatch.setattr("treespec.eval.bench.peers.LOOKUPS", (0,))
     assert run(monkeypatch, options_in(home, tmp_path)) == 0
     found = json.loads((tmp_path / "bench.json").read_text())
-    (row,) = [row for row in found["paddings"][0]["rows"] if row["name"].startswith("prompt lookup")]
+    (row,) = [row for row in found["rows"] if row["name"].startswith("prompt lookup")]
     assert row["failed"]
     assert row["speed"] is None
     said = (tmp_path / "bench.md").read_text()
@@ -204,15 +135,14 @@ def test_a_peer_that_raises_says_why_in_its_row(home, tmp_path, monkeypatch, cap
     assert said == capsys.readouterr().out
 
 
-def test_a_run_cut_short_leaves_whole_files_of_what_was_finished(home, tmp_path):
+def test_a_run_cut_short_leaves_no_file(home, tmp_path):
     def cut(step):
         if step.done > 0.7 * step.total:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        bench(BenchConfig(**options_in(home, tmp_path, pad_layers="0,1", limit=1)), cut)
-    assert [part["added"] for part in json.loads((tmp_path / "bench.json").read_text())["paddings"]] == [0]
-    assert {file.suffix for file in tmp_path.iterdir() if file.name != ".lock"} <= {".json", ".md", ".png", ".html"}
+        bench(BenchConfig(**options_in(home, tmp_path, limit=1)), cut)
+    assert not list(tmp_path.glob("[!.]*"))
 
 
 def tables(text):
@@ -225,37 +155,31 @@ def tables(text):
     return found
 
 
-def test_the_files_say_what_was_measured_and_mark_padded_rows(measured):
+def test_the_files_say_what_was_measured(measured):
     out, found = measured
     assert read_json(out / "bench.json", "") == found
     page = (out / "report.html").read_text()
-    assert all(row["label"] in page for part in found["paddings"] for row in part["rows"])
+    assert all(row["name"] in page for row in found["rows"])
     assert [run["name"] for run in read_json(out / "trees.json", "")["traced"]] == [
         f"{name}, temperature {heat}" for heat in (0, 1) for name in ("topk", "rrs@2x2")
     ]
-    sizes = [(part["added"], part["layers"], part["logit_difference"]) for part in found["paddings"]]
-    assert sizes == [(0, 3, 0.0), (2, 5, 0.0)]
     forwards, steps, cycles, limits, beside = tables((out / "bench.md").read_text()).values()
-    for part in found["paddings"]:
-        mark = PADDED if part["added"] else ""
-        for row in part["rows"]:
-            assert row["label"] == row["name"] + mark
-            at, speed, cycle = (row["label"], f"{row['temperature']:g}"), row["speed"], row["cycle"]
-            assert beside[at][0] == str(sum(answer["tokens"] for answer in row["answers"]))
-            for column, said in ((1, speed), (4, speed["overall"])):
-                assert beside[at][column].startswith(f"{said['tokens_per_second']['value']:.1f}")
-            assert (at in limits) == (at in cycles) == (cycle is not None) == (not row["peer"])
-            if cycle:
-                assert cycles[at][0].startswith(f"{cycle['cycle']['value']:.2f}")
-                said = (cycle["speedup"], cycle["bound"], cycle["overall"]["speedup"], cycle["overall"]["bound"])
-                for column, figure in zip((2, 3, 5, 6), said, strict=True):
-                    assert limits[at][column].startswith(f"{figure['value']:.2f}")
-        places = {("target", 1): (forwards, 0), ("target", 128): (forwards, 7)}
-        places |= {("begin", 3): (steps, 0), ("extend", 10): (steps, 3)}
-        for (what, nodes), (table, column) in places.items():
-            (ms,) = [f["ms"] for f in part["forwards"] if (f["what"], f["nodes"]) == (what, nodes)]
-            name = ("target" if what == "target" else "head") + mark
-            assert table[name, "20"][column].startswith(f"{ms['value']:.2f}")
+    for row in found["rows"]:
+        at, speed, cycle = (row["name"], f"{row['temperature']:g}"), row["speed"], row["cycle"]
+        assert beside[at][0] == str(sum(answer["tokens"] for answer in row["answers"]))
+        for column, said in ((1, speed), (4, speed["overall"])):
+            assert beside[at][column].startswith(f"{said['tokens_per_second']['value']:.1f}")
+        assert (at in limits) == (at in cycles) == (cycle is not None) == (not row["peer"])
+        if cycle:
+            assert cycles[at][0].startswith(f"{cycle['cycle']['value']:.2f}")
+            said = (cycle["speedup"], cycle["bound"], cycle["overall"]["speedup"], cycle["overall"]["bound"])
+            for column, figure in zip((2, 3, 5, 6), said, strict=True):
+                assert limits[at][column].startswith(f"{figure['value']:.2f}")
+    places = {("target", 1): (forwards, 0), ("target", 128): (forwards, 7)}
+    places |= {("begin", 3): (steps, 0), ("extend", 10): (steps, 3)}
+    for (what, nodes), (table, column) in places.items():
+        (ms,) = [f["ms"] for f in found["forwards"] if (f["what"], f["nodes"]) == (what, nodes)]
+        assert table["target" if what == "target" else "head", "20"][column].startswith(f"{ms['value']:.2f}")
 
 
 def test_waiting_for_the_device_changes_times_alone(home):
@@ -278,7 +202,6 @@ def test_waiting_for_the_device_changes_times_alone(home):
         ({"contexts": "20,129"}, "--contexts 129: the target's context holds 256 tokens"),
         ({"contexts": "many"}, "--contexts: 'many' is not a whole number"),
         ({"batches": "4,0"}, "--batches is 0, must be a whole number from 1"),
-        ({"pad_layers": "0,-1"}, "--pad-layers is -1, must be a whole number from 0"),
         ({"rounds": 1}, "--rounds is 1, must be a whole number from 2"),
         ({"assistant": "./nowhere"}, "--assistant: cannot load './nowhere'"),
         ({"assistant": "other"}, "--assistant has a vocabulary of 64, the target's is 259"),

@@ -139,7 +139,6 @@ SAVED = {  # by version 0.1.0, all defaults
      'limit': None,
      'max_new_tokens': 64,
      'out': 'out',
-     'pad_layers': '0',
      'questions': 'builtin',
      'rounds': 20,
      'seed': 0,

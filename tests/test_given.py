@@ -239,7 +239,7 @@ def test_a_benchmark_takes_one_too(tmp_path):
     paths = {name: str(tmp_path / file) for name, file in FILES.items() if name != "head"}
     options = {"contexts": "20", "rounds": 2, "dtype": "float32", "max_new_tokens": 6, "limit": 1, "temperature": "0"}
     config = BenchConfig(out=str(tmp_path / "out"), drafter="lookahead:window=3,ngram=3", **paths | options)
-    rows = bench(config)["paddings"][0]["rows"]
+    rows = bench(config)["rows"]
     assert [row["same_as_one_token"] for row in rows if not row["peer"]] == [1, 1]
     table = page_of(tmp_path / "out" / "bench.md")
     assert "drafter lookahead:window=3,ngram=3" in table

@@ -23,7 +23,7 @@ MODULES = (
     *(f"treespec.eval.fit.{name}_config" for name in ("tree", "skip", "calibrate")),
     *(f"treespec.draft.model_free.{name}" for name in ("lookup", "lookahead", "jacobi", "rest", "suffix")),
 )
-LISTS = {"temperature", "draws", "draft_temperature", "contexts", "batches", "pad_layers"}  # numbers inside of a string
+LISTS = {"temperature", "draws", "draft_temperature", "contexts", "batches"}  # numbers inside of a string
 NUMBERS = (int, float, int | None, float | None)
 GIVEN = {  # what a configuration needs to be one
     "target": "t", "head": "eagle", "data": "d", "out": "o.json", "text": "x", "preset": "hu",
@@ -151,7 +151,7 @@ COMMANDS = {
         *("train --seed 18446744073709551616", "generate --seed 18446744073709551616", "skip --minutes nan"),
         *("quickstart --limit 0", "quickstart --target-seconds -1", "quickstart --head-minutes nan"),
         *("generate --temperature nan", "generate --top-p nan", "generate --max-new-tokens 0", "generate --batch 0"),
-        *("eval --temperature 0,nan", "bench --contexts 0", "bench --batches 1,0", "bench --pad-layers -1"),
+        *("eval --temperature 0,nan", "bench --contexts 0", "bench --batches 1,0"),
         *("acceptance --draws 2,0", "acceptance --draft-temperature 1.2/nan", "eval --seed -1", "eval --limit x"),
     ],
 )

@@ -9,7 +9,7 @@ from treespec.eval.bench.config import BenchConfig
 from treespec.eval.bench.figures import Timed, cycle_figures, identical, speed_figures
 from treespec.eval.bench.peers import GENERATE
 from treespec.eval.bench.result import RowFigures
-from treespec.eval.bench.rows import ONE_TOKEN, Row, label
+from treespec.eval.bench.rows import ONE_TOKEN, Row
 from treespec.eval.common import in_order, seed_of
 from treespec.eval.questions import Question
 from treespec.spec import Spec
@@ -42,7 +42,6 @@ def measure_rows(
     rows: list[Row],
     questions: list[Question],
     config: BenchConfig,
-    added: int,
     say: Callable[[str], None],
 ) -> list[RowFigures]:
     """Ask every row every question; the order of the rows differs by question (`in_order`)."""
@@ -69,13 +68,10 @@ def measure_rows(
         for row in in_order(rows, number):
             if timed := ask(row, question, config):
                 answers[row].append(timed)
-            name = label(row.name, added)
-            say(f"question {question.question_id}, {name} at temperature {row.temperature:g}")
+            say(f"question {question.question_id}, {row.name} at temperature {row.temperature:g}")
 
     # 3. Figures.
-    return [
-        row_figures(row, rows, answers, failed, label(row.name, added), config.seed) for row in rows
-    ]
+    return [row_figures(row, rows, answers, failed, config.seed) for row in rows]
 
 
 def answer(row: Row, spec: Spec, question: Question, config: BenchConfig) -> Timed:
@@ -115,17 +111,15 @@ def row_figures(
     rows: list[Row],
     answers: dict[Row, list[Timed]],
     failed: dict[Row, str],
-    marked: str,
     seed: int,
 ) -> RowFigures:
     """The figures of one row beside one-token decoding and `model.generate`.
 
-    marked: its label. failed: the errors of rows that raised.
+    failed: the errors of rows that raised.
     """
     # 1. A row that raised has none.
     result: RowFigures = {
         "name": row.name,
-        "label": marked,
         "temperature": row.temperature,
         "peer": row.peer,
         "failed": failed.get(row),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from treespec.eval.bench.config import BenchConfig, whole_numbers
 from treespec.eval.bench.figures import median
 from treespec.eval.bench.result import BatchFigures
-from treespec.eval.bench.rows import ONE_TOKEN, Draft, label
+from treespec.eval.bench.rows import ONE_TOKEN, Draft
 from treespec.eval.bootstrap import Figure
 from treespec.eval.common import in_order, seed_of
 from treespec.eval.questions import Question
@@ -47,14 +47,13 @@ def batch_figures(
     cases: list[BatchCase],
     questions: list[Question],
     config: BenchConfig,
-    added: int,
     say: Callable[[str], None],
 ) -> list[BatchFigures]:
     """The throughput of every case: medians over rounds.
 
     In each round every case answers the first turns of all questions; when a text ends, the next
-    question takes its place in the batch. drafts: verifiers and trees by name. added: layers added
-    to the target, for labels. say: takes a line of progress.
+    question takes its place in the batch. drafts: verifiers and trees by name. say: takes a line
+    of progress.
     """
     # 1. Rounds, in each of which all cases take turns.
     prompts = [spec.encode([{"role": "user", "content": q.turns[0]}]) for q in questions]
@@ -64,8 +63,7 @@ def batch_figures(
         for case in in_order(cases, round_number):
             tokens[case], seconds = _answer_all(spec, drafts, case, prompts, questions, config)
             speeds[case].append(tokens[case] / seconds)
-            name = label(case.name, added)
-            say(f"batches of {case.batch}, {name} at temperature {case.temperature:g}")
+            say(f"batches of {case.batch}, {case.name} at temperature {case.temperature:g}")
 
     # 2. Medians of speeds, and of their ratios within a round.
     def over(case: BatchCase, other: BatchCase) -> Figure:
@@ -76,7 +74,6 @@ def batch_figures(
     return [
         {
             "name": case.name,
-            "label": label(case.name, added),
             "temperature": case.temperature,
             "batch": case.batch,
             "tokens": tokens[case],

@@ -24,7 +24,7 @@ NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tree sizes of the timed forwards
 class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptions, AnswerOptions):
     """Raises InputError for a number out of its range, and for none or several drafter options."""
 
-    out: str = option("folder for bench.json, report.html, bench.md and plots")
+    out: str = option("folder for bench.json, report.html, bench.md and a plot")
     verifier: str = option(
         f"{VERIFIER}; {FASTEST}; several are separated by commas, and rrs-wo@2x4 names its tree",
         "auto",
@@ -58,14 +58,6 @@ class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptio
         "let transformers load a model of its own instead of sharing treespec's packed one; takes "
         "twice the memory",
         False,
-    )
-    pad_layers: str = option(
-        "numbers of layers, separated by commas, that are added and compute without changing the "
-        "output; the whole benchmark runs for each",
-        "0",
-        least=0,
-        most=4096,
-        whole=True,
     )
     seed: int = option(
         "each answer's seed follows from it, the question, the turn and the row",

@@ -2,30 +2,27 @@
 
 from collections.abc import Sequence
 
-from treespec.eval.bench.result import BenchResult, Padding, RowFigures
+from treespec.eval.bench.result import BenchResult, RowFigures
 from treespec.eval.bench.rows import ONE_TOKEN
 from treespec.eval.common import drafted_by
 from treespec.eval.verdict import MeasuredPair, interval, sentences
 
 
-def verdict_of(paddings: Sequence[Padding]) -> list[str]:
+def verdict_of(rows: Sequence[RowFigures]) -> list[str]:
     """Prefill included: treespec's fastest pair, slower pairs, and transformers' fastest method."""
-    lines = []
-    for measured in paddings:
-        # 1. treespec's own pairs.
-        where = f"Padded, +{measured['added']} layers: " if measured["added"] else ""
-        rows = [row for row in measured["rows"] if row["name"] != ONE_TOKEN]
-        ours = [pair for row in rows if not row["peer"] and (pair := pair_of(row))]
-        peers = [pair for row in rows if row["peer"] and (pair := pair_of(row))]
-        lines += [where + line for line in sentences(ours)]
+    # 1. treespec's own pairs.
+    others = [row for row in rows if row["name"] != ONE_TOKEN]
+    ours = [pair for row in others if not row["peer"] and (pair := pair_of(row))]
+    peers = [pair for row in others if row["peer"] and (pair := pair_of(row))]
+    lines = sentences(ours)
 
-        # 2. The fastest peer at each temperature.
-        for temperature in dict.fromkeys(pair.temperature for pair in peers):
-            here = [pair for pair in peers if pair.temperature == temperature]
-            best = max(here, key=lambda pair: pair.tokens_per_second)
-            times = f"{best.name}, {interval(best.speedup)} times plain decoding"
-            at = f"{where}At temperature {temperature:g}"
-            lines.append(f"{at} the fastest of transformers' own is {times}.")
+    # 2. The fastest peer at each temperature.
+    for temperature in dict.fromkeys(pair.temperature for pair in peers):
+        here = [pair for pair in peers if pair.temperature == temperature]
+        best = max(here, key=lambda pair: pair.tokens_per_second)
+        times = f"{best.name}, {interval(best.speedup)} times plain decoding"
+        at = f"At temperature {temperature:g}"
+        lines.append(f"{at} the fastest of transformers' own is {times}.")
     return lines
 
 
@@ -76,11 +73,9 @@ def notes_of(result: BenchResult) -> list[str]:
         )
 
     # 3. What does not hold for all rows.
-    for measured in result["paddings"]:
-        lines += padding_note(measured)
-    for row in (row for measured in result["paddings"] for row in measured["rows"]):
+    for row in result["rows"]:
         if row["failed"]:
-            at = f"{row['label']} at temperature {row['temperature']:g}"
+            at = f"{row['name']} at temperature {row['temperature']:g}"
             lines.append(f"{at} failed: {row['failed']}.")
     if left_out := result["left_out"]:
         lines.append(f"Questions left out, {len(left_out)}: {'; '.join(left_out[:3])}.")
@@ -91,15 +86,3 @@ def _model_of_peers(stock: bool) -> str:
     if stock:
         return "a model of their own, as transformers loads it"
     return "treespec's model in memory, with its order of weights and its attention"
-
-
-def padding_note(measured: Padding) -> list[str]:
-    """A sentence about the added layers; none without them."""
-    added, difference = measured["added"], measured["logit_difference"]
-    if not added:
-        return []
-    same = f"within {difference:.2g}" if difference else "to the bit"
-    return [
-        f"Padded, +{added} layers: {measured['layers']} layers, of which the last {added} compute "
-        f"and write zeros; the logits are the same {same}."
-    ]

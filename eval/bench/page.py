@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from treespec.eval.bench.config import BenchConfig
-from treespec.eval.bench.result import BenchResult, Padding, RowFigures
-from treespec.eval.bench.rows import ONE_TOKEN, Draft, label
+from treespec.eval.bench.result import BenchResult, ForwardTime, RowFigures
+from treespec.eval.bench.rows import ONE_TOKEN, Draft
 from treespec.eval.bench.table import report_of
 from treespec.eval.common import STAGE_NAMES, STAGES, drafted_by, seed_of
 from treespec.eval.page.charts import Bar, Chart, Group, Stack, Style, bar_of, value_of
@@ -22,12 +22,12 @@ def page_of(result: BenchResult, out: Path) -> Page:
     config, trees = result["config"], read_trees(out)
     target = PurePath(str(config["target"])).name
     of_machine = trees.machine if trees else {}
-    paddings = result["paddings"]
+    rows = result["rows"]
     return Page(
         title=f"{target}: where the time goes",
         subtitle=f"{drafted_by(config)}, {result['questions']} questions of {config['questions']}",
         report=report_of(result),
-        charts=[speed(paddings), bounds(paddings), costs(paddings), forwards(paddings)],
+        charts=[speed(rows), bounds(rows), costs(rows), forwards(result["forwards"])],
         setup=setup("bench", BenchConfig, config, result["environment"], of_machine),
         trees=trees,
     )
@@ -59,7 +59,7 @@ def record(
     write_trees(out, question, runs)
 
 
-def speed(paddings: Sequence[Padding]) -> Chart:
+def speed(rows: Sequence[RowFigures]) -> Chart:
     """Overall tokens/s by those of one-token decoding, transformers' methods too."""
 
     def bar(row: RowFigures, _: RowFigures) -> Bar | None:
@@ -74,12 +74,12 @@ def speed(paddings: Sequence[Padding]) -> Chart:
         text="Tokens a second over those of treespec's one-token decoding, totals over totals, prompts "
         "included. Violet bars are transformers' own ways to generate. The whisker is the 95 % interval "
         "over questions.",
-        groups=by_temperature(paddings, bar),
+        groups=by_temperature(rows, bar),
         reference=1.0,
     )
 
 
-def bounds(paddings: Sequence[Padding]) -> Chart:
+def bounds(rows: Sequence[RowFigures]) -> Chart:
     """Speedups beside what the forwards alone would give."""
 
     def bar(row: RowFigures, _: RowFigures) -> Bar | None:
@@ -95,13 +95,13 @@ def bounds(paddings: Sequence[Padding]) -> Chart:
         text="Without prompts. The bound is τ · T(1) / (T(N) + T_draft): what would be left if a cycle "
         "were its forwards alone. From the bar to the diamond is what drafting, verifying and keeping "
         "cost besides; beyond the diamond only a better tree or a cheaper forward helps.",
-        groups=by_temperature(paddings, bar),
+        groups=by_temperature(rows, bar),
         reference=1.0,
         marker="bound",
     )
 
 
-def costs(paddings: Sequence[Padding]) -> Chart:
+def costs(rows: Sequence[RowFigures]) -> Chart:
     """A cycle's stages in cycles of one-token decoding, and the tokens that it brings."""
 
     def stack(row: RowFigures, plain: RowFigures) -> Stack | None:
@@ -118,45 +118,37 @@ def costs(paddings: Sequence[Padding]) -> Chart:
         text="The bar is the time of a cycle by stage (medians over questions), in cycles of one-token "
         "decoding; the diamond is the tokens that it brings, τ. Drafting pays where the diamond lies to "
         "the right of the bar's end.",
-        groups=by_temperature(paddings, stack),
+        groups=by_temperature(rows, stack),
         legend=[STAGE_NAMES[stage] for stage in STAGES],
         reference=1.0,
         marker="τ",
     )
 
 
-def forwards(paddings: Sequence[Padding]) -> Chart:
+def forwards(timed: Sequence[ForwardTime]) -> Chart:
     """The target's forward by the number of nodes, a group a context."""
-    groups = []
-    for measured in paddings:
-        timed = [one for one in measured["forwards"] if one["what"] == "target"]
-        for context in dict.fromkeys(one["context"] for one in timed):
-            rows = []
-            for one in timed:
-                if one["context"] == context:
-                    ms, count = one["ms"], one["nodes"]
-                    name = f"{count} node{'s' if count > 1 else ''}"
-                    rows.append(bar_of(name, ms, f"{interval(ms)} ms"))
-            groups.append(Group(f"{label('context', measured['added'])} {context}", rows))
+    groups: dict[int, list[Bar]] = {}
+    for one in timed:
+        if one["what"] == "target":
+            ms, count = one["ms"], one["nodes"]
+            name = f"{count} node{'s' if count > 1 else ''}"
+            bar = bar_of(name, ms, f"{interval(ms)} ms")
+            groups.setdefault(one["context"], []).append(bar)
     return Chart(
         title="What a node costs the target",
         text="The time of one forward by the size of its tree. While the bars are equally long, nodes "
         "are free and a larger tree pays; where they grow with the nodes, each node has to earn its time.",
-        groups=groups,
+        groups=[Group(f"context {context}", bars) for context, bars in groups.items()],
     )
 
 
 def by_temperature(
-    paddings: Sequence[Padding], draw: Callable[[RowFigures, RowFigures], Bar | Stack | None]
+    rows: Sequence[RowFigures], draw: Callable[[RowFigures, RowFigures], Bar | Stack | None]
 ) -> list[Group]:
     """draw: (row, one-token decoding beside it) -> what the row looks like, None for nothing."""
-    groups: dict[tuple[float, int], list[Bar | Stack]] = {}
-    for measured in paddings:
-        plain = {row["temperature"]: row for row in measured["rows"] if row["name"] == ONE_TOKEN}
-        for row in measured["rows"]:
-            if drawn := draw(row, plain[row["temperature"]]):
-                groups.setdefault((row["temperature"], measured["added"]), []).append(drawn)
-    return [
-        Group(label(f"temperature {heat:g}", added), rows)
-        for (heat, added), rows in sorted(groups.items(), key=lambda item: item[0])
-    ]
+    groups: dict[float, list[Bar | Stack]] = {}
+    plain = {row["temperature"]: row for row in rows if row["name"] == ONE_TOKEN}
+    for row in rows:
+        if drawn := draw(row, plain[row["temperature"]]):
+            groups.setdefault(row["temperature"], []).append(drawn)
+    return [Group(f"temperature {heat:g}", bars) for heat, bars in sorted(groups.items())]

@@ -85,13 +85,12 @@ class AnswerTime(TypedDict):
 class RowFigures(TypedDict):
     """One method at one temperature.
 
-    label: `name`, marked where layers were added. peer: transformers answers, not treespec.
-    failed: the error that a peer raised; it then has no figures. same_as_one_token: answers whose
-    tokens are those of one-token decoding, at temperature 0. cycle: None for peers.
+    peer: transformers answers, not treespec. failed: the error that a peer raised; it then has no
+    figures. same_as_one_token: answers whose tokens are those of one-token decoding, at temperature
+    0. cycle: None for peers.
     """
 
     name: str
-    label: str
     temperature: float
     peer: bool
     failed: str | None
@@ -110,27 +109,12 @@ class BatchFigures(TypedDict):
     """
 
     name: str
-    label: str
     temperature: float
     batch: int
     tokens: int
     tokens_per_second: Figure
     over_one_token: Figure
     over_smallest: Figure
-
-
-class Padding(TypedDict):
-    """All measurements on the target with `added` layers more, `layers` in all.
-
-    logit_difference: the largest change of a logit by the added layers.
-    """
-
-    added: int
-    layers: int
-    logit_difference: float
-    forwards: list[ForwardTime]
-    rows: list[RowFigures]
-    batches: list[BatchFigures]
 
 
 class BenchResult(TypedDict):
@@ -145,4 +129,6 @@ class BenchResult(TypedDict):
     questions: int
     left_out: list[str]
     plots: list[str] | None
-    paddings: list[Padding]
+    forwards: list[ForwardTime]
+    rows: list[RowFigures]
+    batches: list[BatchFigures]

@@ -34,11 +34,6 @@ class Row:
     peer: bool = False
 
 
-def label(name: str, added: int) -> str:
-    """A row's name, marked where layers that change nothing were added to the target."""
-    return name + (f" (padded, +{added} layers)" if added else "")
-
-
 def temperatures(config: BenchConfig) -> list[float]:
     """The distinct temperatures. Raises InputError for a part that is no number from 0."""
     values = [number("temperature", part) for part in listed("temperature", config.temperature)]

@@ -1,4 +1,4 @@
-"""The benchmark: forwards, cycles and peers take turns, once per number of added layers."""
+"""The benchmark: forwards, cycles and peers take turns."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -9,9 +9,8 @@ from transformers import PreTrainedModel
 from treespec.eval.bench import page
 from treespec.eval.bench.answering import asked, measure_rows
 from treespec.eval.bench.batches import ROUNDS, BatchCase, batch_cases, batch_figures
-from treespec.eval.bench.config import BenchConfig, contexts_of, whole_numbers
+from treespec.eval.bench.config import BenchConfig, contexts_of
 from treespec.eval.bench.forwards import WARM_UP, forward_times
-from treespec.eval.bench.padding import pad
 from treespec.eval.bench.peers import fit_assistant, load_assistant, peer_rows
 from treespec.eval.bench.plot import plot
 from treespec.eval.bench.result import BenchResult
@@ -31,12 +30,11 @@ from treespec.target import Target
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements to make. added: numbers of added layers, ascending; all are made on each."""
+    """The measurements to make."""
 
     drafts: dict[str, Draft]
     temperatures: list[float]
     batches: list[BatchCase]
-    added: list[int]
 
 
 @dataclass(frozen=True)
@@ -55,28 +53,19 @@ class Models:
             rows += peer_rows(self.stock, self.assistant, temperature)
         return rows
 
-    def pad(self, layers: int) -> float:
-        """Append layers that change nothing; returns the largest change of a logit."""
-        difference = pad(self.spec.target, layers)
-        if self.stock is not self.spec.target:
-            pad(self.stock, layers)
-        return difference
-
 
 def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: None) -> BenchResult:
     """Measure, then write and return OUT/bench.json.
 
-    Also writes OUT/bench.md, OUT/report.html with OUT/trees.json, and plots.
-
-    The files are written anew after each number of added layers. Options are checked before any
-    model is loaded. Raises InputError for bad input.
+    Also writes OUT/bench.md, OUT/report.html with OUT/trees.json, and a plot. Options are checked
+    before any model is loaded. Raises InputError for bad input.
     """
     drafts = drafts_of(config)
     values = temperatures(config)
     assert config.source
     refuse_unfit([(config.source, *draft) for draft in drafts.values()])
     batches = batch_cases(config, drafts, values)
-    plan = Plan(drafts, values, batches, whole_numbers("pad-layers", config.pad_layers, 0))
+    plan = Plan(drafts, values, batches)
     contexts_of(config, 1 << 40)  # a target's context is not known yet
     questions, left_out = load_questions(config.questions)
     with locked(config.out):
@@ -102,47 +91,33 @@ def measure(
 
     # 2. Progress.
     rows = models.rows(plan)
-    steps = WARM_UP + config.rounds + len(questions) * len(rows) + ROUNDS * len(plan.batches)
-    done, total = 0, steps * len(plan.added)
+    total = WARM_UP + config.rounds + len(questions) * len(rows) + ROUNDS * len(plan.batches)
+    done = 0
 
     def say(text: str) -> None:
         nonlocal done
         done += 1
         report(Step(done, total, text))
 
-    # 3. All measurements on each number of layers.
+    # 3. All measurements.
+    out = Path(config.out)
+    (out / TREES).unlink(missing_ok=True)  # of an earlier benchmark in this folder
     result: BenchResult = {
         "config": asdict(config),
         "environment": describe(target),
         "questions": len(questions),
         "left_out": left_out + too_long,
         "plots": None,
-        "paddings": [],
+        "forwards": forward_times(spec, contexts, config.rounds, config.seed, say),
+        "rows": measure_rows(spec, rows, questions, config, say),
+        "batches": batch_figures(spec, plan.drafts, plan.batches, questions, config, say),
     }
-    out = Path(config.out)
-    (out / TREES).unlink(missing_ok=True)  # of an earlier benchmark in this folder
-    before, difference = 0, 0.0
-    for added in plan.added:
-        difference += models.pad(added - before)
-        before = added
-        result["paddings"].append(
-            {
-                "added": added,
-                "layers": target.layers,
-                "logit_difference": difference,
-                "forwards": forward_times(spec, contexts, config.rounds, config.seed, say),
-                "rows": measure_rows(spec, rows, questions, config, added, say),
-                "batches": batch_figures(
-                    spec, plan.drafts, plan.batches, questions, config, added, say
-                ),
-            }
-        )
-        result["plots"] = plot(result, out)
-        write_json(out / "bench.json", result)
-        write_text(out / "bench.md", markdown(report_of(result)))
-        page.write(result, out)
+    result["plots"] = plot(result, out)
+    write_json(out / "bench.json", result)
+    write_text(out / "bench.md", markdown(report_of(result)))
+    page.write(result, out)
 
-    # 4. Trees for the page, untimed; layers that were added change none.
+    # 4. Trees for the page, untimed.
     report(Step(total, total, "recording a few trees for report.html"))
     page.record(out, spec, plan.drafts, plan.temperatures, questions, config.seed)
     page.write(result, out)

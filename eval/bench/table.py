@@ -10,11 +10,10 @@ from treespec.eval.bench.result import (
     BatchFigures,
     BenchResult,
     CycleFigures,
-    Padding,
+    ForwardTime,
     RowFigures,
     Work,
 )
-from treespec.eval.bench.rows import label
 from treespec.eval.common import STAGE_NAMES, STAGES
 from treespec.eval.report import Report, Table
 from treespec.eval.verdict import interval
@@ -26,32 +25,30 @@ RATIO_NAMES = ["speedup", "bound", "speedup/bound"]
 def report_of(result: BenchResult) -> Report:
     """What OUT/bench.md and the terminal show."""
     # 1. Forwards; a drafter without a draft model has no step.
-    paddings = result["paddings"]
-    target = forward_table(paddings, "The target's forward in ms, by nodes", "target")
-    step = forward_table(paddings, "The head's step in ms", "extend")
+    timed, rows = result["forwards"], result["rows"]
+    target = forward_table(timed, "The target's forward in ms, by nodes", "target")
+    step = forward_table(timed, "The head's step in ms", "extend")
     tables = [table for table in (target, step) if table]
 
     # 2. Cycles of treespec's own rows.
     columns = ["cycle", *STAGE_NAMES.values(), "overhead"]
-    rows = cycle_rows(paddings, times_of)
-    tables.append(Table("A cycle in ms", NAMES, columns, rows, brief=True))
+    tables.append(Table("A cycle in ms", NAMES, columns, cycle_rows(rows, times_of), brief=True))
     title = "Speedup and its bound; τ: tokens per target forward"
     columns = ["τ", "tokens/s", *RATIO_NAMES, "overall: speedup", *RATIO_NAMES[1:]]
-    tables.append(Table(title, NAMES, columns, cycle_rows(paddings, speedups_of)))
+    tables.append(Table(title, NAMES, columns, cycle_rows(rows, speedups_of)))
 
     # 3. Speed of all rows, and of batches.
     title = "Beside transformers, prefill included"
     over = ["by model.generate", "by one token"]
     columns = ["tokens", "tokens/s", *over, "overall: tokens/s", *over, "identical"]
-    tables.append(Table(title, NAMES, columns, speed_rows(paddings)))
+    tables.append(Table(title, NAMES, columns, speed_rows(rows)))
     columns = ["texts", "tokens", "tokens/s", "by one token", "by the smallest batch"]
-    rows = [batch_row(batch) for measured in paddings for batch in measured["batches"]]
-    if rows:
-        tables.append(Table("Batches", NAMES, columns, rows))
-    return Report(tables, notes_of(result), verdict_of(paddings))
+    if result["batches"]:
+        tables.append(Table("Batches", NAMES, columns, list(map(batch_row, result["batches"]))))
+    return Report(tables, notes_of(result), verdict_of(rows))
 
 
-def forward_table(paddings: list[Padding], title: str, what: Work) -> Table | None:
+def forward_table(forwards: list[ForwardTime], title: str, what: Work) -> Table | None:
     """One row per context; None if nothing of the kind was timed.
 
     what: "target" for the target's forwards by nodes, "extend" for the head's two forwards.
@@ -64,20 +61,18 @@ def forward_table(paddings: list[Padding], title: str, what: Work) -> Table | No
         columns = {("begin", WAITING): f"begin, {WAITING} tokens"}
         columns |= {("extend", nodes): f"level of {nodes}" for nodes in FRONTIERS}
     rows = []
-    for measured in paddings:
-        timed = [f for f in measured["forwards"] if (f["what"], f["nodes"]) in columns]
-        ms = {(f["context"], f["what"], f["nodes"]): f["ms"] for f in timed}
-        for context in dict.fromkeys(f["context"] for f in timed):
-            cells = [interval(ms[context, *column]) for column in columns]
-            rows.append([label(name, measured["added"]), str(context), *cells])
+    timed = [f for f in forwards if (f["what"], f["nodes"]) in columns]
+    ms = {(f["context"], f["what"], f["nodes"]): f["ms"] for f in timed}
+    for context in dict.fromkeys(f["context"] for f in timed):
+        cells = [interval(ms[context, *column]) for column in columns]
+        rows.append([name, str(context), *cells])
     return Table(title, ["", "context"], list(columns.values()), rows) if rows else None
 
 
 def cycle_rows(
-    paddings: list[Padding], cells: Callable[[CycleFigures], list[str]]
+    rows: list[RowFigures], cells: Callable[[CycleFigures], list[str]]
 ) -> list[list[str]]:
     """A line for each row that has figures of a cycle."""
-    rows = [row for measured in paddings for row in measured["rows"]]
     return [[*labels_of(row), *cells(row["cycle"])] for row in rows if row["cycle"]]
 
 
@@ -94,10 +89,10 @@ def speedups_of(cycle: CycleFigures) -> list[str]:
     return [tau, speed, *medians, *overall]
 
 
-def speed_rows(paddings: list[Padding]) -> list[list[str]]:
+def speed_rows(rows: list[RowFigures]) -> list[list[str]]:
     """A line for each row that answered or raised."""
     lines = []
-    for row in (row for measured in paddings for row in measured["rows"]):
+    for row in rows:
         speed, answers = row["speed"], row["answers"]
         if row["failed"]:
             lines.append([*labels_of(row), "failed", *[""] * 7])
@@ -121,4 +116,4 @@ def batch_row(batch: BatchFigures) -> list[str]:
 
 def labels_of(row: RowFigures | BatchFigures) -> list[str]:
     """The cells below `NAMES`."""
-    return [row["label"], f"{row['temperature']:g}"]
+    return [row["name"], f"{row['temperature']:g}"]

@@ -7,7 +7,7 @@ from treespec.eval.bench.config import BenchConfig
 
 @takes(BenchConfig)
 def bench(config: BenchConfig) -> None:
-    """Time forwards, cycles and peers in one run, also on a target with added layers."""
+    """Time forwards, cycles and peers in one run."""
     check_folder(config.out)
     begin(config.target, [config.source] if config.source else [], config.template)
     from pathlib import Path

@@ -9,14 +9,12 @@ from other_words import sentence_piece, without_shared_tokens
 from test_batch import what
 from test_decode import plain_generate
 from test_sequence_law import TestSequenceLaw as SequenceLaw
-from tiny_configs import MODELS, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from treespec import load
 from treespec.draft.models.other_vocabulary import OtherVocabulary, start_of
 from treespec.draft.models.shared_vocabulary import SPECIAL, SharedVocabulary, bytes_of, shared_vocabulary
-from treespec.draft.models.string_match import StringMatch
 from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
@@ -189,53 +187,6 @@ def test_the_command_names_the_share_and_refuses_several(tmp_path, caplog):
     assert spec.generate("the user", max_new_tokens=8).token_ids == wanted
     with pytest.raises(InputError, match="several draft models must have the target's tokens"):
         load(str(target), drafter=f"model:{draft}+{target}")
-
-
-class TestStrings:
-    @pytest.fixture(scope="class")
-    def folders(self, tmp_path_factory):
-        home = tmp_path_factory.mktemp("strings")
-        words = sentence_piece()
-        save_model(home / "target"), save_model(home / "draft", vocab_size=len(words), num_hidden_layers=1)
-        words.save_pretrained(home / "draft")
-        return home
-
-    def test_greedy_and_sampled_texts_are_the_targets(self, folders):
-        spec = load(str(folders / "target"), drafter=f"model:{folders}/draft,match=string", dtype="float32")
-        wanted = [spec.baseline().generate(text, max_new_tokens=16).token_ids for text in PROMPTS]
-        assert [output.token_ids for output in spec.generate(PROMPTS, max_new_tokens=16, batch=2)] == wanted
-        drawn = {"temperature": 1.0, "seed": 3, "max_new_tokens": 16}
-        assert spec.generate("a", **drawn).token_ids == spec.baseline().generate("a", **drawn).token_ids
-
-    def test_what_the_target_says_is_drafted_as_text(self, tmp_path):
-        """By itself: a model that says six letters alone, which no merge joins."""
-        folder = save_model(tmp_path / "letters", tie_word_embeddings=False)
-        model = hf.AutoModelForCausalLM.from_pretrained(folder)
-        said = [n for n, text in bytes_of(tokenizer()).items() if text in (b"x", b"z", b"q", b"j", b"v", b"b")]
-        with torch.no_grad():
-            model.lm_head.weight[[n for n in range(model.config.vocab_size) if n not in said]] = 0
-        model.save_pretrained(folder)
-        spec = load(str(folder), drafter=f"model:{folder},match=string", verifier="topk", dtype="float32")
-        stats = spec.generate("the user asks", max_new_tokens=29).stats
-        assert stats.acceptance_length > 5
-
-    @pytest.mark.parametrize("name", ["llama", "lfm2", "jamba"])
-    def test_what_is_drafted_depends_on_the_text_alone(self, name):
-        """Not on the text before in the same cache, which a recurrent model cuts where it knows its state."""
-        size = {"vocab_size": len(tokenizer())}
-        config = hf.LlamaConfig(**GROUPED | size) if name == "llama" else tiny(MODELS[name], size)
-        draft = Target(random_model(config), tokenizer())
-        one = StringMatch(draft, model_of(tokenizer(), seed=0))
-        texts = [tokenizer().encode(text) for text in ("the user asks", "the user ends", "the user ends it all", "the")]
-        for text in texts:
-            assert one._drafted(0, text) == one.new()._drafted(0, text)
-
-    def test_it_takes_no_tree_and_joins_no_memory(self, folders):
-        drafter = f"model:{folders}/draft,match=string"
-        with pytest.raises(InputError, match="model hands over given tokens"):
-            load(str(folders / "target"), verifier="rrs", drafter=drafter)
-        with pytest.raises(InputError, match="no draft model to join"):
-            load(str(folders / "target"), drafter=f"suffix+{drafter}")
 
 
 class TestHeads:

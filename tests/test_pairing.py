@@ -58,7 +58,6 @@ WRONG = [
     (["--head", "HOME/eagle", "--tree", "sampled", "--verifier", "rrs"], "which rrs-wo, traversal and optimal answer"),
     (["--head", "HOME/eagle", "--drafter", "lookup"], "leave out one"),
     (["--drafter", "suffix+lookup"], "lookup has no draft model to join"),
-    (["--drafter", "suffix:m+model:HOME/target,match=string"], "model has no draft model to join"),
     (["--head", ""], "--head is empty: name a directory or a hub id"),
     (["--drafter", ""], "unknown drafter ''"),
     (["--drafter", "eagle"], "--drafter eagle names no directory: write eagle:PATH"),

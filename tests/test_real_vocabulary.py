@@ -14,13 +14,8 @@ TARGET = os.environ.get("TREESPEC_OTHER_TARGET") or fetched_folder()
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (DRAFT and TARGET and Path(DRAFT).is_dir()), reason="needs both models")
-@pytest.mark.parametrize("options", ["", ",match=string"])
-def test_gemma_drafts_for_smollm(options, caplog):
-    spec = (
-        load(str(TARGET), None, "chain:4", drafter=f"model:{DRAFT}{options}", dtype="float32")
-        if not options
-        else (load(str(TARGET), drafter=f"model:{DRAFT}{options}", dtype="float32"))
-    )
+def test_gemma_drafts_for_smollm():
+    spec = load(str(TARGET), None, "chain:4", drafter=f"model:{DRAFT}", dtype="float32")
     question = [{"role": "user", "content": "Why is the sky blue? Answer in two sentences."}]
     output = spec.generate(question, max_new_tokens=40)
     assert output.token_ids == spec.baseline().generate(question, max_new_tokens=40).token_ids

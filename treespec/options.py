@@ -48,7 +48,6 @@ HEADS = tuple(kind for kind, form in DRAFTER_FORMS.items() if form.endswith(":HE
 AT_ONCE = ("medusa", "dflash", "p-eagle")  # heads that draft all levels from the text alone
 # kinds of head that treespec trains
 TRAINED = tuple(kind for kind in HEADS if kind not in ("head", "dflash", "p-eagle"))
-MATCH = ",match=string"  # behind a draft model's path: its text is matched, not its tokens
 GIVEN = ("lookup", "rest", "lookahead", "jacobi", "suffix")  # their tokens have no draft law
 JOINED = re.compile(  # suffix:DIR+eagle:HEAD; the first + before a drafter's name parts the two
     rf"(suffix(?::.*?)?)\+((?:{'|'.join(map(re.escape, DRAFTERS))})(?::.*)?)"

@@ -14,7 +14,7 @@ from treespec.eval.mtbench.config import EvalConfig, drafters_of
 from treespec.eval.questions import Question
 from treespec.files import read_json
 from treespec.identity import identity_of, target_identity
-from treespec.options import MATCH, members_of
+from treespec.options import members_of
 
 CHANGE_NO_ANSWER = ("out", "resamples", "allow_lossy", "run_code")  # options
 PLACES = ("target", "head")  # compared by content: another path may lead to the same model
@@ -127,7 +127,6 @@ def drafter_identity(drafter: str) -> str:
         return " ".join(filter(None, map(drafter_identity, members)))
     kind, _, value = drafter.partition(":")
     if kind in MODELS:
-        value = value.removesuffix(MATCH)
         names = [value] if kind != "model" or Path(value).exists() else value.split("+")
         return " ".join(map(identity_of, names))
     if kind == "suffix":

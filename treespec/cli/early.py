@@ -15,7 +15,6 @@ from treespec.options import (
     DRAFTERS,
     GIVEN,
     HEADS,
-    MATCH,
     either,
     members_of,
     nearest,
@@ -75,7 +74,6 @@ def check_source(drafter: str, width: int | None) -> None:
     if kind in HEADS:
         check_head(value, width)
     elif kind == "model":
-        value = value.removesuffix(MATCH)
         for model in [value] if Path(value).exists() else value.split("+"):
             check_there(model, "draft model's directory")
     elif kind == "self" and not Path(value).is_file():

@@ -11,7 +11,7 @@ from treespec.draft.default_tree import default_tree, verifier_for
 from treespec.draft.grow.grower import DraftModel
 from treespec.draft.grow.growers import check_fit
 from treespec.errors import InputError
-from treespec.options import AT_ONCE, GIVEN, HEADS, MATCH, members_of
+from treespec.options import AT_ONCE, GIVEN, HEADS, members_of
 from treespec.trees.shape import Policy
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Verifier, is_paced
@@ -38,8 +38,7 @@ def check_named(drafter: str, verifier: Verifier, tree: Policy | None) -> None:
 
 def has_given_tokens(drafter: str) -> bool:
     """Whether a drafter's tokens have no draft law, by its name. Joined to a draft model they need none."""
-    last = members_of(drafter)[-1]
-    return last.partition(":")[0] in GIVEN or last.endswith(MATCH)
+    return members_of(drafter)[-1].partition(":")[0] in GIVEN
 
 
 def check_joined(drafter: str) -> None:

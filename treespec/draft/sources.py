@@ -9,12 +9,11 @@ from torch import nn
 from treespec.draft.drafter import Drafter
 from treespec.draft.joint import Joint
 from treespec.draft.model_free.kinds import GIVEN, given_by, suffix
-from treespec.draft.models.model import ModelProposer, draft_model, string_model
+from treespec.draft.models.model import ModelProposer, draft_model
 from treespec.draft.models.other_vocabulary import OtherVocabulary
 from treespec.draft.models.several import SeveralModels
 from treespec.draft.models.skip import skipped_target
 from treespec.draft.models.sparse import sparse_target
-from treespec.draft.models.string_match import StringMatch
 from treespec.draft.pairing import check_joined
 from treespec.draft.proposer import Proposer
 from treespec.draft.trained.eagle import embedding_of, embedding_to_share
@@ -26,7 +25,7 @@ from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder, load_head
 from treespec.heads.head import Head
-from treespec.options import MATCH, members_of, nearest
+from treespec.options import members_of, nearest
 from treespec.target import Target
 
 
@@ -60,12 +59,8 @@ def head_of_kind(kind: str) -> Callable[[str, Target], Head]:
     return source
 
 
-def draft_models(
-    paths: str, target: Target
-) -> ModelProposer | OtherVocabulary | SeveralModels | StringMatch:
+def draft_models(paths: str, target: Target) -> ModelProposer | OtherVocabulary | SeveralModels:
     """Draft models by directory or hub id, several of them joined by +. Raises InputError."""
-    if paths.endswith(MATCH):
-        return string_model(paths.removesuffix(MATCH), target)
     names = [paths] if Path(paths).exists() else paths.split("+")
     models = [draft_model(name, target) for name in names]
     same = [model for model in models if isinstance(model, ModelProposer)]

@@ -144,7 +144,7 @@ DRAFTER_WORDS = {  # name: the values that --drafter takes, what it is, and wher
         "P-EAGLE, 2602.01469",
     ),
     "model": (
-        "`model:PATH`, `model:PATH+PATH`, `model:PATH,match=string`",
+        "`model:PATH`, `model:PATH+PATH`",
         "a smaller model, of any vocabulary, or several of the target's",
         "Leviathan et al., Chen et al. 2023; SpecInfer, Miao et al. 2024",
     ),

@@ -15,11 +15,9 @@ from treespec.cache import TreeCache
 from treespec.draft.models.branch import Branch
 from treespec.draft.models.other_vocabulary import OtherVocabulary
 from treespec.draft.models.shared_vocabulary import shared_vocabulary
-from treespec.draft.models.string_match import StringMatch
 from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer
 from treespec.errors import InputError
 from treespec.model.masks import together
-from treespec.options import MATCH
 from treespec.target import Target
 
 log = logging.getLogger(__name__)
@@ -102,18 +100,6 @@ class ModelProposer(Proposer):
         return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
 
 
-def string_model(path: str, target: Target) -> StringMatch:
-    """`--drafter model:PATH,match=string`. Raises InputError where a tokenizer is missing."""
-    model = loaded_model(path, target)
-    if model.tokenizer is None or target.tokenizer is None:
-        without = "the draft model" if target.tokenizer else "the target"
-        raise InputError(
-            f"--drafter model:{path}{MATCH} matches text, and {without} has no tokenizer: leave out "
-            "match=string"
-        )
-    return StringMatch(model, target)
-
-
 def draft_model(path: str, target: Target) -> ModelProposer | OtherVocabulary:
     """`--drafter model:PATH`, in the target's dtype on its output device.
 
@@ -134,8 +120,7 @@ def draft_model(path: str, target: Target) -> ModelProposer | OtherVocabulary:
         words = shared_vocabulary(target.tokenizer, model.tokenizer, *sizes)
     except InputError as error:
         raise InputError(
-            f"--drafter model:{path} cannot draft for this target: {error}; take another model, or "
-            f"model:{path},match=string at temperature 0"
+            f"--drafter model:{path} cannot draft for this target: {error}; take another model"
         ) from None
     log.warning(
         "draft model %s has another vocabulary: it drafts the %d tokens that both have, %.0f %% of "

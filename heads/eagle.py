@@ -119,24 +119,26 @@ def config_for(
     differs from `hidden_size`. For targets without rotary positions or gated layers the head takes
     Llama's defaults.
     """
-    # 1. Sizes.
-    heads = getattr(target, "num_attention_heads", None) or max(1, width // 64)  # Mamba: none
+    # 1. Sizes. As attributes, those that differ by layer raise an error.
+    fields = target.to_dict()
+    fields |= {name: fields.get(stored) for name, stored in target.attribute_map.items()}
+    inner = fields.get("intermediate_size") or 4 * width
+    heads = fields.get("num_attention_heads") or max(1, width // 64)  # Mamba: none
     if width % heads:
         heads = 1
-    fields = target.to_dict()
     config: Config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": width,
-        "intermediate_size": fields.get("intermediate_size") or 4 * width,
+        "intermediate_size": max(inner) if isinstance(inner, list) else inner,
         "num_hidden_layers": 1,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(target, "head_dim", None) or width // heads,
+        "num_key_value_heads": fields.get("num_key_value_heads") or heads,
+        "head_dim": fields.get("head_dim") or width // heads,
         "vocab_size": vocab_size,
         "hidden_act": "silu",
         "rms_norm_eps": fields.get("rms_norm_eps") or 1e-6,
-        "max_position_embeddings": getattr(target, "max_position_embeddings", 2048),
+        "max_position_embeddings": fields.get("max_position_embeddings") or 2048,
         "bias": True,
     }
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import transformers as hf
-from models import VOCAB, random_model
+from models import VOCAB, random_eagle3, random_head, random_model
 from test_target import plain_logits, prefix, random_tree
 from tiny_configs import MODELS, tiny
 
@@ -47,6 +47,10 @@ def equal_or_refused(model):
         path = tree.ancestors[leaf].nonzero().flatten()
         plain = plain_logits(model, text[0].tolist() + tree.tokens[path].tolist())[-len(path) :]
         torch.testing.assert_close(logits[path], plain, atol=TOLERANCE, rtol=TOLERANCE)
+    for head in (random_head(target), random_eagle3(target)):
+        features = torch.zeros(1, 3, head.feature_size)
+        hidden = head.step(text[:, :3], head.fuse(features), torch.arange(3))
+        assert head.logits(hidden, target).shape == (1, 3, target.vocab_size)
     return None
 
 

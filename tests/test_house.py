@@ -94,7 +94,6 @@ ROOMS = {  # the rooms that each room may import
     "serve": "ground spec target decode text",
     "train": "ground demo seams target model text heads draft.fit draft.trained spec",
     "train.regenerate": "ground shaping demo decode spec target text train",
-    "train.toy": "ground",
     "eval": "ground target spec eval.suites text trees verify draft",
     "eval.acceptance": "ground demo spec eval model verify draft.trained",
     "eval.page": "ground spec eval text",

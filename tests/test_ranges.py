@@ -18,7 +18,7 @@ from treespec.verify.registry import SCHEMES, scheme_by_name
 
 MODULES = (
     *(f"treespec.cli.{name}" for name in ("config", "chat_config", "generate", "quickstart", "datastore")),
-    *("treespec.train.config", "treespec.train.toy.tiny_target", "treespec.train.toy.stdlib_text"),
+    "treespec.train.config",
     *(f"treespec.eval.{room}.config" for room in ("mtbench", "bench", "certify", "acceptance")),
     *(f"treespec.eval.fit.{name}_config" for name in ("tree", "skip", "calibrate")),
     *(f"treespec.draft.model_free.{name}" for name in ("lookup", "lookahead", "jacobi", "rest", "suffix")),
@@ -149,7 +149,7 @@ COMMANDS = {
         *("train --noise nan", "train --feature-weight nan", "train --learning-rate inf", "train --clip -1"),
         *("train --minutes nan", "train --beta1 1.5", "train --weight-decay nan", "train --held-out 0"),
         *("train --seed 18446744073709551616", "generate --seed 18446744073709551616", "skip --minutes nan"),
-        *("quickstart --limit 0", "quickstart --target-seconds -1", "quickstart --head-minutes nan"),
+        "quickstart --limit 0",
         *("generate --temperature nan", "generate --top-p nan", "generate --max-new-tokens 0", "generate --batch 0"),
         *("eval --temperature 0,nan", "bench --contexts 0", "bench --batches 1,0"),
         *("acceptance --draws 2,0", "acceptance --draft-temperature 1.2/nan", "eval --seed -1", "eval --limit x"),

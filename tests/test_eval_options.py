@@ -196,7 +196,7 @@ def test_every_drafter_gets_what_it_goes_with():
 
 
 def test_a_memory_beside_a_head_takes_the_heads_verifiers_and_trees():
-    for drafter in ("suffix+eagle:h", "suffix:union=1+eagle:h", "suffix:memory,union=2+eagle:h"):
+    for drafter in ("suffix+eagle:h", "suffix:nodes=9+eagle:h", "suffix:memory,nodes=9+eagle:h"):
         config = EvalConfig(target="T", drafter=drafter, out="o", verifier="rrs-wo", tree="2x2", baseline=False)
         (row,) = configurations(config)
         assert (row.drafter, row.verifier, row.tree) == (drafter, "rrs-wo", "2x2")

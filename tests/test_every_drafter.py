@@ -34,7 +34,7 @@ DRAFTERS = {
 }
 JOINED = {
     "suffix+eagle": "suffix+eagle:{home}/eagle",
-    "suffix+model": "suffix:{home}/joined,union=2+model:{home}/small",
+    "suffix+model": "suffix:{home}/joined,nodes=9+model:{home}/small",
 }
 
 

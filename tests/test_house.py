@@ -84,10 +84,9 @@ ROOMS = {  # the rooms that each room may import
     "draft.models": "ground shaping seams target model text trees heads",
     "draft.trained": "ground seams target model text trees heads draft.models",
     "draft.model_free": "ground shaping seams target text trees draft.pace",
-    "draft.union": "ground shaping trees verify draft.pace",
     "draft.grow": "ground shaping seams trees verify draft.pace",
     "draft": "ground shaping seams target trees heads verify "
-    "draft.grow draft.model_free draft.models draft.pace draft.trained draft.union",
+    "draft.grow draft.model_free draft.models draft.pace draft.trained",
     "draft.fit": "ground shaping seams target decode model text trees "
     "heads verify draft draft.grow draft.pace draft.trained",
     "spec": "ground shaping seams target decode model text trees heads verify draft draft.fit draft.pace draft.trained",

@@ -213,7 +213,7 @@ class TestBounds:
             ("suffix:tokens=5", "tokens is 5, must be a whole number from 1,024"),
             ("suffix:words=3", "'words=3' is not understood; its options are tokens=200000, longest=64"),
             ("suffix:count=0", "count is 0"),
-            ("suffix:union=both", "'union=both' is not understood"),
+            ("suffix:nodes=all", "'nodes=all' is not understood"),
             ("suffix:tokens=5000,memory", "'memory' is not understood"),
         ],
     )

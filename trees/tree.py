@@ -87,8 +87,6 @@ class TokenTree:
     drafts: the laws and draws; None where the children are a deterministic function of the text
     (top-k, retrieval).
     rows: extra tokens that the drafter asks the target to score; None: there are none.
-    added: given tokens behind the drafted ones, the last nodes (`treespec.verify.ride`). They have no
-    draws, and no drafted node stands below them.
 
     A verifier takes a node's first child with a token, so it never reaches the node of a repeat.
     """
@@ -99,13 +97,6 @@ class TokenTree:
     ancestors: Tensor
     drafts: Drafts | None = None
     rows: Rows | None = None
-    added: int = 0
-
-    def drafted(self) -> "TokenTree":
-        """The tree without its added nodes."""
-        n = len(self.tokens) - self.added
-        links = self.tokens[:n], self.parents[:n], self.depth[:n]
-        return TokenTree(*links, self.ancestors[:n, :n], self.drafts, self.rows)
 
     def forwarded(self) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens [N + M], depths [N + M] and mask [N + M, N + M] of the target's forward.

@@ -100,7 +100,7 @@ def rest_parts(value: str) -> tuple[str, str]:
 def suffix_parts(value: str) -> tuple[str, str]:
     """(folder, options) from `DIRECTORY,tokens=5000`, `DIRECTORY`, `tokens=5000` or nothing.
 
-    A value that begins like an option is no folder: `union=x` is a mistake, `./union=x` a folder.
+    A value that begins like an option is no folder: `nodes=x` is a mistake, `./nodes=x` a folder.
     """
     if re.match(r"\w+=[^/\\]*(,|$)", value):
         return "", value

@@ -1,13 +1,7 @@
 """A memory and a draft model that draft for the same texts (`--drafter suffix+eagle:HEAD`).
 
-Three ways, by the option `union` of the memory:
-
-    0    a cycle's drafts come from the memory or from the model, whichever promise more
-    1    both in one tree: given tokens stand beside the model's own (`treespec.draft.union.merged`)
-    2    so too, and the model drafts no token that is given (`treespec.draft.union.apart`)
-
-What the memory gives depends on the past alone. A tree of it has one-hot laws, and the given nodes of
-a joined tree need no law (`treespec.verify.ride`). So every verifier stays lossless.
+Each cycle's tree comes from the memory or from the model, whichever promises more. The choice depends
+on the past alone, and a tree of the memory has one-hot laws. So every verifier stays lossless.
 """
 
 import time
@@ -19,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treespec.cache import TreeCache
+from treespec.draft.choice import Choice
 from treespec.draft.drafter import Drafter
 from treespec.draft.model_free.budget import likely_part
 from treespec.draft.model_free.given import moved
@@ -26,15 +21,10 @@ from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.pace.pace import Pace, Paces
 from treespec.draft.pace.times import TimesBy
 from treespec.draft.tree_drafter import TreeDrafter
-from treespec.draft.union.apart import apart
-from treespec.draft.union.choice import Choice
-from treespec.draft.union.merged import merged
 from treespec.shaping.law import Law
 from treespec.target import TreeOutput
 from treespec.trees.chain import hung_below
 from treespec.trees.tree import TokenTree
-
-SWITCH, BESIDE, APART = 0, 1, 2
 
 
 @final
@@ -42,17 +32,17 @@ class UnionDrafter(Drafter):
     """`Suffix` and `TreeDrafter` for each of B texts; one text at first.
 
     times: with them the memory drafts no more than pays. idle: texts whose present tree is the
-    memory's. drafted: nodes of the present trees that the model drafted, and those above them.
+    memory's.
     """
 
-    per_text = ("trees", "texts", "memory", "paces", "choices", "idle", "drafted")
+    per_text = ("trees", "texts", "memory", "paces", "choices", "idle")
 
     def __init__(self, trees: TreeDrafter, memory: Suffix, times: TimesBy | None) -> None:
         self.trees, self.memory, self.times = trees, [memory], times
-        self.policy, self.mode = trees.policy, memory.options.union
+        self.policy = trees.policy
         self.texts = [np.empty(0, dtype=np.int64)]  # [T] the observed tokens, by text
         self.paces: list[Paces | None] = [None]
-        self.choices, self.idle, self.drafted = [Choice()], [False], [0]
+        self.choices, self.idle = [Choice()], [False]
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -74,28 +64,21 @@ class UnionDrafter(Drafter):
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        # 1. What the memory gives, and for whom it drafts alone.
+        # 1. The memory's trees, and the texts that take them.
         chains = [law.forced() for law in laws]
         rows = zip(range(len(laws)), roots, chains, laws, strict=True)
         given = [self._given(*row) for row in rows]
-        both = [
-            apart(law, tree, tuple(chain)) if self.mode == APART and len(tree.tokens) > 1 else law
-            for law, tree, chain in zip(laws, given, chains, strict=True)
-        ]
 
         # 2. The draft model's trees for the others.
         before = self.trees.forward_seconds
-        trees = self.trees.draft_trees(roots, both, generators, cache, now, self.idle)
+        trees = self.trees.draft_trees(roots, laws, generators, cache, now, self.idle)
         self.forward_seconds += self.trees.forward_seconds - before
 
-        # 3. The given tokens in place of them, or in them.
-        for row, (tree, chain, law) in enumerate(zip(given, chains, laws, strict=True)):
-            self.drafted[row] = len(trees[row].tokens)
+        # 3. The memory's, below the forced tokens.
+        for row, (tree, chain) in enumerate(zip(given, chains, strict=True)):
             if self.idle[row]:
                 own = moved(tree, roots.device)
                 trees[row] = hung_below(roots[row : row + 1], chain, own) if chain else own
-            elif self.mode != SWITCH and len(tree.tokens) > 1 and not law.over:
-                trees[row] = merged(trees[row], tree, len(chain))
         return trees
 
     def _given(self, row: int, root: Tensor, chain: list[int], law: Law) -> TokenTree:
@@ -107,14 +90,13 @@ class UnionDrafter(Drafter):
         if pace:
             tree, chances = likely_part(tree, pace, chances)
 
-        # 2. Whether it drafts alone.
+        # 2. Whether it drafts.
         reach = chances.copy()
         for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
             reach[node] *= reach[parent]
         score, nodes = float(reach[1:].sum()), len(reach)
-        choice = self.choices[row]
-        alone = self.mode == SWITCH and choice.prefers_memory(score, nodes, pace)
-        self.idle[row] = alone and nodes > 1 and not law.over
+        preferred = self.choices[row].prefers_memory(score, nodes, pace)
+        self.idle[row] = preferred and nodes > 1 and not law.over
         return tree
 
     def _pace(self, row: int, law: Law) -> Pace | None:
@@ -124,23 +106,11 @@ class UnionDrafter(Drafter):
         return paces.among(law.company(len(self.texts)))
 
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
-        own = [
-            [node for node in path if node < drafted]
-            for path, drafted in zip(paths, self.drafted, strict=True)
-        ]
-        for row, path in enumerate(paths):
-            if not self.idle[row]:
-                self.choices[row].settle(len(path), self._seconds(row))
-        self.trees.settle(own, outs)
-
-    def _seconds(self, row: int) -> float | None:
-        """Modelled seconds of the draft model's present cycle."""
-        if not self.times:
-            return None
-        paces: Paces | None = getattr(self.trees.growers[row], "paces", None) or self.paces[row]
-        assert paces
-        pace = paces.present
-        return pace.promise.seconds if pace.promise else pace.cost(self.drafted[row], 2)
+        rows = zip(paths, self.idle, self.choices, self.trees.growers, strict=True)
+        for path, idle, choice, grower in rows:
+            if not idle:
+                choice.settle(len(path), grower.seconds)
+        self.trees.settle(paths, outs)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         self.trees.observe(features, tokens)

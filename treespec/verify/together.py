@@ -9,7 +9,6 @@ from torch import Tensor
 from treespec.sampling import Logits, TargetLaws, greedy_choice
 from treespec.shaping.law import Law, TreeLogits
 from treespec.trees.tree import TokenTree
-from treespec.verify.ride import ridden
 from treespec.verify.walk import Verdict, Verifier, follow_all, follow_by_step
 
 
@@ -42,14 +41,13 @@ def _judged(
     verifier: Verifier, tree: TokenTree, logits: Tensor, law: Law, generator: torch.Generator
 ) -> Verdict:
     """A text's verdict; the law learns where it forbids every token. logits: [N, V]."""
-    judge = partial(ridden, verifier) if tree.added else verifier
     if not law.shapers:
-        return judge(tree, TargetLaws(logits, law.params), generator)
+        return verifier(tree, TargetLaws(logits, law.params), generator)
     rows = TreeLogits(law, tree, logits)
     if law.greedy:
         verdict = follow_by_step(tree, partial(_choice, rows))
     else:
-        verdict = judge(tree, TargetLaws(rows, law.params), generator)
+        verdict = verifier(tree, TargetLaws(rows, law.params), generator)
     path = [0, *verdict.path]
     law.stuck = next((at for at, node in enumerate(path) if node in rows.forbidden), None)
     return verdict

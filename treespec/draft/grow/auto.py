@@ -27,6 +27,12 @@ class AutoGrower(Grower[AutoTree]):
         super().__init__(policy, means)
         self.paces: Paces | None = None
 
+    @property
+    def seconds(self) -> float:
+        assert self.paces
+        pace = self.paces.present
+        return pace.promise.seconds if pace.promise else 1 / pace.plain
+
     @staticmethod
     def fits(policy: AutoTree, scheme: Scheme, model: DraftModel) -> None:
         check_one_law(model)

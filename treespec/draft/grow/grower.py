@@ -64,6 +64,11 @@ class Grower(Generic[P]):
 
     ahead: Callable[[], Tensor] | None = None
 
+    @property
+    def seconds(self) -> float | None:
+        """Modelled seconds of the cycle that runs; None: the policy models no time."""
+        return None
+
     def __init__(self, policy: P, means: Means) -> None:
         self.policy, self.means = policy, means
 

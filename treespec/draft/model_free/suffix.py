@@ -25,7 +25,7 @@ from treespec.trees.tree import TokenTree
 class SuffixOptions:
     """tokens: bound of each memory. longest: of the match. count: the match must have occurred so
     often. nodes: the most drafted tokens. growth: drafted tokens for each token of the match.
-    percent: the least chance of a path. union: with a draft model (`treespec.draft.union_drafter`).
+    percent: the least chance of a path.
     Raises InputError for a number out of range.
     """
 
@@ -35,9 +35,6 @@ class SuffixOptions:
     nodes: int = option("drafted tokens at most", 48, least=1, most=4095)
     growth: int = option("drafted tokens for each token of the match", 2, least=1, most=64)
     percent: int = option("least chance of a drafted path", 10, least=1, most=100)
-    union: int = option(
-        "0: drafts of one of the two, 1: of both, 2: of both apart", 0, least=0, most=2
-    )
 
     def __post_init__(self) -> None:
         check_ranges(self, flag="")

@@ -1,1 +1,0 @@
-"""Given tokens and a draft model together: `--drafter suffix+eagle:HEAD`."""

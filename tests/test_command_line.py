@@ -198,11 +198,11 @@ class TestBeforeAnythingIsLoaded:
         with pytest.raises(InputError, match="is for features of width 4096, the target's are 32"):
             check_sources(folders["target"], [f"head:{tmp_path}"])
 
-    @pytest.mark.parametrize("command", ["skip", "tree", "certify", "bench", "acceptance", "quickstart", "train"])
+    @pytest.mark.parametrize("command", ["skip", "tree", "certify", "bench", "acceptance", "train"])
     def test_a_place_that_cannot_be_written_is(self, command, tmp_path, monkeypatch, capsys):
         (tmp_path / "file").write_text("")
         options = {"skip": ["--text", "x"], "train": ["--data", "x"]}.get(command, ["--head", "h"])
-        options = [] if command == "quickstart" else ["--target", "nowhere/at/all", *options]
+        options = ["--target", "nowhere/at/all", *options]
         assert ended(monkeypatch, command, *options, "--out", f"{tmp_path}/file/x.json") == 2
         assert capsys.readouterr().err == (
             f"treespec: --out {tmp_path}/file/x.json: {tmp_path}/file is a file, not a directory\n"

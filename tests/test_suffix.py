@@ -210,7 +210,7 @@ class TestBounds:
     @pytest.mark.parametrize(
         ("drafter", "complaint"),
         [
-            ("suffix:tokens=5", "tokens is 5, must be a whole number from 1,024"),
+            ("suffix:tokens=99999999", "tokens is 99999999, must be a whole number from 0 to 10,000,000"),
             ("suffix:words=3", "'words=3' is not understood; its options are tokens=200000, longest=64"),
             ("suffix:count=0", "count is 0"),
             ("suffix:nodes=all", "'nodes=all' is not understood"),

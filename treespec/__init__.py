@@ -6,6 +6,7 @@ spec.generate("text").text
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from treespec.spec import Spec, load
 
     __version__: str
+
+# In a checkout heads, trees, train and eval lie beside this folder, in a wheel inside it.
+if not (_here := Path(__file__).parent).joinpath("heads").is_dir():
+    __path__.append(str(_here.parent))
 
 # Imported when first asked for: the command line must not wait for torch.
 _LATER = {

@@ -1,13 +1,11 @@
 """Loading a target and its sources of drafts, for decoding only."""
 
-import logging
 from collections.abc import Sequence
 from os import PathLike, fspath
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from treespec.demo.known import is_demo, own_head
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.fit.dtype import dtype_for, rates_of
 from treespec.draft.source import Source, source_for
@@ -21,8 +19,6 @@ from treespec.target import Target
 from treespec.variant import Variant
 
 DeviceMap = str | int | torch.device | dict[str, str | int | torch.device] | None
-
-log = logging.getLogger(__name__)
 
 
 def load_sources(
@@ -82,14 +78,6 @@ def load_sources(
     for module in (module for source in sources.values() for module in source.models):
         pack(module)
     return model, sources
-
-
-def default_head(target: object) -> str | None:
-    """The directory of the head that treespec brings for a target; None where it brings none."""
-    head = own_head(target)
-    if head is None and is_demo(target):
-        log.warning("%s: this treespec brings no head for it, so nothing drafts", target)
-    return head
 
 
 def refuse_placement(**options: object) -> None:

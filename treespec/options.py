@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from treespec.demo.known import head_of
 from treespec.errors import InputError
 from treespec.trees.ranges import Range
 
@@ -86,9 +87,19 @@ QUESTIONS = ("builtin", "mt-bench", "spec-bench", "humaneval", "gsm8k")
 
 
 def members_of(drafter: str) -> list[str]:
-    """The drafters that `suffix+eagle:HEAD` joins, `kind:value` each; of any other name itself."""
+    """The drafters that `suffix+eagle:HEAD` joins, `kind:value` each; of any other name itself.
+
+    The head `demo` is its directory.
+    """
     joined = JOINED.fullmatch(drafter)
-    return list(joined.groups()) if joined else [drafter]
+    return [with_directory(member) for member in (joined.groups() if joined else [drafter])]
+
+
+def with_directory(drafter: str) -> str:
+    """head:demo with the directory of that head; any other name as it is."""
+    kind, _, value = drafter.partition(":")
+    folder = head_of(value) if kind in HEADS else None
+    return f"{kind}:{folder}" if folder else drafter
 
 
 def rest_parts(value: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ A configuration states a shared option again only where its default or its meani
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from treespec.demo.known import own_head
+from treespec.demo.known import DEMO, default_drafter, head_of
 from treespec.errors import InputError
 from treespec.options import (
     DRAFTER_FORMS,
@@ -23,6 +23,7 @@ from treespec.options import (
     check_ranges,
     either,
     option,
+    shared,
 )
 from treespec.variant import Variant
 
@@ -118,15 +119,17 @@ class DrafterOptions(CommandOptions):
 
     PANEL = "Drafting"
 
-    head: str | None = option("draft head: a directory or a hub id", None)
+    head: str | None = option(
+        f"draft head: a directory, a hub id, or {DEMO} for the one that treespec brings", None
+    )
     drafter: str | None = option(DRAFTER, None)
     verifier: str = option(f"{VERIFIER}; {FASTEST}", "auto")
     allow_lossy: bool = option("allow verifiers that change the law of the text", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head is None and self.drafter is None:  # a target may bring a head
-            object.__setattr__(self, "head", own_head(getattr(self, "target", None)))
+        if self.head is None and self.drafter is None:
+            object.__setattr__(self, "drafter", default_drafter(getattr(self, "target", None)))
 
     @property
     def source(self) -> str | None:
@@ -139,6 +142,25 @@ class DrafterOptions(CommandOptions):
             raise InputError("give --head or --drafter")
         if self.head is not None and self.drafter is not None:
             raise InputError("give only one of --head and --drafter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(CommandOptions):
+    """A head that a command measures: by default that of the target `demo`, as its directory."""
+
+    PANEL = "Drafting"
+
+    head: str | None = shared(DrafterOptions, "head", None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named = getattr(self, "target", None) if self.head is None else self.head
+        object.__setattr__(self, "head", head_of(named) or self.head)
+
+    def check_head(self) -> None:
+        """Raises InputError if there is no head."""
+        if self.head is None:
+            raise InputError("give --head: a draft head of this target, a directory or a hub id")
 
 
 @dataclass(frozen=True, kw_only=True)

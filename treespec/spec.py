@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.asking import texts_of
 from treespec.decode import Decoder
+from treespec.demo.known import default_drafter
 from treespec.draft.calibration import Calibration
 from treespec.draft.default_tree import verifier_for
 from treespec.draft.fit.measure import measure_up_to, measured_times
@@ -19,7 +20,7 @@ from treespec.draft.proposer import Proposer
 from treespec.draft.source import Drafting, source_for
 from treespec.errors import InputError
 from treespec.heads.head import Head
-from treespec.loading import DeviceMap, calibration_of, default_head, load_sources
+from treespec.loading import DeviceMap, calibration_of, load_sources
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
 from treespec.request import BatchOptions, Options, asked, refuse_unknown, seed_of, whole
@@ -257,9 +258,9 @@ def load(
     but changes for good: evaluation mode, no gradients, attention that takes trees. Its weights do
     not change; those of a model loaded here are packed on a CPU, where that is faster.
     tokenizer: default the directory's own. A model object without one takes and gives token ids.
-    head: directory or hub id of a trained head of any kind. drafter: `kind:value` in place of a
-    head, with a kind of `treespec.draft.sources.SOURCES`, such as lookup. Default: the head that
-    treespec brings for `demo`; one token at a time with any other target.
+    head: directory or hub id of a trained head of any kind, or `demo` for treespec's own. drafter:
+    `kind:value` in place of a head, with a kind of `treespec.draft.sources.SOURCES`. Default: for
+    `demo` its head and a suffix cache of the sequence, for other targets one token at a time.
     tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
     verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
     template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers
@@ -273,7 +274,7 @@ def load(
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
     if head is None and drafter is None:
-        head = default_head(target)
+        drafter = default_drafter(target)
     named = drafter or (f"head:{fspath(head)}" if head else None)
     model, sources = load_sources(
         target,

@@ -18,7 +18,7 @@ from torch import Tensor
 from treespec import Spec, load
 from treespec.demo.convert import convert
 from treespec.demo.fetch import gguf_from_package
-from treespec.demo.known import DEMO, DEMO_MODEL, own_head
+from treespec.demo.known import DEMO, DEMO_MODEL
 
 QUESTIONS = (
     "Why is the sky blue?",
@@ -33,7 +33,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", default=DEMO)
-    parser.add_argument("--head", help="default: the demo's, else prompt lookup")
+    parser.add_argument("--head", default=DEMO)
     parser.add_argument("--forms", nargs="+", default=["none", "int8", "gguf", "unpacked"])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
@@ -41,13 +41,11 @@ def main() -> None:
     options = parser.parse_args()
 
     # 1. Every form, with the same head.
-    head = options.head or own_head(options.target)
-    drafts = {"head": head} if head else {"drafter": "lookup"}
     specs = {}
     with TemporaryDirectory(prefix="treespec-") as folder:
         for form in options.forms:
             target, load_in = placed(form, options.target, Path(folder))
-            specs[form] = load(target, **drafts, load_in=load_in, dtype=options.dtype)
+            specs[form] = load(target, options.head, load_in=load_in, dtype=options.dtype)
 
     # 2. They answer in turn; the first round warms up.
     speeds: dict[tuple[str, str], list[float]] = defaultdict(list)

@@ -7,7 +7,7 @@ from treespec.errors import InputError
 from treespec.eval.common import listed, number
 from treespec.options import LOSSY, MANY, SCHEMES, SEEDS, TOKENS, either, option, shared
 from treespec.shared_options import (
-    DrafterOptions,
+    HeadOptions,
     PlacementOptions,
     TargetOptions,
     TextOptions,
@@ -70,7 +70,7 @@ def _default(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcceptanceConfig(VariantOptions, PlacementOptions, TextOptions):
+class AcceptanceConfig(HeadOptions, VariantOptions, PlacementOptions, TextOptions):
     """An option that is None takes the preset's value, else that of DEFAULTS (see `sweeps`).
 
     Raises InputError for a number out of its range, and without models or laws.
@@ -78,7 +78,6 @@ class AcceptanceConfig(VariantOptions, PlacementOptions, TextOptions):
 
     out: str = option("folder for logits and rates; a rerun uses the logits that are there")
     target: str | None = shared(TargetOptions, "target", None)
-    head: str | None = shared(DrafterOptions, "head", None)
     preset: str | None = option(f"sweeps of a paper: {either(PRESETS)}", None, choices=PRESETS)
     laws: str | None = option(
         'JSON file of given laws in place of a model: {"p": [[…], …], "q": [[…], …]}', None

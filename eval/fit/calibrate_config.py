@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 
 from treespec.errors import InputError
-from treespec.options import MANY, SEEDS, TOKENS, option
-from treespec.shared_options import PlacementOptions, TargetOptions, TextOptions
+from treespec.options import MANY, SEEDS, TOKENS, option, shared
+from treespec.shared_options import HeadOptions, PlacementOptions, TargetOptions, TextOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateConfig(TargetOptions, PlacementOptions, TextOptions):
+class CalibrateConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     """Raises InputError for a number out of its range, and for --draft-vocab without --text."""
 
-    head: str = option("draft head: a directory; calibration.json is written there")
+    head: str = shared(HeadOptions, "head", None)  # its directory gets calibration.json
     draft_vocab: int | None = option(
         "restrict drafts to the N tokens most frequent in all of --text (FR-Spec)",
         None,
@@ -31,6 +31,7 @@ class CalibrateConfig(TargetOptions, PlacementOptions, TextOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_head()
         if self.draft_vocab and not self.text:
             raise InputError(
                 "--draft-vocab needs --text: the target's few answers do not tell which tokens are "

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 
 from treespec.errors import InputError
 from treespec.options import SEEDS, option, shared
-from treespec.shared_options import DrafterOptions, PlacementOptions, TargetOptions, TextOptions
+from treespec.shared_options import HeadOptions, PlacementOptions, TargetOptions, TextOptions
 
 KINDS = ("medusa", "sequoia")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeConfig(TargetOptions, PlacementOptions, TextOptions):
+class TreeConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     """Raises InputError for a number out of its range, and for an unknown kind."""
 
-    head: str = shared(DrafterOptions, "head")
+    head: str = shared(HeadOptions, "head", None)
     out: str = option("file for the tree, which --tree then reads; its name ends in .json")
     kind: str = option(
         "medusa: greedy, by the accuracy at each depth and rank; sequoia: optimal, by their means",
@@ -36,6 +36,7 @@ class TreeConfig(TargetOptions, PlacementOptions, TextOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_head()
         if self.nodes == 1 or (self.nodes == 0 and self.kind != "sequoia"):
             raise InputError(
                 f"--nodes is {self.nodes}: give at least 2 (the root counts), or 0 with "

@@ -125,7 +125,7 @@ def drafter_identity(drafter: str) -> str:
     members = members_of(drafter)
     if len(members) > 1:
         return " ".join(filter(None, map(drafter_identity, members)))
-    kind, _, value = drafter.partition(":")
+    kind, _, value = members[0].partition(":")
     if kind in MODELS:
         names = [value] if kind != "model" or Path(value).exists() else value.split("+")
         return " ".join(map(identity_of, names))

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig(ModelOptions, SamplingOptions, LogitOptions):
-    """What decodes, and how it samples.
-
-    Where nothing is named, a target's own head drafts together with a memory of the text, which
-    is faster than either. A verifier or tree that is named is for the head alone.
-    """
+    """What decodes, and how it samples."""
 
     PANEL = "Answers"
 
@@ -46,11 +42,7 @@ class AnswerConfig(ModelOptions, SamplingOptions, LogitOptions):
     )
 
     def __post_init__(self) -> None:
-        given = self.head, self.drafter, self.tree
         super().__post_init__()
-        if self.head and not any(given) and self.verifier == ModelOptions.verifier:
-            object.__setattr__(self, "drafter", f"suffix+head:{self.head}")
-            object.__setattr__(self, "head", None)
         self.sampling()  # refuses what is not understood before anything is loaded
 
     def sampling(self) -> "Options":

@@ -8,7 +8,7 @@ import typer
 from treespec.cli.config_file import FromFile
 from treespec.cli.early import check_folder, check_sources
 from treespec.cli.terminal import end_notice, notice
-from treespec.demo.known import name_elsewhere
+from treespec.demo.known import head_of, name_elsewhere
 from treespec.errors import InputError
 from treespec.options import either, nearest
 from treespec.shared_options import TRUST
@@ -60,7 +60,7 @@ def export(
         raise InputError(
             "give --out FOLDER" + ("" if out is None else f" alone, and not {folder} too")
         )
-    place = out or folder
+    place, head = out or folder, head_of(head) or head
     assert place
     if to not in ENGINES:
         raise InputError(

@@ -1,26 +1,25 @@
-"""Two decodings of the same answers, side by side and live: one token at a time, and with treespec.
+"""Two decodings of the same completions, side by side and live: one token at a time, and with drafts.
 
 They take turns, a piece each: the side whose own clock is behind goes on. So each shows at any
 moment what it would show at that time if it ran alone.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
+import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from treespec.errors import InputError
-from treespec.files import read_json, write_json
-from treespec.identity import identity_of
-from treespec.spec import Spec, load
-from treespec.stats import figures
+from treespec.spec import Spec
+from treespec.stats import TAU, Stats, figures_of
+from treespec.text.prefix import common_prefix
 from treespec.text.printable import printable
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ QUESTIONS = (
     "Write a Python function that reverses a string.",
     "What should I pack for a weekend in the mountains?",
 )
-TOKENS = 96  # of an answer
 DRAFTED = "green"  # as in chat
 TITLES = ("one token at a time", "treespec; what it drafted is green")
 
@@ -39,76 +37,58 @@ TITLES = ("one token at a time", "treespec; what it drafted is green")
 @final
 @dataclass
 class Side:
-    """An answer so far: (text, drafted) pieces, tokens, forwards of the target and seconds."""
+    """A completion so far: (text, drafted) pieces, tokens and seconds."""
 
     pieces: list[tuple[str, bool]]
     tokens: int = 0
-    cycles: int = 0
     seconds: float = 0.0
 
-    @property
-    def text(self) -> str:
-        return "".join(text for text, _ in self.pieces).strip()
 
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+def compare(spec: Spec, tokens: int, console: Console) -> str:
+    """Answer the questions in both ways and show it. Returns how much faster drafts were."""
+    # 1. First-time measuring ends before any clock runs.
+    specs = spec.baseline(), spec
+    for each in specs:
+        each.generate("Hello", max_new_tokens=8)
 
+    # 2. Answer, and add up both sides' figures.
+    totals, same = (Stats(), Stats()), 0
+    for number, question in enumerate(QUESTIONS):
+        prompt = [{"role": "user", "content": question}]
+        streams = [each.stream(prompt, max_new_tokens=tokens) for each in specs]
+        sides = [Side([]), Side([])]
+        with shown(sides, console) as show:
+            race(streams, sides, show)
+        plain, drafting = (stream.output for stream in streams)
+        totals[0].add(plain.stats)
+        totals[1].add(drafting.stats)
+        same += plain.token_ids == drafting.token_ids
+        console.print(Text(f"> {question}", style="bold"))
+        console.print(first_line(sides[1], console.width - 4), no_wrap=True)
+        with_drafts = figures_of(drafting.stats, explain=not number)
+        console.print(f"  {with_drafts}, without drafts {plain.stats.tokens_per_second:.1f}")
+        if plain.token_ids != drafting.token_ids:
+            parting = parted(spec, spec.encode(prompt), plain.token_ids, drafting.token_ids)
+            console.print(f"  {parting}")
 
-def compare(target: str, head: str, file: Path) -> None:
-    """Answer the questions in both ways, show it, and keep the figures in `file`.
-
-    head: a directory, which drafts together with a memory of the text as in `treespec chat`, or
-    `lookup` to draft from the text alone. A whole file of the same models is shown as it is.
-    """
-    console = Console()
-    alone = head == "lookup"
-    models = {
-        "target": identity_of(target),
-        "head": "" if alone else identity_of(head),
-        "drafter": "lookup" if alone else "suffix+head",
-    }
-    rows = kept(file, models)
-    if rows is None:
-        ours = load(target, drafter=head if alone else f"suffix+head:{head}")
-        baseline = ours.baseline()
-        for spec in (baseline, ours):
-            spec.generate("Hello", max_new_tokens=8)  # measures once, before any clock runs
-        rows = [answered(question, (baseline, ours), console) for question in QUESTIONS]
-        write_json(file, {"models": models, "rows": rows})
-    else:
-        console.print(f"answered before: {file}", highlight=False, markup=False, soft_wrap=True)
-    console.print(verdict(rows), highlight=False, soft_wrap=True)
-
-
-def kept(file: Path, models: dict[str, str]) -> list[dict[str, Any]] | None:
-    """The rows of an earlier comparison of the same models; None where there is none."""
-    try:
-        held = read_json(file, "it is made again")
-        return list(held["rows"]) if held["models"] == models else None
-    except (InputError, KeyError, TypeError):
-        return None
+    # 3. The verdict.
+    without, drafts = (total.tokens_per_second for total in totals)
+    return (
+        f"     {drafts:.1f} tokens/s with treespec, {without:.1f} without: {drafts / without:.2f} "
+        f"times as fast; {same} of {len(QUESTIONS)} texts are the same"
+    )
 
 
-def answered(question: str, specs: tuple[Spec, Spec], console: Console) -> dict[str, Any]:
-    """Both answers to a question, shown while they come. Returns their texts and figures."""
-    prompt = [{"role": "user", "content": question}]
-    streams = [spec.stream(prompt, max_new_tokens=TOKENS, seed=0) for spec in specs]
-    sides = [Side([]), Side([])]
-    console.print(Text(f"\n> {question}", style="bold"))
-    with shown(sides, console) as show:
-        race(streams, sides, show)
-    for side, stream in zip(sides, streams, strict=True):
-        side.tokens, side.cycles = stream.stats.new_tokens, stream.stats.cycles
-        side.seconds = stream.stats.seconds["total"]
-    if not console.is_terminal:
-        for title, side in zip(TITLES, sides, strict=True):
-            print(f"[{title}]\n{side.text}\n{line_of(side)}", flush=True)
-    counted = ("tokens", "cycles", "seconds")
-    both = [
-        {"text": side.text, **{name: getattr(side, name) for name in counted}} for side in sides
-    ]
-    return {"question": question, "sides": both}
+def parted(spec: Spec, prompt: list[int], plain: list[int], drafting: list[int]) -> str:
+    """Where two greedy completions part, and what the target gives the two tokens there."""
+    at = common_prefix(plain, drafting)
+    ids = torch.tensor([prompt + plain[:at]])
+    logits = spec.target.output_logits(spec.target.features(ids)[0, -1])  # [V]
+    p = logits.float().softmax(-1)
+    return (
+        f"the two part at token {at + 1}, where the target gives their tokens "
+        f"{p[plain[at]]:.1%} and {p[drafting[at]]:.1%}"
+    )
 
 
 def race(
@@ -135,59 +115,60 @@ def race(
 
 @contextmanager
 def shown(sides: Sequence[Side], console: Console) -> Iterator[Callable[[], None]]:
-    """Two columns that grow. Yields what draws them anew; without a terminal it does nothing."""
+    """Two columns that grow and vanish at the end. Yields what draws them; a pipe gets nothing."""
     if not console.is_terminal:
         yield lambda: None
         return
-    with Live(table_of(sides), console=console, auto_refresh=False) as live:
-
-        def show() -> None:
-            live.update(table_of(sides), refresh=True)
-
-        yield show
-        show()
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield lambda: live.update(table_of(sides), refresh=True)
 
 
 def table_of(sides: Sequence[Side]) -> Table:
-    """The answers in two columns, each with its figures."""
+    """The completions in two columns, each with its speed."""
     table = Table.grid(expand=True, padding=(0, 2))
     for _ in sides:
         table.add_column(ratio=1)
     table.add_row(*(Text(title, style="dim") for title in TITLES))
     table.add_row(*(coloured(side) for side in sides))
-    table.add_row(*(Text(line_of(side), style="dim") for side in sides))
+    speeds = [side.tokens / side.seconds if side.seconds else 0.0 for side in sides]
+    table.add_row(*(Text(f"{speed:.1f} tokens/s", style="dim") for speed in speeds))
     return table
 
 
 def coloured(side: Side) -> Text:
-    """The answer so far, with what was drafted in colour."""
-    text = Text()
+    """The completion so far, with what was drafted in colour."""
+    return Text.assemble(*((words, DRAFTED if drafted else "") for words, drafted in side.pieces))
+
+
+def first_line(side: Side, width: int) -> Text:
+    """The beginning of a completion in one line, with what was drafted in colour."""
+    text = Text("  ")
     for words, drafted in side.pieces:
-        text.append(words, style=DRAFTED if drafted else "")
+        text.append(re.sub(r"\s+", " ", words), style=DRAFTED if drafted else "")
+    text.truncate(width, overflow="ellipsis")
     return text
 
 
-def line_of(side: Side) -> str:
-    """The figures of a finished answer; the speed of one that goes on."""
-    if side.cycles:
-        return figures(side.tokens, side.cycles, side.seconds)
-    return f"{side.speed:.1f} tokens/s"
+def measured(spec: Spec, verifiers: Sequence[tuple[str, str | None]], tokens: int) -> Table:
+    """τ and tokens per second of verifiers at temperature 1, over the questions.
 
+    verifiers: (name, tree) each; None is the verifier's own tree.
+    """
+    # 1. Every way answers a question before the next one.
+    ways = {"one token at a time": spec.baseline()}
+    for verifier, tree in verifiers:
+        ways[f"{verifier}@{tree}" if tree else verifier] = spec.configured(tree, verifier)
+    totals = {name: Stats() for name in ways}
+    for number, question in enumerate(QUESTIONS):
+        prompt = [{"role": "user", "content": question}]
+        for name, way in ways.items():
+            answer = way.generate(prompt, temperature=1.0, max_new_tokens=tokens, seed=number)
+            totals[name].add(answer.stats)
 
-def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """How much faster all answers came, and whether they are the same."""
-    # 1. Tokens per second of each side.
-    sides = [[row["sides"][number] for row in rows] for number in (0, 1)]
-    plain, drafting = (
-        sum(side["tokens"] for side in answers) / sum(side["seconds"] for side in answers)
-        for answers in sides
-    )
-
-    # 2. The texts.
-    same = sum(a["text"] == b["text"] for a, b in zip(*sides, strict=True))
-    texts = f"{same} of {len(rows)} texts are the same"
-    if same < len(rows):
-        texts += "; where they part, two tokens are equally likely up to rounding"
-    times = f"{drafting / plain:.2f} times as fast"
-    speeds = f"{drafting:.1f} tokens/s with treespec, {plain:.1f} without: {times}"
-    return f"\n{speeds}; {texts}\n"
+    # 2. The table.
+    table = Table.grid(padding=(0, 3))
+    table.add_row("     verifier", f"τ ({TAU})", "tokens/s")
+    for name, stats in totals.items():
+        figures = f"{stats.acceptance_length:.2f}", f"{stats.tokens_per_second:.1f}"
+        table.add_row(f"     {name}", *figures)
+    return table

@@ -7,6 +7,7 @@ from pathlib import Path
 from treespec.heads.shipped import shipped_head
 
 DEMO = "demo"
+DRAFTER = f"suffix:tokens=0+head:{DEMO}"  # drafts for `demo`: the sequence's own past, and the head
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,12 @@ def name_elsewhere(target: str) -> str:
     return DEMO_MODEL.repository if is_demo(target) else target
 
 
-def own_head(target: object) -> str | None:
+def default_drafter(target: object) -> str | None:
+    """What drafts for a target when nothing is named, as `--drafter` takes it; None: nothing."""
+    return DRAFTER if head_of(target) else None
+
+
+def head_of(target: object) -> str | None:
     """The directory of the head that treespec brings for a target; None where it brings none."""
     head = shipped_head(DEMO_MODEL.folder) if is_demo(target) else None
     return str(head) if head else None

@@ -96,7 +96,7 @@ def source_of(drafter: str, target: Target) -> Head | Proposer | Drafter | Joint
         name, _, value = second[0].partition(":")
         own = SOURCES[name](value, target)
         return Joint(suffix(first.partition(":")[2], target), cast("Head | Proposer", own))
-    kind, _, value = drafter.partition(":")
+    kind, _, value = first.partition(":")
     if kind not in SOURCES:
         hint = nearest(kind, SOURCES)
         choice = ", ".join(SOURCES)

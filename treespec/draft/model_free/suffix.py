@@ -29,7 +29,12 @@ class SuffixOptions:
     Raises InputError for a number out of range.
     """
 
-    tokens: int = option("of answers that are remembered", 200_000, least=1024, most=TOKENS * 10)
+    tokens: int = option(
+        "of earlier answers to draft from; 0: from the sequence at hand alone",
+        200_000,
+        least=0,
+        most=TOKENS * 10,
+    )
     longest: int = option("tokens of the suffix that is looked for", 64, least=1, most=1024)
     count: int = option("places that the suffix must have", 1, least=1, most=64)
     nodes: int = option("drafted tokens at most", 48, least=1, most=4095)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.eval.common import Step, seed_of
+from treespec.eval.common import Step
 from treespec.eval.questions import Question
 from treespec.spec import Spec
 from treespec.text.conversations import read_conversations
@@ -81,7 +81,7 @@ def _answers(
         report(Step(number, len(questions), f"the target answers question {question.question_id}"))
         baseline = spec.baseline()
         messages: list[dict[str, str]] = []
-        for turn, text in enumerate(question.turns):
+        for text in question.turns:
             # 1. The prompt: all turns so far.
             messages.append({"role": "user", "content": text})
             prompt = spec.encode(messages)
@@ -93,7 +93,7 @@ def _answers(
                 prompt,
                 temperature=config.answers_temperature,
                 max_new_tokens=config.max_new_tokens,
-                seed=seed_of(config.seed, question.question_id, turn, "acceptance"),
+                seed=config.seed,
             )
             messages.append({"role": "assistant", "content": output.text or " "})
             tokens = torch.tensor(prompt + output.token_ids)

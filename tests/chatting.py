@@ -53,7 +53,7 @@ def chat_config(folder):
         verifier="topk",
         temperature=100.0,
         max_new_tokens=3000,
-        seed=3,
+        seed=6,
     )
 
 

@@ -45,7 +45,7 @@ def write_questions(file, count=12):
 
 
 def config_for(model, data, out, **changes):
-    options = {"dtype": "float32", "batch": 4, "max_new_tokens": 8, "turns": 2, "greedy": 0.4, "seed": 7}
+    options = {"dtype": "float32", "batch": 4, "max_new_tokens": 8, "turns": 2, "greedy": 0.4, "seed": 12}
     return RegenerateConfig(target=str(model), data=data and str(data), out=str(out), **(options | changes))
 
 

@@ -3,17 +3,20 @@
 import json
 import sys
 from dataclasses import replace
+from random import Random
 
 import pytest
 import transformers as hf
 from chatting import answer, chat_config, save_models
 from models import tokenizer
+from rich.cells import cell_len
 
 from treespec import cli
-from treespec.cli.chat import stripped
+from treespec.cli.chat import Screen, stripped
 from treespec.cli.commands import in_words, run
 from treespec.cli.config import load_spec
 from treespec.cli.conversation import Conversation
+from treespec.cli.wrapped import Wrapped
 from treespec.decode import Piece
 from treespec.errors import InputError
 from treespec.text.conversations import read_conversations
@@ -96,6 +99,9 @@ def test_what_cannot_be_used_is_one_line_before_the_prompt(folder, tmp_path, mon
         "/stats",
         "/save",
         "/save nowhere.jsonl",  # nothing to save
+        "/undo",  # nothing was asked
+        "/load",
+        "/load nowhere.jsonl",
     ],
 )
 def test_a_command_that_cannot_be_done_is_one_line_and_changes_nothing(conversation, line, tmp_path, monkeypatch):
@@ -176,6 +182,63 @@ def test_white_space_around_an_answer_is_not_shown_and_all_else_is():
     pieces = [Piece(text, [], drafted=False) for text in texts]
     shown = [text for text, _ in stripped(pieces)]
     assert "".join(shown) == "".join(texts).strip()
+
+
+def shown_in(width, pieces):
+    """The lines that a terminal of this width shows."""
+    written = []
+    wrapped = Wrapped(lambda text, style: written.append(text), lambda: width)
+    for piece in [*pieces, "\n"]:
+        wrapped.show(piece)
+    assert not wrapped.amid_line
+    return "".join(written).split("\n")
+
+
+@pytest.mark.parametrize("letters", ["ab", "ab\N{COMBINING ACUTE ACCENT}語", "語文"])
+@pytest.mark.parametrize("width", [8, 23])
+def test_no_word_is_broken_at_the_right_edge_however_the_text_is_cut_into_pieces(letters, width):
+    random = Random(width)
+    for _ in range(50):
+        words = ["".join(random.choices(letters, k=random.randint(1, 8))) for _ in range(30)]
+        text = "".join(word + random.choice([" ", " ", "  ", "\n"]) for word in words)
+        cuts = sorted(random.choices(range(len(text)), k=40))
+        lines = shown_in(width, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])
+        assert max(map(cell_len, lines)) <= width
+        assert shown_in(width, [text]) == lines
+        if letters == "ab":
+            assert " ".join(lines).split() == words
+        assert "".join("".join(lines).split()) == "".join(words)
+
+
+def test_a_word_longer_than_a_line_fills_lines_as_it_comes():
+    assert shown_in(5, ["a ", "bcdefgh", "ijkl", "mn op"]) == ["a", "bcdef", "ghijk", "lmn", "op", ""]
+
+
+@pytest.mark.parametrize(
+    ("settings", "mark"), [({}, "green"), ({"NO_COLOR": "1"}, "underline"), ({"TERM": "dumb"}, "")]
+)
+def test_drafted_tokens_are_marked_as_the_first_screen_says(conversation, monkeypatch, settings, mark):
+    for name, value in ({"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": ""} | settings).items():
+        monkeypatch.setenv(name, value)
+    screen = Screen(terminal=True)
+    assert screen.mark == mark
+    _, drafts, *_ = conversation.introduction(screen.mark)
+    assert drafts.endswith({"green": "are green", "underline": "are underlined", "": "head"}[mark])
+
+
+def test_a_saved_conversation_goes_on(conversation, tmp_path):
+    file = tmp_path / "saved.jsonl"
+    for text in ("Hello there", "And then?"):
+        answer(conversation, text)
+        run(conversation, f"/save {file}")
+    said = conversation.messages
+    other = Conversation(conversation.spec, replace(conversation.config, system="Be brief."))
+    assert run(other, f"/load {file}") == "goes on after: And then?"
+    assert (other.messages, other.config.system) == (said, None)
+    run(other, "/system Be long.")
+    run(other, f"/save {file}")
+    run(conversation, f"/load {file}")
+    assert (conversation.messages, conversation.config.system) == (said, "Be long.")
 
 
 def test_no_control_code_reaches_the_screen():

@@ -47,8 +47,8 @@ def retried(conversation):
         ("/temperature", "temperature 100", "0.7", "temperature 0.7"),
         ("/top-p", "top-p 1", "0.9", "top-p 0.9"),
         ("/max-tokens", "at most 40 tokens an answer", "7", "at most 7 tokens an answer"),
-        ("/seed", "seed 3", "9", "seed 9"),
-        ("/seed", "seed 3", "none", "no seed: every answer is drawn anew"),
+        ("/seed", "seed 6", "9", "seed 9"),
+        ("/seed", "seed 6", "none", "no seed: every answer is drawn anew"),
         ("/system", "no system message", "Be brief, please.", "system message: Be brief, please."),
     ],
 )
@@ -61,8 +61,7 @@ def test_a_command_shows_its_value_and_changes_it_alone(conversation, command, b
         assert run(conversation, "/system none") == before
 
 
-def test_a_seed_that_is_set_counts_from_this_conversation_on(conversation, config):
-    """The same seed at the same place of the same conversation is the same answer."""
+def test_the_same_seed_and_messages_are_the_same_answer(conversation):
     run(conversation, "/seed 11")
     twice = []
     for _ in range(2):
@@ -90,7 +89,7 @@ def test_a_retry_is_what_a_fresh_target_says_in_its_place(conversation, config):
     first, second = conversation.messages[:2], conversation.messages[2:]
     got = retried(conversation)
     prompt = [{"role": "system", "content": "Be brief."}, *first, second[0]]
-    fresh = load_spec(config).generate(prompt, seed=79, **config.sampling())
+    fresh = load_spec(config).generate(prompt, seed=77, **config.sampling())
     assert got.token_ids == fresh.token_ids
     said = [*first, second[0], {"role": "assistant", "content": fresh.text.strip()}]
     assert conversation.messages == said
@@ -126,6 +125,15 @@ def test_a_message_without_an_answer_is_what_a_retry_answers(conversation):
     retried(conversation)
     assert conversation.messages[:-2] == before
     assert conversation.messages[-2]["content"] == "More"
+
+
+def test_undo_forgets_the_last_turn_and_a_message_without_an_answer(conversation):
+    first = conversation.messages[:2]
+    conversation.keep("More", conversation.ask("More").output, interrupted=True)
+    assert run(conversation, "/undo") == "forgotten: More"
+    assert conversation.last_message == "And then?"
+    assert run(conversation, "/undo") == "forgotten: And then?"
+    assert conversation.messages == first
 
 
 def test_a_template_that_takes_no_system_message_refuses_it_and_nothing_changes(conversation, monkeypatch):

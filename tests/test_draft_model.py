@@ -63,7 +63,7 @@ def test_greedy_texts_are_the_targets_alone_and_together(proposer, tree):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_that_is_the_target_is_accepted_whole(temperature):
     spec = Spec(target("llama"), ModelProposer(target("llama"), target("llama")), "chain:4", "single")
-    stats = spec.generate(prompt(), max_new_tokens=40, temperature=temperature, seed=1).stats
+    stats = spec.generate(prompt(), max_new_tokens=40, temperature=temperature, seed=1, ignore_eos=True).stats
     assert stats.accepted == [4] * 8
     assert stats.acceptance_length == 5
 

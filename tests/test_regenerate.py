@@ -109,7 +109,7 @@ def test_a_longer_run_contains_a_shorter_one(whole, tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"seed": 8}, "seed = 7, not 8"),
+        ({"seed": 8}, "seed = 12, not 8"),
         ({"temperature": 0.5}, "temperature = 1.0, not 0.5"),
         ({"max_new_tokens": 9}, "max_new_tokens = 8, not 9"),
         ({"filter": "english"}, "filter = 'all', not 'english'"),

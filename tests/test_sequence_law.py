@@ -63,9 +63,8 @@ class TestSequenceLaw:
             top_k=params.top_k,
             top_p=params.top_p,
             max_new_tokens=self.LENGTH,
-            seed=batch - 1,
             batch=batch,
-            **options,
+            **{"seed": batch - 1} | options,
         )
         for out in outputs:
             text = [1, 2, *out.token_ids]
@@ -178,3 +177,24 @@ class TestSequenceLaw:
         assert seen.keys() <= wanted.keys()
         statistic, freedom = chi_square([seen[text] for text in wanted], list(wanted.values()))
         assert statistic < chi2.isf(ERROR, freedom)
+
+
+class TestOneSeed:
+    """One seed for all turns: the draws of a turn tell nothing of those of the turn before."""
+
+    RUNS = 2500  # so 0.03 are more than three standard errors
+
+    @pytest.mark.parametrize("drafts", [False, True])
+    def test_two_turns_begin_with_the_same_token_as_often_as_the_target_has_it(self, drafts):
+        model = Target(TableModel(TableConfig(4, seed=1)))
+        spec = Spec(model, random_head(model, seed=2), "2x2", "rrs-wo") if drafts else Spec(model, None)
+        options = {"temperature": 1.0, "max_new_tokens": 1, "seed": list(range(self.RUNS)), "batch": 500}
+        turns, prompts = [], [[1, 2]] * self.RUNS
+        for _ in range(2):
+            turns.append([out.token_ids for out in spec.generate(prompts, **options)])
+            prompts = [[*prompt, *said, 1, 2] for prompt, said in zip(prompts, turns[-1], strict=True)]
+        law = probs(model.model(torch.tensor([[1, 2]])).logits[0, -1].double(), SamplingParams(1.0))
+        equal = sum(one[0] == other[0] for one, other in zip(*turns, strict=True)) / self.RUNS
+        wanted = float((law**2).sum())
+        assert wanted == pytest.approx(0.74, abs=0.005)
+        assert equal == pytest.approx(wanted, abs=0.03)

@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from models import TableConfig, TableModel, target
 from test_decode import plain_generate, prompt
 from test_given import paths_of, spec_of
@@ -117,7 +118,7 @@ class TestAnswers:
     @pytest.mark.parametrize("options", ["", ":percent=1,growth=9,nodes=6"])
     def test_sampled_texts_have_the_targets_law_whatever_is_remembered(self, options):
         spec = spec_of(table(), f"suffix{options}")
-        SequenceLaw().check(spec, SamplingParams(temperature=1.0), texts=3, batch=2, remember=True)
+        SequenceLaw().check(spec, SamplingParams(temperature=1.0), texts=3, batch=2, seed=torch.Generator())
 
     def test_what_was_answered_before_is_drafted_whole(self):
         spec = spec_of("llama", "suffix")
@@ -148,16 +149,29 @@ class TestAnswers:
         ("options", "joins"),
         [
             ({"temperature": 1.0}, True),
-            ({"temperature": 1.0, "seed": 3}, False),
-            ({"temperature": 1.0, "seed": 3, "remember": True}, True),
+            ({"temperature": 1.0, "seed": 3}, True),
             ({"temperature": 1.0, "remember": False}, False),
             ({"temperature": 0.0, "seed": 3}, True),
         ],
     )
-    def test_a_sampled_answer_with_a_seed_joins_only_where_it_is_asked(self, options, joins):
+    def test_every_answer_joins_but_where_it_is_asked_not_to(self, options, joins):
         spec = spec_of("llama", "suffix")
         spec.generate(prompt(), max_new_tokens=4, **options)
         assert (len(spec.decoder.drafter.drafters[0].memories.named("")) > 0) is joins
+
+    @pytest.mark.parametrize(
+        ("options", "recalls"),
+        [
+            ({"temperature": 1.0}, True),
+            ({"temperature": 1.0, "seed": torch.Generator()}, True),
+            ({"temperature": 1.0, "seed": 3}, False),
+            ({"temperature": 0.0, "seed": 3}, True),
+        ],
+    )
+    def test_a_sampled_answer_with_a_number_for_a_seed_is_drafted_from_its_own_text(self, options, recalls):
+        spec = spec_of("llama", "suffix")
+        list(spec.stream(prompt(), max_new_tokens=1, **options))
+        assert (spec.decoder.drafter.drafters[0].memory is not None) is recalls
 
     def test_callers_of_an_engine_share_by_name(self):
         with Engine(spec_of("llama", "suffix"), batch=2) as engine:

@@ -3,7 +3,7 @@
 import torch
 
 from treespec.errors import InputError
-from treespec.request import Asked, seed_of
+from treespec.request import Asked, Seed, generator_of, seed_of
 from treespec.samples import Samples
 from treespec.shaping.grammar import grammar_shapers
 from treespec.shaping.law import Law
@@ -22,12 +22,12 @@ def texts_of(
     template: str | None,
     ids: list[int],
     wanted: Asked,
-    seed: int | None,
+    seed: Seed,
     count: int,
 ) -> list[Text]:
     """`count` texts of a prompt's token ids.
 
-    seed: of all draws of the first; the others have the next ones. None draws one.
+    seed: of all draws of the first; the others have the next ones. None and a generator draw one.
     Raises InputError where the options do not fit the target or the prompt.
     """
     first, texts = seed_of(seed), list[Text]()
@@ -36,7 +36,8 @@ def texts_of(
     samples = Samples(count) if count > 1 else None
     for number in range(count):
         text = text_of(target, template, ids, wanted, seed_of(first + number))
-        text.samples, text.law.seeded = samples, seed is not None
+        text.samples = samples
+        text.law.seeded = not isinstance(seed, torch.Generator | None)
         texts.append(text)
     return texts
 
@@ -72,7 +73,7 @@ def text_of(target: Target, template: str | None, ids: list[int], wanted: Asked,
     law = Law(wanted.params, [shaper.begin(ids) for shaper in shapers])
 
     # 3. The text.
-    generator = torch.Generator(device=target.output_device).manual_seed(seed)
+    generator = generator_of(seed, ids, target.output_device)
     text = Text(ids, ending, generator, Stats(), law)
     text.top_logprobs = wanted.top_logprobs
     text.memory, text.remember = wanted.memory, wanted.remember

@@ -167,7 +167,7 @@ class Decoder:
 
         # 7. A drafter may draft from answers that have ended.
         for text in texts:
-            if drafter and text.memory is not None and text.joins_memory:
+            if drafter and text.memory is not None and text.remember and text.complete:
                 drafter.remember(text.memory, text.remembered)
         return pieces
 

@@ -13,7 +13,7 @@ from treespec.answer import Answer, OnPiece
 from treespec.decode import Piece, Text
 from treespec.errors import Busy, InputError
 from treespec.locks import alone_with
-from treespec.request import Options, whole
+from treespec.request import Options, Seed, whole
 from treespec.room import free_columns
 from treespec.rows import admitted
 from treespec.spec import Spec
@@ -87,11 +87,11 @@ class Engine:
         self,
         prompt: Prompt,
         *,
-        seed: int | None = None,
+        seed: Seed = None,
         on_piece: OnPiece | None = None,
         **options: Unpack[Options],
     ) -> Answer:
-        """Queue a request. prompt, seed, options: as for `Spec.stream`; same seed, same answer.
+        """Queue a request. prompt, seed, options: as for `Spec.stream`.
 
         on_piece: called on the engine's thread with each piece, and with None at the end, also
         after an error or `cancel`; it must return soon.
@@ -105,7 +105,7 @@ class Engine:
         prompt: Prompt,
         n: int,
         *,
-        seed: int | None = None,
+        seed: Seed = None,
         on_pieces: Sequence[OnPiece | None] | None = None,
         **options: Unpack[Options],
     ) -> list[Answer]:

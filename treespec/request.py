@@ -1,12 +1,14 @@
 """The options of `generate` and `stream`: how an answer is drawn, and where it ends."""
 
 import difflib
+import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 import numpy as np
+import torch
 
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
@@ -19,6 +21,9 @@ from treespec.shaping.shaper import Shaper
 
 if TYPE_CHECKING:
     from treespec.cycle import Cycle
+
+Seed: TypeAlias = int | torch.Generator | None
+Seeds: TypeAlias = Seed | Sequence[Seed]
 
 
 class Options(TypedDict, total=False):
@@ -44,9 +49,8 @@ class Options(TypedDict, total=False):
     (`treespec.logprobs.TokenLogprob`).
     chat_template_kwargs: variables for the chat template of messages, such as enable_thinking.
     memory: for `--drafter suffix`, whose answers to draft from: requests of one name share theirs,
-    default "". None: from the text at hand alone. remember: whether this answer joins them. Default:
-    yes, but for a sampled answer with a seed: drafts from an answer of the same seed would not be
-    lossless. True adds it all the same, for callers who give no two answers one seed.
+    default "". None: from the text at hand alone, as a sampled answer with a number for a seed is in
+    any case. remember: whether this answer joins them, default True.
     on_cycle: is called with each `treespec.cycle.Cycle` while the decoder waits; an error of it
     ends the answer. For one prompt.
     """
@@ -71,7 +75,7 @@ class Options(TypedDict, total=False):
     top_logprobs: int
     chat_template_kwargs: Mapping[str, object]
     memory: str | None
-    remember: bool | None
+    remember: bool
     on_cycle: "Callable[[Cycle], object]"
 
 
@@ -79,7 +83,7 @@ class BatchOptions(Options, total=False):
     """The options of `Spec.generate`: of each answer, and of several together."""
 
     batch: int | None
-    seed: int | Sequence[int] | None
+    seed: Seeds
 
 
 OPTIONS = tuple(Options.__annotations__)
@@ -113,7 +117,7 @@ class Asked:
     top_logprobs: int | None
     chat_template_kwargs: Mapping[str, object]
     memory: str | None
-    remember: bool | None
+    remember: bool
     on_cycle: "Callable[[Cycle], object] | None"
 
     @property
@@ -158,7 +162,7 @@ def asked(options: Options) -> Asked:
         tops if told else None,
         _variables(options.get("chat_template_kwargs", {})),
         _name("memory", options.get("memory", "")),
-        None if (remember := options.get("remember")) is None else _flag("remember", remember),
+        _flag("remember", options.get("remember", True)),
         _function("on_cycle", options.get("on_cycle")),
     )
 
@@ -206,23 +210,37 @@ def _strings(stop: object) -> tuple[str, ...]:
     return tuple(stop)
 
 
+def generator_of(seed: int, prompt: Sequence[int], device: torch.device) -> torch.Generator:
+    """The generator of a completion's draws: a function of the seed and the prompt's token ids.
+
+    Its own seed is BLAKE2b, in 8 bytes, of both as little-endian words of 8 bytes. So one seed for
+    all prompts gives draws that are independent of each other, the same on every machine. On a CPU
+    torch takes 32 bits of it: two prompts share their draws with probability 2^-32.
+    """
+    words = np.array([seed, *prompt], dtype="<u8").tobytes()
+    digest = hashlib.blake2b(words, digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
+
+
 def seed_of(value: object) -> int:
-    """A seed that torch's generators take; None draws one. Raises InputError."""
+    """A seed in [0, 2^64). None and a generator draw one. Raises InputError."""
     if value is None:
         return secrets.randbits(63)
+    if isinstance(value, torch.Generator):
+        return int(torch.randint(2**63 - 1, (), generator=value, device=value.device))
     seed = whole("seed", value)
     if not 0 <= seed < 1 << 64:
         raise InputError(f"seed is {seed}, must lie in [0, 2^64)")
     return seed
 
 
-def seeds_of(value: object, prompts: int, each: int = 1) -> list[int | None]:
+def seeds_of(value: Seeds, prompts: int, each: int = 1) -> list[Seed]:
     """A seed for each prompt, from the first prompt's seed or a list of them. Raises InputError.
 
     each: successive seeds that a prompt takes.
     """
-    if value is None:
-        return [None] * prompts
+    if isinstance(value, torch.Generator | None):
+        return [value] * prompts
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if len(value) != prompts:
             raise InputError(

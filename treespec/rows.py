@@ -133,7 +133,7 @@ class Rows:
         samples, observed = text.samples, []
         with text.failing():  # such as memory that ran out
             if drafter:
-                drafter.enter(text.memory)
+                drafter.enter(text.recalled)
             if samples and samples.cache and not kept:
                 samples.fill(cache, drafter)
                 text.committed, kept = text.prompt[:-1], len(text.prompt) - 1

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from treespec.decode import Decoder
 from treespec.errors import InputError
-from treespec.request import seeds_of
+from treespec.request import Seeds, seeds_of
 from treespec.stream import Output, output_of
 from treespec.text.prompts import Arrays, Prompt, prompts_of
 from treespec.texts import Piece, Text
@@ -24,7 +24,7 @@ def requests_of(
     request: Callable[..., list[Text]],
     prompts: Sequence[Prompt],
     each: int,
-    seed: int | Sequence[int] | None,
+    seed: Seeds,
     options: Mapping[str, object],
 ) -> list[Text]:
     """`each` requests for each prompt, the first prompt's first. request: `Spec.requests`.

@@ -23,7 +23,7 @@ from treespec.heads.head import Head
 from treespec.loading import DeviceMap, calibration_of, load_sources
 from treespec.locks import alone_with
 from treespec.names import drafting_names, target_name
-from treespec.request import BatchOptions, Options, asked, refuse_unknown, seed_of, whole
+from treespec.request import BatchOptions, Options, Seed, Seeds, asked, refuse_unknown, whole
 from treespec.several import answers, requests_of, several_prompts
 from treespec.shared_options import ModelOptions
 from treespec.stream import Output, Stream
@@ -117,32 +117,30 @@ class Spec:
         """The token ids of a prompt, by `treespec.text.prompts.encode`. Raises InputError."""
         return encode(self.target, prompt, self.template)
 
-    def request(
-        self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
-    ) -> Text:
-        """The decoder's request for a prompt; same seed, same answer. Raises InputError."""
+    def request(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Options]) -> Text:
+        """The decoder's request for a prompt. seed: as for `stream`. Raises InputError."""
         return self.requests(prompt, 1, seed=seed, **options)[0]
 
     def requests(
-        self, prompt: Prompt, n: int, *, seed: int | None = None, **options: Unpack[Options]
+        self, prompt: Prompt, n: int, *, seed: Seed = None, **options: Unpack[Options]
     ) -> list[Text]:
         """n requests for one prompt, for one decoder, which prefills it once. Raises InputError.
 
         seed: of the first; each other one has the next.
         """
         refuse_unknown(options, "seed")
-        count, wanted, _ = whole("n", n, least=1), asked(options), seed_of(seed)
+        count, wanted = whole("n", n, least=1), asked(options)
         with alone_with(self.decoder.models):
             ids = encode(self.target, prompt, self.template, wanted.chat_template_kwargs)
         self.measure(1)
         return texts_of(self.target, self.template, ids, wanted, seed, count)
 
-    def stream(
-        self, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
-    ) -> Stream:
+    def stream(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Options]) -> Stream:
         """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
 
-        seed: of all draws, in [0, 2^64); None draws a new one. options: see
+        seed: of all draws, in [0, 2^64). The same seed and prompt give the same answer; with the same
+        seed another prompt's draws are independent (`treespec.request.generator_of`). None draws a
+        new seed, and a `torch.Generator` draws it from there. options: see
         `treespec.request.Options`. The stream ends with a SupersededError once this Spec begins
         another text.
         """
@@ -175,7 +173,7 @@ class Spec:
         *,
         n: int | None = None,
         batch: int | None = None,
-        seed: int | Sequence[int] | None = None,
+        seed: Seeds = None,
         **options: Unpack[Options],
     ) -> Output | list[Output] | list[list[Output]]:
         """The answer; a list for several prompts. prompt: see `treespec.text.prompts`.
@@ -188,7 +186,7 @@ class Spec:
             rest: BatchOptions = {"batch": batch, "seed": seed, **options}
             samples = partial(self.generate_all, several, **rest)
             return samples() if n is None else samples(n=n)
-        one, first = cast(Prompt, prompt), cast(int | None, seed)
+        one, first = cast(Prompt, prompt), cast(Seed, seed)
         texts = self.requests(one, 1 if n is None else n, seed=first, **options)
         at_once = len(texts) if batch is None else whole("batch", batch, least=1)
         self.measure(at_once)
@@ -209,7 +207,7 @@ class Spec:
         *,
         n: int | None = None,
         batch: int | None = None,
-        seed: int | Sequence[int] | None = None,
+        seed: Seeds = None,
         **options: Unpack[Options],
     ) -> list[Output] | list[list[Output]]:
         """The answers to several prompts; one forward of the target serves a batch of them.

@@ -51,7 +51,7 @@ class Text:
     top_logprobs: likeliest tokens that each log-probability comes with; None: there are none.
     listener: is called after each cycle; an error of it ends the text.
     memory: the name of the answers that it may be drafted from; None: of none. remember: whether its
-    own answer joins them; None: unless its draws have a seed of the caller's (`joins_memory`).
+    own answer joins them.
     """
 
     prompt: list[int]
@@ -67,7 +67,7 @@ class Text:
     top_logprobs: int | None = None
     listener: Listener | None = None
     memory: str | None = None
-    remember: bool | None = None
+    remember: bool = True
 
     @property
     def columns(self) -> int:
@@ -84,16 +84,14 @@ class Text:
         return self.ending.finished and self.error is None and not self.cancelled
 
     @property
-    def joins_memory(self) -> bool:
-        """Whether its answer, which has ended by itself, may be drafted from.
+    def recalled(self) -> str | None:
+        """The name of the answers that it is drafted from.
 
-        A sampled answer tells of the draws that made it. Another answer with the same seed repeats
-        these draws, so drafts from the first would depend on the very draws that verify them, and
-        the second would lose the target's law. Only a seed that a caller chose can occur twice.
+        A sampled answer with a seed of the caller's is drafted from none. The same request repeats
+        its draws. Its first answer, and all that followed from that, tell of these draws: drafts
+        from them would make the second answer another one, and not of the target's law.
         """
-        seed_may_repeat = self.law.seeded and not self.law.greedy
-        wanted = not seed_may_repeat if self.remember is None else self.remember
-        return self.complete and wanted
+        return None if self.law.seeded and not self.law.greedy else self.memory
 
     @property
     def remembered(self) -> list[int]:

@@ -5,13 +5,13 @@ from typing import Unpack
 
 from treespec.cycle import Cycle
 from treespec.errors import InputError
-from treespec.request import Options
+from treespec.request import Options, Seed
 from treespec.spec import Spec
 from treespec.text.prompts import Prompt
 
 
 def trace(
-    spec: Spec, prompt: Prompt, *, seed: int | None = None, **options: Unpack[Options]
+    spec: Spec, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Options]
 ) -> Iterator[Cycle]:
     """The cycles of `spec.generate` with this prompt and seed, as they come.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from treespec.decode import Decoder, Text
+from treespec.request import generator_of
 from treespec.sampling import SamplingParams
 from treespec.shaping.law import Law
 from treespec.spec import Spec
@@ -41,7 +42,7 @@ def stage_times(
     device = spec.target.output_device
     decoder = Decoder(spec.target, spec.decoder.drafter, spec.verifier)
     ending = Ending(spec.target.tokenizer, spec.target.eos, (), max_new_tokens)
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = generator_of(seed, prompt, device)
     stats = WaitingStats(device=device)
     for _ in decoder.run([Text(prompt, ending, generator, stats, Law(params))]):
         pass

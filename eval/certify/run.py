@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from treespec.eval.certify.asked import all_questions
@@ -116,7 +117,7 @@ def changes_of(config: CertifyConfig, options: Mapping[str, Any] = NOTHING) -> d
 def remembers(config: CertifyConfig) -> bool:
     """Whether a drafter with a memory drafts from the answers that are examined, too.
 
-    No seed occurs twice here. A memory in a folder is somebody's: it is read, and stays as it is.
+    A memory in a folder is somebody's: it is read, and stays as it is.
     """
     return not memory_folder(config.drafter or "")
 
@@ -145,7 +146,8 @@ def sample(
     cells = [(number, params, batch) for number, params in numbered for batch in batches]
     copies = -(-config.tokens // (len(cells) * len(prompts) * config.length))
     samples: list[Sample] = []
-    seed, total = seeds(config.seed, OURS), len(cells) * len(prompts) * copies
+    seed, total = torch.Generator(), len(cells) * len(prompts) * copies
+    seed.manual_seed(next(seeds(config.seed, OURS)))
 
     # 2. Sample them under a witness.
     for number, params, batch in cells:
@@ -154,7 +156,7 @@ def sample(
                 outputs = spec.generate_all(
                     [prompt for _, prompt in texts],
                     batch=batch,
-                    seed=[next(seed) for _ in texts],
+                    seed=seed,
                     max_new_tokens=config.length,
                     temperature=params.temperature,
                     top_k=params.top_k,

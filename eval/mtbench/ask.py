@@ -4,10 +4,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from treespec.eval.common import seed_of
 from treespec.eval.mtbench.answers import Answer
 from treespec.eval.mtbench.config import Configuration, EvalConfig
 from treespec.eval.questions import Question
+from treespec.request import Seed
 from treespec.spec import Output, Spec
 from treespec.stats import Stats, figures
 from treespec.text import templates
@@ -80,13 +83,18 @@ def _generate(
         top_k=config.top_k,
         top_p=config.top_p,
         max_new_tokens=config.max_new_tokens,
-        seed=[seeds[i] for i in fits],
+        seed=[_drawn_from(seeds[i], config) for i in fits],
         memory=memory_of(configuration, config),
         remember=config.memory == "run",
     )
     for i, output in zip(fits, generated, strict=True):
         outputs[i] = output
     return outputs
+
+
+def _drawn_from(seed: int, config: EvalConfig) -> Seed:
+    """With a memory a generator: an answer whose seed is a number is drafted from none."""
+    return seed if config.memory == "none" else torch.Generator().manual_seed(seed)
 
 
 def memory_of(configuration: Configuration, config: EvalConfig) -> str | None:

@@ -11,17 +11,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from treespec.decode import Text
 from treespec.errors import InputError
 from treespec.lines import Lines
-from treespec.request import asked
-from treespec.shaping.law import Law
 from treespec.spec import Spec
-from treespec.stats import Stats
 from treespec.text import templates
-from treespec.text.ending import INCOMPLETE, Ending
+from treespec.text.ending import INCOMPLETE
 from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.english import passes
 from treespec.train.regenerate.rows import Row, drawn, row_of
@@ -76,16 +71,10 @@ def drafts(
     prompt, stop = user_turn(spec)
     options = config.sampling(greedy=False)
     options |= {"max_new_tokens": config.question_tokens, "stop": stop}
-    wanted = asked(options)
     said: dict[Text, list[str]] = {}
     for number in numbers:
-        generator = torch.Generator(device=spec.target.output_device)
-        generator.manual_seed(drawn(config.seed, f"template-{number}", "question"))
-        room = spec.target.context_length - len(prompt)
-        ending = Ending(
-            spec.target.tokenizer, spec.target.eos, wanted.stop, min(wanted.max_new_tokens, room)
-        )
-        said[Text(prompt, ending, generator, Stats(), Law(wanted.params, seeded=True))] = []
+        seed = drawn(config.seed, f"template-{number}", "question")
+        said[spec.request(prompt, seed=seed, **options)] = []
 
     # 2. Decode them together.
     ids: dict[Text, list[int]] = {text: [] for text in said}

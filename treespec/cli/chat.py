@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @takes(ChatConfig)
 def chat(config: ChatConfig) -> None:
-    """Chat with a target; drafted tokens are coloured. /help lists the commands.
+    """Chat with a target; drafted tokens are green, or underlined under NO_COLOR. /help: commands.
 
     Through a pipe each line is a message. Answers go to standard output, figures to standard error.
     """
@@ -41,21 +41,21 @@ def chat(config: ChatConfig) -> None:
     screen = Screen(terminal)
     read = prompt() if terminal else pipe()
     if terminal:
-        for line in conversation.introduction():
+        for line in conversation.introduction(screen.mark):
             screen.note(line)
 
     # 3. Messages and slash commands, until the input ends.
     while True:
         try:
             line = read()
-            if line.startswith("/"):
+            if line.startswith("/") and not line.startswith("//"):
                 said = run(conversation, line)
                 if isinstance(said, Question):
                     answer(conversation, said.text, screen, again=True)
                 else:
                     screen.say(said)
             elif line.strip():
-                answer(conversation, line.strip(), screen)
+                answer(conversation, line.removeprefix("/").strip(), screen)
         except EOFError:
             break
         except KeyboardInterrupt:  # on a terminal it only clears the line
@@ -79,7 +79,7 @@ def answer(conversation: "Conversation", text: str, screen: "Screen", again: boo
     with unechoed(), stoppable() as stop:
         try:
             for shown, drafted in stripped(stream):
-                screen.show(shown, "green" if drafted and conversation.colour else "")
+                screen.show(shown, screen.mark if drafted and conversation.colour else "")
                 if stop.is_set():
                     break
         except KeyboardInterrupt:  # a second Ctrl-C; with the first, the event is set
@@ -88,12 +88,15 @@ def answer(conversation: "Conversation", text: str, screen: "Screen", again: boo
 
     # 2. Remember it, and say what happened beside the figures.
     first, stats = not conversation.total.cycles, stream.output.stats
+    most = conversation.config.max_new_tokens
     kept = conversation.keep(text, stream.output, interrupted=stop.is_set(), again=again)
     fixed = "temperature is 0" if conversation.config.temperature == 0 else "/seed is set"
     marks = {
         "interrupted": stop.is_set(),
         "nothing was said, "
         + ("the last answer stays" if again else "the turn is dropped"): not kept,
+        f"cut at {most} tokens: /max-tokens N": stats.truncated and stats.new_tokens == most,
+        "cut, the context is full: /undo or /reset": stats.truncated and stats.new_tokens < most,
         f"the same answer: {fixed}": again and kept and conversation.last_answer == before,
     }
     reused = f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens reused"
@@ -159,18 +162,34 @@ class Screen:
     def __init__(self, terminal: bool) -> None:
         from rich.console import Console
 
+        from treespec.cli.wrapped import Wrapped
+
         self.terminal = terminal
         self.answers = Console(color_system="auto" if terminal else None)
         self.notes = self.answers if terminal else Console(color_system=None, stderr=True)
+        self.wrapped = Wrapped(self.write, lambda: self.answers.width) if terminal else None
+
+    @property
+    def mark(self) -> str:
+        """The style of drafted tokens; "" where the terminal has none."""
+        if self.answers.color_system is None:
+            return ""
+        return "underline" if self.answers.no_color else "green"
 
     def show(self, text: str, style: str = "") -> None:
+        """Show a part of an answer. A terminal shows a word once it is whole."""
+        (self.wrapped.show if self.wrapped else self.write)(text.translate(CONTROL), style)
+
+    def write(self, text: str, style: str = "") -> None:
         from rich.segment import Segment, Segments
         from rich.style import Style
 
-        segment = Segment(text.translate(CONTROL), Style.parse(style))
+        segment = Segment(text, Style.parse(style))
         self.answers.print(Segments([segment]), crop=False, soft_wrap=True)
 
     def say(self, text: str, style: str = "") -> None:
+        if self.wrapped and self.wrapped.amid_line:  # an error ended the answer
+            self.show("\n")
         text = text.translate(CONTROL)
         self.notes.print(
             text,

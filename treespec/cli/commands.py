@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import final
 
 from treespec.cli.chat_config import ChatConfig
-from treespec.cli.conversation import Conversation
+from treespec.cli.conversation import Conversation, Message
 from treespec.errors import InputError
+from treespec.options import SEEDS
 from treespec.stats import figures_of
+from treespec.text.conversations import read_conversations
+from treespec.text.printable import one_line
 from treespec.trees.policy import FORMS
 from treespec.verify.registry import NAMES
-
-SEEDS = 1 << 63  # each turn adds to the seed
 
 
 @final
@@ -116,7 +117,7 @@ def decimal(command: str, value: str, example: str) -> float:
 
 
 def whole(command: str, value: str, least: int, example: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,19}", value) or not least <= int(value) < SEEDS:
+    if not re.fullmatch(r"[0-9]{1,19}", value) or not least <= int(value) <= SEEDS:
         raise InputError(
             f"{command[1:]} {value!r} is not a whole number from {least}: {command} {example}"
         )
@@ -190,15 +191,36 @@ def save(conversation: Conversation, value: str) -> str:
     return f"saved to {path}"
 
 
+def load(conversation: Conversation, value: str) -> str:
+    """Go on with the last conversation of a file, such as `/save` writes."""
+    if not value:
+        raise InputError("from where? /load FILE")
+    path = Path(value).expanduser()
+    if not path.is_file():
+        raise InputError(f"no file at {path}")
+    messages = read_conversations(path)[0][-1].messages
+    if not messages or any(message["role"] == "tool" for message in messages):
+        raise InputError(f"the last conversation in {path} is not of user and assistant alone")
+    conversation.resume([Message(role=m["role"], content=m["content"]) for m in messages])
+    return f"goes on after: {one_line(conversation.last_message)}"
+
+
+def undo(conversation: Conversation, _: str) -> str:
+    forgotten = conversation.last_message
+    conversation.undo()
+    return f"forgotten: {one_line(forgotten)}"
+
+
 def colour(conversation: Conversation, _: str) -> str:
     conversation.colour = not conversation.colour
-    return f"drafted tokens {'have a colour' if conversation.colour else 'look like all others'}"
+    return f"drafted tokens {'are marked' if conversation.colour else 'look like all others'}"
 
 
 def show_help(_: Conversation, __: str) -> str:
     usage = {f"{name} {command.value}": command.help for name, command in COMMANDS.items()}
     lines = [f"{line:<18} {text}" for line, text in usage.items()]
-    return "\n".join([*lines, "Alt-Enter breaks a line, Ctrl-C stops an answer, Ctrl-D quits."])
+    keys = "Alt-Enter breaks a line, Ctrl-C stops an answer, Ctrl-D quits. //x sends /x."
+    return "\n".join([*lines, keys])
 
 
 def leave(_: Conversation, __: str) -> str:
@@ -207,6 +229,7 @@ def leave(_: Conversation, __: str) -> str:
 
 COMMANDS = {
     "/reset": Command(reset, "forget what was said"),
+    "/undo": Command(undo, "forget the last message and its answer"),
     "/retry": Command(retry, "answer the last message again"),
     "/system": Command(system, "the system message; none removes it", "TEXT", ("none",)),
     "/temperature": Command(temperature, "0 is greedy", "X", ("0", "0.6", "1")),
@@ -232,7 +255,8 @@ COMMANDS = {
     ),
     "/stats": Command(stats, "acceptance and time of the conversation"),
     "/save": Command(save, "append the conversation as a line of JSON", "FILE"),
-    "/colour": Command(colour, "switch the colour of drafted tokens on or off"),
+    "/load": Command(load, "go on with the last conversation of such a file", "FILE"),
+    "/colour": Command(colour, "mark drafted tokens, or do not"),
     "/help": Command(show_help, "this list"),
     "/quit": Command(leave, "end"),
 }

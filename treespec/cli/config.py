@@ -59,10 +59,6 @@ class AnswerConfig(ModelOptions, SamplingOptions, LogitOptions):
             options["chat_template_kwargs"] = variables_of(self.chat_template_kwargs)
         return options
 
-    def seed_of(self, turn: int) -> int | None:
-        """Each answer in a conversation has its own seed."""
-        return None if self.seed is None else self.seed + turn
-
 
 def variables_of(text: str) -> dict[str, object]:
     """The variables that a JSON object names. Raises InputError."""

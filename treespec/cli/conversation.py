@@ -56,12 +56,10 @@ class Conversation:
     def ask(self, text: str, again: bool = False) -> Stream:
         """The answer to come. Only `keep` remembers it. Raises InputError as `Spec.stream` does.
 
-        again: the answer replaces the last one, with the seed of its turn.
+        again: the answer replaces the last one.
         """
-        before = self._before(again)
-        prompt = plain([*self.opening, *before, Message(role="user", content=text)])
-        seed = self.config.seed_of(len(before))
-        return self.spec.stream(prompt, seed=seed, **self.config.sampling())
+        prompt = plain([*self.opening, *self._before(again), Message(role="user", content=text)])
+        return self.spec.stream(prompt, seed=self.config.seed, **self.config.sampling())
 
     def keep(self, text: str, output: Output, interrupted: bool, again: bool = False) -> bool:
         """Remember a turn, unless the answer is empty: templates have no place for that."""
@@ -80,6 +78,19 @@ class Conversation:
 
     def reset(self) -> None:
         self.messages, self.unanswered, self.answers, self.total = [], None, 0, Stats()
+
+    def undo(self) -> None:
+        """Forget the last turn, or the last message if it has no answer."""
+        if self.unanswered is None:
+            self.messages = self.messages[:-2]
+        self.unanswered = None
+
+    def resume(self, messages: list[Message]) -> None:
+        """Go on after these messages, of which a system message may be the first."""
+        system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        self.change(replace(self.config, system=system))
+        self.reset()
+        self.messages = messages[1:] if system is not None else messages
 
     def change(self, config: ChatConfig) -> None:
         """Use other sampling or another system message from the next answer on.
@@ -113,8 +124,8 @@ class Conversation:
         named, own = self.config.tree, f"{tree_name(self.spec.policy)} by default"
         return f"verifier {verifier}, {f'tree {named}' if named else own}"
 
-    def introduction(self) -> list[str]:
-        """The first screen."""
+    def introduction(self, mark: str) -> list[str]:
+        """The first screen. mark: the style of drafted tokens."""
         target = self.spec.target
         devices = ", ".join(sorted({str(p.device) for p in target.model.parameters()}))
         precision = str(target.dtype).removeprefix("torch.")
@@ -123,7 +134,11 @@ class Conversation:
             lines.append(f"drafts    {self.drafting()}")
         else:
             drafter = self.config.drafter or f"head {self.config.head}"
-            lines.append(f"drafts    {drafter}; accepted ones are green")
+            marked = {
+                "green": "; accepted ones are green",
+                "underline": "; accepted ones are underlined",
+            }
+            lines.append(f"drafts    {drafter}{marked.get(mark, '')}")
             lines.append(self.drafting().replace("verifier ", "verifier  ", 1))
         return [*lines, HINTS]
 

@@ -6,14 +6,13 @@ from contextlib import contextmanager
 
 import httpx
 import transformers as hf
-import uvicorn
 from models import GROUPED, random_head, random_model, tokenizer
 
 from treespec.engine import Engine
 from treespec.serve.app import app_of
 from treespec.serve.limits import Limits
 from treespec.serve.metrics import Metrics
-from treespec.serve.run import Server, bound
+from treespec.serve.run import Server, bound, config_of
 from treespec.serve.state import State
 from treespec.spec import Spec
 from treespec.target import Target
@@ -53,8 +52,7 @@ def serving(spec, batch=4, queue=8, origins=(), grace=5.0, columns=None, **optio
     with Engine(spec, batch=batch, queue=queue, columns=columns) as engine:
         state = state_of(spec, engine, **options)
         listening = bound("127.0.0.1", 0)
-        config = uvicorn.Config(app_of(state, origins), log_level="error", access_log=False)
-        server = Server(config, state, grace)
+        server = Server(config_of(app_of(state, origins), state, log=False), state, grace)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         state.url, state.server = f"http://127.0.0.1:{listening.getsockname()[1]}", server

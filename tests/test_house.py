@@ -91,7 +91,7 @@ ROOMS = {  # the rooms that each room may import
     "draft.fit": "ground shaping seams target decode model text trees "
     "heads verify draft draft.grow draft.pace draft.trained",
     "spec": "ground shaping seams target decode model text trees heads verify draft draft.fit draft.pace draft.trained",
-    "serve": "ground spec target decode text",
+    "serve": "ground shaping spec target decode text",
     "train": "ground demo seams target model text heads draft.fit draft.trained spec",
     "train.regenerate": "ground shaping demo decode spec target text train",
     "eval": "ground target spec eval.suites text trees verify draft",

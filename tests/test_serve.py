@@ -154,8 +154,16 @@ def test_a_client_that_leaves_frees_its_place(server):
 
 def test_what_the_server_tells_of_itself(server, ai, spec):
     assert [model.id for model in ai.models.list()] == [NAME]
-    assert ai.models.retrieve(NAME).max_model_len == 2048
+    model = ai.models.retrieve(NAME)
+    assert (model.max_model_len, model.dtype, model.drafter) == (2048, "float32", spec.source.name)
     with client(server) as http:
+        for path in ("/", "/health"):
+            head, got = http.head(path), http.get(path)
+            assert (head.status_code, head.content, head.headers["content-type"]) == (
+                200,
+                b"",
+                got.headers["content-type"],
+            )
         assert http.get("/health").json() == {"status": "ok", "model": NAME, "running": 0, "waiting": 0}
         ids = http.post("/tokenize", json={"messages": MESSAGES}).json()
         assert (ids["tokens"], ids["count"]) == (spec.encode(MESSAGES), len(spec.encode(MESSAGES)))

@@ -1,11 +1,16 @@
 """A server that ends finishes what runs, or tells that it was cut off; it starts and ends by the command line."""
 
+import asyncio
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
@@ -15,7 +20,7 @@ from models import save_model
 from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.errors import InputError
-from treespec.serve.run import bound
+from treespec.serve.run import SPARE, bound
 
 LONG = {"messages": MESSAGES, "max_tokens": 4000, "temperature": 0, "stream": True}
 
@@ -60,6 +65,78 @@ def test_what_runs_longer_than_the_grace_is_told_that_it_was_cut_off(spec):
         *_, last, done = events(stream)
     assert json.loads(last)["error"]["message"] == "the server shuts down"
     assert done == "[DONE]"
+
+
+def half(state, body=b"{"):
+    """A connection that has sent half of a request."""
+    made = socket.create_connection(state.server.servers[0].sockets[0].getsockname())
+    made.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+    if body:
+        made.sendall(b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n" + body)
+    return made
+
+
+@pytest.mark.parametrize("body", [b"", b"{"])
+def test_half_a_request_does_not_keep_the_server(spec, body):
+    with serving(spec, grace=60) as state:
+        until(lambda: state.server.started)
+        with half(state, body):
+            until(lambda: state.server.server_state.connections)
+            begun = time.monotonic()
+            state.server.should_exit = True
+            until(lambda: state.cut_off or not state.server.server_state.connections)
+    assert time.monotonic() - begun < 10
+
+
+def test_a_client_that_does_not_read_does_not_keep_the_server(spec):
+    asked = {"prompt": "a", "max_tokens": 4000, "temperature": 0, "logprobs": 20, "n": 4, "stream": True}
+    body = json.dumps(asked).encode()
+    with serving(spec, grace=0.2) as state:
+        until(lambda: state.server.started)
+        with half(state, b"") as deaf:
+            deaf.sendall(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            until(lambda: state.engine.running)
+            (connection,) = state.server.server_state.connections
+            until(connection.transport.get_write_buffer_size)
+            begun = time.monotonic()
+            state.server.should_exit = True
+            until(lambda: state.cut_off and not state.server.server_state.connections)
+    assert time.monotonic() - begun < 10
+
+
+def test_a_request_that_does_not_arrive_is_closed(spec):
+    with serving(spec, arrival=0.3) as state, client(state) as http:
+        until(lambda: state.server.started)
+        for body in (b"", b"{"):
+            with half(state, body) as made:
+                made.settimeout(20)
+                assert made.recv(100).startswith(b"HTTP/1.1 408 ")
+        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 200, "ignore_eos": True})
+        assert answer.status_code == 200  # the time of an answer is another
+
+
+def test_connections_that_wait_give_way_to_new_ones(spec):
+    most = 4 + 8 + SPARE
+    with serving(spec) as state, client(state) as http, ExitStack() as opened:
+        until(lambda: state.server.started)
+        made = [opened.enter_context(half(state)) for _ in range(most + 20)]
+        assert http.get("/health").status_code == 200
+        assert len(state.server.server_state.connections) <= most
+        made[0].settimeout(20)
+        with suppress(ConnectionResetError):
+            assert made[0].recv(100) == b""
+
+
+def test_failing_accepts_are_told_once(spec, caplog):
+    with serving(spec) as state:
+        until(lambda: state.server.started)
+        loop = asyncio.new_event_loop()
+        for _ in range(100):
+            error = {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "")}
+            state.server._failed(loop, error)
+    assert [record.message for record in caplog.records] == [
+        "connections wait: too many files are open (raise the limit: ulimit -n)"
+    ]
 
 
 def test_without_the_packages_one_line_says_what_to_install(monkeypatch, capsys):

@@ -41,7 +41,16 @@ BAD = [  # path, body, status, param
     (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, 400, "top_logprobs"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, 400, "response_format.type"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
-    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+    (CHAT, {"messages": MESSAGES, "temprature": 0}, 400, "temprature"),
+    (CHAT, {"messages": MESSAGES, "modalities": ["text", "audio"]}, 400, "modalities"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, 400, "reasoning_effort"),
+    (CHAT, {"messages": MESSAGES, "web_search_options": {}}, 400, "web_search_options"),
+    (CHAT, {"messages": MESSAGES, "guided_json": {}}, 400, "guided_json"),
+    (CHAT, {"messages": MESSAGES, "parallel_tool_calls": 1}, 400, "parallel_tool_calls"),
+    (CHAT, {"messages": MESSAGES, "\ud800": 1}, 400, "\N{REPLACEMENT CHARACTER}"),
+    (CHAT, {"messages": MESSAGES, "model": "\ud800"}, 404, "model"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"\ud800": "a"}}, 400, "logit_bias"),
+    ("/tokenize", {"prompt": "a", "add_special_token": True}, 400, "add_special_token"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": 1}}, 400, "chat_template_kwargs"),
     (CHAT, {"messages": MESSAGES, "tool_choice": {"type": "function", "function": "x"}}, 400, "tool_choice"),
     (CHAT, {"messages": MESSAGES, "tool_choice": {"function": {"name": []}}}, 400, "tool_choice"),
@@ -99,11 +108,23 @@ def test_codes_are_those_of_openai(http):
     assert code({"messages": [{"role": "user", "content": "word " * 5000}]}) == "context_length_exceeded"
 
 
-def test_unknown_fields_are_ignored_and_null_is_absent(http):
-    strange = {"user": "me", "metadata": {"a": 1}, "nobody_knows": [], "stop": None, "n": None, "functions": None}
-    answer = http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2, **strange})
-    assert answer.status_code == 200
-    assert len(answer.json()["choices"]) == 1
+def test_what_changes_no_answer_is_taken_and_null_is_absent(http):
+    plain = {"messages": MESSAGES, "max_tokens": 2, "seed": 1}
+    harmless = {"user": "me", "metadata": {"a": 1}, "store": False, "service_tier": "auto", "prediction": {}}
+    default = {"modalities": ["text"], "parallel_tool_calls": True, "stop": None, "n": None, "functions": None}
+    answers = [http.post(CHAT, json=plain | more).json() for more in ({}, harmless | default)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+
+
+def test_an_unknown_field_names_the_one_that_was_meant(http):
+    for wrong, meant in (
+        ("temprature", "'temperature'"),
+        ("max_new_tokens", "'max_tokens'"),
+        ("guided_regex", "regex"),
+    ):
+        error = http.post(CHAT, json={"messages": MESSAGES, wrong: 1}).json()["error"]
+        assert error["code"] == "unknown_parameter"
+        assert meant in error["message"]
 
 
 def test_a_failing_request_takes_no_others_along(http, spec):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Literal
 
@@ -9,7 +11,7 @@ import openai
 import pydantic
 import pytest
 import torch
-from http_serving import MESSAGES, NAME, serving, tiny_spec
+from http_serving import MESSAGES, NAME, client, serving, tiny_spec
 from models import CHAT
 
 from treespec.serve.logprobs import words
@@ -66,6 +68,42 @@ def test_a_broken_format_is_refused_by_its_name(ai):
         with pytest.raises(openai.BadRequestError) as error:
             ai.chat.completions.create(**ASK, **options)
         assert error.value.param == param
+
+
+def nested(depth):
+    return {"type": "object", "properties": {"a": nested(depth - 1)}} if depth else {"type": "string"}
+
+
+RULES = "".join(f'r{i}: "x{i}" r{(i + 1) % 3000}?\n' for i in range(3000))
+HEAVY = {  # each took a second or more, or ended in a 500 or in a crash of the server
+    "nested": nested(400),
+    "surrogate": {"properties": {"\ud800": {}}},
+    "properties": {"properties": {f"p{i}": {"type": "string"} for i in range(5000)}},
+    "optional": {"regex": "(a?){500}a{500}"},
+    "repeated": {"regex": "((a{100}){100}){100}"},
+    "repeated later": {"regex": "[a-z]{40}((a{100}){100}){100}"},
+    "endless": {"grammar": 'start: %json {"$ref":"#"}'},
+    "deep rules": {"grammar": "start: " + " | ".join(f"r{i}" for i in range(3000)) + "\n" + RULES},
+}
+
+
+def test_a_heavy_grammar_is_refused_while_others_are_answered(spec):
+    pytest.importorskip("llguidance")
+    with serving(spec) as state, client(state) as http, client(state) as other, ThreadPoolExecutor(1) as pool:
+        for name, source in HEAVY.items():
+            schema = {"type": "json_schema", "json_schema": {"name": name, "schema": source}}
+            format = source if {"regex", "grammar"} & source.keys() else {"response_format": schema}
+            content = json.dumps({"messages": MESSAGES, "max_tokens": 60} | format)
+            headers = {"Content-Type": "application/json"}
+            answer = pool.submit(http.post, "/v1/chat/completions", content=content, headers=headers)
+            while not answer.done():
+                assert other.get("/health", timeout=2).status_code == 200
+                time.sleep(0.01)
+            error = answer.result().json()["error"]
+            assert (answer.result().status_code, error["type"]) == (400, "invalid_request_error"), name
+            assert error["param"] in ("response_format", "regex", "grammar")
+        fine = {"messages": MESSAGES, "regex": "(ab){2,3}"}
+        assert http.post("/v1/chat/completions", json=fine).status_code == 200
 
 
 def test_a_tool_that_must_be_called_is_called(ai):

@@ -67,8 +67,9 @@ def test_calls_and_text_part_wherever_pieces_end(template, text, shown, calls, s
         assert (said + rest, found) == (shown, calls)
 
 
-def test_a_template_without_tools_has_no_form():
-    assert form_of(CHAT) is None
+def test_calls_of_a_template_without_tools_are_hermes():
+    assert form_of(CHAT) is form_of(HERMES)
+    assert form_of("{% if tools %}{% endif %}") is None  # it teaches a form that nobody knows
     catcher = Catcher(None, tokenizer())
     assert catcher.show(Piece("<tool_call>", [5], drafted=False)) == "<tool_call>"
     assert catcher.finish() == ("", [])
@@ -92,6 +93,36 @@ def test_tools_calls_and_variables_reach_the_template():
     tools, _, rest = said.partition("<tool_call>")
     assert json.loads(tools) == [tool]
     assert rest == "system:be\nbrief;assistant:weather=Zug;tool:rain;thinks"
+
+
+def test_tools_calls_and_results_are_written_where_the_template_has_no_place_for_them():
+    spec = tiny_spec(chat_template="{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zug"}'}}
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "no"},
+    ]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    for first in (0, 1):
+        ids = encoded(spec, [Message(**m) for m in messages[first:]], [Tool(**tool)])
+        system, *rest = spec.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False).split(";")
+        assert system.startswith("system:" + ("be brief\n\n" if first == 0 else ""))
+        assert json.dumps(tool) in system
+        said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zug"}}\n</tool_call>'
+        result = "<tool_response>\nno\n</tool_response>"
+        assert rest == ["user:rain?", f"assistant:{said}", f"user:{result}", ""]
+        assert form_of(CHAT).parse(said) == [Call("weather", '{"city": "Zug"}')]
+
+
+def test_without_parallel_calls_the_first_alone_is_told():
+    words, text = tokenizer(), CASES[1][1]
+    for most, calls in ((None, [WEATHER, TIME]), (1, [WEATHER])):
+        catcher = Catcher(form_of(CHAT), words, most)
+        for piece in pieces_of(words, text, 0):
+            catcher.show(piece)
+        assert catcher.finish()[1] == calls
 
 
 def test_a_choice_of_tools_is_kept_or_refused():

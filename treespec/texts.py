@@ -20,8 +20,8 @@ from treespec.verify.walk import Verdict
 
 LEAD = 8  # tokens of the prompt that an answer is remembered with
 FORBIDDEN = (
-    "the request's biases, processors, grammar and min_tokens forbid every token at one place of "
-    "the answer: leave out one of them"
+    "logit_bias, logits_processor, a grammar and min_tokens together forbid every token at one place "
+    "of the answer: leave out one of them"
 )
 
 

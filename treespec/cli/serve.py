@@ -61,6 +61,9 @@ class LimitOptions(CommandOptions):
     )
     max_body: int = option("most bytes of a request", 4 << 20, least=1024, most=MANY)
     timeout: float = option("most seconds of a request", 600.0, above=0, most=MANY)
+    arrival: float = option(
+        "most seconds for the headers and body of a request to arrive", 30.0, above=0, most=MANY
+    )
     grace: float = option(
         "seconds that running answers have to finish when the server ends", 30.0, least=0, most=MANY
     )
@@ -114,6 +117,7 @@ def serve(config: ServeConfig) -> None:
         tokens=config.max_tokens,
         answers=config.max_answers,
         seconds=config.timeout,
+        arrival=config.arrival,
     )
     engine = Engine(spec, batch=config.batch, queue=config.queue)
     state = State(

@@ -1,11 +1,11 @@
 """Answers of the engine for one HTTP request: submitted together, awaited, cancelled together."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, final
 
+from anyio import to_thread
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
@@ -14,6 +14,7 @@ from treespec.decode import Piece
 from treespec.errors import Busy, InputError
 from treespec.serve.errors import ApiError, failed, refused
 from treespec.serve.state import State
+from treespec.shaping.compiled import KINDS
 
 QUIET = 15.0  # seconds after which a stream says that it still waits
 Arrival = tuple[int, Piece | None]
@@ -29,8 +30,8 @@ class Answers:
     """
 
     def __init__(self, state: State) -> None:
-        self.state, self.started = state, time.monotonic()
-        self.loop = asyncio.get_running_loop()
+        self.state, self.loop = state, asyncio.get_running_loop()
+        self.end = self.loop.time() + state.limits.seconds
         self.arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         self.answers: list[Answer] = []
         self.gone: asyncio.Task | None = None
@@ -48,17 +49,28 @@ class Answers:
         """
         self.state.check_answers(len(prompts), samples)
         try:
-            for place, prompt in enumerate(prompts):
-                number = place * samples
-                own = None if seed is None else seed + number
-                await run_in_threadpool(self._submit, number, prompt, samples, own, options)
+            async with asyncio.timeout_at(self.end):
+                await self._try_grammar(options)
+                for place, prompt in enumerate(prompts):
+                    number = place * samples
+                    own = None if seed is None else seed + number
+                    await run_in_threadpool(self._submit, number, prompt, samples, own, options)
         except BaseException as error:
             self.cancel()
+            if isinstance(error, TimeoutError):
+                raise self._too_long() from error
             if isinstance(error, Busy):
                 raise self.state.busy(str(error)) from error
             if isinstance(error, InputError):
                 raise refused(error) from error
             raise
+
+    async def _try_grammar(self, options: Mapping[str, Any]) -> None:
+        """Raises InputError for a grammar that would hold up the others."""
+        for kind in KINDS:
+            if kind in options:
+                limiter = self.state.compiling
+                await to_thread.run_sync(self.state.trial.run, kind, options[kind], limiter=limiter)
 
     def _submit(
         self,
@@ -118,16 +130,17 @@ class Answers:
                 yield arrival
 
     async def _next(self) -> Arrival | None:
-        seconds = self.state.limits.seconds
-        left = self.started + seconds - time.monotonic()
+        left = self.end - self.loop.time()
         try:
             return await asyncio.wait_for(self.arrived.get(), max(0.0, min(left, QUIET)))
         except TimeoutError:
             if left > QUIET:
                 return None
-            raise ApiError(
-                504, f"the answer took longer than this server's limit of {seconds:g} s"
-            ) from None
+            raise self._too_long() from None
+
+    def _too_long(self) -> ApiError:
+        seconds = self.state.limits.seconds
+        return ApiError(504, f"the answer took longer than this server's limit of {seconds:g} s")
 
 
 async def _left(request: Request, then: Callable[[], None]) -> None:

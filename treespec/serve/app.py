@@ -46,12 +46,14 @@ async def model(request: Request, name: str) -> Fields:
 
 
 def _model(state: State) -> Fields:
-    length = state.spec.target.context_length
+    spec = state.spec
     fields = {"id": state.name, "object": "model", "created": state.started}
-    return fields | {"owned_by": "treespec", "max_model_len": length}
+    fields |= {"owned_by": "treespec", "max_model_len": spec.target.context_length}
+    fields["dtype"] = str(spec.target.dtype).removeprefix("torch.")
+    return fields | {"drafter": spec.source.name if spec.source else None}
 
 
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
     """200 while requests are answered, 503 once the server shuts down."""
     state, engine = state_of(request), state_of(request).engine

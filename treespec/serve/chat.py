@@ -45,9 +45,10 @@ async def chat(request: Request, asked: ChatRequest) -> Response:
     form = choice.form
     if choice.tools and form is None:
         form = form_of(messages.source_of(state.spec, choice.tools))
+    most = 1 if asked.parallel_tool_calls is False else None
     parts = []
     for answer in answers.answers:
-        catcher = Catcher(form, state.spec.target.tokenizer)
+        catcher = Catcher(form, state.spec.target.tokenizer, most)
         parts.append(Part(answer, catcher, told_of(state, options, ids)))
     reply = Reply(state, asked, options, answers, parts)
     return events(reply.chunks()) if asked.stream else JSONResponse(await reply.whole())

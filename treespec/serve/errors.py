@@ -51,14 +51,21 @@ def refused(error: BaseException, param: str | None = None) -> ApiError:
 
     param: the field, unless the message begins with an option's name.
     """
-    option = str(error).partition(" ")[0].rstrip(":")
-    return ApiError(400, str(error), FIELDS.get(option, param))
+    return ApiError(400, str(error), _field(error) or param)
+
+
+def _field(error: BaseException) -> str | None:
+    """The request's field of the option that a message begins with."""
+    return FIELDS.get(str(error).partition(" ")[0].rstrip(":,"))
 
 
 def failed(error: Exception) -> ApiError:
-    """An error amid an answer. People see the reason if it was written for them."""
+    """An error amid an answer. People see the reason if it was written for them.
+
+    Clients send a request again after a 500, so what the request itself causes is a 400.
+    """
     if isinstance(error, InputError):
-        return ApiError(500, str(error))
+        return refused(error) if _field(error) else ApiError(500, str(error))
     log.error("an answer failed: %s: %s", type(error).__name__, error)
     return ApiError(500, f"the answer failed ({type(error).__name__}): the server's log says more")
 
@@ -94,6 +101,9 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     param = name_of(first["loc"])
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
+    if first["type"] == "unknown_field":
+        name, hint = first["ctx"]["name"], first["ctx"]["hint"]
+        return ApiError(400, f"Unknown parameter: '{name}': {hint}", name, "unknown_parameter")
     if param is None:
         return ApiError(400, "the body must be a JSON object (Content-Type: application/json)")
     if first["type"] == "missing":

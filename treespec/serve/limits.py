@@ -8,6 +8,7 @@ class Limits:
     """prompt: tokens; None is the context. tokens: of an answer. answers: of a request.
 
     body: bytes of a request. seconds: from the arrival of a request to the end of its answers.
+    arrival: seconds in which headers and body must arrive.
     pages: answers on the page at a time; each has a cache of its own.
     """
 
@@ -16,4 +17,5 @@ class Limits:
     tokens: int = 4096
     answers: int = 64
     seconds: float = 600.0
+    arrival: float = 30.0
     pages: int = 2

@@ -1,13 +1,13 @@
 """Messages and tools of a request as the chat template takes them, and their token ids."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treespec.errors import InputError
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.schema import Message, Tool, ToolCall
+from treespec.serve.tools import has_place, taught, written
 from treespec.spec import Spec
 from treespec.text import templates
 
@@ -27,15 +27,25 @@ def encoded(
         raise ApiError(400, "the target has no tokenizer: send token ids to /v1/completions")
     given = [tool.model_dump(exclude_unset=True) for tool in tools]
     source = source_of(spec, tools)
-    if given and not re.search(r"\btools\b", source):
-        raise ApiError(400, "the chat template of this model has no place for tools", "tools")
     plain = [_plain(message, place, source) for place, message in enumerate(messages)]
+    if not has_place(source):
+        plain, given = _told(plain, given), []
     try:
         return templates.encode(
             tokenizer, plain, spec.template, tools=given or None, chat_template_kwargs=variables
         )
     except InputError as error:
         raise refused(error, "messages") from error
+
+
+def _told(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with tools, calls and results in their text. Tools end the system message."""
+    messages = [written(message) for message in messages]
+    if not tools:
+        return messages
+    begun = messages[0]["content"] + "\n\n" if messages[0]["role"] == "system" else ""
+    rest = messages[1:] if begun else messages
+    return [{"role": "system", "content": begun + taught(tools)}, *rest]
 
 
 def source_of(spec: Spec, tools: Sequence[Tool] = ()) -> str:

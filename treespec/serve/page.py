@@ -23,7 +23,7 @@ from treespec.names import drafting_names
 from treespec.options import LOSSY, TREE_FORMS, VERIFIERS, either
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.messages import encoded
-from treespec.serve.schema import Body, Message
+from treespec.serve.schema import Asked, Message
 from treespec.serve.state import State, memory_of, state_of
 from treespec.serve.wire import Fields, events
 from treespec.spec import Spec
@@ -34,7 +34,7 @@ TREES = list(TREE_FORMS.values())
 STAGES = ("draft", "target", "verify", "commit")  # of a cycle; head is a part of draft
 
 
-class PageRequest(Body):
+class PageRequest(Asked):
     """drafts: False decodes one token at a time. verifier, tree: None are the server's."""
 
     messages: list[Message] = Field(min_length=1)
@@ -46,7 +46,7 @@ class PageRequest(Body):
     seed: int | None = Field(None, ge=0, lt=1 << 63)
 
 
-@router.get("/")
+@router.api_route("/", methods=["GET", "HEAD"])
 async def page() -> Response:
     """The page runs its own script and style alone, and talks to this server alone."""
     html, policy = _page()

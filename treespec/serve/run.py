@@ -2,6 +2,8 @@
 
 import asyncio
 import copy
+import errno
+import logging
 import signal
 import socket
 from collections.abc import Iterator, Sequence
@@ -13,7 +15,14 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from treespec.errors import InputError
+from treespec.serve.connection import Connection
 from treespec.serve.state import State
+
+log = logging.getLogger(__name__)
+BACKLOG = 128  # connections that the system keeps until they are accepted
+SPARE = 128  # connections beside those whose answers run and wait
+FAREWELL = 1.0  # seconds to read that an answer was cut off
+AGAIN = 60.0  # seconds between two lines on failing accepts
 
 
 @final
@@ -23,6 +32,19 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: State, grace: float) -> None:
         super().__init__(config)
         self.state, self.grace = state, grace
+        self.told = -AGAIN  # when failing accepts were last told
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._failed)
+        await super().startup(sockets)
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error that nobody awaits. asyncio tells every accept that fails for want of files."""
+        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self.told + AGAIN:
+            self.told = loop.time()
+            log.error("connections wait: too many files are open (raise the limit: ulimit -n)")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.state.ending = True
@@ -39,23 +61,36 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.1)
         self.state.cut_off = True
         await run_in_threadpool(self.state.engine.close, finish=False)
+        await asyncio.sleep(FAREWELL)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def serve(
     app: FastAPI, state: State, sockets: Sequence[socket.socket], grace: float, log: bool
 ) -> None:
     """Answer requests until SIGINT or SIGTERM. The caller closes the engine."""
-    config = uvicorn.Config(
+    with ended_by_signals():
+        Server(config_of(app, state, log), state, grace).run(list(sockets))
+
+
+def config_of(app: FastAPI, state: State, log: bool) -> uvicorn.Config:
+    """log: tell every request on standard error."""
+
+    class Limited(Connection):
+        limits, most = state.limits, state.engine.batch + state.engine.queue + SPARE
+
+    return uvicorn.Config(
         app,
+        http=Limited,
+        backlog=BACKLOG,
         log_config=_log_config(),
-        log_level="info" if log else "warning",
+        log_level="info" if log else "error",
         access_log=log,
         server_header=False,
         lifespan="off",
         ws="none",
     )
-    with ended_by_signals():
-        Server(config, state, grace).run(list(sockets))
 
 
 def _log_config() -> dict[str, Any]:
@@ -87,7 +122,7 @@ def bound(host: str, port: int) -> socket.socket:
         own = socket.socket(family, socket.SOCK_STREAM)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         own.bind((host, port))
-        own.listen(128)
+        own.listen(BACKLOG)
     except OSError as error:
         reason = error.strerror or error
         raise InputError(

@@ -1,18 +1,57 @@
 """What a request may hold, by the names of OpenAI's API and, beyond it, of vLLM's.
 
-Fields that are not named here are ignored, null stands for an absent field, and a wrong type or
-range is an error with the field's name.
+Null stands for an absent field. An unknown field, a wrong type or range is an error with the field's
+name.
 """
 
+import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from treespec.text.printable import one_line
+
+# OpenAI's fields that change no token. A prediction only makes OpenAI's own answers faster.
+HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
+HARMLESS |= {"prompt_cache_key", "prompt_cache_retention"}
+# Fields that may ask for what this server does anyway.
+DONE = {"modalities": ["text"], "verbosity": "medium", "best_of": 1, "suffix": ""}
+INSTEAD = {
+    "functions": "give tools",
+    "function_call": "give tool_choice",
+    "best_of": "ask for n answers",
+    "suffix": "answers follow the prompt",
+    "reasoning_effort": "give chat_template_kwargs, such as enable_thinking, to a template with thoughts",
+    "guided_json": "give response_format",
+    "guided_regex": "give regex",
+    "guided_grammar": "give grammar",
+}
 
 
 class Body(BaseModel):
     """strict: "0.7" is no number and true no integer."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class Asked(Body):
+    """The body of a request. Its unknown fields might change the answer, so they are refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        fields = given if isinstance(given, dict) else {}
+        for name, value in fields.items():
+            known = name in cls.model_fields or name in HARMLESS or value is None
+            if known or (name in DONE and DONE[name] == value):
+                continue
+            close = difflib.get_close_matches(name[:80], cls.model_fields, 1)
+            hint = INSTEAD.get(name) or (f"did you mean '{close[0]}'?" if close else "leave it out")
+            raise PydanticCustomError(
+                "unknown_field", "{hint}", {"name": one_line(name[:80]), "hint": hint}
+            )
+        return given
 
 
 def _token_ids(bias: dict[str, float]) -> dict[str, float]:
@@ -42,24 +81,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-# OpenAI's fields that would change the answer if they were ignored.
-REFUSED = {
-    "functions": "it is not taken any more: give tools",
-    "function_call": "it is not taken any more: give tool_choice",
-    "suffix": "it is not taken: answers follow the prompt",
-    "best_of": "it is not taken: ask for n answers",
-}
-
-
-def _refuse(given: object, field: ValidationInfo) -> None:
-    if given is not None:
-        raise ValueError(REFUSED[str(field.field_name)])
-
-
-Refused = Annotated[Any, AfterValidator(_refuse)]
-
-
-class Sampled(Body):
+class Sampled(Asked):
     """The fields of both kinds of completion.
 
     model: None is the server's. The fields from top_k on are not OpenAI's.
@@ -174,8 +196,7 @@ class ChatRequest(Sampled):
     tools: list[Tool] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    functions: Refused = None
-    function_call: Refused = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(Sampled):
@@ -183,12 +204,10 @@ class CompletionRequest(Sampled):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
-    suffix: Refused = None
-    best_of: Refused = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Asked):
     """Either a prompt or messages."""
 
     model: str | None = None

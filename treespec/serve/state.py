@@ -4,15 +4,19 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import final
 
+from anyio import CapacityLimiter
 from fastapi import Request
 
 from treespec.engine import Engine
 from treespec.serve.errors import ApiError
 from treespec.serve.limits import Limits
 from treespec.serve.metrics import Metrics
+from treespec.shaping.trial import Trial
 from treespec.spec import Spec
+from treespec.text import templates
 
 
 @final
@@ -23,7 +27,7 @@ class State:
     api_key: one that requests must bring, or several; none: requests need none.
     temperature: of requests that name none. allow_lossy: whether the page may choose a lossy
     verifier. pages: answers on pages that run. ending: whether the server shuts down. cut_off:
-    whether what still runs is cut off, too.
+    whether what still runs is cut off, too. compiling: lets one grammar be tried at a time.
     """
 
     spec: Spec
@@ -38,6 +42,13 @@ class State:
     pages: int = 0
     ending: bool = False
     cut_off: bool = False
+    compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
+
+    @cached_property
+    def trial(self) -> Trial:
+        """The process that tries the requests' grammars."""
+        target, stops = self.spec.target, templates.stops(self.spec.template)
+        return Trial(target.tokenizer, target.vocab_size, target.eos | set(stops.token_ids))
 
     @property
     def api_keys(self) -> Sequence[str]:

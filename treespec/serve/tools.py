@@ -7,7 +7,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -96,6 +96,16 @@ def calls_in(text: str) -> list[Call]:
     return _calls(_objects(text.strip().removeprefix("<|python_tag|>")))
 
 
+TEACHING = """\
+You may call functions to help with the user's question. These are their signatures:
+<tools>
+{tools}
+</tools>
+To call one, write a JSON object with its name and arguments between tags:
+<tool_call>
+{"name": "<name>", "arguments": {<arguments>}}
+</tool_call>
+The results follow between <tool_response> tags."""
 FORMS = (
     Form("<tool_call>", "<tool_call>", _hermes),
     Form("[TOOL_CALLS]", "[TOOL_CALLS]", _mistral),
@@ -104,8 +114,31 @@ FORMS = (
 
 
 def form_of(source: str) -> Form | None:
-    """The form that a template's source teaches."""
-    return next((form for form in FORMS if form.mark in source), None)
+    """The form that a template's source teaches; Hermes' where it has no place for tools."""
+    taught = next((form for form in FORMS if form.mark in source), None)
+    return taught if has_place(source) else FORMS[0]
+
+
+def has_place(source: str) -> bool:
+    """Whether a template's source shows tools."""
+    return re.search(r"\btools\b", source) is not None
+
+
+def taught(tools: Sequence[Mapping[str, Any]]) -> str:
+    """The part of a system message that shows tools, for a template without a place for them."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return TEACHING.replace("{tools}", lines)
+
+
+def written(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its calls, or the result of one, as text in Hermes' form."""
+    content, calls = message["content"], message.get("tool_calls") or ()
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+    marked = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
+    fields = {name: value for name, value in message.items() if name != "tool_calls"}
+    return fields | {"content": "\n".join([*([content] if content else []), *marked])}
 
 
 @final
@@ -113,11 +146,16 @@ class Catcher:
     """Parts the pieces of an answer into text to show and calls.
 
     form: None shows everything. Text from the opening on is held until the answer ends: only then
-    is it known to be calls.
+    is it known to be calls. most: calls to return; None: all.
     """
 
-    def __init__(self, form: Form | None, tokenizer: "PreTrainedTokenizerBase | None") -> None:
-        self.form, self.tokenizer = form, tokenizer
+    def __init__(
+        self,
+        form: Form | None,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        most: int | None = None,
+    ) -> None:
+        self.form, self.tokenizer, self.most = form, tokenizer, most
         self.opened, self.held, self.shown = False, "", 0
         self.tokens: list[int] = []
         added = tokenizer.get_added_vocab() if tokenizer and form else {}
@@ -140,7 +178,7 @@ class Catcher:
         for special in self.tokenizer.all_special_tokens:
             whole = whole.removesuffix(special)
         at = 0 if self.form.at_start else whole.find(self.form.opening)
-        calls = self.form.parse(whole[at:])
+        calls = self.form.parse(whole[at:])[: self.most]
         if not calls:
             return self.held, []
         if self.opening_id not in self.tokens:

@@ -7,29 +7,34 @@ compiled once.
 import json
 import re
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, final
 
 from treespec.errors import InputError
-from treespec.shaping.schema_place import broken_place
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KINDS = ("json_schema", "regex", "grammar")
 # JSON as json.dumps writes it. One way to space means fewer tokens to choose, and more forced ones.
+# Far beyond what schemas in use need. They bound the time of a token and the memory of a matcher.
+LIMITS: Any = {"step_max_items": 10_000, "step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
+LIMITS |= {"verbose_errors": False}
 SPACING: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
 
 @final
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled grammar over a tokenizer. start: the matcher before the first token; never moved.
+    """A compiled grammar over a tokenizer. kind: one of KINDS.
 
-    ends: the tokens that end an answer; the matcher allows them where the grammar accepts.
+    start: the matcher before the first token; never moved. ends: the tokens that end an answer; the
+    matcher allows them where the grammar accepts.
     """
 
+    kind: str
     start: "LLMatcher"
     ends: frozenset[int]
 
@@ -45,22 +50,24 @@ def compiled(
 
     kind: one of KINDS. source: a JSON schema as a dict or as JSON text; a regular expression;
     or a grammar in llguidance's Lark. vocab_size: V of the target. Raises InputError
-    for a source that cannot be used, with the place of the fault, and for a target whose tokenizer
-    cannot be matched.
+    for a source that cannot be used, and for a target whose tokenizer cannot be matched.
     """
-    text = _text(kind, source)
-    tokens = _tokens(kind, tokenizer, vocab_size, ends)
-    return Grammar(_start(kind, text, tokens), ends)
+    text = text_of(kind, source)
+    tokens = tokens_of(kind, tokenizer, vocab_size, ends)
+    return Grammar(kind, start_of(kind, text, tokens), ends)
 
 
-def _text(kind: str, source: object) -> str:
+def text_of(kind: str, source: object) -> str:
     """The source as text. Raises InputError for the wrong type and for text that is no JSON."""
-    if kind != "json_schema":
-        if not isinstance(source, str):
-            raise InputError(f"{kind} is {source!r:.40}, must be a string")
-        if not source.isascii() and any("\ud800" <= letter <= "\udfff" for letter in source):
-            raise InputError(f"{kind} holds half of a surrogate pair, which is no character")
-        return source
+    text = _schema_text(source) if kind == "json_schema" else source
+    if not isinstance(text, str):
+        raise InputError(f"{kind} is {source!r:.40}, must be a string")
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise InputError(f"{kind} holds half of a surrogate pair, which is no character")
+    return text
+
+
+def _schema_text(source: object) -> str:
     if isinstance(source, str):
         try:
             source = json.loads(source)
@@ -73,12 +80,12 @@ def _text(kind: str, source: object) -> str:
     if not isinstance(source, dict):
         raise InputError(f"json_schema is {source!r:.40}, must be an object")
     try:
-        return json.dumps(source, allow_nan=False)
+        return json.dumps(source, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"json_schema cannot be written as JSON: {error}") from None
 
 
-def _tokens(kind: str, tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LLTokenizer":
+def tokens_of(kind: str, tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LLTokenizer":
     """llguidance's copy of the tokenizer. Raises InputError for one that it cannot copy."""
     if tokenizer is None:
         raise InputError(f"the target has no tokenizer: {kind} needs the text of its tokens")
@@ -96,51 +103,63 @@ def _tokens(kind: str, tokenizer: Any, vocab_size: int, ends: frozenset[int]) ->
     return _copied(tokenizer, vocab_size, ends)
 
 
+def copy_of(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> dict[str, Any]:
+    """The arguments of llguidance's copy of a tokenizer; another process may take them, too."""
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    size = max(vocab_size, len(tokenizer), *(token + 1 for token in ends))
+    return {"tokenizer": backend.to_str(), "n_vocab": size, "eos_token": sorted(ends)}
+
+
 @lru_cache(maxsize=4)
 def _copied(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> "LLTokenizer":
     try:
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLTokenizer
     except ImportError:
         raise InputError(
             "answers by a grammar need llguidance: pip install 'treespec[grammar]'"
         ) from None
-    size = max(vocab_size, len(tokenizer), *(token + 1 for token in ends))
     try:
-        return from_tokenizer(tokenizer, size, sorted(ends))
+        return LLTokenizer(**copy_of(tokenizer, vocab_size, ends))
     except (ValueError, RuntimeError) as error:
         name = type(tokenizer).__name__
         raise InputError(f"llguidance cannot read the target's {name}: {error}") from error
 
 
 @lru_cache(maxsize=64)
-def _start(kind: str, text: str, tokens: "LLTokenizer") -> "LLMatcher":
-    """The matcher of a grammar before the first token. Raises InputError for a broken one."""
-    from llguidance import LLMatcher
+def start_of(kind: str, text: str, tokens: "LLTokenizer") -> "LLMatcher":
+    """The matcher of a grammar before the first token. Raises InputError for one without use."""
+    from llguidance import LLMatcher, LLParserLimits
 
-    # 1. As llguidance's grammar.
+    # 1. The matcher. It compiles without the interpreter's lock, so other threads go on.
     write: dict[str, Callable[[str], str]] = {
         "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(schema, SPACING),
         "regex": LLMatcher.grammar_from_regex,
         "grammar": LLMatcher.grammar_from_lark,
     }
-    grammar = write[kind](text)
+    try:
+        grammar = write[kind](text)
+    except ValueError as error:
+        raise InputError(f"{kind} is too large: {error}") from None
+    start = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
 
-    # 2. Where it is broken, the place of the fault.
-    if fault := LLMatcher.validate_grammar(grammar, tokens):
-
-        def fault_of(schema: object) -> str:
-            return LLMatcher.validate_grammar(write[kind](json.dumps(schema)), tokens)
-
-        if kind == "json_schema":
-            place = broken_place(json.loads(text), fault, fault_of)
-            raise InputError(f"json_schema at {place}: {_reason(fault)}")
+    # 2. What is wrong with it, if anything.
+    if fault := start.get_error():
         raise InputError(f"{kind}: {_reason(fault)}{_line_and_column(kind, fault)}")
-
-    # 3. The matcher.
-    start = LLMatcher(tokens, grammar, log_level=0)
-    if start.is_error():
-        raise InputError(f"{kind} is too large: {_reason(start.get_error())}")
+    first = start.deep_copy()
+    first.compute_bitmask()
+    if first.is_error():
+        raise too_complex(kind, first)
     return start
+
+
+def too_complex(kind: str, matcher: "LLMatcher") -> InputError:
+    """Why a matcher has given up."""
+    fault = matcher.get_error()
+    if "NoExtension" in fault:
+        return InputError(f"{kind} cannot be satisfied: no token may come next")
+    return InputError(f"{kind} is too complex to be followed: {_reason(fault)}")
 
 
 def _reason(fault: str) -> str:

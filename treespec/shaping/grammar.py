@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.shaping.compiled import Grammar, compiled
+from treespec.shaping.compiled import Grammar, compiled, too_complex
 
 MOST_FORCED = 64  # tokens of a forced chain: bounds the nodes of a forward
 
@@ -75,6 +75,7 @@ class GrammarShaper:
         """Let the matcher consume what the answer has grown by."""
         if len(answer) == len(self.answer):
             return
+        self._check()
         self._reach(())
         self.masks.clear()
         new = list(takewhile(lambda token: token not in self.ends, answer[len(self.answer) :]))
@@ -91,10 +92,13 @@ class GrammarShaper:
         if not self._reach(path):
             return b"\xff" * len(self.matcher.compute_bitmask())
         mask = self.matcher.compute_bitmask()
-        if self.matcher.is_error():
-            reason = self.matcher.get_error().splitlines()[0]
-            raise InputError(f"the grammar is too complex for its matcher: {reason}")
+        self._check()
         return mask
+
+    def _check(self) -> None:
+        """Raises InputError once the matcher has given up."""
+        if self.matcher.is_error():
+            raise too_complex(self.grammar.kind, self.matcher)
 
     def _reach(self, path: Sequence[int]) -> bool:
         """Move the matcher to the end of a path; False where the grammar forbids one of its tokens.

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -19,7 +20,7 @@ from treespec.heads import checksum
 from treespec.heads.head import Config, Head
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
-from treespec.heads.registry import HEADS, kind_of
+from treespec.heads.registry import HEADS, HeadKind, kind_of
 from treespec.heads.tensors import HeadError, read_tensors
 
 
@@ -60,9 +61,9 @@ def load_head(
         ) from error
     shapes = {name: value.shape for name, value in described.state_dict().items()}
     if missing := shapes.keys() - tensors.keys() - described.optional:
-        raise HeadError(f"{folder}: the head lacks {_names(missing)}; is it {kind.known_as}?")
+        raise HeadError(f"{folder}: the head lacks {_names(missing)}; {_doubt(config, kind)}")
     if unknown := tensors.keys() - shapes.keys():
-        raise HeadError(f"{folder}: unknown tensors {_names(unknown)}; is it {kind.known_as}?")
+        raise HeadError(f"{folder}: unknown tensors {_names(unknown)}; {_doubt(config, kind)}")
     for name, value in tensors.items():
         if value.shape != shapes[name]:
             raise HeadError(
@@ -178,6 +179,15 @@ def _config(folder: Path) -> Config:
         )
     config.pop(checksum.FIELD, None)
     return config
+
+
+def _doubt(config: Config, kind: HeadKind[Any]) -> str:
+    """Why a head's tensors may be others than its kind's: its architecture, if no reader knows it."""
+    named = config.get("architectures") or config.get("model_type") or "llama"
+    names = set(map(str, named if isinstance(named, list) else [named]))
+    if kind.architectures and (unknown := sorted(names - {*kind.architectures, "llama"})):
+        return f"{unknown[0]} is no architecture of {kind.known_as} that treespec reads"
+    return f"is it {kind.known_as}?"
 
 
 def _line(error: Exception) -> str:

@@ -5,14 +5,14 @@ Keys and values go to a cache that is an argument: any object with
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 
 class KeyValues(Protocol):
@@ -22,17 +22,19 @@ class KeyValues(Protocol):
 class Rotary(nn.Module):
     """Rotary position embedding with transformers' scaling rules.
 
-    inv_freq: [D / 2] radians per position.
+    inv_freq: [R / 2] radians per position. R: the first entries of a head's D, which are rotated;
+    all of them unless the config has `partial_rotary_factor`.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        rotary = LlamaRotaryEmbedding(config)
+        partial_rotary: Any = PhiRotaryEmbedding  # Llama's knows no partial_rotary_factor
+        rotary = partial_rotary(config)
         self.scale = float(rotary.attention_scaling)
         self.inv_freq = rotary.inv_freq.float()  # not a buffer: stays float32 when the head is cast
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[T] or [B, T] positions -> cos and sin, [1, T, D] or [B, 1, T, D], one for all heads."""
+        """[T] or [B, T] positions -> cos and sin, [1, T, R] or [B, 1, T, R], one for all heads."""
         if self.inv_freq.device != positions.device:
             self.inv_freq = self.inv_freq.to(positions.device)
         angles = positions[..., None, :, None] * self.inv_freq
@@ -41,7 +43,10 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn [B, heads, T, D] by the angles of `Rotary`."""
+    """Turn the first R entries of [B, heads, T, D] by the angles of `Rotary`."""
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat([rotate(x[..., :size], cos, sin), x[..., size:]], dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 

@@ -28,6 +28,7 @@ H = TypeVar("H", bound=Head)
 class HeadKind(Generic[H]):
     """build: (config) -> the head with random weights; raises for a config that describes none.
 
+    architectures: the names in config.json that its readers know; none: they read no names.
     recognises: (config.json, names of the tensors) -> whether a directory holds this kind.
     read: turns what the directory holds, in the format of any project, into the config and the
     tensors that `build` and `Head.fill` take; raises ValueError for what it does not understand.
@@ -47,6 +48,7 @@ class HeadKind(Generic[H]):
     levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
     writers: Mapping[str, Callable[[H, Served], Stored]] = field(default_factory=dict)
     embedded: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
     outputs: Callable[[H, Tensor, torch.Generator], Tensor] | None = None
 
 
@@ -91,6 +93,7 @@ HEADS: dict[str, HeadKind[Any]] = {
             "eagle": eagle3.to_eagle,
             "treespec": eagle3.to_treespec,
         },
+        architectures=eagle3.ARCHITECTURES,
         outputs=eagle.outputs,
     ),
     "eagle": HeadKind(
@@ -100,6 +103,7 @@ HEADS: dict[str, HeadKind[Any]] = {
         eagle.read,
         writers={"sglang": eagle.to_sglang, "vllm": eagle.to_vllm, "eagle": eagle.to_eagle},
         embedded=("sglang", "vllm", "eagle"),
+        architectures=eagle.ARCHITECTURES,
         outputs=eagle.outputs,
     ),
 }

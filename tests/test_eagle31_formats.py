@@ -149,3 +149,27 @@ def test_norm_output_can_be_said_otherwise_than_the_file_says(tmp_path, monkeypa
     assert f"treespec chat --target {tmp_path / 'target'} --head {tmp_path / 'treespec'}" in capsys.readouterr().out
     with pytest.raises(HeadError, match="norm_output is for EAGLE-3 heads, it is an EAGLE-1 or EAGLE-2 head"):
         load_head(saved(KINDS["eagle"].new(EIGHT), tmp_path / "one"), norm_output=False)
+
+
+NOT_READ = "is no architecture of an EAGLE-.* head that treespec reads$"
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (
+            LLAMA | {"use_last_layernorm": True},
+            "use_last_layernorm is True: an EAGLE-1 or EAGLE-2 head has no such norm",
+        ),
+        (LLAMA | {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm is True"),
+        (THREE | {"use_last_layernorm": False}, "use_last_layernorm is False: an EAGLE-3 head has that norm"),
+        (THREE | {"eagle_config": {"use_input_layernorm_in_first_layer": False}}, "in_first_layer is False"),
+        (THREE | {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm is True"),
+        (LLAMA | {"architectures": ["MLPSpeculatorPreTrainedModel"]}, f"; MLPSpeculatorPreTrainedModel {NOT_READ}"),
+        (LLAMA | {"model_type": "redrafter"}, f"; redrafter {NOT_READ}"),
+        (LLAMA | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, f"; Eagle3DeepseekV2ForCausalLM {NOT_READ}"),
+    ],
+)
+def test_a_head_of_other_parts_is_refused_by_its_field_or_its_architecture(config, complaint, tmp_path):
+    with pytest.raises(HeadError, match=complaint):
+        load_head(write(tmp_path, config, {"emb.weight": torch.ones(64, 32)}))

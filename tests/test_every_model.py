@@ -69,6 +69,7 @@ def test_a_tree_is_scored_as_its_paths_or_the_model_is_refused_by_name(name):
         assert "cannot be" in reason
         assert type(model).__name__.removesuffix("ForCausalLM")[:6] in reason
         assert "\n" not in reason
+        assert ("ALiBi" in reason) == (name in ("bloom", "mpt"))
 
 
 @pytest.mark.slow

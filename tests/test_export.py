@@ -168,6 +168,9 @@ def test_rotary_positions_are_the_same_in_the_three_ways_that_they_are_said(tmp_
     older = LlamaConfig(rope_theta=config["rope_theta"], rope_scaling=config["rope_scaling"])
     for name, value in YARN.items():
         assert config["rope_parameters"][name] == older.rope_parameters[name] == value
+    export(saved(three(), tmp_path / "half", partial_rotary_factor=0.5), "sglang", tmp_path / "out-half", SERVED)
+    config = json.loads((tmp_path / "out-half" / "config.json").read_text())
+    assert config["partial_rotary_factor"] == config["rope_parameters"]["partial_rotary_factor"] == 0.5
     export(saved(three(), tmp_path / "plain"), "vllm", tmp_path / "out-plain", SERVED)
     config = json.loads((tmp_path / "out-plain" / "config.json").read_text())
     assert config["rope_scaling"] is None
@@ -199,6 +202,7 @@ def tapping(*taps):
         ("vllm", three, {"embed_scale": 2.0}, "embeddings are scaled by 2"),
         ("vllm", three, {"hidden_act": "gelu"}, "its activation is gelu"),
         ("eagle", three, {"rope_parameters": YARN}, "rotary positions are of type 'yarn'"),
+        ("eagle", three, {"partial_rotary_factor": 0.5}, r"its partial_rotary_factor is 0\.5"),
     ],
 )
 def test_what_has_no_place_in_a_format_is_refused_in_a_line(to, make, config, complaint, tmp_path):

@@ -253,7 +253,7 @@ def test_layer_ids_name_the_same_features_by_what_enters_and_what_leaves():
         ("eagle3-vllm", {"norm_before_fc": True}, r"lacks input_norm\.weight"),
         ("speculators", {"fc_norm": True}, r"lacks fc_norm\.0\.weight, fc_norm\.1\.weight"),
         ("speculators", {"fc_norm": True, "norm_before_fc": True}, "both true, and exclude each other"),
-        ("speculators", {"speculators_model_type": "eagle"}, "'eagle', of which only 'eagle3' is known"),
+        ("speculators", {"speculators_model_type": "eagle"}, "'eagle': treespec reads 'dflash', 'eagle3' and 'peagle'"),
         ("speculators", {"transformer_layer_config": {"model_type": "phi3"}}, "'phi3', of which only 'llama' and"),
         ("speculators", {"transformer_layer_config": LLAMA}, r"lacks midlayer\.self_attn\.k_norm\.weight"),
         ("speculators", {"transformer_layer_config": None}, "transformer_layer_config is missing"),

@@ -95,6 +95,34 @@ def test_tensors_that_older_checkpoints_hold_beside_the_weights_are_no_error(fol
     Target.load(str(tmp_path / "gpt2"))
 
 
+@pytest.mark.parametrize(
+    ("form", "parts", "fields"),
+    [
+        ("NVFP4 of ModelOpt", ("weight_scale", "weight_scale_2"), {}),
+        ("NVFP4 of ModelOpt", ("weight_scale_2",), {"quantization_config": {"quant_method": "modelopt"}}),
+        ("MLX", ("scales", "biases"), {"quantization": {"group_size": 32, "bits": 4}}),
+        ("MLX", ("scales", "biases"), {"quantization_config": {"group_size": 32, "bits": 4}}),
+    ],
+)
+def test_a_format_that_transformers_does_not_load_is_named(folder, form, parts, fields):
+    up = "model.layers.0.mlp.up_proj"
+    add_tensors(folder, **{f"{up}.weight": torch.zeros(48, 16, dtype=torch.uint8)})
+    add_tensors(folder, **{f"{up}.{part}": torch.ones(48, 2) for part in parts})
+    change(folder, **fields)
+    assert f"in the format {form}, which transformers does not load" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "told"), [("tekken.json", "pip install mistral-common"), ("tokenizer.model", "pip install sentencepiece")]
+)
+def test_a_tokenizer_that_takes_a_package_is_named(folder, file, told, capfd):
+    (folder / file).write_bytes(b"\x0a\x0e\x0a\x05<unk>\x15")
+    line = refusal(folder)
+    assert f"{file} takes" in line
+    assert told in line
+    assert "sentencepiece" not in capfd.readouterr().err.lower()
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_tied_weights_that_a_file_holds_once_are_no_error(tmp_path, kind):
     config = CONFIGS[kind]()

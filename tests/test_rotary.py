@@ -7,8 +7,10 @@ import torch
 import transformers as hf
 from models import GROUPED, random_model
 from test_target import TOLERANCE, plain_logits, prefix, random_tree
+from tiny_configs import MODELS, tiny
 
 from treespec.errors import InputError
+from treespec.heads.layers import Attention, Rotary
 from treespec.model.inspect import context_length
 from treespec.spec import Spec
 from treespec.target import Target
@@ -34,6 +36,9 @@ LENGTH_DEPENDENT = {
         rope_parameters={"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0},
     ),
 }
+INDEXED = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"]  # attention by an index of 32 columns
+ENDING = {name: (make, "rotary") for name, make in LENGTH_DEPENDENT.items()}
+ENDING |= {name: (lambda name=name: tiny(MODELS[name]), "by an index") for name in INDEXED}
 FIXED = {
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0},
@@ -56,13 +61,14 @@ def assert_equal_to_the_plain_model(target, length):
             torch.testing.assert_close(out.logits[node], plain, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", LENGTH_DEPENDENT)
-def test_the_context_ends_where_rotary_factors_change_and_a_line_says_so(name, caplog):
+@pytest.mark.parametrize("name", ENDING)
+def test_the_context_ends_where_a_forward_depends_on_its_length_and_a_line_says_so(name, caplog):
+    make, reason = ENDING[name]
     with caplog.at_level(logging.WARNING):
-        target = Target(random_model(LENGTH_DEPENDENT[name]()))
+        target = Target(random_model(make()))
     assert target.context_length == ORIGINAL
     assert f"texts end at {ORIGINAL} tokens" in caplog.text
-    assert "rotary" in caplog.text
+    assert reason in caplog.text
     assert_equal_to_the_plain_model(target, ORIGINAL - 5)  # the tree's leaves end at the last position
     spec = Spec(target, None)
     prompt = prefix(length=ORIGINAL - 6)[0].tolist()
@@ -101,3 +107,17 @@ def test_llama_4_ends_where_its_attention_scales_by_column():
     length, why = context_length(hf.Llama4TextConfig(max_position_embeddings=1 << 20))
     assert length == 8192 - 1 - 1024
     assert "column" in why
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}])
+@torch.no_grad()
+def test_a_head_with_a_partial_rotary_factor_turns_that_part_alone_as_transformers_does(rope):
+    rope = rope | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = random_model(hf.NemotronConfig(**GROUPED, head_dim=8, rope_parameters=rope)).model
+    theirs, config = model.layers[0].self_attn, hf.LlamaConfig(**GROUPED, rope_parameters=rope)
+    own = Attention(config, qkv_bias=False, in_features=32)
+    own.load_state_dict(theirs.state_dict())
+    x, places = torch.randn(1, 5, 32), torch.arange(5)
+    causal = torch.full((5, 5), float("-inf")).triu(1)[None, None]
+    expected = theirs(x, model.rotary_emb(x, places[None]), causal)[0]
+    torch.testing.assert_close(own(x, Rotary(config)(places, x.dtype), None, None), expected)

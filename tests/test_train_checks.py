@@ -2,12 +2,14 @@
 
 import gzip
 import resource
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from training import Killed, kill_at, same_weights, small_run, weights, write_data
+from transformers import AutoTokenizer
 
 from treespec.cli.train import stopped
 from treespec.errors import InputError
@@ -99,6 +101,16 @@ def test_without_held_out_conversations_no_numbers_are_made_up(config, tmp_path,
     assert "the head was not validated" in said
     assert "0.0%" not in said
     assert "not validated" in describe(result)
+
+
+def test_a_token_that_the_target_lacks_is_one_line(config, model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "target")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["zyx"])
+    tokenizer.save_pretrained(folder)
+    train(replace(config, target=str(folder), max_steps=1))  # the token does not occur
+    data = write_data(tmp_path / "more.jsonl", name="zyx")
+    assert "the target has" in refused(replace(config, target=str(folder), data=str(data), out=str(tmp_path / "other")))
 
 
 def test_an_interrupt_says_which_step_the_same_command_goes_on_from(config):

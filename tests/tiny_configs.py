@@ -39,8 +39,10 @@ ATTENTIONS = ("full_attention", "sliding_attention")
 SIGLIP = {"model_type": "siglip_vision_model"} | TINY
 OWN: dict[str, dict[str, Any]] = {}
 DELTA = "bailing_hybrid granitemoehybrid kimi_linear qwen3_5_text qwen3_5_moe_text qwen3_next"
+INDEXED = "axk2 deepseek_v32 glm_moe_dsa hy_v4"  # their attention sees the columns that an index chooses
 EXPANDED = "axk1 deepseek_v2 deepseek_v3 dots3_note_text glm4_moe_lite minicpm3 youtu"  # keys and values by query head
 OWN |= {name: {"num_key_value_heads": 4} for name in EXPANDED.split()}
+OWN |= {name: {"num_key_value_heads": 4, "index_topk": 32} for name in INDEXED.split()}
 OWN |= {name: {"layer_types": ["linear_attention", "full_attention", "linear_attention"]} for name in DELTA.split()}
 OWN["kimi_linear"]["num_key_value_heads"] = OWN["bailing_hybrid"]["num_key_value_heads"] = 4
 OWN |= {
@@ -66,6 +68,14 @@ OWN |= {
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text"} | TINY | {"hidden_size_per_layer_input": 0}},
     "cohere_compass_text": {
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ATTENTIONS}
+    },
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 4,
     },
     "blt": {"encoder_hash_byte_group_vocab": 64},
 }

@@ -94,6 +94,12 @@ def prepare(
 ) -> Data:
     """Split the conversations; with --features store them. taps: the head's."""
     # 1. Split.
+    largest = max((int(example.input_ids.max()) for example in examples), default=0)
+    if largest >= target.vocab_size:
+        raise InputError(
+            f"{config.data} has token {largest} of the tokenizer, and the target has "
+            f"{target.vocab_size} tokens: take the tokenizer that belongs to it"
+        )
     train, held_out = split(examples, config.held_out, config.seed)
     train = [example for example in train if len(example.input_ids) >= 3]
     if not train:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 if TYPE_CHECKING:
@@ -113,6 +114,25 @@ class TreeLayer(CacheLayerMixin):
         # One statement without a call, which CPython does not interrupt.
         parts = keys, values, keys.shape[2], True
         self.keys, self.values, self.capacity, self.is_initialized = parts
+
+    def update_indexer(self, keys: Tensor) -> Tensor:
+        """[B, length + N, D] the keys [B, N, D] by which indexed attention chooses columns.
+
+        Zeros stand for earlier ones: within the context length it chooses all columns.
+        """
+        return pad(keys, (0, 0, self.length, 0))
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """[3, B, length] zeros, the positions of earlier columns, which only the index reads."""
+        if not self.length:
+            return None
+        keys = self.storage[0]
+        return torch.zeros(3, len(keys), self.length, dtype=torch.int64, device=keys.device)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, _: Tensor) -> None:
+        """The model's own positions are not kept."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0

@@ -13,6 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
+from treespec.files import read_json
 from treespec.gguf_file import gguf_file
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
@@ -69,7 +70,9 @@ def identity_of(name: str | Path, revision: str | None = None) -> str:
         if path.is_dir():
             files = [file for file in path.iterdir() if not file.name.startswith(".")]
             files = [file for file in files if file.suffix in SUFFIXES and file.is_file()]
-            return digest({file.name: sampled(file) for file in files})
+            parts = {file.name: sampled(file) for file in files}
+            base = base_of(path)
+            return digest(parts | ({"base": identity_of(base)} if base else {}))
         if path.is_file():
             return digest({"": sampled(path)})
     except OSError as error:
@@ -79,6 +82,21 @@ def identity_of(name: str | Path, revision: str | None = None) -> str:
     if problem := mistyped(name):
         raise InputError(problem)
     return f"commit {commit_of(str(name), revision)}"
+
+
+def base_of(path: str | Path) -> str | None:
+    """The model that the PEFT adapter in a folder adapts; None for any other path.
+
+    Raises InputError for an adapter_config.json that is damaged or names no model.
+    """
+    file = Path(path).expanduser() / "adapter_config.json"
+    if not file.is_file() or (file.parent / "config.json").is_file():
+        return None
+    remedy = "save the adapter again"
+    base = read_json(file, remedy).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise InputError(f"{file} names no base_model_name_or_path: {remedy}")
+    return base
 
 
 def digest(parts: dict[str, str]) -> str:

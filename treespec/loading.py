@@ -13,6 +13,7 @@ from treespec.draft.sources import HEADS, source_of
 from treespec.errors import InputError
 from treespec.heads.checkpoint import head_folder
 from treespec.locks import alone_with
+from treespec.model.adapters import unwrapped
 from treespec.model.packed import pack
 from treespec.options import members_of
 from treespec.target import Target
@@ -38,6 +39,7 @@ def load_sources(
     drafters: `kind:value` each, as `--drafter` takes them.
     """
     # 1. The target.
+    target = unwrapped(target)
     if isinstance(target, PreTrainedModel):
         refuse_placement(
             device_map=device_map,

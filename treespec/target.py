@@ -1,9 +1,8 @@
 """Any transformers decoder as the target: one forward scores a whole tree.
 
 No model code is copied. Every decoder accepts an explicit 4D attention mask (a dict of masks where
-layer types alternate), explicit `position_ids`, and a `Cache`; these carry the tree. A model that
-cannot score a tree is refused by name. After loading, a small tree's logits are checked against the
-plain model's.
+layer types alternate), `position_ids`, and a `Cache`; these carry the tree. A model that cannot
+score a tree is refused. After loading, a small tree's logits are checked against the plain model's.
 """
 
 import logging
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treespec.cache import TreeCache
+from treespec.model.adapters import unwrapped
 from treespec.model.attention import repeats, stack_query_heads
 from treespec.model.chunks import causal_chunks
 from treespec.model.compressed import unpack_compressed
@@ -57,15 +57,15 @@ class Target:
     feature_width: H, the width of the hidden states that enter the output embedding.
     context_length: positions that the model scores exactly.
 
-    A model with sdpa attention gets `tree_attention` instead. Raises InputError for a model that
-    cannot score a tree.
+    sdpa attention becomes `tree_attention`. Raises InputError for a model that scores no tree.
     """
 
     trust_remote_code = False  # whether `load` was allowed to run the model's Python files
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, ends: bool = False) -> None:
         """ends: whether the model has embedding and output alone, as `model.ends` loads it."""
-        self.model, self.tokenizer, self.ends = model.eval().requires_grad_(False), tokenizer, ends
+        self.model = model = unwrapped(model).eval().requires_grad_(False)
+        self.tokenizer, self.ends = tokenizer, ends
         with refusing(model):
             self._read(model)
             self.output_device: torch.device = model.device if ends else understand(self)
@@ -102,8 +102,8 @@ class Target:
         if self.recurrent and not self.recurrent.has_attention:
             self.windows = {}
 
-        # 5. Masks: the entries that one may have in a prefill, and whether its rows are repeated
-        #    once for all layers: not for a model that computes with masks (`understand`).
+        # 5. Masks: entries of one in a prefill; whether its rows are repeated once for all layers,
+        #    not for a model that computes with masks (`understand`).
         self.mask_room = max(1 << 20, model.get_memory_footprint() >> 8)
         self.repeats_masks = True
 

@@ -6,14 +6,19 @@ from transformers import LlamaConfig
 
 from treespec.heads.eagle import EagleHead
 from treespec.heads.features import FeatureHead
-from treespec.heads.formats.engines import Served, check_layer, llama_fields
+from treespec.heads.formats.engines import Served, check_layer, check_norms, llama_fields
 from treespec.heads.head import Config, Stored, Tensors
 
+ARCHITECTURES = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 ROTARY = ("default", "linear", "dynamic")  # the types that SafeAILab/EAGLE computes
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
-    """Add `bias: false` for a head of vLLM's architecture, whose config may omit it."""
+    """Add `bias: false` for a head of vLLM's architecture, whose config may omit it.
+
+    Raises ValueError for norms that the head does not have.
+    """
+    check_norms(config, EagleHead.known_as, has=False)
     if config.get("architectures") == ["EagleLlamaForCausalLM"] and "fc.bias" not in tensors:
         config = config | {"bias": False}
     return config, tensors
@@ -54,10 +59,13 @@ def _config(head: EagleHead, served: Served, architecture: str) -> Config:
 def check_project(head: FeatureHead) -> None:
     """Raises ValueError for a layer that SafeAILab/EAGLE does not compute."""
     llama = LlamaConfig(**head.config)
-    if (rope := (llama.rope_parameters or {}).get("rope_type")) not in ROTARY:
+    rope = llama.rope_parameters or {}
+    if (kind := rope.get("rope_type")) not in ROTARY:
         raise ValueError(
-            f"its rotary positions are of type {rope!r}, which is none of {', '.join(ROTARY)}"
+            f"its rotary positions are of type {kind!r}, which is none of {', '.join(ROTARY)}"
         )
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(f"its partial_rotary_factor is {part}, which the project does not compute")
     if (width := (llama.head_dim or 0) * llama.num_attention_heads) != llama.hidden_size:
         raise ValueError(
             f"its attention heads are {width} wide together, not {llama.hidden_size} as there"

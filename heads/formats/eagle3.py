@@ -17,11 +17,12 @@ from transformers import Qwen3Config
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.formats.eagle import check_project
 from treespec.heads.formats.eagle3_parts import check_parts, layer_fields, norm_fields
-from treespec.heads.formats.engines import Served, check_layer, llama_fields
+from treespec.heads.formats.engines import Served, check_layer, check_norms, llama_fields
 from treespec.heads.head import Config, Stored, Tensors
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's architecture for layers of Qwen3
+ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", QWEN3)
 QUERY_NORM = "midlayer.self_attn.q_norm.weight"
 SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "hidden_act"),
@@ -48,9 +49,10 @@ def read(config: Config, tensors: Tensors) -> Stored:
     """Rename layers.0 to midlayer, translate SGLang's taps, and drop a d2t of all tokens.
 
     A layer is Qwen3's by its architecture or its tensors. Raises ValueError for taps that
-    contradict each other.
+    contradict each other, and for norms that the head does not have.
     """
     # 1. The fields.
+    check_norms(config, Eagle3Head.known_as, has=True)
     if "eagle_config" in config:
         config = _untangled(config)
     if config.get("use_aux_norm"):

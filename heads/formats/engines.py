@@ -36,6 +36,20 @@ class Served:
         )
 
 
+def check_norms(config: Config, known_as: str, has: bool) -> None:
+    """Raises ValueError for ModelOpt's fields that describe other norms than a head's.
+
+    has: whether the first layer norms its input, and a norm stands before the output layer.
+    """
+    fields = {"use_input_layernorm_in_first_layer": has, "use_last_layernorm": has}
+    nested = config.get("eagle_config")
+    config = config | (nested if isinstance(nested, dict) else {})
+    for name, expected in (fields | {"use_mtp_layernorm": False}).items():
+        if config.get(name) not in (None, expected):
+            words = "has that norm" if expected else "has no such norm"
+            raise ValueError(f"{name} is {config[name]}: {known_as} {words}")
+
+
 def check_layer(
     head: FeatureHead, *, biases: bool = False, activation: str | None = "silu"
 ) -> None:
@@ -83,6 +97,7 @@ def llama_fields(head: FeatureHead, served: Served) -> Config:
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else scaling,
         "rope_parameters": rope,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,

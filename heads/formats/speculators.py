@@ -19,7 +19,9 @@ def read_any(config: Config, tensors: Tensors) -> Stored:
 def read(config: Config, tensors: Tensors) -> Stored:
     """Flatten the config. Raises ValueError for other speculators, and for layers of others."""
     if (kind := config["speculators_model_type"]) != "eagle3":
-        raise ValueError(f"speculators_model_type is {kind!r}, of which only 'eagle3' is known")
+        raise ValueError(
+            f"speculators_model_type is {kind!r}: treespec reads 'dflash', 'eagle3' and 'peagle'"
+        )
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise ValueError("transformer_layer_config is missing")

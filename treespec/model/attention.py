@@ -90,8 +90,11 @@ def repeats(config: PreTrainedConfig, nodes: int) -> int:
 def stack_query_heads(model: PreTrainedModel) -> None:
     """Let a decoder with transformers' sdpa attention use `tree_attention`.
 
-    Other parts of the model keep their attention: an audio tower may accept no other.
+    Other parts of the model keep their attention: an audio tower may accept no other. Indexed
+    attention keeps its own, as it leaves the index out in any but those that it knows.
     """
+    if "indexed_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        return
     if model.config.get_text_config()._attn_implementation == "sdpa":
         AttentionInterface.register(NAME, tree_attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -7,10 +7,11 @@ A head that trains on stored features asks no more of its target. Of an 8 B mode
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from treespec.demo.fetch import model_path
-from treespec.model.weights import load_config, located, quiet
+from treespec.identity import base_of
+from treespec.model.weights import auto_class, load_config, located, quiet
 from treespec.variant import AS_IT_IS, Variant
 
 
@@ -27,9 +28,10 @@ def load_ends(
     """The model in `path` without its layers; None where it cannot be loaded like that.
 
     Its config still tells the number of layers. variant, options: as for `load_model`; the ends of
-    a model that is quantised at loading are plain in any case. A GGUF file is loaded whole.
+    a model that is quantised at loading are plain in any case. A GGUF file is loaded whole, as is an
+    adapter.
     """
-    if variant.gguf:
+    if variant.gguf or base_of(path):
         return None
     # 1. A config without layers.
     path = model_path(path)
@@ -44,7 +46,7 @@ def load_ends(
 
         # 2. The weights: those of the layers have no place to go.
         with quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = auto_class(config).from_pretrained(
                 path,
                 config=config,
                 output_loading_info=True,

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from treespec.model.recurrent import Recurrent
 
 TREE_COLUMNS = 1024  # cache columns behind the longest text that a tree may fill
-HOLDS_TREE = {"full_attention", "sliding_attention", "chunked_attention"}
+INDEXED = "indexed_attention"  # sees the columns that an index chooses
+HOLDS_TREE = {"full_attention", "sliding_attention", "chunked_attention", INDEXED}
 CARRIES_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 NO_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
 
@@ -34,8 +35,9 @@ def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
     elif not _takes(model, "past_key_values") and not recurrent:
         reason = "its forward takes no cache of keys and values, which a tree is written into"
     elif getattr(config, "alibi", False) or not (recurrent or _takes(model, "position_ids")):
+        alibi = " (ALiBi)" if any("alibi" in name for name in dir(decoder_of(model))) else ""
         reason = (
-            "it places tokens by their column in the cache (ALiBi), where siblings cannot share a "
+            f"it places tokens by their column in the cache{alibi}, where siblings cannot share a "
             "position"
         )
     elif getattr(config, "rel_extent", None):
@@ -43,6 +45,8 @@ def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
             "its relative attention counts columns of the cache, where siblings cannot share a "
             "position"
         )
+    elif getattr(config, "index_kpool", None):
+        reason = "its index pools columns of the cache, where siblings cannot share a position"
     elif "local" in str(getattr(config, "attention_types", "")):
         reason = (
             "its local attention counts columns of the cache, where siblings cannot share a "
@@ -131,6 +135,9 @@ def context_length(config: PreTrainedConfig) -> tuple[int, str | None]:
     texts of a batch would change a text's logits. All other types (linear, llama3, yarn,
     proportional) have fixed factors.
 
+    Indexed attention (DeepSeek-V3.2) sees all columns until there are more than it chooses. Beyond,
+    it chooses by keys that treespec does not keep.
+
     Llama 4 scales queries by their column in the cache, which is not a tree node's position. The
     scale is 1 below `floor_scale` columns.
 
@@ -158,7 +165,13 @@ def context_length(config: PreTrainedConfig) -> tuple[int, str | None]:
         reason = f"from {floor} on, its attention scales queries by their column in the cache"
         limits.append((columns, reason))
 
-    # 4. The smallest limit counts.
+    # 4. Columns that an index chooses.
+    if INDEXED in (getattr(config, "layer_types", None) or ()):
+        budgets = (getattr(config, name, None) for name in ("index_topk", "indexer_budget"))
+        chosen = next((budget for budget in budgets if budget), 0)
+        limits.append((chosen, f"beyond, its attention chooses {chosen} tokens by an index"))
+
+    # 5. The smallest limit counts.
     length, why = min(limits, key=lambda limit: (limit[0], not limit[1]))
     if length < 1:
         raise InputError(f"no position of a text is scored exactly: {why}")

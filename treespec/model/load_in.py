@@ -35,6 +35,18 @@ CHECKPOINTS = {
 }
 
 
+# the last part of a tensor's name -> the format that it tells
+FOREIGN = {"weight_scale_2": "NVFP4 of ModelOpt", "biases": "MLX"}
+
+
+def foreign(form: str) -> InputError:
+    """The error of a checkpoint in a format that transformers does not load."""
+    return InputError(
+        f"its weights are in the format {form}, which transformers does not load: take the model "
+        "that they were made from, or a GGUF file of it"
+    )
+
+
 def own_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """What a checkpoint's config says of its quantisation; {} for plain weights."""
     for part in (config, config.get_text_config()):
@@ -47,7 +59,7 @@ def own_method(config: PreTrainedConfig) -> str | None:
     """The method by which a checkpoint is quantised; None for plain weights."""
     if not (fields := own_fields(config)):
         return None
-    method = fields.get("quant_method") or "bitsandbytes"
+    method = fields.get("quant_method") or ("MLX" if "group_size" in fields else "bitsandbytes")
     return str(getattr(method, "value", method))
 
 
@@ -61,6 +73,8 @@ def quantizer_options(
     """
     # 1. What the checkpoint brings.
     method = own_method(config)
+    if method == "MLX":
+        raise foreign(method)
     if method in CHECKPOINTS:
         modules, install = CHECKPOINTS[method]
         if missing := [name for name in modules if find_spec(name) is None]:

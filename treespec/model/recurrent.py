@@ -38,6 +38,7 @@ class Recurrent:
     """The mixers of a target.
 
     state_counts: pairs of a conv state and a recurrent state in each layer of a cache.
+    indexed: whether the layers that do not are of indexed attention.
     has_attention: whether any layer keeps keys and values.
     continues: whether all mixers take several tokens behind an earlier state.
     batches: whether all mixers keep the rows of a batch apart when each has one token.
@@ -47,15 +48,16 @@ class Recurrent:
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, layers: int) -> None:
         """Raises InputError where no module's state is found."""
         # 1. The layers of a cache, as transformers' own has them.
-        known = DynamicCache(config=model.config.get_text_config()).layers
+        config = model.config.get_text_config()
+        known = DynamicCache(config=config).layers
+        self.indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
         self.mixers: list[Mixer] = []
         self.state_counts = [getattr(layer, "number_of_states", 0) for layer in known]
         self.state_counts += [0] * (layers - len(self.state_counts))
 
         # 2. The modules, by a trial.
         cache = TreeCache(layers, 8, self)
-        vocabulary = model.config.get_text_config().vocab_size
-        tokens = torch.arange(TRIAL, device=model.device)[None] % vocabulary
+        tokens = torch.arange(TRIAL, device=model.device)[None] % config.vocab_size
         unknown = (
             f"{type(model).__name__} cannot be a target: its recurrent layers keep their state in a "
             "place that treespec does not know"
@@ -91,6 +93,8 @@ class Recurrent:
 
     def all_masks(self, masks: Masks) -> Any:
         """Masks by layer type also under the names that models of mixed layers look up."""
+        if self.indexed:
+            masks = {"indexed_attention": masks}
         if not isinstance(masks, dict):
             return masks
         names: dict[str, Any] = {"linear_attention": None, "conv": None}

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from treespec.model.inspect import decoder_of
 from treespec.model.packed import pack
+from treespec.model.weights import auto_class
 
 COLD = 32 << 20  # bytes of layers in float32: more than the processor's caches hold
 ROUNDS, SECONDS = 5, 3.0  # rounds, but none begins after SECONDS on a slow or busy machine
@@ -118,7 +119,7 @@ def _empty(
         text.layer_types = text.layer_types[:layers]
     options: Mapping[str, Any] = {"dtype": dtype} if dtype else {}
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             config, trust_remote_code=trust_remote_code, **options
         )
     return model

@@ -9,20 +9,30 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
 from treespec.gguf_file import gguf_file
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
+from treespec.identity import base_of
+from treespec.model.adapters import adapted
 from treespec.model.gguf_load import (
     kept_in_blocks,
     source,
     tell_of_rotary_factors,
     tell_of_unpacked,
 )
-from treespec.model.load_in import quantizer_options
+from treespec.model.load_in import FOREIGN, foreign, quantizer_options
 from treespec.model.quantised import is_plain_weight
 from treespec.variant import AS_IT_IS, Variant
 
@@ -48,8 +58,14 @@ def load_model(
     """
     # 1. The config alone, so that its errors differ from those of the weights.
     path = model_path(path)
-    config = load_config(path, trust_remote_code, variant)
     where: dict[str, Any] = located(path, trust_remote_code, variant)
+    if base := base_of(path):
+        model = load_model(base, trust_remote_code, variant, **options)
+        try:
+            return adapted(model, path).eval()
+        except Exception as error:  # the package raises of all kinds
+            raise _cannot(path, error) from error
+    config = load_config(path, trust_remote_code, variant)
 
     # 2. The form of the weights.
     try:
@@ -64,7 +80,7 @@ def load_model(
     # 3. The weights, without transformers' table of misfits: step 4 names them in a line.
     try:
         with quiet(), kept_in_blocks(file):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = auto_class(config).from_pretrained(
                 path,
                 config=config,
                 output_loading_info=True,
@@ -94,6 +110,8 @@ def load_config(
     # 1. What transformers would pass over, or report unclearly.
     path = model_path(path)
     where, folder = located(path, trust_remote_code, variant), Path(path)
+    if base := base_of(path):
+        return load_config(base, trust_remote_code, variant)
     file = gguf_file(path, variant)
     if file is None and folder.is_dir() and not (folder / "config.json").is_file():
         held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"
@@ -113,6 +131,15 @@ def load_config(
     except Exception as error:  # a damaged file may raise anything
         raise _cannot(path, error) from error
     return config
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that loads a config's model: with images only where there is no other."""
+    text_only = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if text_only or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
 def located(
@@ -159,13 +186,15 @@ def _check_tensors(path: str, model: PreTrainedModel, report: dict[str, Any]) ->
     report: transformers' loading info.
     """
     start = f"cannot load the target {path!r}: the weights do not fit config.json: "
+    extra = report.get("unexpected_keys", ())
+    if forms := [FOREIGN[last] for name in extra if (last := name.split(".")[-1]) in FOREIGN]:
+        raise InputError(f"cannot load the target {path!r}: {foreign(forms[0])}")
     if misshapen := sorted(report.get("mismatched_keys", ()), key=str):
         name, found, expected = misshapen[0]
         more = f" (and {len(misshapen) - 1} more)" if len(misshapen) > 1 else ""
         raise InputError(f"{start}{name} is {list(found)}, by the config {list(expected)}{more}")
     if missing := report.get("missing_keys"):
         raise InputError(f"{start}they lack {names(missing)}, which would be random")
-    extra = report.get("unexpected_keys", ())
     if unknown := [name for name in extra if not _ignorable(name, model.config)]:
         raise InputError(f"{start}they hold {names(unknown)}, which the model would leave out")
 
@@ -197,6 +226,8 @@ def first_not_finite(model: torch.nn.Module) -> str | None:
 
 def _cannot(path: str, error: Exception) -> InputError:
     """The error of a loader as one line."""
+    if isinstance(error, InputError):
+        return error
     if "trust_remote_code" in str(error):
         return InputError(
             f"cannot load the target {path!r}: it brings Python code of its own (auto_map in "

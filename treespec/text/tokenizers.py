@@ -1,5 +1,6 @@
 """Tokenizers of targets."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -7,9 +8,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
 from treespec.gguf_file import gguf_file
+from treespec.identity import base_of
 from treespec.model.gguf_load import source
-from treespec.model.weights import located
+from treespec.model.weights import located, quiet
 from treespec.variant import AS_IT_IS, Variant
+
+# a file of a tokenizer -> the module that reads it, and what installs that
+PACKAGES = {
+    "tekken.json": ("mistral_common", "mistral-common"),
+    "tokenizer.model": ("sentencepiece", "sentencepiece"),
+}
 
 
 def load_tokenizer(
@@ -25,15 +33,24 @@ def load_tokenizer(
     file = gguf_file(path, variant)
     try:
         where |= source(path, file, "tokenizer_config.json", where)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**where)
+        with quiet():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**where)
         return tokenizer
     except Exception as error:  # the loaders raise whatever the file or hub gave them
-        if Path(path).is_dir() and not list(Path(path).glob("token*")):
-            return None
+        if Path(path).is_dir() and not list(Path(path).glob("token*")) + list(
+            Path(path).glob("tek*")
+        ):
+            base = base_of(path)
+            return load_tokenizer(base, trust_remote_code, variant) if base else None
         why = first_line(error)
         if "backend tokenizer" in why:
             why = "its files are missing or damaged (tokenizer.json)"
         if "trust_remote_code" in str(error):
             why = "it brings Python code of its own, which would run here; "
             why += "read it, then give --trust-remote-code"
+        for name, (module, install) in PACKAGES.items():
+            known = (Path(path) / name).is_file() or name in str(error)
+            alone = known and not (Path(path) / "tokenizer.json").is_file()
+            if alone and find_spec(module) is None:
+                why = f"{name} takes the package {module}: pip install {install}"
         raise InputError(f"cannot load the tokenizer of {path!r}: {why}") from error

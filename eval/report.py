@@ -33,7 +33,7 @@ class Table:
     title: str
     labels: Sequence[str]
     columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: list[list[str]]
     brief: bool = False
 
 

@@ -1,87 +1,148 @@
-"""The verdict below tables: the fastest pair at each temperature, and pairs that do not pay."""
+"""The verdict below tables: the fastest pair at each temperature, and pairs that do not pay.
 
-from collections.abc import Sequence
+A bootstrap over questions does not see what a busy machine does to the clock. So plain decoding is
+measured twice (A/A), and its ratio to itself gives the clock's noise: a pair is called faster or
+slower only where its whole interval lies beyond 1 by more than that.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import NotRequired, TypedDict
 
 from treespec.eval.bootstrap import Figure
 from treespec.options import members_of
+
+FEW = 10  # with fewer questions a percentile interval is markedly too narrow
+LEAST_TAU = 1.02  # below it drafts brought nothing, and a difference is the clock's
+PAUSED = 0.1  # share of the cycles without drafts from which the verdict mentions it
 
 
 @dataclass(frozen=True)
 class MeasuredPair:
     """A verifier and tree at one temperature.
 
-    speedup: over plain decoding; None: plain decoding was not measured. of_fastest: the ratio of
-    its tokens/s to those of the fastest pair; None for the fastest pair, or without a comparison.
+    speedup: over plain decoding; None: plain decoding was not measured. tau: tokens per cycle.
+    of_fastest: the ratio of its tokens/s to those of the fastest lossless pair; None for that pair,
+    or without a comparison. paused: share of its cycles in which `auto` drafted nothing.
     """
 
     name: str
     temperature: float
     tokens_per_second: float
     speedup: Figure | None
+    tau: float
     lossless: bool = True
     of_fastest: Figure | None = None
+    paused: float = 0.0
 
 
-class Overall(TypedDict):
-    tokens_per_second: Figure
-    speedup: Figure | None
+def sentences(
+    pairs: Sequence[MeasuredPair], questions: int, noises: Mapping[float, float | None]
+) -> list[str]:
+    """The verdict, temperature by temperature.
 
-
-class SummaryRow(TypedDict):
-    """What a verdict reads of a row of `treespec.eval.mtbench.summary.summarise`."""
-
-    drafter: NotRequired[str | None]
-    verifier: str
-    tree: str | None
-    temperature: float
-    lossless: bool
-    overall: Overall
-    of_fastest: Figure | None
-
-
-def verdict(rows: Sequence[SummaryRow]) -> list[str]:
-    """`sentences` about all rows but the baseline's."""
-    several = len({row.get("drafter") for row in rows} - {None}) > 1
-    pairs = []
-    for row in rows:
-        speed = row["overall"]["tokens_per_second"]["value"]
-        if row["verifier"] != "baseline" and speed is not None:
-            speedup, lossless = row["overall"]["speedup"], row["lossless"]
-            name, temperature = pair_name(row, several), row["temperature"]
-            pair = MeasuredPair(name, temperature, speed, speedup, lossless, row["of_fastest"])
-            pairs.append(pair)
-    return sentences(pairs)
-
-
-def sentences(pairs: Sequence[MeasuredPair]) -> list[str]:
-    """The verdict, temperature by temperature."""
+    questions: how many were asked. noises: `noise_of` the A/A ratio by temperature; without one, nothing
+    is called faster or slower.
+    """
     lines = []
     for temperature in dict.fromkeys(pair.temperature for pair in pairs):
         at = f"At temperature {temperature:g}"
         here = [pair for pair in pairs if pair.temperature == temperature]
-
-        # 1. The fastest lossless pair, its equals, and lossy pairs that are faster.
-        lossless = [pair for pair in here if pair.lossless]
-        best = max(lossless, key=lambda pair: pair.tokens_per_second, default=None)
-        if best:
-            lines.append(f"{at} {_praise(best)}{_equals(lossless, best)}")
-            faster = [pair for pair in here if pair.tokens_per_second > best.tokens_per_second]
-            if faster:
-                lossy = "these are faster, but change the law of the text"
-                lines.append(f"{at} {lossy}: {_listed(faster)}.")
-
-        # 2. Pairs that do not pay.
-        slower = [pair for pair in here if _side(pair.speedup) == -1]
-        if slower:
-            lines.append(f"{at} these are slower than plain decoding: {_listed(slower)}.")
-        unsure = [pair for pair in here if _side(pair.speedup) == 0]
-        if unsure and unsure != [best]:
-            neither = "these are neither faster nor slower for certain"
-            lines.append(f"{at} {neither}: {_listed(unsure)}.")
+        noise = noises.get(temperature)
+        if questions < FEW:
+            few = f"{questions} question{'s are' if questions > 1 else ' is'} too few"
+            lines.append(f"{at} {few} to say what is faster or slower: ask {FEW} or more.")
+        elif noise is None:
+            unknown = "plain decoding was not measured twice, so the clock's noise is unknown"
+            lines.append(f"{at} nothing is called faster or slower: {unknown}.")
+        else:
+            lines += [f"{at} {said}" for said in _compared(here, noise)]
+        lines += [
+            f"{at} {pair.name} drafted nothing in {pair.paused:.0%} of its cycles, as it expected no "
+            "gain from a draft."
+            for pair in here
+            if pair.paused >= PAUSED
+        ]
     return lines
+
+
+def noise_of(again: Figure | None) -> float | None:
+    """The clock's noise: how far the interval of an A/A ratio reaches from 1, as a share.
+
+    None where it has no interval.
+    """
+    if again is None or again["low"] is None or again["high"] is None:
+        return None
+    return max(again["high"], 1 / again["low"]) - 1
+
+
+def _compared(pairs: Sequence[MeasuredPair], noise: float) -> list[str]:
+    """Pairs at one temperature beside plain decoding and beside the fastest lossless one."""
+    # 1. The fastest lossless pair, its equals, and lossy pairs that are faster.
+    sides = [(pair, _side(pair, noise)) for pair in pairs]
+    lossless = [(pair, side) for pair, side in sides if pair.lossless]
+    faster = [pair for pair, side in lossless if side == 1]
+    best = max(
+        (pair for pair, _ in lossless), key=lambda pair: pair.tokens_per_second, default=None
+    )
+    lines = []
+    if best and best in faster:
+        near = [
+            pair.name for pair in pairs if pair.lossless and _beyond(pair.of_fastest, noise) == 0
+        ]
+        equals = f" As fast within interval and noise: {', '.join(near)}." if near else ""
+        lines.append(f"the fastest is {_times(best)}{equals}")
+    elif faster:
+        lines.append(f"these are faster than plain decoding: {_listed(faster)}.")
+    elif best and all(side == -1 for _, side in lossless):
+        lines.append(f"plain decoding is the fastest. The best pair is {_times(best)}")
+    lossy = [p for p in pairs if not p.lossless and _beyond(p.of_fastest, noise) == 1]
+    if lossy:
+        change = "these are faster, but change the distribution of the completion"
+        lines.append(f"{change}: {_listed(lossy)}.")
+
+    # 2. Pairs that do not pay, and those of which nothing can be said.
+    if slower := [pair for pair, side in sides if side == -1]:
+        lines.append(f"these are slower than plain decoding: {_listed(slower)}.")
+    if unsure := [f"{_listed([p])}, {_why(p, noise)}" for p, side in sides if side == 0]:
+        lines.append(f"these are neither faster nor slower for certain: {'; '.join(unsure)}.")
+    return lines
+
+
+def _side(pair: MeasuredPair, noise: float) -> int | None:
+    """`_beyond` of the speedup; 0 where drafts brought nothing."""
+    return 0 if pair.tau < LEAST_TAU else _beyond(pair.speedup, noise)
+
+
+def _beyond(ratio: Figure | None, noise: float) -> int | None:
+    """-1: below 1 by more than the noise; 1: above; 0: neither; None: no ratio.
+
+    The whole interval counts; without an interval the value.
+    """
+    if ratio is None:
+        return None
+    value, low, high = ratio["value"], ratio["low"], ratio["high"]
+    assert value is not None
+    low = value if low is None else low
+    high = value if high is None else high
+    return 1 if low > 1 + noise else -1 if high * (1 + noise) < 1 else 0
+
+
+def _why(pair: MeasuredPair, noise: float) -> str:
+    """Why a pair is called neither faster nor slower."""
+    if pair.tau < LEAST_TAU:
+        return f"as drafts brought nothing (τ {pair.tau:.3f})"
+    if _beyond(pair.speedup, 0.0) == 0:
+        return "whose interval holds 1"
+    return f"inside the clock's noise of ±{100 * noise:.1f} %"
+
+
+def _times(pair: MeasuredPair) -> str:
+    return f"{pair.name}: {interval(pair.speedup)} times plain decoding."
+
+
+def _listed(pairs: Sequence[MeasuredPair]) -> str:
+    return ", ".join(f"{pair.name} {interval(pair.speedup)}".strip() for pair in pairs)
 
 
 def interval(figure: Figure | None, digits: int = 2) -> str:
@@ -91,49 +152,6 @@ def interval(figure: Figure | None, digits: int = 2) -> str:
     low, high = figure["low"], figure["high"]
     limits = "" if low is None or high is None else f" ({low:.{digits}f}–{high:.{digits}f})"
     return f"{figure['value']:.{digits}f}{limits}"
-
-
-def _praise(best: MeasuredPair) -> str:
-    """What the fastest lossless pair is worth."""
-    if best.speedup is None:
-        speed = f"{best.tokens_per_second:.1f} tokens/s"
-        return f"the fastest is {best.name}: {speed}, without a baseline to compare with."
-    times = f"{best.name}: {interval(best.speedup)} times plain decoding."
-    if _side(best.speedup) == -1:
-        return f"plain decoding is the fastest. The best pair is {times}"
-    if _side(best.speedup) == 0:
-        return f"no pair is faster than plain decoding for certain. The best is {times}"
-    return f"the fastest is {times}"
-
-
-def _equals(pairs: Sequence[MeasuredPair], best: MeasuredPair) -> str:
-    """The pairs whose distance to the fastest may be chance."""
-    near = [pair.name for pair in pairs if pair is not best and _side(pair.of_fastest) == 0]
-    return f" As fast within the 95% interval: {', '.join(near)}." if near else ""
-
-
-def _side(ratio: Figure | None) -> int | None:
-    """-1: certainly below 1; 1: certainly above; 0: the interval holds 1; None: no ratio.
-
-    Without an interval the value decides.
-    """
-    if ratio is None:
-        return None
-    value, low, high = ratio["value"], ratio["low"], ratio["high"]
-    assert value is not None
-    low = value if low is None else low
-    high = value if high is None else high
-    return 1 if low > 1 else -1 if high < 1 else 0
-
-
-def _listed(pairs: Sequence[MeasuredPair]) -> str:
-    return ", ".join(f"{pair.name} {interval(pair.speedup)}".strip() for pair in pairs)
-
-
-def pair_name(row: SummaryRow, several: bool) -> str:
-    """As `--verifier` names it, rrs-wo@2x4; with several drafters, its drafter before it."""
-    name = row["verifier"] + (f"@{tree_name(row['tree'])}" if row["tree"] else "")
-    return f"{short(row.get('drafter'))} with {name}" if several else name
 
 
 def short(drafter: str | None) -> str:

@@ -19,7 +19,9 @@ from treespec.eval.acceptance.collect import Logits, logits_of
 from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, Case, cases, sweeps
 from treespec.eval.acceptance.plot import axes, panels
 from treespec.eval.acceptance.rates import rate
+from treespec.eval.acceptance.result import Mean, Row
 from treespec.eval.acceptance.run import accept, average
+from treespec.eval.acceptance.table import verdict
 from treespec.eval.texts import Passage
 from treespec.heads.checkpoint import save_head
 from treespec.spec import Spec
@@ -99,6 +101,37 @@ def test_the_error_is_that_of_the_mean_of_groups() -> None:
         error = means.std().item() / len(means) ** 0.5
         assert average(values, groups) == pytest.approx({"value": means.mean().item(), "error": error})
     assert average(values, torch.zeros(30, dtype=torch.int64))["error"] is None
+
+
+def test_the_sampling_error_is_in_the_brackets_of_a_sampled_rate(figure_2: list[dict[str, Any]]) -> None:
+    """A given pair of laws is one position: nothing else varies. Of many groups the spread holds it already."""
+    sampled = [row for row in figure_2 if row["noise"] is not None]
+    assert len(sampled) > 9
+    assert all(row["rate"]["error"] == row["noise"] for row in sampled)
+    assert all(row["gap"]["error"] == row["noise"] for row in sampled if row["gap"])
+    values = torch.tensor([0.5, 0.5, 0.5])
+    assert average(values, torch.arange(3), noise=0.2)["error"] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [  # is-lp's sampled rate and its error, and kseq's rate
+        ((0.732, 0.005, 0.70), "is-lp"),
+        ((0.732, 0.010, 0.71), "is-lp, kseq"),
+        ((0.690, 0.010, 0.72), "kseq"),
+        ((0.710, 0.010, 0.72), "is-lp, kseq"),
+    ],
+)
+def test_nothing_is_named_above_the_optimum_or_by_its_sampling_error(rates: tuple[float, ...], said: str) -> None:
+    def row(method: str, value: float, noise: float | None, drawn: str | None = "with replacement") -> Row:
+        mean: Mean = {"value": value, "error": noise}
+        of_method = {"method": method, "optimum": method == drawn, "drawn": drawn, "noise": noise, "rate": mean}
+        return {"at": {"temperature": 1.0}, "positions": 1, "groups": 1, "gap": None, "measured": None, **of_method}
+
+    is_lp, noise, kseq = rates
+    rows = [row("is-lp", is_lp, noise), row("kseq", kseq, None), row("with replacement", 0.72, None)]
+    rows.append(row("topk", 0.3, None, None))
+    assert verdict([rows]) == [f"Most is accepted by {said} at T=1 (72.0%)."]
 
 
 def text(length: int, prompt: int = 0, seed: int = 4) -> Passage:

@@ -128,6 +128,8 @@ def test_the_command_gives_a_report_and_exit_code_0(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["passed"]
     assert len(report["tests"]) == 10
+    hidden = f"faults that shift less than {report['tests'][1]['finds']:.1%} of the probability may stay hidden"
+    assert f"At {report['tests'][1]['samples']} tokens {hidden}" in done.output
     lossy = CliRunner().invoke(app, ["certify", *flags, "--verifier", "typical", "--allow-lossy"])
     assert "NOT certified: typical" in lossy.output or "Certified: typical" in lossy.output
 

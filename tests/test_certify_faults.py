@@ -4,10 +4,14 @@ from dataclasses import replace
 
 import faults
 import pytest
+import torch
 from certifying import CONFIG, PROMPTS, tiny
+from scipy.stats import kstest
 
 from treespec.draft.calibration import Calibration
 from treespec.eval.certify.run import TESTS, judge, sample
+from treespec.eval.certify.run import numbers as places_of
+from treespec.eval.certify.tests import least_gap
 
 DRAWS = "draws follow the law that they are said to"
 POWERS = "draws are not from a power of that law"
@@ -55,6 +59,25 @@ def test_planted_faults_are_found(tree, verifier, tokens, plant, question):
     plant(spec)
     found = p_values(spec, tokens)
     assert found[question] < CONFIG.error / TESTS, found
+
+
+def test_a_fault_of_the_size_that_the_verdict_names_is_found_and_one_of_a_fifth_is_not():
+    """More of the likeliest token. A share of this fault makes a share of its gap."""
+
+    def tested(share, tokens):
+        def plan(scheme, p, q, draws):
+            top = torch.zeros_like(p).scatter_(1, p.argmax(1, keepdim=True), 1.0)
+            return (1 - share) * type(scheme).plan(scheme, p, q, draws) + share * top
+
+        spec = tiny("chain:1", "single")
+        faults.change(spec, planning=plan)
+        texts = sample(spec, PROMPTS, replace(CONFIG, tokens=tokens))
+        return torch.cat([place.by_p for place in places_of(spec, texts)]).numpy()
+
+    size = least_gap(500, CONFIG.error / TESTS) / kstest(tested(1.0, 1000), "uniform").statistic
+    assert size < 1
+    assert kstest(tested(size, 500), "uniform").pvalue < CONFIG.error / TESTS
+    assert kstest(tested(size / 5, 500), "uniform").pvalue > CONFIG.error / TESTS
 
 
 def test_phantoms_dropped_from_a_tree_that_rarely_repeats_a_draw_are_found():

@@ -2,7 +2,11 @@
 
 import json
 import logging
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 import torch
 import transformers as hf
@@ -22,6 +26,7 @@ from treespec.draft.fit.dtype import (
     tokens_a_second,
     told,
 )
+from treespec.draft.fit.timing import measured_and_kept
 from treespec.draft.pace import times
 from treespec.draft.pace.pace import GUESS
 from treespec.eval.mtbench.run import evaluate
@@ -124,6 +129,27 @@ def test_times_are_measured_once_for_a_processor_and_a_model(tmp_path, monkeypat
     assert again(size, ("float16", "float32")) == 4
     monkeypatch.setattr(choice, "processor", lambda: "AMD EPYC, 2 cores, AVX512, avx2 avx512f")
     assert [again(size), again(size)] == [5, 5]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_times_that_a_busy_machine_made_are_not_kept(tmp_path, caplog, busy):
+    """By two loops a core, for 3 s. What takes 0.3 s is kept, however busy the machine is."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * psutil.cpu_count() * busy)]
+    found = measured_and_kept(tmp_path / "kept.json", lambda: spent(3.0 if busy else 0.3), lambda found: {"n": found})
+    for loop in loops:
+        loop.kill()
+        loop.wait()
+    assert found > 0
+    assert (tmp_path / "kept.json").exists() != busy
+    assert ("other programs were busy" in caplog.text) == busy
+
+
+def spent(seconds):
+    """How often a loop runs in some seconds."""
+    until, n = time.perf_counter() + seconds, 0
+    while time.perf_counter() < until:
+        n += 1
+    return n
 
 
 def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path):

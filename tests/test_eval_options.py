@@ -138,6 +138,7 @@ def test_options_with_commas_stay_whole():
     names = [c.model_id for c in configurations(config)]
     assert names == [
         "T-7B-baseline-t0",
+        "T-7B-baseline-t0-again",
         "T-7B-is-lp-s=8-alphabet=50-chain-3-t0",
         "T-7B-is-lp-s=8-alphabet=50-2x2-t0",
         "T-7B-topk-dynamic-depth=3-topk=2-nodes=8-t0",

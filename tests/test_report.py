@@ -9,9 +9,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from treespec.eval.report import Report, Table, markdown, markdown_lines, show, terminal_lines
-from treespec.eval.verdict import MeasuredPair, interval, sentences
+from treespec.eval.verdict import FEW, MeasuredPair, interval, noise_of, sentences
 
 TREES = ("", "2x4", "dynamic:depth=5,topk=6,nodes=24", "sampled:nodes=26,depth=6", "chain:5")
+FEW_SAID = "too few to say what is faster or slower: ask 10 or more."
 VERIFIERS = ("baseline", "topk", "rrs-wo", "traversal", "layer:greedy", "typical (lossy)")
 NAMES = ("τ", "tokens/s", "speedup", "by question", "identical", "rest of drafting", "humanities", "推理")
 
@@ -118,38 +119,64 @@ def figure(value, low=None, high=None):
     return {"value": value, "low": low, "high": high}
 
 
+def pair(name, temperature, speed, speedup, tau=2.0, **others):
+    return MeasuredPair(name, temperature, speed, speedup, tau, **others)
+
+
 def test_the_verdict_names_the_fastest_its_equals_and_what_is_slower():
     pairs = [
-        MeasuredPair("topk@auto", 0.0, 120.0, figure(1.5, 1.4, 1.6)),
-        MeasuredPair("rrs", 0.0, 110.0, figure(1.4, 1.3, 1.5), of_fastest=figure(0.92, 0.9, 0.95)),
-        MeasuredPair("single", 0.0, 119.0, figure(1.49, 1.3, 1.6), of_fastest=figure(0.99, 0.95, 1.02)),
-        MeasuredPair("topk@auto", 1.0, 50.0, figure(0.7, 0.65, 0.75)),
-        MeasuredPair("kseq", 1.0, 80.0, figure(1.05, 0.97, 1.12)),
-        MeasuredPair("typical", 1.0, 99.0, figure(1.3, 1.2, 1.4), lossless=False),
+        pair("topk@auto", 0.0, 120.0, figure(1.5, 1.4, 1.6)),
+        pair("rrs", 0.0, 110.0, figure(1.4, 1.3, 1.5), of_fastest=figure(0.92, 0.9, 0.95)),
+        pair("single", 0.0, 119.0, figure(1.49, 1.3, 1.6), of_fastest=figure(0.97, 0.95, 0.99)),
+        pair("topk@auto", 1.0, 50.0, figure(0.7, 0.65, 0.75), of_fastest=figure(0.6, 0.5, 0.7)),
+        pair("kseq", 1.0, 80.0, figure(1.05, 0.97, 1.12)),
+        pair("typical", 1.0, 99.0, figure(1.3, 1.2, 1.4), lossless=False, of_fastest=figure(1.2, 1.1, 1.3)),
     ]
-    assert sentences(pairs) == [
+    assert sentences(pairs, FEW, {0.0: 0.02, 1.0: 0.02}) == [
         "At temperature 0 the fastest is topk@auto: 1.50 (1.40–1.60) times plain decoding. "
-        "As fast within the 95% interval: single.",
-        "At temperature 1 no pair is faster than plain decoding for certain. "
-        "The best is kseq: 1.05 (0.97–1.12) times plain decoding.",
-        "At temperature 1 these are faster, but change the law of the text: typical 1.30 (1.20–1.40).",
+        "As fast within interval and noise: single.",
+        "At temperature 1 these are faster, but change the distribution of the completion: typical 1.30 (1.20–1.40).",
         "At temperature 1 these are slower than plain decoding: topk@auto 0.70 (0.65–0.75).",
+        "At temperature 1 these are neither faster nor slower for certain: "
+        "kseq 1.05 (0.97–1.12), whose interval holds 1.",
     ]
 
 
 def test_where_every_pair_is_slower_the_verdict_says_so():
-    pairs = [MeasuredPair("topk", 1.0, 50.0, figure(0.7)), MeasuredPair("rrs", 1.0, 60.0, figure(0.9))]
-    assert sentences(pairs) == [
+    pairs = [pair("topk", 1.0, 50.0, figure(0.7)), pair("rrs", 1.0, 60.0, figure(0.9))]
+    assert sentences(pairs, 80, {1.0: 0.02}) == [
         "At temperature 1 plain decoding is the fastest. The best pair is rrs: 0.90 times plain decoding.",
         "At temperature 1 these are slower than plain decoding: topk 0.70, rrs 0.90.",
     ]
 
 
-def test_without_a_baseline_the_verdict_compares_pairs_alone():
-    pairs = [MeasuredPair("topk", 0.0, 50.0, None), MeasuredPair("rrs", 0.0, 60.0, None)]
-    assert sentences(pairs) == [
-        "At temperature 0 the fastest is rrs: 60.0 tokens/s, without a baseline to compare with."
-    ]
+@pytest.mark.parametrize(
+    ("measured", "questions", "noise", "said"),
+    [
+        (pair("auto", 0.0, 50.0, figure(1.13, 1.07, 1.2), tau=1.0), 80, 0.01, "as drafts brought nothing (τ 1.000)."),
+        (pair("auto", 0.0, 50.0, figure(0.5, 0.4, 0.6), tau=1.019), 80, 0.01, "as drafts brought nothing (τ 1.019)."),
+        (pair("auto", 0.0, 50.0, figure(1.1, 1.04, 1.2)), 80, 0.05, "(1.04–1.20), inside the clock's noise of ±5.0 %."),
+        (pair("auto", 0.0, 50.0, figure(0.9, 0.8, 0.96)), 80, 0.05, "(0.80–0.96), inside the clock's noise of ±5.0 %."),
+        (pair("auto", 0.0, 50.0, figure(2.0, 1.9, 2.1)), 9, 0.01, f"9 questions are {FEW_SAID}"),
+        (pair("auto", 0.0, 50.0, figure(2.0)), 1, None, f"1 question is {FEW_SAID}"),
+        (pair("auto", 0.0, 50.0, None), 80, None, "not measured twice, so the clock's noise is unknown."),
+    ],
+)
+def test_what_the_clock_or_chance_may_have_made_is_called_neither_faster_nor_slower(measured, questions, noise, said):
+    (line,) = sentences([measured], questions, {0.0: noise})
+    assert line.startswith("At temperature 0 ")
+    assert line.endswith(said)
+
+
+def test_the_clocks_noise_is_how_far_the_interval_of_the_baseline_over_itself_reaches_from_1():
+    assert noise_of(figure(1.01, 0.98, 1.04)) == pytest.approx(0.04)
+    assert noise_of(figure(0.9, 0.8, 1.1)) == pytest.approx(0.25)
+    assert noise_of(figure(1.0)) is noise_of(None) is None
+
+
+def test_the_verdict_says_how_often_auto_drafted_nothing():
+    *_, said = sentences([pair("auto", 0.0, 50.0, figure(1.0, 0.9, 1.1), tau=1.01, paused=0.83)], 80, {0.0: 0.01})
+    assert said == "At temperature 0 auto drafted nothing in 83% of its cycles, as it expected no gain from a draft."
 
 
 def test_a_figure_stands_everywhere_as_value_and_interval():

@@ -13,6 +13,10 @@ from evaluating import save_models
 SCRIPTS = Path(__file__).parent.parent / "docs" / "scripts"
 ARGUMENTS = {  # script: its arguments, and a word of what it prints; others are asked for --help
     "baseline": ("target --rounds 1 --max-new-tokens 4", "by model.generate"),
+    "clock_noise": (
+        "target questions.jsonl --evaluations 1 --most 2 --max-new-tokens 2 --busy 1",
+        "0 of 1 evaluations",
+    ),
     "dtypes": ("target --nodes 1 2 --rounds 1", "| float32 | plain |"),
     "draft_vocabulary": ("target questions.jsonl head --limit 1 --max-new-tokens 4 --steps 2", "ms a token"),
     "loss_memory": ("--kinds medusa --losses tv --vocabulary 64 --texts 1 --length 8", "| `tv` |"),

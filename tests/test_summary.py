@@ -1,6 +1,7 @@
 """Figures of an evaluation: ratios, their intervals, and an order that favours nobody."""
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,9 @@ from treespec.eval.bootstrap import interval, resample
 from treespec.eval.common import in_order
 from treespec.eval.mtbench.answers import Answer
 from treespec.eval.mtbench.config import EvalConfig, configurations
+from treespec.eval.mtbench.run import asked_again
 from treespec.eval.mtbench.summary import figures
+from treespec.eval.verdict import MeasuredPair, noise_of, sentences
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8])
@@ -69,6 +72,45 @@ def test_the_interval_of_a_ratio_covers_the_truth():
         naive += abs(got["value"] - truth) <= spread
     assert 172 <= covered <= 198
     assert naive < 120
+
+
+@dataclass
+class BusyClock:
+    """A machine whose speed drifts by tens of percent, jitters, and now and then stalls for an answer."""
+
+    rng: np.random.Generator
+    drift: float = 0.0
+
+    def seconds(self, tokens, speedup=1.0):
+        self.drift = 0.95 * self.drift + self.rng.normal(0, 0.05)
+        stall = self.rng.uniform(1.5, 4) if self.rng.random() < 0.05 else 1.0
+        return tokens / speedup * np.exp(self.drift + self.rng.normal(0, 0.05)) * stall
+
+
+def measured(questions, rng, speedup=1.0):
+    """The verdict on plain decoding, plain decoding again, and a pair that is `speedup` times as fast."""
+    clock, answers = BusyClock(rng), {name: {} for name in ("plain", "again", "pair")}
+    for number in range(questions):
+        tokens = int(rng.integers(5, 100))
+        for name in in_order(list(answers), number):
+            if name != "again" or number in asked_again(questions):
+                seconds = clock.seconds(tokens, speedup if name == "pair" else 1.0)
+                answers[name][number] = answer(tokens, tokens, seconds)
+    figure = {}
+    for name in ("again", "pair"):
+        base = [answers["plain"][number] for number in answers[name]]
+        draws = resample(len(base), 200, seed=0)
+        figure[name] = figures(list(answers[name].values()), base, draws)["speedup"]
+    pair = MeasuredPair("pair", 0.0, 1.0, figure["pair"], tau=2.0)
+    return sentences([pair], questions, {0.0: noise_of(figure["again"])})
+
+
+def test_a_busy_machine_makes_no_winner_and_hides_no_large_one():
+    """500 A/A evaluations of 2 to 80 questions: 3 of 50 may name a winner, here 1 %; twice the speed is mostly seen."""
+    rng = np.random.default_rng(0)
+    verdicts = [measured(int(rng.integers(2, 81)), rng)[0] for _ in range(500)]
+    assert sum("neither" not in line and "too few" not in line for line in verdicts) <= 5
+    assert sum("fastest is pair" in measured(40, rng, 2.0)[0] for _ in range(50)) >= 25
 
 
 def test_one_question_has_no_interval():

@@ -13,10 +13,11 @@ class Stats:
     """Counts of tokens and cycles, and seconds by stage.
 
     accepted: accepted nodes by cycle, cut at the end of the text. drafted: nodes drafted at depth
-    1, 2, … over all cycles. seconds: by stage: prefill, draft (of it head: the draft model's
-    forwards), target, verify, commit, total. Texts of a batch share the seconds of their cycles
-    evenly, so that the sum over texts is wall-clock time. truncated: whether max_new_tokens or the
-    context ended the text, which may then be half a sentence, or half an object.
+    1, 2, … over all cycles. undrafted: cycles without a draft token. seconds: by stage:
+    prefill, draft (of it head: the draft model's forwards), target, verify, commit, total. Texts of
+    a batch share the seconds of their cycles evenly, so that the sum over texts is wall-clock time.
+    truncated: whether max_new_tokens or the context ended the text, which may then be half a
+    sentence, or half an object.
     """
 
     prompt_tokens: int = 0
@@ -24,6 +25,7 @@ class Stats:
     new_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+    undrafted: int = 0
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     truncated: bool = False
 
@@ -77,12 +79,17 @@ class Stats:
         self.cached_tokens += other.cached_tokens
         self.new_tokens += other.new_tokens
         self.accepted += other.accepted
-        self.count_drafted(other.drafted)
+        self.undrafted += other.undrafted
+        self._add_drafted(other.drafted)
         for stage, seconds in other.seconds.items():
             self.seconds[stage] += seconds
 
     def count_drafted(self, per_depth: list[int]) -> None:
         """Add one cycle's nodes at depth 1, 2, …"""
+        self.undrafted += not per_depth
+        self._add_drafted(per_depth)
+
+    def _add_drafted(self, per_depth: list[int]) -> None:
         self.drafted += [0] * (len(per_depth) - len(self.drafted))
         for i, nodes in enumerate(per_depth):
             self.drafted[i] += nodes

@@ -18,9 +18,10 @@ class Row(TypedDict):
     at: temperature, draft (its temperature), draws and, for given laws, which law. method: a
     scheme's name, or for α* how its draws are made. optimum: whether the row is α*. drawn: how the
     method's draws are made, where α* of that is known. positions, groups: their numbers; a group is
-    a question or text. rate: α or α*; its error is over positions, by group. noise: the Monte-Carlo
-    error of a rate that no formula states. gap: α* - α of the same draws. measured: the share of
-    sampled outputs that were draws; its error is that of sampling.
+    a question or text. rate: α or α*; its error is over positions, by group, and at least `noise`:
+    the Monte-Carlo error of a rate that no formula states. gap: α* - α of the same draws, with an
+    error alike. measured: the share of sampled outputs that were draws; its error is that of
+    sampling.
     """
 
     at: Coordinates

@@ -107,22 +107,24 @@ def measure(
     return result
 
 
-def average(values: Tensor, group: Tensor) -> Mean:
+def average(values: Tensor, group: Tensor, noise: float | None = None) -> Mean:
     """The mean over positions and its standard error.
 
     values: [n]. group: [n] int64; groups differ in size, so the mean is a ratio of totals over
     groups, and its error follows by linearisation: sqrt(G / (G - 1) · Σ_g (Σ_{i in g} (x_i -
-    mean))²) / n.
+    mean))²) / n. noise: the Monte-Carlo error of the mean. The groups' spread holds it already, but
+    a few groups may show less: the error is never below it.
     """
     values = values.double()
     mean = values.mean()
     groups = len(group.unique())
     if groups == 1:
-        return {"value": float(mean), "error": None}
+        return {"value": float(mean), "error": noise}
     sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64)
     sums.index_add_(0, group, values - mean)
     spread = sums.square().sum() * groups / (groups - 1)
-    return {"value": float(mean), "error": float(spread.sqrt() / len(values))}
+    error = float(spread.sqrt() / len(values))
+    return {"value": float(mean), "error": max(error, noise or 0.0)}
 
 
 def rows_of(
@@ -156,7 +158,7 @@ def rows_of(
             if rates.errors is not None:
                 noise = float(rates.errors[positions].square().sum().sqrt()) / len(positions)
             if rates.drawn in optima and not rates.optimum:
-                gap = mean((optima[rates.drawn] - rates.values)[positions])
+                gap = mean((optima[rates.drawn] - rates.values)[positions], noise=noise)
             yield {
                 "at": at,
                 "method": rates.method,
@@ -164,7 +166,7 @@ def rows_of(
                 "drawn": rates.drawn,
                 "positions": len(positions),
                 "groups": len(group[positions].unique()),
-                "rate": mean(rates.values[positions]),
+                "rate": mean(rates.values[positions], noise=noise),
                 "noise": noise,
                 "gap": gap,
                 "measured": _measured(rates.hits, positions, samples),

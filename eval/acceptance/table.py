@@ -5,6 +5,7 @@ draw in its way, and a column per temperature and number of draws. Given laws ha
 and a column per method.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from treespec.eval.acceptance.result import AcceptanceResult, Mean, Row
@@ -64,20 +65,32 @@ def coordinates(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
 
 
 def verdict(sweeps: Sequence[Sequence[Row]]) -> list[str]:
-    """The methods that accept most, and where. It says nothing about the time a method takes."""
+    """The methods that accept most, and where. It says nothing about the time a method takes.
+
+    A sampled rate counts as no more than the α* of its draws, which bounds the true one, and as
+    equal to rates within twice its sampling error.
+    """
     lines = []
     for rows in sweeps:
         # 1. The best methods at each place; none if all are equal there.
         varies, _ = coordinates(rows)
-        schemes = [row for row in rows if not row["optimum"]]
         best: dict[tuple[str, ...], list[str]] = {}
         for place in dict.fromkeys(place_of(row, varies, " ") for row in rows):
-            here = [row for row in schemes if place_of(row, varies, " ") == place]
-            rates = {row["method"]: f"{100 * row['rate']['value']:.1f}" for row in here}
-            most = max(rates.values(), key=float, default="")
-            methods = tuple(method for method, rate in rates.items() if rate == most)
+            here = [row for row in rows if place_of(row, varies, " ") == place]
+            optima = {row["drawn"]: row["rate"]["value"] for row in here if row["optimum"]}
+            rates = [
+                (min(row["rate"]["value"], optima.get(row["drawn"], 1.0)), row["noise"] or 0.0, row)
+                for row in here
+                if not row["optimum"]
+            ]
+            most, error = max((rate[:2] for rate in rates), default=(0.0, 0.0))
+            methods = tuple(
+                row["method"]
+                for rate, noise, row in rates
+                if most - rate <= max(0.0005, 2 * math.hypot(error, noise))
+            )
             if len(methods) < len(rates):
-                best.setdefault(methods, []).append(f"{place} ({most}%)".strip())
+                best.setdefault(methods, []).append(f"{place} ({most:.1%})".strip())
 
         # 2. A sentence for each set of methods.
         for methods, places in best.items():
@@ -116,8 +129,8 @@ def notes(result: AcceptanceResult) -> list[str]:
             f"Target {config['target']}, head {config['head']}, draft step {config['step']}, "
             f"{source}: {row['positions']} positions of {row['groups']} questions or texts, "
             f"seed {config['seed']}.",
-            "In brackets: standard errors over questions or texts; of measured rates, of the "
-            "sampling alone.",
+            "In brackets: standard errors over questions or texts, at least those of the sampling; "
+            "of measured rates, of the sampling alone.",
         ]
     else:
         lines = ["Given laws. In brackets: standard errors of the sampling."]
@@ -131,7 +144,7 @@ def notes(result: AcceptanceResult) -> list[str]:
         most = max(row["noise"] for row in rows if row["noise"] is not None)
         lines.append(
             f"No formula states all rates of {', '.join(noise)}: they have a sampling error up to "
-            f"{most:.1%}."
+            f"{most:.1%}, which may lift them above their α*."
         )
     if result["left_out"]:
         lines.append(f"Left out where they do not fit: {'; '.join(result['left_out'].values())}.")

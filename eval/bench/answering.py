@@ -126,6 +126,7 @@ def row_figures(
         "same_as_one_token": None,
         "speed": None,
         "cycle": None,
+        "undrafted": 0.0,
         "answers": [],
     }
     if row in failed:
@@ -140,5 +141,7 @@ def row_figures(
     result["speed"] = speed_figures(ours, by_name.get(GENERATE), one_token, seed)
     if not row.peer:
         result["cycle"] = cycle_figures(ours, one_token, seed)
+        whole = total(answer.stats for answer in ours)
+        result["undrafted"] = whole.undrafted / whole.cycles if whole else 0.0
     result["answers"] = [{"tokens": len(a.tokens), "seconds": a.seconds} for a in ours]
     return result

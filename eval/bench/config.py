@@ -24,7 +24,7 @@ NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tree sizes of the timed forwards
 class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptions, AnswerOptions):
     """Raises InputError for a number out of its range, and for none or several drafter options."""
 
-    out: str = option("folder for bench.json, report.html, bench.md and a plot")
+    out: str = option("folder for bench.json, report.html and bench.md")
     verifier: str = option(
         f"{VERIFIER}; {FASTEST}; several are separated by commas, and rrs-wo@2x4 names its tree",
         "auto",

@@ -2,38 +2,67 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from treespec.eval.bench.result import BenchResult, RowFigures
-from treespec.eval.bench.rows import ONE_TOKEN
+from treespec.eval.bench.rows import AGAIN, PLAIN
+from treespec.eval.bootstrap import Array, Figure, resample
+from treespec.eval.bootstrap import interval as interval_of
 from treespec.eval.common import drafted_by
-from treespec.eval.verdict import MeasuredPair, interval, sentences
+from treespec.eval.verdict import MeasuredPair, interval, noise_of, sentences
 
 
-def verdict_of(rows: Sequence[RowFigures]) -> list[str]:
-    """Prefill included: treespec's fastest pair, slower pairs, and transformers' fastest method."""
+def verdict_of(result: BenchResult) -> list[str]:
+    """Prefill included: treespec's pairs by `sentences`, then transformers' methods."""
     # 1. treespec's own pairs.
-    others = [row for row in rows if row["name"] != ONE_TOKEN]
-    ours = [pair for row in others if not row["peer"] and (pair := pair_of(row))]
-    peers = [pair for row in others if row["peer"] and (pair := pair_of(row))]
-    lines = sentences(ours)
+    rows = [row for row in result["rows"] if row["speed"]]
+    own = [row for row in rows if row["cycle"] and row["name"] not in PLAIN]
+    noises = {
+        row["temperature"]: noise_of(_over_one_token(row)) for row in rows if row["name"] == AGAIN
+    }
+    pairs = [_pair_of(row, own) for row in own]
+    lines = sentences(pairs, result["questions"], noises)
 
-    # 2. The fastest peer at each temperature.
-    for temperature in dict.fromkeys(pair.temperature for pair in peers):
-        here = [pair for pair in peers if pair.temperature == temperature]
-        best = max(here, key=lambda pair: pair.tokens_per_second)
-        times = f"{best.name}, {interval(best.speedup)} times plain decoding"
-        at = f"At temperature {temperature:g}"
-        lines.append(f"{at} the fastest of transformers' own is {times}.")
+    # 2. transformers' methods at each temperature.
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        peers = [row for row in rows if row["peer"] and row["temperature"] == temperature]
+        if said := [f"{row['name']} {interval(_over_one_token(row))}" for row in peers]:
+            at = f"At temperature {temperature:g} transformers' own methods"
+            lines.append(f"{at} have this many times plain decoding's tokens/s: {', '.join(said)}.")
     return lines
 
 
-def pair_of(row: RowFigures) -> MeasuredPair | None:
-    """A row for the verdict, by its totals over totals; None if it raised."""
-    if not row["speed"]:
-        return None
-    overall = row["speed"]["overall"]
-    speed = overall["tokens_per_second"]["value"]
-    assert speed is not None
-    return MeasuredPair(row["name"], row["temperature"], speed, overall["over_one_token"])
+def _pair_of(row: RowFigures, own: Sequence[RowFigures]) -> MeasuredPair:
+    """A row for the verdict, by its totals over totals. own: the rows of all pairs."""
+    # 1. Tokens/s, its own and over those of the fastest pair at the same temperature.
+    here = [other for other in own if other["temperature"] == row["temperature"]]
+    draws = resample(len(row["answers"]), 1000, seed=0)
+    fastest = max(here, key=lambda other: _speeds(other, draws)[0])
+    ratio = _speeds(row, draws) / _speeds(fastest, draws)
+
+    # 2. The pair.
+    assert row["cycle"]
+    tau = row["cycle"]["acceptance_length"]["value"]
+    return MeasuredPair(
+        row["name"],
+        row["temperature"],
+        float(_speeds(row, draws)[0]),
+        _over_one_token(row),
+        tau or 1.0,
+        of_fastest=None if row is fastest else interval_of(ratio),
+        paused=row["undrafted"] if row["name"].startswith("auto") else 0.0,
+    )
+
+
+def _speeds(row: RowFigures, draws: Array) -> Array:
+    """[1 + R] tokens/s in each resample. draws: [1 + R, Q]."""
+    answers = [(answer["tokens"], answer["seconds"]) for answer in row["answers"]]
+    tokens, seconds = np.array(answers, dtype=float).T
+    return (draws @ tokens) / (draws @ seconds)
+
+
+def _over_one_token(row: RowFigures) -> Figure | None:
+    return row["speed"] and row["speed"]["overall"]["over_one_token"]
 
 
 def notes_of(result: BenchResult) -> list[str]:
@@ -65,6 +94,11 @@ def notes_of(result: BenchResult) -> list[str]:
         f"{_model_of_peers(bool(config['stock_peers']))}; assisted generation has transformers' "
         "defaults.",
     ]
+    if any(row["name"] == AGAIN for row in result["rows"]):
+        lines.append(
+            f"{AGAIN}: how far the overall interval of its ratio to {PLAIN[0]} reaches from 1 is the "
+            "clock's noise, which the other intervals, over questions, do not hold."
+        )
     if config["batches"]:
         lines.append(
             "Batches: one forward serves that number of texts; the next text takes the place of "

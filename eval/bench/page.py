@@ -5,7 +5,7 @@ from pathlib import Path, PurePath
 
 from treespec.eval.bench.config import BenchConfig
 from treespec.eval.bench.result import BenchResult, ForwardTime, RowFigures
-from treespec.eval.bench.rows import ONE_TOKEN, Draft
+from treespec.eval.bench.rows import ONE_TOKEN, PLAIN, Draft
 from treespec.eval.bench.table import report_of
 from treespec.eval.common import STAGE_NAMES, STAGES, drafted_by, seed_of
 from treespec.eval.page.charts import Bar, Chart, Group, Stack, Style, bar_of, value_of
@@ -66,7 +66,7 @@ def speed(rows: Sequence[RowFigures]) -> Chart:
         if not row["speed"]:
             return None
         figure = row["speed"]["overall"]["over_one_token"]
-        style: Style = "plain" if row["name"] == ONE_TOKEN else "peer" if row["peer"] else "ours"
+        style: Style = "plain" if row["name"] in PLAIN else "peer" if row["peer"] else "ours"
         return bar_of(row["name"], figure, interval(figure), style)
 
     return Chart(
@@ -83,7 +83,7 @@ def bounds(rows: Sequence[RowFigures]) -> Chart:
     """Speedups beside what the forwards alone would give."""
 
     def bar(row: RowFigures, _: RowFigures) -> Bar | None:
-        if not row["cycle"] or row["name"] == ONE_TOKEN:
+        if not row["cycle"] or row["name"] in PLAIN:
             return None
         figure = row["cycle"]["overall"]["speedup"]
         most = value_of(row["cycle"]["overall"]["bound"])

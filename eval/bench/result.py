@@ -87,7 +87,7 @@ class RowFigures(TypedDict):
 
     peer: transformers answers, not treespec. failed: the error that a peer raised; it then has no
     figures. same_as_one_token: answers whose tokens are those of one-token decoding, at temperature
-    0. cycle: None for peers.
+    0. cycle: None for peers. undrafted: the share of the cycles without a draft token.
     """
 
     name: str
@@ -97,6 +97,7 @@ class RowFigures(TypedDict):
     same_as_one_token: int | None
     speed: SpeedFigures | None
     cycle: CycleFigures | None
+    undrafted: float
     answers: list[AnswerTime]
 
 
@@ -121,14 +122,12 @@ class BenchResult(TypedDict):
     """The whole file.
 
     questions: their number. left_out: questions that were not asked, each with its reason.
-    plots: names of the plots; None without matplotlib.
     """
 
     config: dict[str, object]
     environment: dict[str, object]
     questions: int
     left_out: list[str]
-    plots: list[str] | None
     forwards: list[ForwardTime]
     rows: list[RowFigures]
     batches: list[BatchFigures]

@@ -16,7 +16,7 @@ from treespec.trees.shape import Policy
 from treespec.verify.registry import verifier_by_name
 from treespec.verify.walk import Verifier
 
-ONE_TOKEN = "one token"
+ONE_TOKEN, AGAIN = PLAIN = "one token", "one token, again"
 
 Draft = tuple[Policy | None, Verifier]
 
@@ -53,9 +53,13 @@ def drafts_of(config: BenchConfig) -> dict[str, Draft]:
     return drafts
 
 
-def own_rows(spec: Spec, drafts: dict[str, Draft], temperature: float) -> list[Row]:
-    """One-token decoding, then each verifier with its tree."""
-    methods: dict[str, Draft | None] = {ONE_TOKEN: None, **drafts}
+def own_rows(spec: Spec, drafts: dict[str, Draft], temperature: float, again: bool) -> list[Row]:
+    """One-token decoding, then each verifier with its tree.
+
+    again: with one-token decoding a second time (A/A), which shows the clock's noise.
+    """
+    plain = PLAIN if again else PLAIN[:1]
+    methods: dict[str, Draft | None] = {**dict.fromkeys(plain), **drafts}
     return [
         Row(name, temperature, partial(_answer, spec, draft, temperature))
         for name, draft in methods.items()

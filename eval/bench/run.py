@@ -12,7 +12,6 @@ from treespec.eval.bench.batches import ROUNDS, BatchCase, batch_cases, batch_fi
 from treespec.eval.bench.config import BenchConfig, contexts_of
 from treespec.eval.bench.forwards import WARM_UP, forward_times
 from treespec.eval.bench.peers import fit_assistant, load_assistant, peer_rows
-from treespec.eval.bench.plot import plot
 from treespec.eval.bench.result import BenchResult
 from treespec.eval.bench.rows import Draft, Row, drafts_of, own_rows, temperatures
 from treespec.eval.bench.table import report_of
@@ -23,6 +22,7 @@ from treespec.eval.page.trees import FILE as TREES
 from treespec.eval.pairs import refuse_unfit
 from treespec.eval.questions import Question, first_of_each, load_questions
 from treespec.eval.report import markdown
+from treespec.eval.verdict import FEW
 from treespec.files import locked, write_json, write_text
 from treespec.spec import Spec
 from treespec.target import Target
@@ -45,11 +45,11 @@ class Models:
     stock: Target
     assistant: PreTrainedModel | None
 
-    def rows(self, plan: Plan) -> list[Row]:
-        """All methods at all temperatures."""
+    def rows(self, plan: Plan, again: bool) -> list[Row]:
+        """All methods at all temperatures. again: as in `own_rows`."""
         rows = []
         for temperature in plan.temperatures:
-            rows += own_rows(self.spec, plan.drafts, temperature)
+            rows += own_rows(self.spec, plan.drafts, temperature, again)
             rows += peer_rows(self.stock, self.assistant, temperature)
         return rows
 
@@ -57,8 +57,8 @@ class Models:
 def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: None) -> BenchResult:
     """Measure, then write and return OUT/bench.json.
 
-    Also writes OUT/bench.md, OUT/report.html with OUT/trees.json, and a plot. Options are checked
-    before any model is loaded. Raises InputError for bad input.
+    Also writes OUT/bench.md, and OUT/report.html with OUT/trees.json. Options are checked before
+    any model is loaded. Raises InputError for bad input.
     """
     drafts = drafts_of(config)
     values = temperatures(config)
@@ -90,7 +90,7 @@ def measure(
     questions, too_long = asked(spec, shortened)
 
     # 2. Progress.
-    rows = models.rows(plan)
+    rows = models.rows(plan, len(questions) >= FEW)
     total = WARM_UP + config.rounds + len(questions) * len(rows) + ROUNDS * len(plan.batches)
     done = 0
 
@@ -107,12 +107,10 @@ def measure(
         "environment": describe(target),
         "questions": len(questions),
         "left_out": left_out + too_long,
-        "plots": None,
         "forwards": forward_times(spec, contexts, config.rounds, config.seed, say),
         "rows": measure_rows(spec, rows, questions, config, say),
         "batches": batch_figures(spec, plan.drafts, plan.batches, questions, config, say),
     }
-    result["plots"] = plot(result, out)
     write_json(out / "bench.json", result)
     write_text(out / "bench.md", markdown(report_of(result)))
     page.write(result, out)

@@ -45,7 +45,7 @@ def report_of(result: BenchResult) -> Report:
     columns = ["texts", "tokens", "tokens/s", "by one token", "by the smallest batch"]
     if result["batches"]:
         tables.append(Table("Batches", NAMES, columns, list(map(batch_row, result["batches"]))))
-    return Report(tables, notes_of(result), verdict_of(rows))
+    return Report(tables, notes_of(result), verdict_of(result))
 
 
 def forward_table(forwards: list[ForwardTime], title: str, what: Work) -> Table | None:

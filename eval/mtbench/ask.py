@@ -156,6 +156,7 @@ def _answer(
             "seconds": total.seconds,
             "drafted": total.drafted,
             "accepted": total.accepted_by_depth,
+            "undrafted": total.undrafted,
             "prompt_tokens": [of_turn.prompt_tokens for of_turn in stats],
             "ended": [_ended_by(turn.output, spec, config) for turn in turns],
             "seeds": [turn.seed for turn in turns],

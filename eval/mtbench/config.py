@@ -108,7 +108,8 @@ class Configuration:
     """One way to answer questions.
 
     model_id: its name in the answers, and the name of their file. verifier: None for the baseline.
-    tree: None for the verifier's default. drafter: `kind:value`, None for the baseline.
+    tree: None for the verifier's default. drafter: `kind:value`, None for the baseline. again: the
+    baseline a second time (A/A), whose speed beside the first shows the clock's noise.
     """
 
     model_id: str
@@ -116,6 +117,7 @@ class Configuration:
     tree: str | None
     temperature: float
     drafter: str | None = None
+    again: bool = False
 
 
 def categories_of(config: EvalConfig) -> list[str]:
@@ -172,23 +174,24 @@ def pairs_of(config: EvalConfig) -> tuple[list["Pair"], list[str]]:
 
 
 def configurations(config: EvalConfig) -> list[Configuration]:
-    """At each temperature the baseline, and every drafter with each verifier and tree it fits.
+    """At each temperature the baseline, twice, and every drafter with each verifier and tree it fits.
 
     Raises InputError for a bad list.
     """
     # 1. What answers at each temperature.
     several = len(drafters_of(config)) > 1
-    chosen = [(pair.drafter, pair.verifier, pair.tree) for pair in pairs_of(config)[0]]
-    rows = [*([(None, None, None)] if config.baseline else []), *chosen]
+    plain = [(None, None, None, again) for again in (False, True) if config.baseline]
+    rows = [*plain, *((*pair, False) for pair in pairs_of(config)[0])]
     temperatures = [number("temperature", t) for t in listed("temperature", config.temperature)]
 
     # 2. Their names, which have to differ.
     found = []
     for temperature in dict.fromkeys(temperatures):
-        for drafter, verifier, tree in rows:
+        for drafter, verifier, tree, again in rows:
             named = drafter if several else None
             name = _model_id(config.target, named, verifier, tree, temperature)
-            found.append(Configuration(name, verifier, tree, temperature, drafter))
+            name += "-again" if again else ""
+            found.append(Configuration(name, verifier, tree, temperature, drafter, again))
     names = [configuration.model_id for configuration in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(

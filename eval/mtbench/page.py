@@ -87,7 +87,8 @@ def speed(rows: Sequence[Row]) -> Chart:
         title="How much faster" if compared else "Tokens a second",
         text="Tokens a second over those of plain decoding, one token at a time through the same "
         "target; prompts included. The whisker is the 95 % interval over questions; a whisker that "
-        "crosses the dashed line at 1 leaves open whether drafting pays."
+        "crosses the dashed line at 1, or ends within the clock's noise of it, leaves open whether "
+        "drafting pays."
         if compared
         else "Prompts included; the whisker is the 95 % interval over questions.",
         groups=by_temperature(rows, bar),

@@ -12,13 +12,14 @@ from treespec.eval.common import Stage
 class Extra(TypedDict, total=False):
     """What treespec adds to an answer line; FastChat and Spec-Bench skip it.
 
-    seconds: of all turns, by stage. drafted, accepted: tokens by depth in the tree. The others have
-    one entry per turn. ended: "model", "max_new_tokens" or "context".
+    seconds: of all turns, by stage. drafted, accepted: tokens by depth in the tree. undrafted:
+    cycles without a draft token. The others have one entry per turn. ended: "model", "max_new_tokens" or "context".
     """
 
     seconds: dict[str, float]
     drafted: list[int]
     accepted: list[int]
+    undrafted: int
     prompt_tokens: list[int]
     ended: list[str]
     seeds: list[int]
@@ -30,7 +31,8 @@ class Figures(TypedDict):
 
     seconds: by the clock. acceptance_length: τ, tokens per cycle. acceptance_rate_by_depth: α, the
     share of the cycles with an accepted token at the depth above that accepted one at this depth.
-    nodes: mean size of the tree of one forward, with its root. speedup: tokens/s over the
+    nodes: mean size of the tree of one forward, with its root. undrafted: the share of the cycles
+    without a draft token. speedup: tokens/s over the
     baseline's, totals over totals; speedup_by_question: the mean of the questions' ratios.
     cycle_ms, cycle_share: a cycle's time by stage. overhead: the share outside the forwards of
     target and draft model.
@@ -43,6 +45,7 @@ class Figures(TypedDict):
     acceptance_length: Figure
     acceptance_rate_by_depth: list[Figure]
     nodes: float
+    undrafted: float
     drafted_by_depth: list[int]
     accepted_by_depth: list[int]
     tokens_per_second: Figure
@@ -106,11 +109,19 @@ class Row(TypedDict):
     right: Right | None
 
 
+class Again(TypedDict):
+    """The baseline's second time (A/A). speedup: over the first, on the questions of both."""
+
+    temperature: float
+    questions: int
+    speedup: Figure | None
+
+
 class Summary(TypedDict):
     """The whole of summary.json.
 
     questions: their number. left_out: what was not asked, with reasons. few_questions: categories
-    with too few questions for their intervals.
+    with too few questions for their intervals. again: the clock's noise at each temperature.
     """
 
     config: dict[str, object]
@@ -118,4 +129,5 @@ class Summary(TypedDict):
     questions: int
     left_out: list[str]
     few_questions: list[str]
+    again: list[Again]
     configurations: list[Row]

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 from treespec.errors import InputError
 from treespec.eval.common import Step, in_order
@@ -37,6 +38,7 @@ from treespec.eval.pairs import paired, refuse_unfit
 from treespec.eval.questions import Question, first_of_each, load_checked
 from treespec.eval.report import markdown
 from treespec.eval.suites.checks import Check
+from treespec.eval.verdict import FEW
 from treespec.files import locked, write_json, write_text
 from treespec.sampling import SamplingParams
 from treespec.verify.registry import verifier_by_name
@@ -79,7 +81,9 @@ def _evaluated(
     report: Callable[[Step], None],
 ) -> Summary:
     """`evaluate` in a folder that no other process writes into."""
-    # 1. What is answered already, by the same models.
+    # 1. What is answered already, by the same models. Few questions need no noise of the clock.
+    if len(questions) < FEW:
+        drafts = {one: draft for one, draft in drafts.items() if not one.again}
     out = Path(config.out)
     before = read_record(out / "config.json", record)
     files = {
@@ -113,16 +117,27 @@ def _plan(questions: list[Question], files: Mapping[Configuration, Path], batch:
     """
     # 1. The answers that are there.
     done = {(c, answer.question_id) for c, file in files.items() for answer in answers.read(file)}
+    groups = [questions[first : first + batch] for first in range(0, len(questions), batch)]
+    again = asked_again(len(groups))
 
     # 2. Group by group, every configuration in turn.
     plan: Plan = []
-    for number, first in enumerate(range(0, len(questions), batch)):
+    for number, group in enumerate(groups):
         for configuration in in_order(list(files), number):
-            group = questions[first : first + batch]
+            if configuration.again and number not in again:
+                continue
             left = [q for q in group if (configuration, q.question_id) not in done]
             if left:
                 plan.append((left, configuration))
     return plan
+
+
+def asked_again(groups: int) -> set[int]:
+    """The groups of questions that the baseline is asked a second time: a quarter, at least FEW.
+
+    They are drawn at random: evenly spaced ones could all have the same order of configurations.
+    """
+    return set(Random(0).sample(range(groups), min(groups, max(FEW, groups // 4))))
 
 
 def _answer_all(
@@ -142,8 +157,8 @@ def _answer_all(
     """
     # 1. The models.
     check_kept(config)
-    out, total = Path(config.out), len(questions) * len(drafts)
-    there = total - sum(len(group) for group, _ in plan)
+    out, there = Path(config.out), sum(len(answers.read(file)) for file in files.values())
+    total = there + sum(len(group) for group, _ in plan)
     report(Step(there, total, f"loading {config.target} and {config.drafter or config.head}"))
     plain, fresh = load_models(config, dtype_of(config, before))
 
@@ -155,7 +170,7 @@ def _answer_all(
     record["left_out"] += reasons.values()
     fit = [configuration for configuration in drafts if configuration not in reasons]
     plan = [(group, configuration) for group, configuration in plan if configuration in fit]
-    total -= len(questions) * len(reasons)
+    total = there + sum(len(group) for group, _ in plan)
 
     # 3. Refuse a target without chat template, and another machine.
     plain.encode([{"role": "user", "content": questions[0].turns[0]}])

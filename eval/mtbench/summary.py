@@ -20,15 +20,14 @@ from treespec.eval.mtbench.answers import Answer, read
 from treespec.eval.mtbench.config import Configuration, configurations
 from treespec.eval.mtbench.judge import verdicts
 from treespec.eval.mtbench.record import saved_config
-from treespec.eval.mtbench.result import Ended, Figures, Right, Row, Same, Summary
+from treespec.eval.mtbench.result import Again, Ended, Figures, Right, Row, Same, Summary
 from treespec.eval.mtbench.right import right_figures
 from treespec.eval.questions import task_of
+from treespec.eval.verdict import FEW
 from treespec.files import read_json
 from treespec.verify.registry import verifier_by_name
 
 Answers = dict[int | str, Answer]  # by question
-
-FEW = 10  # with fewer questions a percentile interval is markedly too narrow
 
 
 def summarise(out: Path, resamples: int = 1000) -> Summary:
@@ -41,6 +40,7 @@ def summarise(out: Path, resamples: int = 1000) -> Summary:
     config = saved_config(record["config"])
     asked = [c for c in configurations(config) if c.model_id not in record.get("unfit", ())]
     answered = {c: _answers(out / "answers" / f"{c.model_id}.jsonl") for c in asked}
+    seconds = {c.temperature: answered.pop(c) for c in asked if c.again}
     first, *others = answered.values()
     questions = [i for i in first if all(i in other for other in others)]
     if not questions:
@@ -94,8 +94,20 @@ def summarise(out: Path, resamples: int = 1000) -> Summary:
         "few_questions": [
             name for name, chosen in {"overall": questions, **groups}.items() if len(chosen) < FEW
         ],
+        "again": [
+            _again(temperature, by_id, baselines[temperature], resamples, config.seed)
+            for temperature, by_id in seconds.items()
+            if by_id
+        ],
         "configurations": rows,
     }
+
+
+def _again(temperature: float, second: Answers, first: Answers, resamples: int, seed: int) -> Again:
+    """The baseline's second time beside its first, on the questions of both."""
+    both = [i for i in second if i in first]
+    speedup = _figures(second, first, resamples, seed, both)["speedup"]
+    return {"temperature": temperature, "questions": len(both), "speedup": speedup}
 
 
 def _figures(
@@ -178,6 +190,7 @@ def figures(mine: Sequence[Answer], baseline: Sequence[Answer] | None, draws: Ar
         "acceptance_length": interval(length),
         "acceptance_rate_by_depth": [interval(rate) for rate in rates.T],
         "nodes": float(1 + drafted.sum() / cycles.sum()),
+        "undrafted": sum(answer.extra.get("undrafted", 0) for answer in mine) / float(cycles.sum()),
         "drafted_by_depth": drafted.sum(0).astype(int).tolist(),
         "accepted_by_depth": accepted.sum(0).astype(int).tolist(),
         "tokens_per_second": interval(speed),

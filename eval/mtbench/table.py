@@ -6,9 +6,16 @@ from treespec.eval.common import STAGE_NAMES, STAGES, drafted_by
 from treespec.eval.mtbench.record import saved_config
 from treespec.eval.mtbench.result import Figures, Row, Summary
 from treespec.eval.mtbench.right import percent, right_sentences
-from treespec.eval.mtbench.summary import FEW
 from treespec.eval.report import Report, Table
-from treespec.eval.verdict import SummaryRow, interval, short, tree_name, verdict
+from treespec.eval.verdict import (
+    FEW,
+    MeasuredPair,
+    interval,
+    noise_of,
+    sentences,
+    short,
+    tree_name,
+)
 
 SPEEDS = ["τ", "tokens/s", "speedup", "by question", "identical"]
 RIGHT = ["right", "%", "% less the baseline's", "same verdict"]
@@ -20,8 +27,14 @@ def report_of(summary: Summary) -> Report:
     rows = summary["configurations"]
     categories = list(rows[0]["categories"])
     columns = [*categories, "overall"]
+    speed = _table("Acceptance length τ (tokens per target forward) and speed", SPEEDS, rows, _main)
+    again = summary["again"]
+    noises = {second["temperature"]: noise_of(second["speedup"]) for second in again}
+    for second in again:
+        cells = ["", "", interval(second["speedup"]), "", ""]
+        speed.rows.append(["", "baseline again", "", f"{second['temperature']:g}", *cells])
     tables = [
-        _table("Acceptance length τ (tokens per target forward) and speed", SPEEDS, rows, _main),
+        speed,
         _table("By category: τ (speedup)", columns, rows, _lengths),
     ]
     if len(categories) > 1:
@@ -39,8 +52,8 @@ def report_of(summary: Summary) -> Report:
         tables.append(_table(title, by_depth, rows, lambda row: _rates(row, depths), brief=True))
     cycle = ["cycle", *STAGE_NAMES.values(), "overhead", "prefill"]
     tables.append(_table("A cycle's time in ms (share)", cycle, rows, _cycle, brief=True))
-    sentences = [*verdict(list(map(_for_verdict, rows))), *right_sentences(rows)]
-    return Report(tables, notes(summary), sentences)
+    lines = sentences(_measured(rows), summary["questions"], noises)
+    return Report(tables, notes(summary), [*lines, *right_sentences(rows)])
 
 
 def _table(
@@ -51,7 +64,7 @@ def _table(
     brief: bool = False,
 ) -> Table:
     """A row for each configuration, labelled by what tells it from the others."""
-    several = len({row["drafter"] for row in rows} - {None}) > 1
+    several = _several(rows)
     labels = [
         [
             short(row["drafter"]) if several else "",
@@ -65,21 +78,35 @@ def _table(
     return Table(title, ["Drafter", "Verifier", "Tree", "T"], columns, whole, brief)
 
 
-def _for_verdict(row: Row) -> SummaryRow:
-    """The part of a row that a verdict reads."""
-    overall = row["overall"]
-    return {
-        "drafter": row["drafter"],
-        "verifier": row["verifier"],
-        "tree": row["tree"],
-        "temperature": row["temperature"],
-        "lossless": row["lossless"],
-        "overall": {
-            "tokens_per_second": overall["tokens_per_second"],
-            "speedup": overall["speedup"],
-        },
-        "of_fastest": row["of_fastest"],
-    }
+def _measured(rows: Sequence[Row]) -> list[MeasuredPair]:
+    """All rows but the baseline's for the verdict, named as `--verifier` names them.
+
+    With several drafters, the drafter stands before the name.
+    """
+    several, pairs = _several(rows), []
+    for row in rows:
+        overall = row["overall"]
+        speed, tau = overall["tokens_per_second"]["value"], overall["acceptance_length"]["value"]
+        if row["verifier"] == "baseline" or speed is None or tau is None:
+            continue
+        name = row["verifier"] + (f"@{tree_name(row['tree'])}" if row["tree"] else "")
+        pair = MeasuredPair(
+            f"{short(row['drafter'])} with {name}" if several else name,
+            row["temperature"],
+            speed,
+            overall["speedup"],
+            tau,
+            row["lossless"],
+            row["of_fastest"],
+            overall["undrafted"] if row["verifier"] == "auto" else 0.0,
+        )
+        pairs.append(pair)
+    return pairs
+
+
+def _several(rows: Sequence[Row]) -> bool:
+    """Whether there are several drafters."""
+    return len({row["drafter"] for row in rows} - {None}) > 1
 
 
 def notes(summary: Summary) -> list[str]:
@@ -104,6 +131,13 @@ def notes(summary: Summary) -> list[str]:
         "Overhead: share of a cycle outside the forwards of target and draft model. Prefill: all "
         "prompts through the target and the draft model.",
     ]
+    for again in summary["again"]:
+        if (noise := noise_of(again["speedup"])) is not None:
+            lines.append(
+                f"Baseline again: {again['questions']} of the questions were asked the baseline twice at "
+                f"temperature {again['temperature']:g}. The interval of the second time's speed over the "
+                f"first's reaches {100 * noise:.1f} % from 1: the clock's noise."
+            )
     if config.batch > 1:
         lines.append(
             f"Rows are batched: {config.batch} questions were answered together, by the baseline "

@@ -18,6 +18,4 @@ def bench(config: BenchConfig) -> None:
 
     result = with_progress(lambda report: run(config, report))
     show_result(report_of(result))
-    if result["plots"] is None:
-        remark("No plots, as matplotlib is not installed: pip install 'treespec[plots]'")
     remark(f"Times are in {Path(config.out).resolve()}; look at report.html there")

@@ -26,10 +26,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from treespec.draft.calibration import COLDEST, Calibration, nearest
+from treespec.draft.fit.timing import measured_and_kept
 from treespec.draft.pace.pace import GUESS
 from treespec.draft.pace.times import seconds
 from treespec.errors import InputError
-from treespec.files import read_json, remove_leftovers, write_json
+from treespec.files import read_json
 from treespec.model.packed import packable
 from treespec.model.stand_in import ModelSize, forward_seconds, size_of
 from treespec.model.weights import load_config
@@ -137,12 +138,12 @@ def kept_or_measured(
     with suppress(InputError, LookupError, TypeError, ValueError):  # none yet, or a damaged one
         fields = read_json(file, "it is measured again")
         return {dtype: seconds(fields[dtype], len(NODES)) for dtype in dtypes}
-    found = measure(size, [getattr(torch, dtype) for dtype in dtypes], NODES)
-    times = {dtype: tuple(found[getattr(torch, dtype)]) for dtype in dtypes}
-    with suppress(InputError):  # an unwritable cache: the next run measures again
-        remove_leftovers(folder)
-        write_json(file, {"processor": processor(), **times})
-    return times
+
+    def measured() -> ForwardSeconds:
+        found = measure(size, [getattr(torch, dtype) for dtype in dtypes], NODES)
+        return {dtype: tuple(found[getattr(torch, dtype)]) for dtype in dtypes}
+
+    return measured_and_kept(file, measured, lambda times: {"processor": processor(), **times})
 
 
 def key(size: ModelSize, dtypes: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,15 +12,13 @@ from torch import Tensor
 
 from treespec.cache import TreeCache
 from treespec.draft.fit.ends import branch, ends, rests
-from treespec.draft.fit.timing import FEWEST, ROUNDS, Act, Step, fast_times
+from treespec.draft.fit.timing import FEWEST, ROUNDS, Act, Step, fast_times, measured_and_kept
 from treespec.draft.grow.growth import Growth, grow_together
 from treespec.draft.grow.likeliest import best_of, likely
 from treespec.draft.grow.nodes import Nodes
 from treespec.draft.grow.static import grow_static
 from treespec.draft.pace.times import NODES, NODES_TOGETHER, Times, TimesBy, alike, kept_times, key
 from treespec.draft.proposer import Proposer
-from treespec.errors import InputError
-from treespec.files import remove_leftovers, write_json
 from treespec.packages import cache_folder
 from treespec.sampling import SamplingParams
 from treespec.target import Target, TreeOutput
@@ -74,11 +71,7 @@ def times_for(
         return kept
     if texts > 1:
         log.warning("measuring cycles of %d texts, once for this machine and model", texts)
-    times = measure(target, proposer, texts)
-    with suppress(InputError):  # an unwritable cache: the next run measures again
-        remove_leftovers(folder)
-        write_json(file, asdict(times))
-    return times
+    return measured_and_kept(file, lambda: measure(target, proposer, texts), asdict)
 
 
 @torch.inference_mode()

@@ -4,8 +4,9 @@ import json
 import sys
 
 import pytest
+import torch
 import transformers as hf
-from evaluating import page_of, save_models
+from evaluating import save_models
 from models import GROUPED, random_model
 
 from treespec.cli import main
@@ -13,6 +14,7 @@ from treespec.eval.bench.config import BenchConfig
 from treespec.eval.bench.figures import Timed, bound, cycle_figures, speed_figures
 from treespec.eval.bench.peers import generated
 from treespec.eval.bench.run import bench
+from treespec.eval.bench.run import load as load_models
 from treespec.eval.bench.waiting import stage_times
 from treespec.files import read_json
 from treespec.sampling import SamplingParams
@@ -95,24 +97,25 @@ def test_peers_say_in_float32_what_we_say_greedily(measured):
     assert [row["same_as_one_token"] for row in greedy] == [2] * 7
 
 
-def test_peers_may_have_a_model_of_their_own(home, tmp_path):
-    options = options_in(home, tmp_path, temperature="0", limit=1, stock_peers=True)
-    rows = bench(BenchConfig(**options))["rows"]
-    assert [row["same_as_one_token"] for row in rows] == [1] * len(rows)
-    assert "as transformers loads it" in page_of(tmp_path / "bench.md")
+def test_peers_run_in_the_checkpoints_dtype_and_layout_whatever_treespec_runs_in(home, tmp_path):
+    config = BenchConfig(**options_in(home, tmp_path, dtype="bfloat16", assistant=str(home / "target")))
+    models = load_models(config)
+    assert models.spec.target.dtype == torch.bfloat16
+    for peer in (models.stock, models.assistant):
+        assert peer.dtype == torch.float32
+        assert type(peer.lm_head) is torch.nn.Linear
 
 
 def test_peers_sample_from_the_whole_law_whatever_the_models_own_settings(home):
     """At a high temperature the tail comes up, which transformers' top_k of 50 would cut off."""
     spec = load(str(home / "target"), dtype="float32")
-    spec.target.model.generation_config = own = hf.GenerationConfig(top_k=1, repetition_penalty=9.0)
-    eos, spec.target.eos = spec.target.eos, frozenset()
-    answer = generated(spec.target, 1e6, {}, [3, 4, 5], 200, 0)
+    model = spec.target.model
+    model.generation_config = own = hf.GenerationConfig(top_k=1, repetition_penalty=9.0)
+    answer = generated(model, (), 1e6, {}, [3, 4, 5], 200, 0)
     assert len(set(answer.tokens)) > 100  # 139 are expected of 259
-    spec.target.eos = eos
-    assert spec.target.model.generation_config is own
+    assert model.generation_config is own
     greedy = spec.generate([3, 4, 5], max_new_tokens=20).token_ids
-    assert generated(spec.target, 0.0, {}, [3, 4, 5], 20, 0).tokens == greedy
+    assert generated(model, spec.target.eos, 0.0, {}, [3, 4, 5], 20, 0).tokens == greedy
 
 
 def run(monkeypatch, options):

@@ -5,11 +5,9 @@ import torch
 import transformers as hf
 from models import save_model
 from test_recurrent_heads import save
-from torch import nn
 
 from treespec.draft.trained.eagle import new_head
 from treespec.heads.checkpoint import save_head
-from treespec.model.packed import PackedLinear
 from treespec.spec import load
 from treespec.target import Target
 
@@ -55,18 +53,18 @@ def logits(model, tokens):
 
 @pytest.mark.parametrize(("bits", "inputs"), [(8, None), (4, None), (8, INPUTS)])
 def test_a_compressed_checkpoint_drafts_as_it_is(bits, inputs, tmp_path):
-    """Its logits are transformers' own after loading; layers that round inputs are not packed."""
+    """Its logits are transformers' own after loading; layers that round inputs keep their own forward."""
     folder = save_model(tmp_path / "plain", **SIZES)
     own = compress(folder, tmp_path / "own", bits, inputs)
     save_head(new_head(Target.load(str(folder), dtype="float32")).eval(), tmp_path / "head")
     spec = load(str(own), tmp_path / "head", "4x2", dtype="float32")
-    answer = spec.generate(PROMPT, max_new_tokens=24).token_ids
-    assert answer == spec.baseline().generate(PROMPT, max_new_tokens=24).token_ids
+    answer = spec.generate(PROMPT, max_new_tokens=12).token_ids
+    assert answer == spec.baseline().generate(PROMPT, max_new_tokens=12).token_ids
     whole = hf.AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).eval()
     ours, theirs = (logits(model, PROMPT + answer) for model in (spec.target.model, whole))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     layer = spec.target.model.model.layers[0].mlp.up_proj
-    assert isinstance(layer, nn.Linear if inputs else PackedLinear)
+    assert ("forward" in vars(layer)) == bool(inputs)
 
 
 def test_a_compressed_recurrent_model_unpacks_before_its_layers_are_tried(tmp_path):

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from models import GROUPED, random_model, save_model
 from treespec.draft.calibration import Calibration
 from treespec.draft.fit import dtype as choice
 from treespec.draft.fit.dtype import (
+    GUESS,
     NODES,
     dtype_for,
     fastest,
@@ -28,7 +30,6 @@ from treespec.draft.fit.dtype import (
 )
 from treespec.draft.fit.timing import measured_and_kept
 from treespec.draft.pace import times
-from treespec.draft.pace.pace import GUESS
 from treespec.eval.mtbench.run import evaluate
 from treespec.files import read_json, write_json
 from treespec.model.stand_in import forward_seconds, size_of
@@ -38,7 +39,7 @@ from treespec.processor import processor
 from treespec.spec import load
 from treespec.target import Target
 
-FLAT, STEEP = (0.060, 0.090, 0.120), (0.050, 0.200, 0.360)  # seconds over NODES
+FLAT, STEEP = (0.060, 0.064, 0.075, 0.090, 0.120), (0.050, 0.075, 0.120, 0.200, 0.360)  # seconds over NODES
 LLAMA = hf.LlamaConfig(**GROUPED | {"dtype": "bfloat16"})
 
 
@@ -71,39 +72,41 @@ def files(cache):
     [
         (STEEP, FLAT, "float32"),  # one token sooner in bfloat16, a tree sooner in float32
         (FLAT, STEEP, "bfloat16"),
-        ((0.010, 0.100, 0.200), (0.050, 0.060, 0.070), "bfloat16"),  # no tree is as fast as single tokens
-        ((0.100, 0.400, 0.800), (0.100, 0.399, 0.100), "float32"),
+        ((0.010, 0.100, 0.100, 0.100, 0.200), (0.050,) * 5, "bfloat16"),  # no tree is as fast as single tokens
+        ((0.100, 0.120, 0.200, 0.400, 0.800), (0.100, 0.100, 0.200, 0.400, 0.800), "float32"),  # the least tree
         (FLAT, FLAT, "bfloat16"),  # the checkpoint's own
+        (FLAT, tuple(0.97 * spent for spent in FLAT), "bfloat16"),  # so too where the other is hardly faster
     ],
 )
 def test_the_choice_follows_the_measured_times(half, full, chosen):
-    assert fastest({"bfloat16": half, "float32": full}) == chosen
+    assert fastest({"bfloat16": half, "float32": full}, "bfloat16") == chosen
 
 
 @pytest.mark.parametrize(
     ("rates", "chosen"),
     [
         ((), "bfloat16"),  # no drafts: one token at a time
-        ((0.05, 0.02), "bfloat16"),  # poor ones: 1.1 tokens from the tree that takes 90 ms
+        ((0.05, 0.02), "bfloat16"),  # poor ones: 1.05 tokens from the tree that takes 64 ms
         ((0.5, 0.2, 0.1), "float32"),
     ],
 )
 def test_the_choice_follows_what_the_drafts_bring(rates, chosen):
-    assert fastest({"bfloat16": STEEP, "float32": FLAT}, rates) == chosen
+    assert fastest({"bfloat16": STEEP, "float32": FLAT}, "bfloat16", rates) == chosen
 
 
-def test_the_rates_are_those_of_the_only_head_and_a_guess_for_others():
+def test_the_rates_are_those_of_the_first_head_that_has_any_and_a_modest_guess_for_others():
     known = Calibration((0.0,), (0.0,), {}, rates={"0.01": (0.3, 0.1), "1": (0.2,)})
     assert rates_of([]) == ()
     assert rates_of([known]) == (0.3, 0.1)
-    assert rates_of([known, known]) == rates_of([None]) == rates_of([Calibration((), (), {})]) == GUESS
+    assert rates_of([None, known, replace(known, rates={"1": (0.9,)})]) == (0.3, 0.1)
+    assert rates_of([None]) == rates_of([Calibration((), (), {})]) == GUESS
 
 
 def test_the_drawing():
-    assert [round(1 / STEEP[0]), round(tokens_a_second(STEEP)), round(tokens_a_second(FLAT))] == [20, 20, 35]
+    assert [round(1 / STEEP[0]), round(tokens_a_second(STEEP)), round(tokens_a_second(FLAT))] == [20, 20, 22]
     assert [round(tokens_a_second(spent, rates=())) for spent in (STEEP, FLAT)] == [20, 17]
     line = told("float32", "bfloat16", {"bfloat16": STEEP, "float32": FLAT})
-    assert "over 1, 8 and 16 nodes takes 60, 90, 120 ms" in line
+    assert "over 1, 2, 4, 8 and 16 nodes takes 60, 64, 75, 90, 120 ms" in line
     assert "\n" not in line
 
 
@@ -212,8 +215,8 @@ def test_a_target_is_measured_at_its_first_load_and_runs_in_the_faster_dtype(hal
     chosen = dtype_for(str(half), "auto")
     (file,) = files(cache)
     measured = {name: read_json(file, "")[name] for name in ("bfloat16", "float32")}
-    assert chosen == fastest(measured)
-    spec, chosen = load(str(half)), fastest(measured, rates=())
+    assert chosen == fastest(measured, "bfloat16")
+    spec, chosen = load(str(half)), fastest(measured, "bfloat16", rates=())
     assert str(spec.target.dtype) == f"torch.{chosen}"
     assert chosen in repr(spec)
 

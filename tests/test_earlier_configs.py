@@ -142,7 +142,6 @@ SAVED = {  # by version 0.1.0, all defaults
      'questions': 'builtin',
      'rounds': 20,
      'seed': 0,
-     'stock_peers': False,
      'target': 'org/T',
      'temperature': '0,1',
      'trust_remote_code': False,

@@ -9,49 +9,92 @@ from models import save_model, target
 from torch import nn
 
 from treespec.model import packed
-from treespec.model.packed import PackedLinear, pack, packable
+from treespec.model.packed import EXACT, HalfLinear, PackedLinear, multiplies_bfloat16, pack, packed_layer
 from treespec.spec import load
 
-WITHIN = {torch.float32: 1e-5, torch.bfloat16: 1 / 128}  # of the largest output: rounding
-DTYPES = [
-    pytest.param(dtype, marks=pytest.mark.skipif(not packable(dtype), reason=f"this CPU packs no {dtype}"))
-    for dtype in WITHIN
-]
+WITHIN = {torch.float32: 1e-5, torch.bfloat16: 1 / 128, torch.float16: 1 / 512}  # of the largest output: rounding
+FORMS = ["this CPU's", "HalfLinear"]  # of bfloat16 weights; the latter is that of a CPU without AVX-512
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.fixture(autouse=True)
+def layers_of(request, monkeypatch):
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("form") == "HalfLinear":
+        monkeypatch.setattr(packed, "multiplies_bfloat16", lambda: False)
+
+
+def linear(*sizes, bias=True, dtype=torch.float32):
+    """A layer whose weight has values of 16 bits."""
+    layer = nn.Linear(*sizes, bias=bias, dtype=dtype)
+    layer.weight.data = layer.weight.data.bfloat16().to(dtype)
+    return layer
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", WITHIN)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(48,), (0, 48), (1, 48), (26, 48), (2, 3, 48), (3, 70, 48)])
-def test_a_packed_layer_is_the_plain_one(shape, bias, dtype):
+def test_a_packed_layer_is_the_plain_one(shape, bias, dtype, form):
     torch.manual_seed(0)
-    plain, x = nn.Linear(48, 80, bias=bias, dtype=dtype), torch.randn(shape, dtype=dtype)
+    plain, x = linear(48, 80, bias=bias, dtype=dtype), torch.randn(shape, dtype=dtype)
     with torch.inference_mode():
-        expected, found = plain(x).float(), PackedLinear(plain)(x).float()
+        expected, found = plain(x).float(), packed_layer(plain)(x)
+    assert found.dtype == dtype
     assert found.shape == expected.shape
-    assert bool(((found - expected).abs() <= WITHIN[dtype] * expected.abs().amax() if x.numel() else found == 0).all())
+    error = (found.float() - expected).abs()
+    assert bool((error <= WITHIN[dtype] * expected.abs().amax() if x.numel() else error == 0).all())
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [(1, 1), (7, 3), (64, 1), (1, 257), (576, 192)])
-def test_sizes_and_strides_do_not_matter(sizes):
+def test_sizes_and_strides_do_not_matter(sizes, form):
     torch.manual_seed(0)
-    plain, x = nn.Linear(*sizes), torch.randn(5, 2 * sizes[0])[:, ::2]
+    plain, x = linear(*sizes, dtype=torch.bfloat16), torch.randn(5, 2 * sizes[0], dtype=torch.bfloat16)[:, ::2]
     with torch.inference_mode():
-        assert torch.allclose(PackedLinear(plain)(x), plain(x), atol=1e-5)
+        assert torch.allclose(packed_layer(plain)(x), plain(x), atol=1 / 128, rtol=1 / 128)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_packed_model_has_the_logits_of_the_plain_one(dtype):
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_model_has_the_logits_of_the_plain_one(dtype, form):
     """One text, a batch, and more rows than a cycle has."""
-    model = copy.deepcopy(target("llama").model).to(dtype)
+    model = copy.deepcopy(target("llama").model).to(torch.bfloat16).to(dtype)
     texts = [torch.arange(3, 20)[None], torch.arange(3, 27).view(4, 6), torch.arange(40)[None].repeat(3, 1) % 30]
     with torch.inference_mode():
         plain = [model(text).logits.float() for text in texts]
         pack(model)
         found = [model(text).logits.float() for text in texts]
-    assert isinstance(model.lm_head, PackedLinear)
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
     for one, other in zip(plain, found, strict=True):
         assert (one - other).abs().max() <= 4 * WITHIN[dtype] * one.abs().max()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 1.0, 1e30])
+def test_half_precision_holds_the_weights_of_a_bfloat16_checkpoint_of_any_size(size):
+    """Read off the outputs of unit vectors, they are the same but for those far below the largest."""
+    torch.manual_seed(0)
+    plain = linear(32, 4000, bias=False)
+    plain.weight.data = (size * torch.randn(4000, 32)).bfloat16().float()
+    plain.weight.data[0, :3] = torch.tensor([0.0, 1e-6 * size, 1e-12 * size]).bfloat16().float()
+    layer = packed_layer(plain)
+    assert isinstance(layer, HalfLinear)
+    error = (layer(torch.eye(32)).T - plain.weight).abs()
+    assert (error <= EXACT * plain.weight.abs().max()).all()
+    assert (error[plain.weight.abs() > 1e-8 * size] == 0).all()
+
+
+def test_weights_that_need_32_bits_stay_plain():
+    layer = nn.Linear(32, 16)
+    assert packed_layer(layer) is layer
+    layer.weight.data = layer.weight.data.bfloat16().float()
+    layer.weight.data[3, 4] = torch.inf
+    assert packed_layer(layer) is layer
+
+
+def test_a_row_in_half_precision_has_the_same_bits_alone_and_among_others():
+    torch.manual_seed(0)
+    layer, x = packed_layer(linear(576, 192)), torch.randn(64, 576)
+    for rows in (1, 2, 5, 6, 7, 15, 33):
+        assert torch.equal(layer(x[:rows]), layer(x)[:rows])
 
 
 @pytest.mark.parametrize("own", ["forward", "hook"])
@@ -79,31 +122,31 @@ def test_an_embedding_that_shares_its_weight_keeps_it():
 
 
 def test_a_layer_in_two_places_is_packed_once():
-    layer = nn.Linear(8, 8)
+    layer = linear(8, 8, dtype=torch.bfloat16)
     model = nn.ModuleDict({"one": nn.Sequential(layer), "other": layer})
     pack(model)
-    assert isinstance(model["other"], PackedLinear)
+    assert isinstance(model["other"], PackedLinear if multiplies_bfloat16() else HalfLinear)
     assert model["one"][0] is model["other"]
 
 
 def test_a_plain_weight_is_gone_before_the_next_is_packed(monkeypatch):
     """So that packing needs the memory of one layer, and not of all."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)))
+    model = nn.Sequential(*(nn.Sequential(linear(8, 8), linear(8, 8)) for _ in range(3)))
     plain = [weakref.ref(module.weight) for module in model.modules() if type(module) is nn.Linear]
     alive = []
 
     def counted(linear):
         alive.append(sum(weight() is not None for weight in plain))
-        return PackedLinear(linear)
+        return packed_layer(linear)
 
-    monkeypatch.setattr(packed, "PackedLinear", counted)
+    monkeypatch.setattr(packed, "packed_layer", counted)
     pack(model)
     assert alive == [6, 5, 4, 3, 2, 1]
     assert not any(weight() is not None for weight in plain)
 
 
 def test_a_model_that_treespec_loaded_may_be_given_to_load(tmp_path):
-    first = load(save_model(tmp_path / "model"), dtype="float32")
+    first = load(save_model(tmp_path / "model"), dtype="bfloat16")
     second = load(first.target.model, drafter="lookup")
     prompt = [5, 6, 7, 8, 5, 6, 7, 8]
     said = [spec.generate(prompt, max_new_tokens=6).token_ids for spec in (first, second)]

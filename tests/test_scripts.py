@@ -12,7 +12,6 @@ from evaluating import save_models
 
 SCRIPTS = Path(__file__).parent.parent / "docs" / "scripts"
 ARGUMENTS = {  # script: its arguments, and a word of what it prints; others are asked for --help
-    "baseline": ("target --rounds 1 --max-new-tokens 4", "by model.generate"),
     "clock_noise": (
         "target questions.jsonl --evaluations 1 --most 2 --max-new-tokens 2 --busy 1",
         "0 of 1 evaluations",

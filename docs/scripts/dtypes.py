@@ -12,7 +12,7 @@ import torch
 
 from treespec.draft.fit.ends import branch
 from treespec.draft.fit.measure import CONTEXT
-from treespec.model.packed import pack, packable
+from treespec.model.packed import pack
 from treespec.target import Target
 
 
@@ -24,13 +24,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
 
-    # 1. The target in every dtype, plain, and packed where this CPU can.
+    # 1. The target in every dtype, plain and packed.
     variants: dict[tuple[str, str], Target] = {}
     for dtype in options.dtypes:
         variants[dtype, "plain"] = Target.load(options.target, dtype=dtype)
-        if packable(getattr(torch, dtype)):
-            variants[dtype, "packed"] = Target.load(options.target, dtype=dtype)
-            pack(variants[dtype, "packed"].model)
+        variants[dtype, "packed"] = Target.load(options.target, dtype=dtype)
+        pack(variants[dtype, "packed"].model)
 
     # 2. The median of each forward.
     times = forward_times(variants, options.nodes, options.rounds)

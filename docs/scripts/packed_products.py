@@ -7,7 +7,7 @@ import time
 import torch
 from torch import nn
 
-from treespec.model.packed import PackedLinear, packable
+from treespec.model.packed import packed_layer
 
 SHAPES = ((384, 1024), (1024, 384), (384, 8192))  # (in, out) of the 22 M target's layers
 
@@ -21,9 +21,6 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
-    if not packable(dtype):
-        print(f"this CPU has no packed {options.dtype} product; bfloat16 needs AVX-512")
-        return
     torch.set_num_threads(1)
     with torch.inference_mode():
         for shape in SHAPES:
@@ -39,7 +36,9 @@ def product_times(
     # 1. So many layers that no weight is still in the processor's cache when its turn comes.
     number = max(1, weights // (shape[0] * shape[1]))
     layers = [nn.Linear(*shape, bias=False, dtype=dtype) for _ in range(number)]
-    pairs = [(layer, PackedLinear(layer)) for layer in layers]
+    for layer in layers:  # values of 16 bits
+        layer.weight.data = layer.weight.data.bfloat16().to(dtype)
+    pairs = [(layer, packed_layer(layer)) for layer in layers]
     # 2. Time each product by itself.
     inputs = torch.randn(rows, shape[0], dtype=dtype)
     plain_times: list[float] = []

@@ -54,11 +54,6 @@ class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptio
     assistant: str | None = option(
         "smaller model with the same tokenizer, for transformers' assisted generation", None
     )
-    stock_peers: bool = option(
-        "let transformers load a model of its own instead of sharing treespec's packed one; takes "
-        "twice the memory",
-        False,
-    )
     seed: int = option(
         "each answer's seed follows from it, the question, the turn and the row",
         0,

@@ -90,9 +90,9 @@ def notes_of(result: BenchResult) -> list[str]:
         "cycle outside these forwards.",
         "By model.generate, by one token: tokens/s over theirs on the same question, from prompt "
         "to last token. Identical: greedy answers with the same tokens as one-token decoding; in a "
-        "lower precision than float32, rounding alone may change them. Peers run on "
-        f"{_model_of_peers(bool(config['stock_peers']))}; assisted generation has transformers' "
-        "defaults.",
+        "lower precision than float32, rounding alone may change them. Peers run on a model of their "
+        "own, as transformers loads it by default, in the checkpoint's dtype; assisted generation "
+        "has transformers' defaults.",
     ]
     if any(row["name"] == AGAIN for row in result["rows"]):
         lines.append(
@@ -114,9 +114,3 @@ def notes_of(result: BenchResult) -> list[str]:
     if left_out := result["left_out"]:
         lines.append(f"Questions left out, {len(left_out)}: {'; '.join(left_out[:3])}.")
     return lines
-
-
-def _model_of_peers(stock: bool) -> str:
-    if stock:
-        return "a model of their own, as transformers loads it"
-    return "treespec's model in memory, with its order of weights and its attention"

@@ -1,6 +1,7 @@
 """transformers' own generation on the same target: plain, prompt lookup, assisted generation."""
 
 import time
+from collections.abc import Collection
 from functools import partial
 from typing import TypedDict
 
@@ -11,7 +12,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from treespec.errors import InputError
 from treespec.eval.bench.figures import Timed
 from treespec.eval.bench.rows import Row
-from treespec.model.packed import pack
 from treespec.model.quantised import sizes_of
 from treespec.model.weights import load_model
 from treespec.target import Target
@@ -28,21 +28,31 @@ class Method(TypedDict, total=False):
     assistant_model: PreTrainedModel
 
 
-def peer_rows(target: Target, assistant: PreTrainedModel | None, temperature: float) -> list[Row]:
-    """A row for each of transformers' methods. assistant: None leaves out assisted generation."""
+def peer_rows(
+    model: PreTrainedModel,
+    eos: Collection[int],
+    assistant: PreTrainedModel | None,
+    temperature: float,
+) -> list[Row]:
+    """A row for each of transformers' methods.
+
+    model: as transformers loads it. eos: the tokens that end a completion. assistant: None leaves
+    out assisted generation.
+    """
     methods: dict[str, Method] = {GENERATE: {}}
     methods |= {f"prompt lookup, {n} tokens": {"prompt_lookup_num_tokens": n} for n in LOOKUPS}
     if assistant is not None:
         methods["assisted generation"] = {"assistant_model": assistant}
     return [
-        Row(name, temperature, partial(generated, target, temperature, method), peer=True)
+        Row(name, temperature, partial(generated, model, eos, temperature, method), peer=True)
         for name, method in methods.items()
     ]
 
 
 @torch.inference_mode()
 def generated(
-    target: Target,
+    model: PreTrainedModel,
+    eos: Collection[int],
     temperature: float,
     method: Method,
     prompt: list[int],
@@ -51,10 +61,9 @@ def generated(
 ) -> Timed:
     """One answer of `model.generate`, sampled from the whole law; temperature 0 is greedy."""
     # 1. Settings. transformers fills gaps from the model's own generation config: empty that one.
-    model = target.model
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(target.eos) or None,
+        eos_token_id=sorted(eos) or None,
         pad_token_id=0,
         top_k=0,
         do_sample=temperature > 0,
@@ -66,7 +75,7 @@ def generated(
     try:
         torch.manual_seed(seed)
         started = time.perf_counter()
-        ids = torch.tensor([prompt], device=target.device)
+        ids = torch.tensor([prompt], device=model.device)
         text = model.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=settings, **method
         )
@@ -77,23 +86,20 @@ def generated(
 
 
 def load_assistant(
-    path: str, dtype: str, trust_remote_code: bool = False
+    path: str, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """The model and its tokenizer. Raises InputError if they cannot be loaded."""
     try:
-        model = load_model(path, trust_remote_code, dtype=dtype)
+        model = load_model(path, trust_remote_code, dtype="auto")
         return model.requires_grad_(False), load_tokenizer(path, trust_remote_code)
     except InputError as error:
         raise InputError(f"--assistant: {str(error).replace('the target ', '')}") from error
 
 
 def fit_assistant(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    target: Target,
-    packed: bool = True,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, target: Target
 ) -> PreTrainedModel:
-    """The assistant on the target's device, in its precision. packed: pack its weights too.
+    """The assistant on the target's device, in its own checkpoint's dtype.
 
     Raises InputError for an assistant with another vocabulary.
     """
@@ -112,7 +118,5 @@ def fit_assistant(
 
     # 2. Where its weights go.
     module: nn.Module = model  # transformers' own `to` has no usable annotations
-    module.to(device=target.device, dtype=target.dtype)
-    if packed:
-        pack(model)
+    module.to(device=target.device)
     return model

@@ -24,8 +24,8 @@ from treespec.eval.questions import Question, first_of_each, load_questions
 from treespec.eval.report import markdown
 from treespec.eval.verdict import FEW
 from treespec.files import locked, write_json, write_text
+from treespec.model.weights import load_model
 from treespec.spec import Spec
-from treespec.target import Target
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Models:
-    """What answers. stock: the target that peers run on; by default treespec's own."""
+    """What answers. stock: the target as transformers loads it, in the checkpoint's dtype."""
 
     spec: Spec
-    stock: Target
+    stock: PreTrainedModel
     assistant: PreTrainedModel | None
 
     def rows(self, plan: Plan, again: bool) -> list[Row]:
@@ -50,7 +50,7 @@ class Models:
         rows = []
         for temperature in plan.temperatures:
             rows += own_rows(self.spec, plan.drafts, temperature, again)
-            rows += peer_rows(self.stock, self.assistant, temperature)
+            rows += peer_rows(self.stock, self.spec.target.eos, self.assistant, temperature)
         return rows
 
 
@@ -127,16 +127,13 @@ def load(config: BenchConfig) -> Models:
     # A bad --assistant raises before the larger models are loaded.
     pair = None
     if config.assistant:
-        pair = load_assistant(config.assistant, config.dtype, config.trust_remote_code)
+        pair = load_assistant(config.assistant, config.trust_remote_code)
     spec = load_models(config, config.head, config.drafter)
-    stock = spec.target
-    if config.stock_peers:
-        stock = Target.load(
-            config.target,
-            device_map=config.device_map,
-            dtype=spec.target.dtype,
-            trust_remote_code=config.trust_remote_code,
-            variant=config.variant,
-        )
-    packed = not config.stock_peers
-    return Models(spec, stock, fit_assistant(*pair, spec.target, packed) if pair else None)
+    stock = load_model(
+        config.target,
+        config.trust_remote_code,
+        config.variant,
+        dtype="auto",
+        device_map=config.device_map,
+    )
+    return Models(spec, stock, fit_assistant(*pair, spec.target) if pair else None)

@@ -103,7 +103,7 @@ def stand_in(size: ModelSize, dtype: torch.dtype) -> PreTrainedModel:
     model.to_empty(device="cpu").eval().requires_grad_(False)
     model.tie_weights()
     for tensor in (*model.parameters(), *model.buffers()):
-        tensor.fill_(0.01 if tensor.is_floating_point() else 0)
+        tensor.fill_(2**-7 if tensor.is_floating_point() else 0)  # exact in each dtype
     pack(model)
     return model
 

@@ -1,15 +1,15 @@
 """`--dtype auto` on a CPU: the checkpoint's dtype or float32, whichever the drafts are faster in.
 
-Either holds the checkpoint's weights exactly. A processor without fast bfloat16 takes one token
+Either holds the checkpoint's weights. A processor without bfloat16 instructions may take one token
 sooner in bfloat16, whose weights are half as long to read, but a tree sooner in float32. So good
 drafts pay in float32; without drafts, or with poor ones, bfloat16 is taken:
 
-    nodes                         1      8     16
-    tokens a cycle, expected      1   3.16   3.64     the best tree of a drafter nothing is known of
-    bfloat16                  50 ms    200    360     20, 16, 10 tokens/s
-    float32                   60 ms     90    120     17, 35, 30          taken: 35 beats 20
+    nodes                         1      2      4      8     16
+    tokens a cycle, expected      1   1.40   1.66   1.85   1.99   a drafter nothing is known of
+    bfloat16                  50 ms     75    120    200    360   20, 19, 14, 9, 6 tokens/s
+    float32                   60 ms     64     75     90    120   17, 22, 22, 21, 17     taken
 
-    no drafts                     1      1      1     bfloat16: 20 beats 17
+    no drafts                     1      1      1      1      1   bfloat16: 20 beats 17
 """
 
 import hashlib
@@ -27,11 +27,10 @@ from transformers import PreTrainedConfig
 
 from treespec.draft.calibration import COLDEST, Calibration, nearest
 from treespec.draft.fit.timing import measured_and_kept
-from treespec.draft.pace.pace import GUESS
 from treespec.draft.pace.times import seconds
 from treespec.errors import InputError
 from treespec.files import read_json
-from treespec.model.packed import packable
+from treespec.model.packed import multiplies_bfloat16
 from treespec.model.stand_in import ModelSize, forward_seconds, size_of
 from treespec.model.weights import load_config
 from treespec.packages import cache_folder
@@ -41,7 +40,9 @@ from treespec.variant import AS_IT_IS, Variant
 
 log = logging.getLogger(__name__)
 
-NODES = (1, 8, 16)  # of the measured forwards
+NODES = (1, 2, 4, 8, 16)  # of the measured forwards
+GUESS = (0.4, 0.1, 0.05)  # rates of a drafter that nothing is known of: a modest one
+CLEARLY = 1.05  # times as fast as the checkpoint's own must another dtype be
 LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over accelerators, if there are any
 
@@ -69,7 +70,7 @@ def dtype_for(
     if max_memory is not None or not only_cpu(device_map):
         return "auto"
     if variant.load_in is not None:
-        return "auto" if packable(torch.bfloat16) else "float32"
+        return "auto" if multiplies_bfloat16() else "float32"
     config = load_config(os.path.expanduser(target), trust_remote_code, variant)
     own = checkpoint_dtype(config)
     if own not in ("bfloat16", "float16"):
@@ -81,7 +82,7 @@ def dtype_for(
         return "auto"
     if not times:
         return "auto"
-    chosen = fastest(times, rates)
+    chosen = fastest(times, own, rates)
     if chosen != own:
         log.warning("%s", told(chosen, own, times))
     return chosen
@@ -154,19 +155,25 @@ def key(size: ModelSize, dtypes: Sequence[str]) -> str:
 
 
 def rates_of(calibrations: Sequence[Calibration | None]) -> tuple[float, ...]:
-    """The rates of the only draft model at temperature 0; a guess where they are not known.
+    """The rates at temperature 0 of the first source that has any; a guess where none has.
 
     calibrations: one a source of drafts. Returns () where there is no source.
     """
-    if not calibrations:
-        return ()
-    known = calibrations[0].rates if len(calibrations) == 1 and calibrations[0] else {}
-    return nearest(known, COLDEST) if known else GUESS
+    known = (calibration.rates for calibration in calibrations if calibration)
+    rates = next(filter(None, known), None)
+    if rates:
+        return nearest(rates, COLDEST)
+    return GUESS if calibrations else ()
 
 
-def fastest(times: ForwardSeconds, rates: Sequence[float] = GUESS) -> str:
-    """The dtype with most tokens a second at its best number of nodes; the first of equal ones."""
-    return max(times, key=lambda dtype: tokens_a_second(times[dtype], rates))
+def fastest(times: ForwardSeconds, own: str, rates: Sequence[float] = GUESS) -> str:
+    """The dtype with most tokens a second at its best number of nodes.
+
+    own: the checkpoint's, which is kept unless another is clearly faster.
+    """
+    speeds = {dtype: tokens_a_second(seconds, rates) for dtype, seconds in times.items()}
+    speeds[own] *= CLEARLY
+    return max(speeds, key=lambda dtype: speeds[dtype])
 
 
 def tokens_a_second(forwards: Sequence[float], rates: Sequence[float] = GUESS) -> float:

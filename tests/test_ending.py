@@ -1,6 +1,7 @@
 """The text of an answer as it streams: complete, in order, and cut at the exact token."""
 
 import random
+import time
 
 import pytest
 import transformers as hf
@@ -8,8 +9,9 @@ from models import tokenizer
 from tokenizers import Tokenizer, decoders, normalizers, trainers
 from tokenizers.models import BPE
 
-from treespec.errors import InputError
+from treespec.errors import InputError, TooLong
 from treespec.text.ending import INCOMPLETE, Ending
+from treespec.text.fitting import fitting
 
 NEVER = frozenset[int]()
 TEXTS = [
@@ -69,13 +71,17 @@ def streamed(words, ids, rng, stop=(), eos=NEVER, limit=None):
     return [token for kept, _ in taken for token in kept], [text for _, text in taken]
 
 
-def by_definition(words, ids, stop):
-    """(ids kept, text): decode every prefix as a whole, end at the first that holds a stop string."""
+def by_definition(words, ids, stop, least=0):
+    """(ids kept, text): decode every prefix as a whole, end at the first whose last token completes a stop string."""
+    before = 0
     for n in range(1, len(ids) + 1):
         text = decode(words, ids[:n])
         certain = text if n == len(ids) else text.rstrip(INCOMPLETE)
-        if found := [certain.find(s) for s in stop if s in certain]:
-            return ids[:n], certain[: min(found)]
+        ends = range(before + 1, len(certain) + 1)
+        starts = [end - len(s) for s in stop for end in ends if certain[:end].endswith(s)]
+        if starts and n >= least:
+            return ids[:n], certain[: min(starts)]
+        before = len(certain)
     return ids, decode(words, ids)
 
 
@@ -102,6 +108,16 @@ def test_pieces_of_any_bytes_add_up_to_the_decoded_text():
         ids = rng.choices(range(len(words)), k=rng.randint(1, 40))
         _, pieces = streamed(words, ids, rng)
         assert "".join(pieces) == decode(words, ids)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_text_is_too_long_by_its_length_only_where_its_tokens_are_too_many(name):
+    words, rng = TOKENIZERS[name](), random.Random(4)
+    for text in [*TEXTS, *("".join(rng.choices("the user我 \n", k=99)) for _ in range(20))]:
+        tokens = len(words.encode(text, add_special_tokens=False))
+        assert fitting(text, words, tokens) == text
+    with pytest.raises(TooLong, match="has 90000 characters"):
+        fitting("the user " * 10_000, words, 100)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -156,15 +172,38 @@ def test_a_stop_string_cuts_as_by_definition_however_tokens_are_grouped(name, st
             assert (kept, "".join(pieces)) == (expected_ids, expected_text)
 
 
-def test_stop_strings_among_random_bytes_cut_as_by_definition():
+@pytest.mark.parametrize("least", [0, 12])
+def test_stop_strings_among_random_bytes_cut_as_by_definition(least):
+    """And text is held back only as far as a stop string may begin with it. Two letters make overlaps frequent."""
     words, rng = tokenizer(), random.Random(3)
-    for _ in range(300):
-        ids = rng.choices([*range(3, 12), 200, 201, 202], k=30)
+    letters = [words.encode(letter)[0] for letter in "ab"]
+    for number in range(600):
+        ids = rng.choices(letters if number % 2 else [*range(3, 12), 200, 201, 202], k=30)
         text = decode(words, ids)
-        starts = [rng.randrange(len(text)) for _ in range(2)]
-        stop = tuple(text[at : at + rng.randint(1, 4)] for at in starts)
-        kept, pieces = streamed(words, ids, rng, stop)
-        assert (kept, "".join(pieces)) == by_definition(words, ids, stop)
+        starts = [rng.randrange(len(text)) for _ in range(3)]
+        stop = tuple(text[at : at + rng.randint(1, 9)] for at in starts)
+        stop = (*stop[:2], stop[2] + "b")
+        ending = Ending(words, NEVER, stop, 30, least)
+        kept, shown = [], ""
+        for cycle in grouped(ids, rng):
+            new, piece = ending.take(cycle)
+            kept, shown = kept + new, shown + piece
+            if not ending.finished:
+                said = decode(words, kept).rstrip(INCOMPLETE)
+                held = [n for s in stop for n in range(1, len(s)) if said.endswith(s[:n])]
+                assert shown == said[: len(said) - max(held, default=0)]
+        assert (kept, shown) == by_definition(words, ids, stop, least)
+
+
+def test_long_stop_strings_cost_no_more_than_the_text_at_hand():
+    """16 of 100 kB each, whose beginning the text repeats: the slow way took seconds for each token."""
+    words = tokenizer()
+    (letter,) = words.encode("a")
+    ending = Ending(words, NEVER, ["a" * (100_000 + n) for n in range(16)], 1000)
+    began = time.perf_counter()
+    shown = [ending.take([letter])[1] for _ in range(1000)]
+    assert time.perf_counter() - began < 2
+    assert shown == [""] * 999 + ["a" * 1000]
 
 
 def test_a_stop_string_is_found_in_a_token_that_also_begins_a_character():

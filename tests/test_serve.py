@@ -92,6 +92,18 @@ def test_samples_of_one_prompt_are_prefilled_once(server, spec):
     assert [answer.stats.cached_tokens for answer in answers[1:]] == [len(ids) - 1] * 2
 
 
+def test_a_conversation_that_goes_on_reports_its_cached_tokens_though_others_asked_between(ai, spec):
+    talks = [[{"role": "user", "content": f"{word} asks the question " * 4}] for word in ("one", "two")]
+    for turn in range(2):
+        for talk in talks:
+            answer = ai.chat.completions.create(model=NAME, messages=talk, **OPTIONS)
+            said = answer.choices[0].message.content
+            assert said == spec.new().generate(talk, **SAME).text
+            cached = answer.usage.prompt_tokens_details.cached_tokens
+            assert cached > len(spec.encode(talk[:1])) - 5 if turn else cached >= 0
+            talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "and"}]
+
+
 def test_many_clients_at_once_get_their_own_answers_though_others_leave(spec):
     async def all_of_them(url):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as ai:

@@ -227,3 +227,22 @@ def test_a_limit_of_prompts_is_told(spec):
         answer = http.post(COMPLETIONS, json={"model": NAME, "prompt": [3] * 6})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert http.post(COMPLETIONS, json={"model": NAME, "prompt": [3] * 5, "max_tokens": 1}).status_code == 200
+
+
+def test_a_text_that_cannot_fit_is_refused_by_its_length_and_few_are_tokenised_at_a_time():
+    """2 MB take a second and half a gigabyte to tokenise; here one answer takes the time of its JSON."""
+    spec = tiny_spec(context=2048)
+    with serving(spec, seconds=1.0) as state, client(state) as http:
+        text = "the user asks " * 150_000
+        bodies = {CHAT: {"messages": [{"role": "user", "content": text}]}, "/tokenize": {"prompt": text}}
+        for path, body in (bodies | {COMPLETIONS: {"prompt": text}}).items():
+            began = time.monotonic()
+            error = http.post(path, json=body).json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert "characters" in error["message"]
+            assert time.monotonic() - began < 0.8
+
+        # The deadline holds for those that wait to be tokenised, too.
+        for _ in range(int(state.tokenising.total_tokens)):
+            state.tokenising.acquire_on_behalf_of_nowait(object())
+        assert http.post(COMPLETIONS, json={"prompt": "the user"}).status_code == 504

@@ -63,11 +63,13 @@ def soaked(spec, requests, clients, cut=0.1):
     # 3. Nothing is left.
     assert grown[1] - grown[0] < ROOM
     engine.close()
-    texts = [weakref.ref(text) for text in engine.decoder.rows.texts]
-    assert len(texts) == 1  # kept for its prefix
-    del engine
+    rows = engine.decoder.rows
+    assert (rows.texts, list(rows.entering), rows.prefills) == ([], [], {})
+    caches = [weakref.ref(kept.cache) for kept in rows.kept]
+    assert len(caches) == 8  # kept for their prefixes
+    del engine, rows
     gc.collect()
-    assert texts[0]() is None
+    assert all(cache() is None for cache in caches)
     assert all(now <= then for now, then in zip(held(), before, strict=True))
 
 

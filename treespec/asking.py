@@ -2,7 +2,7 @@
 
 import torch
 
-from treespec.errors import InputError
+from treespec.errors import InputError, TooLong
 from treespec.request import Asked, Seed, generator_of, seed_of
 from treespec.samples import Samples
 from treespec.shaping.grammar import grammar_shapers
@@ -47,7 +47,7 @@ def text_of(target: Target, template: str | None, ids: list[int], wanted: Asked,
     # 1. Where the answer ends.
     room = target.context_length - len(ids)
     if room < 1:
-        raise InputError(
+        raise TooLong(
             f"the prompt has {len(ids)} tokens, the target's context holds "
             f"{target.context_length}: shorten the prompt"
         )

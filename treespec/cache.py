@@ -102,6 +102,11 @@ class TreeLayer(CacheLayerMixin):
             for states, new in zip(self.storage, other.storage, strict=True):
                 states[row, :, : other.length] = new[0, :, : other.length]
 
+    def take(self, other: "TreeLayer", row: int, length: int) -> None:
+        """Become a copy of the first `length` columns of a batch row of another layer."""
+        if other.is_initialized:
+            self._hold(*(states[row : row + 1, :, :length].clone() for states in other.storage))
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep these batch rows, in this order. An interrupt leaves the layer as it was."""
         if self.is_initialized:
@@ -272,6 +277,13 @@ class TreeCache(Cache):
             self.states.join([other.states for other in others if other.states])
         self._end_at(joined)
 
-    def empty(self) -> "TreeCache":
-        """An empty cache of the same model."""
-        return TreeCache(len(self.tree_layers), recurrent=self.recurrent)
+    def alone(self, row: int) -> "TreeCache":
+        """A copy of one text, in a cache of its own."""
+        copy = TreeCache(len(self.tree_layers), recurrent=self.recurrent)
+        for own, layer in zip(copy.tree_layers, self.tree_layers, strict=True):
+            own.take(layer, row, max(1, self.lengths[row]))
+        if copy.states and self.states:
+            copy.states.join([self.states])
+            copy.states.select([row + 1])
+        copy._end_at([self.lengths[row]])
+        return copy

@@ -1,5 +1,6 @@
 """The loop: draft a tree for each text, score all trees in one forward, keep a path of each."""
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from threading import RLock
@@ -39,6 +40,7 @@ class Decoder:
     It keeps the keys and values of the last text to finish; the next text reuses the common prefix.
     One iteration runs at a time: after another has begun, the earlier one raises SupersededError.
     lock: held for each cycle; a thread that holds it is not superseded by other threads.
+    stretch: prompt tokens that are prefilled before a cycle; None: all.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Decoder:
         self.lock = RLock()
         self.latest = object()  # marks the iteration that the texts belong to
         self.sound = True  # False within a cycle, and after an interrupted one
+        self.stretch: int | None = None
+        self.seconds = 0.0, 0.0  # of the prefill and the cycle of the latest step
 
     @property
     def cache(self) -> TreeCache:
@@ -75,7 +79,7 @@ class Decoder:
         """
         with self.lock:  # waits while another thread holds the lock for its whole answer
             iteration = self.latest = object()
-            for text in self.rows.texts:
+            for text in (*self.rows.texts, *self.rows.entering):
                 text.cancelled = True
         waiting, running = deque(texts), False
         while waiting or running:
@@ -84,7 +88,7 @@ class Decoder:
                 self._refuse_superseded(iteration)
                 entering = admitted(waiting, self.rows.running, batch)
                 pieces = self.step(entering)
-                running = bool(self.rows.running)
+                running = bool(self.rows.running or self.rows.entering)
             yield from pieces
             for text in (*entering, *self.rows.texts):
                 if text.error:
@@ -97,17 +101,21 @@ class Decoder:
     def step(self, entering: Sequence[Text]) -> list[tuple[Text, Piece]]:
         """Ended texts leave, texts enter, and all go through a cycle. Returns the pieces.
 
+        A text whose prompt is not complete goes without the cycle.
         The caller holds the models, in inference mode. What concerns one text ends that text:
         it gets the error, and the others go on. An error that this raises ends all of them.
         """
         rows = self.rows
         if not self.sound:  # an interrupt may have left cache, texts and drafter inconsistent
-            rows.texts = []
+            rows.clear()
         self.sound = False
-        rows.exchange(entering)
+        began = time.perf_counter()
+        rows.exchange(entering, self.stretch)
+        entered = time.perf_counter()
         pieces = self._cycle() if rows.running else []
+        self.seconds = entered - began, time.perf_counter() - entered
         if not rows.running:
-            rows.exchange()  # frees the rows but one
+            rows.exchange(most=0)  # frees the rows
         self.sound = True
         return pieces
 

@@ -15,14 +15,19 @@ from treespec.errors import Busy, InputError
 from treespec.locks import alone_with
 from treespec.request import Options, Seed, whole
 from treespec.room import free_columns
-from treespec.rows import admitted
+from treespec.rows import ALONE, STRETCH, admitted
 from treespec.spec import Spec
 from treespec.text.prompts import Prompt
+
+LEAST = 16  # prompt tokens between two cycles
 
 
 @final
 class Engine:
     """Requests enter the running batch between cycles, in the order in which they came.
+
+    Between two cycles a stretch of the prompts is prefilled, which take turns. So a long prompt
+    holds nobody up for longer than about two cycles.
 
     Each has its own options, seed and end. A request that fails or is cancelled leaves after the
     present cycle, and the others do not notice. An error of the models ends all requests that run;
@@ -52,6 +57,8 @@ class Engine:
             self.columns = (
                 whole("columns", columns, 1) if known else free_columns(spec.target, self.batch)
             )
+        rows = self.decoder.rows
+        rows.keep, rows.columns, self.stretch = self.batch, self.columns, 128
 
         # 2. Requests, and the thread that answers them.
         self._changed = Condition()  # guards the fields below
@@ -195,7 +202,8 @@ class Engine:
                 with self._changed:
                     answer = self._answers.pop(text)
                 answer.end()
-            if not self._running and len(self.decoder.rows.texts) > 1:
+            rows = self.decoder.rows
+            if not self._running and (rows.texts or rows.entering):
                 self._step([])  # frees the rows of requests that were cancelled since the cycle
 
     def _wait(self) -> bool:
@@ -206,10 +214,20 @@ class Engine:
 
     def _step(self, entering: list[Text]) -> list[tuple[Text, Piece]]:
         """A cycle of the decoder. An error of the models ends all requests that run."""
+        rows = self.decoder.rows
+        self.decoder.stretch = self.stretch if rows.running else ALONE
         try:
             with alone_with(self.decoder.models):
-                return self.decoder.step(entering)
+                pieces = self.decoder.step(entering)
         except Exception as error:
             for text in self._running:
                 text.error = text.error or error
             return []
+
+        # A stretch of a prompt that goes on takes the time of about two cycles.
+        prefill, cycle = self.decoder.seconds
+        if pieces and rows.entering:
+            longer = 2 * self.stretch if prefill < 1.5 * cycle else self.stretch
+            wanted = self.stretch // 2 if prefill > 3 * cycle else longer
+            self.stretch = min(max(wanted, LEAST), STRETCH)
+        return pieces

@@ -25,6 +25,10 @@ class Busy(InputError):
     """An engine has no room for another request now; a later one may enter."""
 
 
+class TooLong(InputError):
+    """A prompt that the target's context does not hold."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its class. After a colon the next line follows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

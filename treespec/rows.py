@@ -1,11 +1,12 @@
 """The texts that are decoded together: one row a text in the target's cache and in the drafter."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, final
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
@@ -16,150 +17,239 @@ from treespec.text.prefix import common_prefix
 if TYPE_CHECKING:
     from treespec.decode import Text
 
+
 STRETCH = 1024  # prompt tokens a prefill takes at once: bounds the memory of their features
+ALONE = 256  # where nobody decodes, but somebody may come
+
+
+@final
+class Prefill:
+    """All but the last token of a prompt go into a cache and a drafter of its own.
+
+    Between two stretches both hold `text.committed`, which may begin with a reused prefix.
+    """
+
+    def __init__(
+        self, target: Target, text: "Text", cache: TreeCache, drafter: Drafter | None
+    ) -> None:
+        self.target, self.text, self.cache, self.drafter = target, text, cache, drafter
+        self.observed: list[tuple[Tensor, Tensor]] = []  # features and tokens, for its samples
+        samples, stats = text.samples, text.stats
+        text.root = text.prompt[-1]
+        if drafter:
+            drafter.enter(text.recalled)
+        if samples and samples.cache and not text.committed:
+            self.cache = samples.fill(drafter)
+            text.committed = text.prompt[:-1]
+        stats.prompt_tokens, stats.cached_tokens = len(text.prompt), len(text.committed)
+        self.cache.reserve(len(text.prompt))
+
+    @property
+    def left(self) -> int:
+        """Tokens that are not in the cache."""
+        return len(self.text.prompt) - 1 - len(self.text.committed)
+
+    def advance(self, most: int) -> int:
+        """The next stretch, of at most `most` tokens. Returns its tokens."""
+        text, samples = self.text, self.text.samples
+        start, drafter = len(text.committed), self.drafter
+        count = min(most, STRETCH, self.left)
+        if count:
+            tokens = torch.tensor(text.prompt[start : start + count + 1])
+            taps = drafter.taps if drafter else ()
+            features = self.target.prefill(self.cache, tokens[None, :-1], taps)
+            known = tokens.to(features.device)
+            if drafter:
+                drafter.observe([features[0]], [known])
+            text.committed = text.prompt[: start + count]
+            self.observed += [(features[0], known)] if samples else []
+        if samples and not self.left:
+            samples.begin(self.cache, self.observed)
+        return count
+
+
+class Kept(NamedTuple):
+    """What a text has left: its committed tokens, and a cache and a drafter that hold them.
+
+    prompt: the tokens of its prompt. memory: its name, which the next text must have.
+    """
+
+    tokens: list[int]
+    prompt: int
+    memory: str | None
+    cache: TreeCache
+    drafter: Drafter | None
 
 
 @final
 class Rows:
     """Texts enter and leave between cycles.
 
-    texts: one a row of the cache; empty before the first. A text that has ended keeps its row until
-    `exchange`. The row of the last text to end stays for its prefix.
+    texts: one a row of the cache. A text that has ended keeps its row until `exchange`; without
+    texts the cache is nobody's.
+    entering: texts whose prompts go into caches of their own; they take turns.
+    kept: what the last `keep` texts have left, the latest last, for prompts that begin as they do.
+    columns: positions that the memory of keys and values holds; None: any number.
     A text whose prefill fails gets the error and no row; the others do not notice.
     """
 
+    keep = 1
+    columns: int | None = None
+
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
         self.target, self.drafter = target, drafter
-        self.cache = target.new_cache()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        self.cache = self.target.new_cache()
         self.texts: list[Text] = []
+        self.entering: deque[Text] = deque()
+        self.prefills: dict[Text, Prefill] = {}  # of those entering texts that have begun
+        self.kept: list[Kept] = []
 
     @property
     def running(self) -> list["Text"]:
         """The texts that go on."""
         return [text for text in self.texts if not text.ended]
 
-    def exchange(self, entering: Iterable["Text"] = ()) -> None:
-        """Ended texts leave, and entering ones are prefilled into a row each."""
-        # 1. A text takes the row of an ended one: no other row of the target's cache is copied.
-        waiting = deque(entering)
-        if self.running:
-            for row in range(len(self.texts)):
-                while waiting and self.texts[row].ended and not self.texts[row].error:
-                    self._put(row, waiting.popleft())
+    def exchange(self, entering: Iterable["Text"] = (), most: int | None = None) -> None:
+        """Ended texts leave; entering ones get a row each once their prompts are prefilled.
 
-        # 2. The other ended texts leave; one stays if none goes on.
-        going_on = [row for row, text in enumerate(self.texts) if not text.ended] or [0]
+        most: prompt tokens that are prefilled now; None: all.
+        """
+        # 1. What ended texts leave.
+        sound = [row for row, text in enumerate(self.texts) if text.ended and not text.error]
+        going_on = [row for row, text in enumerate(self.texts) if not text.ended]
+        for row in sound[-self.keep :] if self.keep > 1 or not going_on else []:
+            self._keep(self.texts[row], *self._apart(row))
+
+        # 2. Prompts, in turns.
+        self.entering += entering
+        self._make_room()
+        complete = self._prefilled(most)
+
+        # 3. A complete one takes the row of an ended text: no other row of the cache is copied.
+        for row in sound if going_on else []:
+            if complete:
+                self._put(row, complete.popleft())
+
+        # 4. The other ended texts leave, and the other complete ones get new rows.
+        going_on = [row for row, text in enumerate(self.texts) if not text.ended]
         if len(going_on) < len(self.texts):
             self._select(going_on)
-        if self.texts and self.texts[0].error:
-            self.texts = []  # its columns may hold NaN
+        if complete and not self.texts:
+            first = complete.popleft()
+            self.cache, self.drafter, self.texts = first.cache, first.drafter, [first.text]
+        if complete:
+            self._join(complete)
 
-        # 3. With none running, a text takes the kept row. The others get new rows.
-        while waiting and not self.running:
-            self._replace(waiting.popleft())
-        if waiting:
-            self._join(waiting)
+    def _apart(self, row: int) -> tuple[TreeCache, Drafter | None]:
+        """The cache and the drafter of one row alone."""
+        if len(self.texts) == 1:
+            return self.cache, self.drafter
+        drafter = self.drafter.new() if self.drafter else None
+        if drafter and self.drafter:
+            drafter.join([self.drafter])
+            drafter.select([row + 1])
+        return self.cache.alone(row), drafter
 
-    def _put(self, row: int, text: "Text") -> None:
-        """Prefill a text into the row of an ended one, while others go on."""
-        cache, drafter = self.target.new_cache(), self.drafter.new() if self.drafter else None
-        with prefilling([text]):
-            if not self._prefilled(text, cache, drafter):
-                return
-            self.cache.put(row, cache)
-            if self.drafter and drafter:
-                order = list(range(len(self.texts)))
-                order[row] = len(order)  # the joined one stands behind all
-                self.drafter.join([drafter])
-                self.drafter.select(order)
-            self.texts[row] = text
+    def _keep(self, text: "Text", cache: TreeCache, drafter: Drafter | None) -> None:
+        left = Kept(text.committed, len(text.prompt), text.memory, cache, drafter)
+        self.kept = [*self.kept, left][-self.keep :]
 
-    def _replace(self, text: "Text") -> None:
-        """Put a text into the only row, and keep the prefix it has in common with the text before.
+    def _make_room(self) -> None:
+        """Forget the oldest of what is kept, where the texts may need its memory."""
+        texts = [*self.running, *self.entering]
+        if self.columns is not None:
+            room = self.columns - len(texts) * max((text.columns for text in texts), default=0)
+            while self.kept and sum(len(kept.tokens) for kept in self.kept) > room:
+                del self.kept[0]
+
+    def _prefilled(self, most: int | None) -> deque[Prefill]:
+        """Prefill up to `most` tokens, a stretch of each prompt in turn. Returns complete ones."""
+        complete, spent = deque[Prefill](), 0
+        while self.entering and (most is None or spent < most):
+            # 1. The next text. Samples wait for the first one, whose prefill they share.
+            text = self.entering.popleft()
+            prefill = self.prefills.pop(text, None)
+            samples = text.samples if not prefill and not text.ended else None
+            if samples and not samples.cache and any(t.samples is samples for t in self.prefills):
+                self.entering.append(text)
+                continue
+
+            # 2. A stretch of its prompt.
+            with prefilling([text]), text.failing():  # such as memory that ran out
+                if not text.ended:
+                    prefill = prefill or self._begun(text)
+                    spent += prefill.advance(STRETCH if most is None else most - spent)
+
+            # 3. It goes on, is complete, or has ended.
+            if text.ended or not prefill:
+                if prefill and not text.error:
+                    self._keep(text, prefill.cache, prefill.drafter)
+            elif prefill.left:
+                self.prefills[text] = prefill
+                self.entering.append(text)
+            else:
+                complete.append(prefill)
+        return complete
+
+    def _begun(self, text: "Text") -> Prefill:
+        """Begin a prompt behind the longest prefix that is kept of it.
 
         The last common position is computed again: drafters pair its feature with the token that
         follows it in this text.
         """
-        # 1. A fresh cache and drafter for the very first text, and after an interrupt amid several.
-        drafter = self.drafter
-        single = len(self.cache.lengths) == len(self.texts) == 1  # else drafter.lengths may raise
-        if not (single and (drafter is None or len(drafter.lengths) == 1)):
-            self.cache = self.target.new_cache()
-            self.drafter = drafter = drafter.new() if drafter else None
-            self.texts = [text]
+        # 1. Kept tokens that it begins with. Its samples need all features of the prompt.
+        best, most = None, 0
+        for kept in [] if text.samples and not text.samples.cache else self.kept:
+            common = common_prefix(text.prompt[:-1], kept.tokens)
+            reused = min(common, kept.drafter.lengths[0] if kept.drafter else common) - 1
+            worth_it = self.keep == 1 or 2 * reused >= kept.prompt  # else another may need it
+            if reused > most and worth_it and kept.memory == text.memory:
+                best, most = kept, reused
+        if not best:
+            drafter = self.drafter.new() if self.drafter else None
+            return Prefill(self.target, text, self.target.new_cache(), drafter)
 
-        # 2. Cut to the common prefix, then prefill the rest.
-        with prefilling([text]):
-            before = self.texts[0].committed
-            common = common_prefix(text.prompt[:-1], before)
-            keep = max(0, min(common, drafter.lengths[0] if drafter else common) - 1)
-            if text.samples and not text.samples.cache:
-                keep = 0  # its samples need all features of the prompt
-            self.cache.rewind([keep])
-            keep = self.cache.lengths[0]  # recurrent layers may have to go back further
-            text.committed, self.texts = before[:keep], [text]
-            if drafter:
-                drafter.rewind([keep])
-            if not self._prefilled(text, self.cache, drafter):
-                self.texts = []  # cache and drafter may differ by now
+        # 2. Cut them to it.
+        self.kept = [kept for kept in self.kept if kept is not best]
+        best.cache.rewind([most])
+        most = best.cache.lengths[0]  # recurrent layers may have to go back further
+        text.committed = best.tokens[:most]
+        if best.drafter:
+            best.drafter.rewind([most])
+        return Prefill(self.target, text, best.cache, best.drafter)
 
-    def _join(self, texts: Iterable["Text"]) -> None:
-        """Append rows for texts, each prefilled by itself."""
-        joining, caches, drafters = [], [], []
-        for text in texts:
-            cache, drafter = self.target.new_cache(), self.drafter.new() if self.drafter else None
-            with prefilling([text]):
-                if not self._prefilled(text, cache, drafter):
-                    continue
-            joining.append(text)
-            caches.append(cache)
-            drafters += [drafter] if drafter else []
-        if not joining:
-            return
+    def _put(self, row: int, prefill: Prefill) -> None:
+        """Replace the text of a row."""
+        with prefilling([prefill.text]):
+            self.cache.put(row, prefill.cache)
+            if self.drafter and prefill.drafter:
+                order = list(range(len(self.texts)))
+                order[row] = len(order)  # the joined one stands behind all
+                self.drafter.join([prefill.drafter])
+                self.drafter.select(order)
+            self.texts[row] = prefill.text
+
+    def _join(self, prefills: Sequence[Prefill]) -> None:
+        """Append rows."""
+        joining = [prefill.text for prefill in prefills]
         with prefilling(joining):
-            self.cache.join(caches)
+            self.cache.join([prefill.cache for prefill in prefills])
             if self.drafter:
-                self.drafter.join(drafters)
+                self.drafter.join([prefill.drafter for prefill in prefills if prefill.drafter])
             self.texts = self.texts + joining
-
-    def _prefilled(self, text: "Text", cache: TreeCache, drafter: Drafter | None) -> bool:
-        """Prefill the prompt except its last token, continuing after the reused prefix.
-
-        Returns whether the text goes on: False after an error, which the text keeps, and for a text
-        that is cancelled meanwhile.
-        """
-        text.root = text.prompt[-1]
-        kept, taps = len(text.committed), drafter.taps if drafter else ()
-        samples, observed = text.samples, []
-        with text.failing():  # such as memory that ran out
-            if drafter:
-                drafter.enter(text.recalled)
-            if samples and samples.cache and not kept:
-                samples.fill(cache, drafter)
-                text.committed, kept = text.prompt[:-1], len(text.prompt) - 1
-            text.stats.prompt_tokens, text.stats.cached_tokens = len(text.prompt), kept
-            cache.reserve(len(text.prompt))
-            for start in range(kept, len(text.prompt) - 1, STRETCH):
-                if text.cancelled:
-                    return False
-                tokens = torch.tensor(text.prompt[start : start + STRETCH + 1])
-                features = self.target.prefill(cache, tokens[None, :-1], taps)
-                text.committed = text.prompt[: start + len(tokens) - 1]
-                known = tokens.to(features.device)
-                if drafter:
-                    drafter.observe([features[0]], [known])
-                observed += [(features[0], known)] if samples else []
-            if samples:
-                samples.begin(cache, observed)
-        return text.error is None
 
     def _select(self, rows: list[int]) -> None:
         """Keep the texts in these rows."""
         stats = [text.stats for text in self.texts]
         with shared(stats, "total"), shared(stats, "commit"):
-            self.cache.select(rows)
-            if self.drafter:
-                self.drafter.select(rows)
+            if rows:
+                self.cache.select(rows)
+                if self.drafter:
+                    self.drafter.select(rows)
             self.texts = [self.texts[row] for row in rows]
 
 
@@ -170,24 +260,21 @@ def admitted(
 
     batch: texts at a time. columns: positions that the memory of keys and values holds; None: any
     number. Every row is as long as the longest text may become. A text alone always enters.
-    While texts run, about STRETCH tokens of new prompts enter a cycle, so that none waits long.
     """
     entering: list[Text] = []
-    longest, prefill = max((text.columns for text in running), default=0), 0
+    longest = max((text.columns for text in running), default=0)
     while waiting and len(running) + len(entering) < batch:
-        others, text = len(running) + len(entering), waiting[0]
-        longest = max(longest, text.columns)
-        prefill += len(text.prompt)
-        too_large = columns is not None and (others + 1) * longest > columns
-        if others and (too_large or (running and entering and prefill > STRETCH)):
+        others = len(running) + len(entering)
+        longest = max(longest, waiting[0].columns)
+        if others and columns is not None and (others + 1) * longest > columns:
             break
         entering.append(waiting.popleft())
     return entering
 
 
-def prefilling(texts: list["Text"]) -> AbstractContextManager[object]:
+@contextmanager
+def prefilling(texts: Iterable["Text"]) -> Iterator[None]:
     """Time the block as the texts' prefill."""
-    stats, stages = [text.stats for text in texts], ExitStack()
-    stages.enter_context(shared(stats, "total"))
-    stages.enter_context(shared(stats, "prefill"))
-    return stages
+    stats = [text.stats for text in texts]
+    with shared(stats, "total"), shared(stats, "prefill"):
+        yield

@@ -32,21 +32,12 @@ class Samples:
         if self.left <= 0:
             self.cache, self.observed = None, []
         elif self.cache is None:
-            self.cache, self.observed = copied(cache), list(observed)
+            self.cache, self.observed = cache.alone(0), list(observed)
 
-    def fill(self, empty: TreeCache, drafter: Drafter | None) -> None:
-        """Bring the prompt into a new text's cache and drafter."""
+    def fill(self, drafter: Drafter | None) -> TreeCache:
+        """Bring the prompt into a new text's drafter. Returns a cache that holds it."""
         assert self.cache
-        empty.join([self.cache])
-        empty.select([1])
         if drafter:
             for features, tokens in self.observed:
                 drafter.observe([features], [tokens])
-
-
-def copied(cache: TreeCache) -> TreeCache:
-    """A copy of a cache of one text."""
-    copy = cache.empty()
-    copy.join([cache])
-    copy.select([1])
-    return copy
+        return self.cache.alone(0)

@@ -6,6 +6,7 @@ from typing import Unpack
 from treespec.cycle import Cycle
 from treespec.errors import InputError
 from treespec.request import Options, Seed
+from treespec.rows import ALONE
 from treespec.spec import Spec
 from treespec.text.prompts import Prompt
 
@@ -25,7 +26,9 @@ def trace(
     cycles: list[Cycle] = []
     heard = options.get("on_cycle")
     options["on_cycle"] = cycles.append
-    for _ in spec.new().stream(prompt, seed=seed, **options):
+    own = spec.new()
+    own.decoder.stretch = ALONE  # others may decode with the models meanwhile
+    for _ in own.stream(prompt, seed=seed, **options):
         for cycle in cycles:
             if heard:
                 heard(cycle)

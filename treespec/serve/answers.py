@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, final
+from functools import partial
+from typing import Any, TypeVar, final
 
-from anyio import to_thread
+from anyio import fail_after, to_thread
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
@@ -18,12 +19,14 @@ from treespec.shaping.compiled import KINDS
 
 QUIET = 15.0  # seconds after which a stream says that it still waits
 Arrival = tuple[int, Piece | None]
+T = TypeVar("T")
 
 
 @final
 class Answers:
     """The answers of one request, in the order in which its choices are numbered.
 
+    The request's deadline counts from here: over tokenising, queue, prefill and decoding.
     Iterate once: (number, piece) of any answer as it comes, (number, None) at its end, and None
     where nothing came for a while. It raises ApiError where an answer fails or the time is over;
     all answers are cancelled then.
@@ -35,6 +38,25 @@ class Answers:
         self.arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         self.answers: list[Answer] = []
         self.gone: asyncio.Task | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds until the request's deadline."""
+        return max(0.0, self.end - self.loop.time())
+
+    def late(self) -> ApiError:
+        seconds = self.state.limits.seconds
+        return ApiError(504, f"the answer took longer than this server's limit of {seconds:g} s")
+
+    async def tokenised(self, encode: Callable[..., T], *given: Any) -> T:
+        """encode(*given), on one of few threads. Raises ApiError after the deadline."""
+        call, limiter = partial(encode, *given), self.state.tokenising
+        try:
+            with fail_after(self.left):
+                return await to_thread.run_sync(call, limiter=limiter, abandon_on_cancel=True)
+        except TimeoutError:
+            raise self.late() from None
 
     async def submit(
         self,
@@ -48,6 +70,7 @@ class Answers:
         seed: of the first answer; each further answer takes the next seed.
         """
         self.state.check_answers(len(prompts), samples)
+        self.deadline = self.loop.call_later(self.left, self.cancel)
         try:
             async with asyncio.timeout_at(self.end):
                 await self._try_grammar(options)
@@ -58,7 +81,7 @@ class Answers:
         except BaseException as error:
             self.cancel()
             if isinstance(error, TimeoutError):
-                raise self._too_long() from error
+                raise self.late() from error
             if isinstance(error, Busy):
                 raise self.state.busy(str(error)) from error
             if isinstance(error, InputError):
@@ -113,11 +136,13 @@ class Answers:
                     if answer.error:
                         raise self.state.cut() if self.state.cut_off else failed(answer.error)
                     if answer.cancelled:
-                        raise ApiError(499, "the client left")
+                        raise ApiError(499, "the client left") if self.left else self.late()
                     done.add(arrival[0])
                 yield arrival
         finally:
             self.cancel()
+            if self.deadline:
+                self.deadline.cancel()
             if self.gone:
                 self.gone.cancel()
             for number, answer in enumerate(self.answers):
@@ -130,17 +155,12 @@ class Answers:
                 yield arrival
 
     async def _next(self) -> Arrival | None:
-        left = self.end - self.loop.time()
         try:
-            return await asyncio.wait_for(self.arrived.get(), max(0.0, min(left, QUIET)))
+            return await asyncio.wait_for(self.arrived.get(), min(self.left, QUIET))
         except TimeoutError:
-            if left > QUIET:
+            if self.left:
                 return None
-            raise self._too_long() from None
-
-    def _too_long(self) -> ApiError:
-        seconds = self.state.limits.seconds
-        return ApiError(504, f"the answer took longer than this server's limit of {seconds:g} s")
+            raise self.late() from None
 
 
 async def _left(request: Request, then: Callable[[], None]) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from fastapi import APIRouter, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from treespec.answer import Answer
@@ -34,12 +33,13 @@ async def chat(request: Request, asked: ChatRequest) -> Response:
         options["json_schema"] = choice.schema
     variables = asked.chat_template_kwargs
     given = (state.spec, asked.messages, choice.tools, variables)
-    ids = await run_in_threadpool(messages.encoded, *given)
+    answers = Answers(state)
+    ids = await answers.tokenised(messages.encoded, *given)
     state.check_prompt(ids, "messages")
     fit_default(state, asked, options, [ids])
 
     # 2. The answers.
-    answers, samples = Answers(state), asked.n or 1
+    samples = asked.n or 1
     await answers.submit([ids], samples, asked.seed, options)
     answers.watch(request)
     form = choice.form

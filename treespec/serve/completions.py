@@ -2,10 +2,10 @@
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast, final
 
 from fastapi import APIRouter, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from treespec.answer import Answer
@@ -18,6 +18,7 @@ from treespec.serve.options import fit_default, options_of
 from treespec.serve.schema import CompletionRequest, TokenizeRequest
 from treespec.serve.state import State, memory_of, state_of
 from treespec.serve.wire import Fields, end_of, events, heading, told_of, usage
+from treespec.text.fitting import fitting
 from treespec.text.prompts import well_formed
 
 router = APIRouter()
@@ -33,11 +34,11 @@ async def complete(request: Request, asked: CompletionRequest) -> Response:
         raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
     prompts = prompts_of(asked)
     samples = asked.n or 1
-    ids = await run_in_threadpool(_encoded, state, prompts)
+    answers = Answers(state)
+    ids = await answers.tokenised(_encoded, state, prompts)
     fit_default(state, asked, options, ids)
 
     # 2. The answers.
-    answers = Answers(state)
     await answers.submit(ids, samples, asked.seed, options)
     answers.watch(request)
     parts = []
@@ -54,20 +55,20 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> Fields:
     """The token ids of a prompt, or of messages as a chat begins an answer to them."""
     state = state_of(request)
     state.check_model(asked.model)
-    tokenizer = state.spec.target.tokenizer
+    tokenizer, length = state.spec.target.tokenizer, state.spec.target.context_length
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
     if tokenizer is None:
         raise ApiError(400, "the target has no tokenizer")
     if asked.messages is not None:
-        ids = await run_in_threadpool(messages.encoded, state.spec, asked.messages)
+        ids = await Answers(state).tokenised(messages.encoded, state.spec, asked.messages)
     else:
+        options = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
         try:
-            text = well_formed(asked.prompt or "", "the prompt")
+            text = fitting(well_formed(asked.prompt or "", "the prompt"), tokenizer, length)
         except InputError as error:
             raise refused(error, "prompt") from error
-        ids = tokenizer.encode(text, add_special_tokens=asked.add_special_tokens, verbose=False)
-    length = state.spec.target.context_length
+        ids = await Answers(state).tokenised(partial(tokenizer.encode, text, **options))
     return {"tokens": ids, "count": len(ids), "max_model_len": length}
 
 

@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from treespec.errors import InputError
+from treespec.errors import InputError, TooLong
 from treespec.text.printable import one_line
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ def refused(error: BaseException, param: str | None = None) -> ApiError:
 
     param: the field, unless the message begins with an option's name.
     """
-    return ApiError(400, str(error), _field(error) or param)
+    code = "context_length_exceeded" if isinstance(error, TooLong) else None
+    return ApiError(400, str(error), _field(error) or param, code)
 
 
 def _field(error: BaseException) -> str | None:

@@ -21,6 +21,7 @@ from pydantic import Field
 from treespec.cycle import Cycle, explained, visible
 from treespec.names import drafting_names
 from treespec.options import LOSSY, TREE_FORMS, VERIFIERS, either
+from treespec.rows import ALONE
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.messages import encoded
 from treespec.serve.schema import Asked, Message
@@ -155,7 +156,9 @@ def _cycles(state: State, asked: PageRequest, memory: str) -> Iterator[Fields]:
     options: Any = {"temperature": asked.temperature, "max_new_tokens": asked.max_tokens}
     options |= {"seed": asked.seed, "memory": memory}
     if not asked.drafts or state.spec.source is None:
-        return _plain(state.spec.baseline(), prompt, options)
+        plain = state.spec.baseline()
+        plain.decoder.stretch = ALONE  # the engine takes its turns between stretches
+        return _plain(plain, prompt, options)
     spec = state.spec
     if asked.verifier or asked.tree:
         spec = spec.configured(asked.tree, asked.verifier or "auto", state.allow_lossy)

@@ -42,6 +42,8 @@ class State:
     pages: int = 0
     ending: bool = False
     cut_off: bool = False
+    # A text of a megabyte takes a second and hundreds of megabytes: few are tokenised at a time.
+    tokenising: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
     compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
 
     @cached_property

@@ -12,6 +12,36 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character 
 
 
 @final
+class Stop:
+    """How much of one stop string ends the text (Knuth, Morris, Pratt 1977).
+
+    A character costs constant time on average, and the string's length costs nothing.
+    matched: characters of the string, but not all of them, that end the text.
+    borders: for each first part of the string, up to the longest one matched so far, the length of
+    the longest shorter part that ends it, too.
+    """
+
+    def __init__(self, string: str) -> None:
+        self.string, self.matched, self.borders = string, 0, [0]
+
+    def take(self, character: str) -> bool:
+        """Append a character to the text; returns whether it completes the string."""
+        self.matched = self._longer(self.matched, character)
+        if self.matched > len(self.borders):
+            self.borders.append(self._longer(self.borders[-1], character))
+        complete = self.matched == len(self.string)
+        if complete:
+            self.matched = self.borders[-1]
+        return complete
+
+    def _longer(self, matched: int, character: str) -> int:
+        """`matched` after another character."""
+        while matched and self.string[matched] != character:
+            matched = self.borders[matched - 1]
+        return matched + (self.string[matched] == character)
+
+
+@final
 class Ending:
     """Decides token by token where a text ends. Later tokens are neither returned nor counted.
 
@@ -42,7 +72,8 @@ class Ending:
         named = tokenizer.added_tokens_decoder if tokenizer and stop else {}
         special = [i for i, token in named.items() if token.special and token.content in stop]
         self.eos = eos | set(special)
-        self.tokenizer, self.stop, self.left = tokenizer, tuple(stop), max_new_tokens
+        self.tokenizer, self.left = tokenizer, max_new_tokens
+        self.stops = [Stop(string) for string in stop]
         self.early = least - 1  # tokens before the first that may complete a stop string
         self.window: list[int] = []  # the last tokens, decoded together: text depends on its left
         self.border = 0  # tokens of the window up to the last complete character
@@ -91,15 +122,18 @@ class Ending:
 
     def _cut(self, text: str) -> str:
         """Cut at a stop string; hold back what may become one."""
+        # 1. Where the first stop string begins that this text completes.
+        starts = []
+        for stop in self.stops:
+            ends = [place for place, one in enumerate(text, len(self.held) + 1) if stop.take(one)]
+            starts += [ends[0] - len(stop.string)] if ends else []
         text = self.held + text
-        found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
-        if found and self.early < 0:
+        if starts and self.early < 0:
             self.finished = self.stopped = True
             self.held = ""
-            return text[: min(found)]
-        overlap = max(
-            (n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])),
-            default=0,
-        )
-        self.held = text[len(text) - overlap :]
-        return text[: len(text) - overlap]
+            return text[: min(starts)]
+
+        # 2. What no stop string begins with.
+        certain = len(text) - max((stop.matched for stop in self.stops), default=0)
+        self.held = text[certain:]
+        return text[:certain]

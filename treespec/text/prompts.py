@@ -25,6 +25,7 @@ from transformers import BatchEncoding
 
 from treespec.errors import InputError
 from treespec.text import templates
+from treespec.text.fitting import fitting
 
 if TYPE_CHECKING:
     from treespec.target import Target
@@ -97,13 +98,12 @@ def _encoded(
     if target.tokenizer is None:
         raise InputError("the target has no tokenizer: give token ids")
     if isinstance(given, str):
-        text_ids: list[int] = target.tokenizer.encode(
-            well_formed(given, "the prompt"), verbose=False
-        )
+        text = fitting(well_formed(given, "the prompt"), target.tokenizer, target.context_length)
+        text_ids: list[int] = target.tokenizer.encode(text, verbose=False)
         return text_ids
-    return templates.encode(
-        target.tokenizer, _messages(given), template, chat_template_kwargs=variables
-    )
+    messages, words = _messages(given), target.tokenizer
+    text = templates.render(words, messages, template, chat_template_kwargs=variables)
+    return templates.tokenised(words, text, template, target.context_length)
 
 
 def _tokens(given: Sequence[object]) -> list[int]:

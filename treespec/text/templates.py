@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from treespec.errors import InputError, first_line
 from treespec.text import fschat
 from treespec.text.entries import thought_of
+from treespec.text.fitting import fitting
 from treespec.text.prefix import common_prefix
 
 if TYPE_CHECKING:
@@ -87,16 +88,27 @@ def encode(
     messages: Messages,
     template: Template = None,
     add_generation_prompt: bool = True,
-    tools: Tools = None,
-    chat_template_kwargs: Variables = None,
 ) -> list[int]:
-    """Token ids of the messages, with one start token. Raises as `render` does.
+    """Token ids of the messages, with one start token. Raises InputError as `render` does."""
+    return tokenised(
+        tokenizer, render(tokenizer, messages, template, add_generation_prompt), template
+    )
+
+
+def tokenised(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    template: Template = None,
+    context: int | None = None,
+) -> list[int]:
+    """Token ids of rendered messages, with one start token.
 
     The tokenizer's own template writes the start token itself, as in
     `tokenizer.apply_chat_template`. fschat leaves it to the tokenizer, as in
     `fastchat.llm_judge.gen_model_answer`.
+    context: tokens that the target holds. Raises TooLong for a text that needs more in any case.
     """
-    text = render(tokenizer, messages, template, add_generation_prompt, tools, chat_template_kwargs)
+    text = fitting(text, tokenizer, context)
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     before = opening(tokenizer, template)
     return ids if ids[: len(before)] == before else before + ids

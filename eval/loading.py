@@ -2,7 +2,8 @@
 
 from typing import Protocol
 
-from treespec.spec import Spec, load
+from treespec.api import load
+from treespec.spec import Spec
 
 
 class ModelOptions(Protocol):

@@ -1,9 +1,8 @@
 """Which drafter fits which verifier and tree: the rows of an evaluation."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from treespec.draft.default_tree import verifier_for
 from treespec.draft.pairing import (
     check_given,
     check_joined,
@@ -14,8 +13,10 @@ from treespec.draft.pairing import (
 from treespec.errors import InputError
 from treespec.trees.policy import policy
 from treespec.trees.shape import Policy
-from treespec.verify.registry import verifier_by_name
-from treespec.verify.walk import Verifier
+from treespec.verify.facts import SCHEMES, known_verifier, stands_for
+
+if TYPE_CHECKING:
+    from treespec.verify.walk import Verifier
 
 
 class Pair(NamedTuple):
@@ -51,7 +52,7 @@ def pairs(
             for tree in [named] if named else trees:
                 pair = Pair(drafter, verifier, None if given else tree)
                 try:
-                    paired(verifier_by_name(verifier, allow_lossy), pair.tree, drafter)
+                    check_paired(verifier, pair.tree, drafter, allow_lossy)
                 except InputError as error:
                     if len(drafters) == 1:
                         raise
@@ -70,28 +71,42 @@ def pairs(
     return list(dict.fromkeys(fitting)), list(dict.fromkeys(reasons))
 
 
-def paired(
-    verifier: Verifier, tree: str | None, drafter: str | None
-) -> tuple[Policy | None, Verifier]:
-    """The tree and verifier as objects. tree: None is the default of the verifier or the drafter.
+def check_paired(
+    verifier: str, tree: str | None, drafter: str | None, allow_lossy: bool = False
+) -> Policy | None:
+    """The tree as an object. tree: None is the default of the verifier or the drafter.
 
-    Raises InputError if they do not fit each other or the drafter.
+    Raises InputError for unknown names, and if they do not fit each other or the drafter.
     """
+    known = known_verifier(verifier, allow_lossy)
     if drafter and has_given_tokens(drafter):
-        check_given(drafter.partition(":")[0], verifier, tree)
+        check_given(drafter.partition(":")[0], known, tree)
     chosen = policy(tree) if tree else None
-    verifier = verifier_for(verifier, False, chosen)
     if chosen:
-        check_pair(chosen, verifier.scheme)
-    return chosen, verifier
+        name = stands_for(known, False, chosen)
+        check_pair(chosen, SCHEMES[name] if name else known.scheme)
+    return chosen
 
 
-def refuse_unfit(drafts: Sequence[tuple[str, Policy | None, Verifier]]) -> None:
+def paired(
+    verifier: str, tree: str | None, drafter: str | None, allow_lossy: bool = False
+) -> tuple[Policy | None, "Verifier"]:
+    """The tree and verifier as objects. Raises InputError as `check_paired`."""
+    from treespec.draft.default_tree import verifier_for  # loads torch
+    from treespec.verify.registry import verifier_by_name
+
+    chosen = check_paired(verifier, tree, drafter, allow_lossy)
+    return chosen, verifier_for(verifier_by_name(verifier, allow_lossy), False, chosen)
+
+
+def refuse_unfit(rows: Sequence[Pair], allow_lossy: bool = False) -> None:
     """Raises InputError for a tree that a single drafter cannot draft, as far as its files tell."""
-    if len({drafter for drafter, _, _ in drafts}) > 1:  # unfit ones of several are left out later
+    if len({row.drafter for row in rows}) > 1:  # unfit ones of several are left out later
         return
-    for drafter, tree, verifier in drafts:
+    for drafter, verifier, tree in rows:
         try:
-            check_named(drafter, verifier, tree)
+            check_named(
+                drafter, known_verifier(verifier, allow_lossy), policy(tree) if tree else None
+            )
         except InputError as error:
-            raise InputError(f"{drafter} with {verifier.name}: {error}") from None
+            raise InputError(f"{drafter} with {verifier}: {error}") from None

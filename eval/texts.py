@@ -14,12 +14,10 @@ from treespec.eval.questions import Question
 from treespec.spec import Spec
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
+from treespec.text.plain import CONVERSATIONS
 
 if TYPE_CHECKING:
     from treespec.eval.acceptance.config import AcceptanceConfig
-
-
-CONVERSATIONS = (".jsonl", ".json")  # suffixes of files of conversations; others are plain text
 
 
 @dataclass(frozen=True)
@@ -98,18 +96,3 @@ def _answers(
             messages.append({"role": "assistant", "content": output.text or " "})
             tokens = torch.tensor(prompt + output.token_ids)
             yield Passage(tokens, torch.arange(len(tokens)) >= len(prompt), number)
-
-
-def content_of(text: str) -> bytes:
-    """The bytes of the file that `--text` names.
-
-    Raises InputError for a file that cannot be read or is not UTF-8.
-    """
-    try:
-        content = Path(text).read_bytes()
-        content.decode()
-    except OSError as error:
-        raise InputError(f"cannot read --text {text}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"--text {text} is not text in UTF-8") from error
-    return content

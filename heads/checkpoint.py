@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from treespec.heads import checksum
 from treespec.heads.head import Config, Head
-from treespec.heads.hub import only_cached
-from treespec.heads.places import mistyped
-from treespec.heads.registry import HEADS, HeadKind, kind_of
-from treespec.heads.tensors import HeadError, read_tensors
+from treespec.heads.known import kind_of
+from treespec.heads.names import HeadError, config_of, head_folder
+from treespec.heads.registry import HEADS, HeadKind
+from treespec.heads.tensors import read_tensors
 
 
 def load_head(
@@ -40,7 +39,7 @@ def load_head(
     """
     # 1. The directory's content, as treespec's head of that kind has it.
     folder = head_folder(path)
-    config, tensors = _config(folder), read_tensors(folder)
+    config, tensors = config_of(folder), read_tensors(folder)
     try:
         kind = HEADS[kind_of(config, tensors)]
         config, tensors = kind.read(config, tensors)
@@ -125,60 +124,6 @@ def save_head(
         finally:
             with suppress(OSError):  # the folder is a file: nothing was written
                 temporary.unlink(missing_ok=True)
-
-
-def head_folder(path: str | Path) -> Path:
-    """The directory itself, or a local copy of the hub repository.
-
-    Raises HeadError where there is neither.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return latest_checkpoint(folder) or folder
-    if problem := mistyped(path, "head directory"):
-        raise HeadError(problem)
-    if str(path).count("/") != 1:
-        raise HeadError(f"no head directory at {path}, and hub ids are of the form OWNER/NAME")
-    try:
-        local = only_cached(str(path))
-    except ValueError as error:
-        raise HeadError(str(error)) from error
-    try:
-        return Path(snapshot_download(str(path), local_files_only=local))
-    except Exception as error:  # of many kinds; its first line gives the reason
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise HeadError(f"no directory {path}, and the hub did not give it: {line}") from error
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The latest checkpoint of a training run that goes on in a directory without a head yet."""
-    if (folder / "config.json").exists():
-        return None
-    checkpoints = folder.glob("training/checkpoint-*/config.json")
-    folders = [file.parent for file in checkpoints]
-    return max(folders, key=lambda path: (len(path.name), path.name), default=None)
-
-
-def _config(folder: Path) -> Config:
-    """The fields of config.json without its checksum."""
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise HeadError(
-            f"{folder} is not a head directory: it has no readable config.json"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise HeadError(f"{file} is not JSON: {error}; fetch or train the head again") from error
-    if not isinstance(config, dict):
-        raise HeadError(f"{file} holds no fields: it is the configuration of no head")
-    if not checksum.intact(config):
-        raise HeadError(
-            f"{file} is not as it was written, its checksum does not match: fetch or train the "
-            f"head again, or, if you have edited it, delete its field {checksum.FIELD!r}"
-        )
-    config.pop(checksum.FIELD, None)
-    return config
 
 
 def _doubt(config: Config, kind: HeadKind[Any]) -> str:

@@ -1,16 +1,16 @@
 """Checksums inside the files that they protect, so that both are written together.
 
 A JSON object carries its checksum as one more field, a safetensors file as metadata of its header.
-A file without a checksum comes from another project or an older treespec, and passes.
+A file without a checksum comes from another project, and passes.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FIELD = "checksum"
 Fields = dict[str, Any]  # a JSON object
@@ -22,13 +22,15 @@ def of_fields(fields: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def of_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+def of_tensors(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> str:
     """SHA-256 of names, dtypes, shapes and bytes, and of the header's other metadata."""
+    from torch import uint8  # the checksums of JSON do without torch
+
     digest = hashlib.sha256(of_fields(metadata).encode())
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().data)
+        digest.update(value.flatten().view(uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -2,16 +2,6 @@
 
 from functools import cache
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from treespec.heads import places
 
 SECONDS = 10.0  # for the hub's first answer
@@ -24,6 +14,16 @@ def only_cached(name: str, revision: str | None = None) -> bool:
     revision: default the main branch. Raises ValueError for a name or a revision that neither the
     cache nor the hub has.
     """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
     # 1. Ask the hub with one request, never repeated.
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=SECONDS)

@@ -21,9 +21,8 @@ from transformers import LlamaConfig
 
 from treespec.heads.depths import DepthHeads, ResBlock, last_linear
 from treespec.heads.head import Config
+from treespec.heads.known import ARCHITECTURES
 from treespec.heads.layers import KeyValues, NormedLayer, RMSNorm, Rotary
-
-ARCHITECTURES = {"hydra": "mlp", "hydra++": "prefix-mlp"}  # by kind
 
 
 @final

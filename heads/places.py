@@ -3,9 +3,6 @@
 from difflib import get_close_matches
 from pathlib import Path
 
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.file_download import repo_folder_name
-
 
 def mistyped(name: str | Path, what: str = "directory") -> str | None:
     """Why a name is neither a directory nor a hub id, with the most similar name; None: a hub id.
@@ -46,6 +43,9 @@ def cached(name: str, revision: str | None = None) -> bool:
 
     It holds a config.json, or no more than a GGUF file, which brings its own.
     """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.file_download import repo_folder_name
+
     try:
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return True

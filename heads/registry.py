@@ -1,10 +1,10 @@
 """The kinds of draft head: one entry each, with its class and its formats.
 
-Two tables above have an entry of the same name: `treespec.draft.trained.kinds` for drafting, and
-`treespec.train.kinds` for training.
+Other tables have an entry of the same name: `treespec.heads.known` for recognising it,
+`treespec.draft.trained.kinds` for drafting, and `treespec.train.kinds` for training.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -29,11 +29,8 @@ class HeadKind(Generic[H]):
     """build: (config) -> the head with random weights; raises for a config that describes none.
 
     architectures: the names in config.json that its readers know; none: they read no names.
-    recognises: (config.json, names of the tensors) -> whether a directory holds this kind.
     read: turns what the directory holds, in the format of any project, into the config and the
     tensors that `build` and `Head.fill` take; raises ValueError for what it does not understand.
-    levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or
-    they do not tell.
     writers: by export format, (head, target) -> config and tensors to write; raises ValueError for
     a head that the format cannot describe.
     embedded: the formats that must store the target's embedding.
@@ -43,48 +40,36 @@ class HeadKind(Generic[H]):
 
     build: Callable[[Config], H]
     known_as: str
-    recognises: Callable[[Config, Collection[str]], bool]
     read: Callable[[Config, Tensors], Stored]
-    levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
     writers: Mapping[str, Callable[[H, Served], Stored]] = field(default_factory=dict)
     embedded: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
     outputs: Callable[[H, Tensor, torch.Generator], Tensor] | None = None
 
 
-# In the order in which `kind_of` tries them. EAGLE-1's directories have no mark of their own.
 HEADS: dict[str, HeadKind[Any]] = {
     "medusa": HeadKind(
         MedusaHead,
         MedusaHead.known_as,
-        medusa.recognises,
         medusa.read,
-        medusa.levels,
         writers={"vllm": medusa.to_vllm},
         outputs=medusa.outputs,
     ),
-    "hydra++": HeadKind(
-        HydraHead, HydraHead.known_as, hydra.recognises_prefix, hydra.read, hydra.levels
-    ),
-    "hydra": HeadKind(HydraHead, HydraHead.known_as, hydra.recognises, hydra.read, hydra.levels),
+    "hydra++": HeadKind(HydraHead, HydraHead.known_as, hydra.read),
+    "hydra": HeadKind(HydraHead, HydraHead.known_as, hydra.read),
     "dflash": HeadKind(
         DFlashHead,
         DFlashHead.known_as,
-        block.recognises_dflash,
         block.read_dflash,
-        block.dflash_levels,
     ),
     "p-eagle": HeadKind(
         PEagleHead,
         PEagleHead.known_as,
-        block.recognises_p_eagle,
         block.read_p_eagle,
-        block.p_eagle_levels,
     ),
     "eagle3": HeadKind(
         Eagle3Head,
         Eagle3Head.known_as,
-        eagle3.recognises,
         speculators.read_any,
         writers={
             "sglang": eagle3.to_sglang,
@@ -99,7 +84,6 @@ HEADS: dict[str, HeadKind[Any]] = {
     "eagle": HeadKind(
         EagleHead,
         EagleHead.known_as,
-        lambda config, names: True,
         eagle.read,
         writers={"sglang": eagle.to_sglang, "vllm": eagle.to_vllm, "eagle": eagle.to_eagle},
         embedded=("sglang", "vllm", "eagle"),
@@ -107,19 +91,3 @@ HEADS: dict[str, HeadKind[Any]] = {
         outputs=eagle.outputs,
     ),
 }
-
-
-def kind_of(config: Config, names: Collection[str]) -> str:
-    """The kind of head that a directory holds, by its config.json and the names of its tensors.
-
-    Several projects leave fields at their defaults out of the config, so the names count too.
-    """
-    return next(name for name, kind in HEADS.items() if kind.recognises(config, names))
-
-
-def levels_of(config: Config, names: Collection[str]) -> int | None:
-    """Levels that the head in a directory drafts; None: any number, or its files do not tell."""
-    try:
-        return HEADS[kind_of(config, names)].levels(config, names)
-    except Exception:  # a file may say anything: loading it raises the error
-        return None

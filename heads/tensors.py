@@ -1,53 +1,23 @@
 """The tensors of a head directory. From a pickle it loads nothing but tensors."""
 
 import json
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from treespec.heads import checksum
-
-FILES = (  # `read_tensors` takes the first that exists
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "medusa_lm_head.safetensors",
-    "medusa_lm_head.pt",
-    "hydra_lm_head.pt",
-)
-
-
-class HeadError(ValueError):
-    """A head that cannot be used; the message names the file or tensor and the remedy."""
-
-    exit_code = 2
+from treespec.heads.names import HeadError, damaged, inside, tensor_file
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the first of FILES, by name.
+    """The tensors of a head directory, by name.
 
     Raises HeadError where there is none, or it holds something else.
     """
-    file = next((folder / name for name in FILES if (folder / name).exists()), None)
-    if file is None:
-        names = [name for name in FILES[2:] if "index" not in name]
-        raise HeadError(f"{folder} has neither {FILES[0]} nor {', '.join(names)}")
+    file = tensor_file(folder)
     return _sharded(file) if file.suffix == ".json" else _loaded(file)
-
-
-def tensor_names(folder: Path) -> set[str] | None:
-    """The names that `read_tensors` returns, from a header alone; None for a file without one."""
-    file = next((folder / name for name in FILES if (folder / name).exists()), None)
-    if file is None or file.suffix != ".safetensors":
-        return None
-    try:
-        with safe_open(file, framework="pt") as stored:
-            return set(stored.keys())
-    except Exception:  # damaged: `read_tensors` says how
-        return None
 
 
 def _sharded(index: Path) -> dict[str, Tensor]:
@@ -68,12 +38,6 @@ def _sharded(index: Path) -> dict[str, Tensor]:
     return {name: value for file in names for name, value in _loaded(index.parent / file).items()}
 
 
-def inside(name: str) -> bool:
-    """Whether a name in an index stays in its folder; links may leave it, as in the hub's cache."""
-    paths = PurePosixPath(name), PureWindowsPath(name)
-    return not any(path.anchor or ".." in path.parts for path in paths)
-
-
 def _loaded(file: Path) -> dict[str, Tensor]:
     if not file.is_file():
         raise HeadError(f"{file} is missing; fetch or train the head again")
@@ -87,7 +51,7 @@ def _safetensors(file: Path) -> dict[str, Tensor]:
             tensors = {name: stored.get_tensor(name) for name in names}
             about = dict(stored.metadata() or {})
     except Exception as error:  # safetensors raises what its header's bytes lead to
-        raise HeadError(f"{file} is damaged: {error}; fetch or train the head again") from error
+        raise damaged(file, error) from error
     expected = about.pop(checksum.FIELD, None)
     if expected is not None and expected != checksum.of_tensors(tensors, about):
         raise HeadError(
@@ -100,7 +64,7 @@ def _pickled(file: Path) -> dict[str, Tensor]:
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise HeadError(f"{file} is damaged: {error}; fetch or train the head again") from error
+        raise damaged(file, error) from error
     except Exception as error:
         raise HeadError(
             f"{file} holds more than tensors and is not loaded: {type(error).__name__}"

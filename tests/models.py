@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from torch import Tensor, nn
@@ -218,4 +219,10 @@ def save_model(folder: Path, **changes: Any) -> Path:
     config = hf.LlamaConfig(**GROUPED | {"vocab_size": len(words), "max_position_embeddings": 512} | changes)
     random_model(config).save_pretrained(folder)
     words.save_pretrained(folder)
+    return folder
+
+
+def hollow_model(folder: Path) -> Path:
+    """As `save_model`, with a file of weights that holds none: loading it is an error."""
+    save_file({}, save_model(folder) / "model.safetensors")
     return folder

@@ -12,7 +12,8 @@ from treespec.draft.pace.times import Times
 from treespec.errors import InputError
 from treespec.spec import Spec
 from treespec.target import Target
-from treespec.trees.static import StaticTree, layout
+from treespec.trees.layout import layout
+from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
 
 LENGTHS = (7, 60, 1, 19)  # tokens of the prompts; one token leaves nothing to draft from

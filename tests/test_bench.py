@@ -9,6 +9,7 @@ import transformers as hf
 from evaluating import save_models
 from models import GROUPED, random_model
 
+from treespec.api import load
 from treespec.cli import main
 from treespec.eval.bench.config import BenchConfig
 from treespec.eval.bench.figures import Timed, bound, cycle_figures, speed_figures
@@ -18,7 +19,7 @@ from treespec.eval.bench.run import load as load_models
 from treespec.eval.bench.waiting import stage_times
 from treespec.files import read_json
 from treespec.sampling import SamplingParams
-from treespec.spec import Spec, load
+from treespec.spec import Spec
 from treespec.stats import Stats
 
 

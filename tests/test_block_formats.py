@@ -12,7 +12,7 @@ from treespec.draft.sources import trained_head
 from treespec.draft.trained.block import BlockProposer
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.formats.block import spaced
-from treespec.heads.registry import kind_of, levels_of
+from treespec.heads.known import kind_of, levels_of
 
 QWEN3 = {
     "hidden_size": 32,

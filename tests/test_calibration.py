@@ -11,10 +11,11 @@ import torch
 from enumeration import law
 from models import TableConfig, TableModel, random_head
 
-from treespec.draft.calibration import FILE, Calibration, features, load_calibration, outline, save_calibration
+from treespec.draft.calibration import FILE, Calibration, load_calibration, save_calibration
 from treespec.draft.fit.calibrate import Row, calibrate, logistic
 from treespec.draft.fit.own_rates import own_rates
 from treespec.draft.models.model import ModelProposer
+from treespec.draft.outlines import features, outline
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead

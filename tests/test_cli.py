@@ -14,7 +14,7 @@ from treespec.draft.trained.eagle import new_head
 from treespec.heads.checkpoint import save_head
 from treespec.stats import TAU
 from treespec.target import Target
-from treespec.verify.registry import NAMES
+from treespec.verify.facts import NAMES
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_generate_answers_several_prompts_together(folders, monkeypatch, capsys)
     assert printed.out == "\n\n".join(one.text for one in wanted) + "\n"
     assert f"{sum(one.stats.new_tokens for one in wanted)} tokens" in printed.err
     assert run(monkeypatch, "generate", *options, "--prompt", "a", "--prompt", "") == 2
-    assert "prompt 2 of 2: the prompt is empty" in capsys.readouterr().err
+    assert "--prompt is empty" in capsys.readouterr().err
 
 
 def test_a_lossy_verifier_runs_where_it_is_allowed(folders, monkeypatch):
@@ -139,7 +139,7 @@ def test_what_cannot_be_calibrated_on_is_one_line(folders, tmp_path, monkeypatch
         (["--tree", "nowhere.json"], "cannot read tree file nowhere.json"),
         (["--tree", "dynamic", "--verifier", "rrs"], "biases sampled draws"),
         (["--temperature", "-1"], "--temperature is -1.0"),
-        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", ""], "--prompt is empty"),
         (["--prompt", "long " * 600], "the target's context holds 512"),
         (["--template", "vicunia"], "no fschat template is called"),
         (["--max-new-tokens", "0"], "--max-new-tokens is 0"),

@@ -6,9 +6,9 @@ import transformers as hf
 from models import save_model
 from test_recurrent_heads import save
 
+from treespec.api import load
 from treespec.draft.trained.eagle import new_head
 from treespec.heads.checkpoint import save_head
-from treespec.spec import load
 from treespec.target import Target
 
 PROMPT = [3, 9, 4, 30]

@@ -16,7 +16,8 @@ from treespec import load
 from treespec.draft.model_free import datastore
 from treespec.draft.model_free.datastore import ORDER, Datastore, build, encoded, fingerprint, open_datastore
 from treespec.draft.model_free.given import GivenDrafter
-from treespec.draft.model_free.rest import Rest, RestOptions
+from treespec.draft.model_free.options import RestOptions
+from treespec.draft.model_free.rest import Rest
 from treespec.draft.model_free.suffixes import longest_suffix, places_of, suffix_array
 from treespec.errors import InputError
 from treespec.files import locked, read_json, write_json

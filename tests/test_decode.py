@@ -17,7 +17,8 @@ from treespec.spec import Spec
 from treespec.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import policy
-from treespec.verify.registry import NAMES, SCHEMES, scheme_by_name
+from treespec.verify.facts import NAMES
+from treespec.verify.registry import SCHEMES, scheme_by_name
 
 
 def prompt(length=7, seed=3):

@@ -276,7 +276,7 @@ def test_what_measures_a_head_takes_that_of_the_demo(config, head):
 
 
 def test_an_exported_head_is_served_under_a_name_that_the_engine_knows(head, tmp_path, capsys):
-    export(head=head, to="sglang", target="demo", out=tmp_path / "out")
+    export(head=head, to="sglang", target="demo", out=str(tmp_path / "out"), config=None)
     assert f"--model-path {DEMO_MODEL.repository} " in capsys.readouterr().out
 
 

@@ -7,9 +7,9 @@ import torch
 from models import save_model, target
 from test_depth_heads import SEVERAL, heads_for
 
+from treespec.api import load
 from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
-from treespec.spec import load
 from treespec.train.config import TrainConfig
 from treespec.train.depths import ahead, counted_heads
 from treespec.train.kinds import TRAINING, recipe_of

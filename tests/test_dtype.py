@@ -14,6 +14,7 @@ import transformers as hf
 from evaluating import answered, config_in, save_models, tokens_of
 from models import GROUPED, random_model, save_model
 
+from treespec.api import load
 from treespec.draft.calibration import Calibration
 from treespec.draft.fit import dtype as choice
 from treespec.draft.fit.dtype import (
@@ -36,7 +37,6 @@ from treespec.model.stand_in import forward_seconds, size_of
 from treespec.model.weights import load_config
 from treespec.packages import cache_folder
 from treespec.processor import processor
-from treespec.spec import load
 from treespec.target import Target
 
 FLAT, STEEP = (0.060, 0.064, 0.075, 0.090, 0.120), (0.050, 0.075, 0.120, 0.200, 0.360)  # seconds over NODES

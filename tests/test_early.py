@@ -1,112 +1,239 @@
-"""What is wrong with the files and names of a command is said before a target is loaded, by every command."""
+"""What is wrong with the names, files and options of a command is said in a line before torch loads."""
 
 import json
 import shutil
+import subprocess
 import sys
 
 import pytest
-from models import CONFIGS, random_head, save_model, target
+from models import hollow_model, random_eagle3, random_head, save_model, target
 from test_command_line import Terminal
-from test_pairing import refused
 
 from treespec.cli import main
-from treespec.cli.config import begin
 from treespec.draft.trained.eagle import new_head
 from treespec.draft.trained.hydra import new_hydra, new_hydra_plus
 from treespec.draft.trained.medusa import new_medusa
-from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.options import DTYPES
-from treespec.shared_options import ModelOptions
 from treespec.target import Target
 
-PROMPT = ["--prompt", "x"]
-PLACES = {  # commands, and what each needs beside a target
-    "generate": PROMPT,
+NEEDS = {  # commands, and what each needs beside a target
+    "generate": ["--prompt", "x"],
     "chat": [],
-    "certify": ["--out", "HOME/out.json"],
+    "trace": ["--prompt", "x", "--head", "HOME/eagle"],
+    "serve": [],
     "eval": ["--out", "HOME/out"],
     "bench": ["--out", "HOME/out"],
+    "certify": ["--out", "HOME/out.json"],
+    "acceptance": ["--out", "HOME/out", "--head", "HOME/eagle"],
+    "calibrate": ["--head", "HOME/eagle"],
+    "tree": ["--out", "HOME/tree.json", "--head", "HOME/eagle"],
+    "skip": ["--out", "HOME/skip-set.json", "--text", "HOME/talk.jsonl"],
+    "train": ["--out", "HOME/out", "--data", "HOME/talk.jsonl"],
+    "regenerate": ["--out", "HOME/out", "--data", "HOME/talk.jsonl"],
+    "datastore build": ["--out", "HOME/out", "--data", "HOME/talk.jsonl"],
+    "export": ["--out", "HOME/out", "--head", "HOME/eagle", "--to", "vllm"],
 }
-FITS = {
-    "acceptance": ["--out", "HOME/out"],
-    "calibrate": [],
-    "tree": ["--out", "HOME/tree.json"],
-}
+DRAFTING = ("generate", "chat", "serve", "eval", "bench", "certify", "regenerate")
+TREES = ("generate", "chat", "serve", "eval", "certify", "regenerate")
+HEADS = ("generate", "eval", "acceptance", "calibrate", "tree", "export")
+
+# (commands, options, words of the only line)
+WRONG = [
+    # targets
+    (NEEDS, "--target HOME/targt", "did you mean HOME/target?"),
+    (NEEDS, "--target HOME/empty", "has no config.json (it holds nothing)"),
+    (NEEDS, "--target HOME/talk.jsonl", "is a file, not a "),
+    (NEEDS, "--target HOME/cut-config", "config.json is damaged, or no JSON"),
+    (NEEDS, "--target HOME/eagle", "so it is no model's (a draft head is given as --head)"),
+    (NEEDS, "--target HOME/no-weights", "it has no weights"),
+    (NEEDS, "--target HOME/cut-weights", "its weights are damaged"),
+    (NEEDS, "--target HOME/cut-words", "tokenizer.json is damaged, or no JSON"),
+    (NEEDS, "--target HOME/other-words", "tokenizer.json has no field 'model'"),
+    (("chat", "generate", "eval", "train", "skip"), "--target HOME/no-words", "has no tokenizer"),
+    (("chat", "generate", "eval", "certify", "regenerate"), "--target HOME/no-chats", "has no chat template"),
+    (NEEDS, "--revision main", "--revision main names a state of a hub repository"),
+    (NEEDS, "--load-in 5bit", "--load-in is '5bit', must be 4bit, 8bit"),
+    (NEEDS, "--load-in gguf:none.gguf", "no such file, neither here nor in"),
+    (("chat", "train", "certify"), "--device-map gpu7", "--device-map is 'gpu7', must be"),
+    (("chat", "train", "eval"), "--dtype float8", f"--dtype is 'float8', must be {', '.join(DTYPES[:-1])} or"),
+    ((*TREES, "bench", "train", "calibrate"), "--template vicunna", "no fschat template is called 'vicunna'"),
+    # heads
+    (HEADS, "--head HOME/eagel", "did you mean HOME/eagle?"),
+    (HEADS, "--head HOME/empty", "is not a head directory: it has no readable config.json"),
+    (HEADS, "--head HOME/cut-head", "model.safetensors is damaged"),
+    (HEADS, "--head HOME/wide", "for features of width 4096, the target's are 32"),
+    (HEADS[:-1], "--head HOME/uncalibrated", "calibration.json is not understood: make it again"),
+    (("export",), "--head HOME/hydra", "vllm takes heads of kind eagle or eagle3 or medusa"),
+    (("train",), "--from-head HOME/eagel", "did you mean HOME/eagle?"),
+    # drafters
+    (DRAFTING, "--drafter medusa:HOME/eagle", "eagle is a head of kind eagle: write eagle:"),
+    (DRAFTING, "--drafter hydra:HOME/hydra++", "is a head of kind hydra++: write hydra++:"),
+    (DRAFTING, "--drafter lokup", "unknown drafter 'lokup' (did you mean lookup?)"),
+    (DRAFTING, "--drafter eagle", "names no directory: write eagle:PATH"),
+    (DRAFTING, "--drafter model:HOME/eagel", "no draft model's directory at"),
+    (DRAFTING, "--drafter model:HOME/empty", "has no config.json"),
+    (DRAFTING, "--drafter self:HOME/skip.json", "skip.json is damaged, it is not JSON"),
+    (DRAFTING, "--drafter self:HOME/deep.json", "is for 99 layers, the target has 3"),
+    (DRAFTING, "--drafter mtp:2", "mtp takes no value"),
+    (DRAFTING, "--drafter suffix+mtp", "--drafter mtp: "),
+    (DRAFTING, "--drafter rest:HOME/none,nodes=8", "no datastore at"),
+    (DRAFTING, "--drafter rest:HOME/store", "has format None, this treespec reads 1"),
+    (DRAFTING, "--drafter suffix:HOME/memory", "000001.safetensors is damaged: delete it to forget"),
+    (DRAFTING, "--drafter suffix:HOME/memory,nodes=9+eagle:HOME/eagle", "000001.safetensors is damaged"),
+    (DRAFTING, "--drafter suffix+egle:HOME/eagle", "did you mean eagle?"),
+    (DRAFTING, "--drafter suffix:HOME/skip.json", "skip.json is a file: name a folder"),
+    (DRAFTING, "--drafter lookup:ngram=0", "ngram is 0, must be"),
+    (DRAFTING, "--drafter sparse:4", "the budget must be at least 8 tokens"),
+    (DRAFTING, "--drafter suffix+lookup", "lookup has no draft model to join"),
+    (DRAFTING, "--head HOME/eagle --drafter lookup", "leave out one|give only one of"),
+    # trees, verifiers, and what goes together
+    (TREES, "--head HOME/eagle --tree bush", "unknown tree 'bush'"),
+    (TREES, "--head HOME/eagle --tree HOME/deep.json", "deep.json"),
+    (TREES, "--head HOME/eagle --tree dynamic --verifier rrs", "biases sampled draws"),
+    (TREES, "--head HOME/eagle --tree eagle --verifier single", "answers at most 1 draws a node"),
+    (TREES, "--head HOME/medusa --tree chain:9", "the tree is 9 deep, the head drafts 4 tokens"),
+    (TREES, "--drafter hydra:HOME/hydra --tree auto:depth=9", "take --tree auto:depth=3"),
+    (TREES, "--head HOME/eagle --tree sampled --verifier optimal", "make it with treespec calibrate"),
+    (TREES, "--head HOME/eagle --tree sampled --verifier rrs", "which rrs-wo, traversal and optimal answer"),
+    (TREES, "--drafter sparse:512 --tree sampled --verifier rrs-wo", "without a head take --tree eagle"),
+    (TREES, "--drafter lookup --tree eagle", "lookup makes its own tree"),
+    (("generate", "chat"), "--tree 2x4 --verifier rrs", "--tree 2x4 and --verifier rrs: nothing drafts"),
+    (("bench",), "--head HOME/medusa --verifier topk@chain:9", "the tree is 9 deep"),
+    (("skip",), "--tree bush", "unknown tree 'bush'"),
+    (DRAFTING, "--drafter lookup --verifier rrs-wo", "lookup hands over given tokens"),
+    (DRAFTING, "--head HOME/eagle --verifier rsr", "unknown verifier 'rsr' (did you mean rrs?)"),
+    (TREES[:-1], "--head HOME/eagle --verifier typical", "is lossy"),
+    (DRAFTING, "--head HOME/eagle --verifier is-lp:s=0", "verifier is-lp: s is 0, must be"),
+    (DRAFTING, "--head HOME/eagle --verifier is-lp:t=8", "unknown option 't'; its options are s, alphabet"),
+    (("acceptance",), "--verifier topk,rsr", "unknown verifier 'rsr'"),
+    (("acceptance",), "--draft-temperature 1.2/2", "has no list for --draws"),
+    (("acceptance",), "--head HOME/medusa --step 5", "--step is 5, the head HOME/medusa drafts 4 tokens ahead"),
+    # data
+    (("train", "regenerate", "datastore build"), "--data HOME/talk.jsno", "there is no such file (did you mean"),
+    (("train", "regenerate", "datastore build"), "--data HOME/words.jsonl", "no usable conversation in"),
+    (("train", "regenerate"), "--data HOME/empty", "holds no file named"),
+    (("acceptance", "calibrate", "tree", "skip"), "--text HOME/talk.jsno", "there is no such file"),
+    (("acceptance", "calibrate", "tree", "skip"), "--text HOME/bytes.txt", "is not text in UTF-8"),
+    (("acceptance", "calibrate", "tree", "skip"), "--text HOME/words.jsonl", "no usable conversation in"),
+    (("eval", "bench", "certify", "tree"), "--head HOME/eagle --questions HOME/words.jsonl", "no question in"),
+    (("eval", "bench", "certify"), "--head HOME/eagle --questions mt-bnch", "did you mean mt-bench?"),
+    (("eval",), "--head HOME/eagle --categories sums", "builtin has no category 'sums'"),
+    # places, and options by themselves
+    (("train", "eval", "acceptance", "tree", "datastore build", "export"), "--out HOME/deep.json/x.json", "is a file"),
+    (("export",), "--out HOME/medusa", "medusa exists already: name a new folder"),
+    (("export",), "--to vlm", "--to is 'vlm', must be"),
+    (("train",), "--head egle", "--head is 'egle', must be one of"),
+    (("train",), "--tracker mlfow", "--tracker is 'mlfow', must be"),
+    (("train",), "--head medusa --no-bias", "--no-bias is for --head eagle: leave it out for medusa"),
+    (("train",), "--save-dtype int4", "--save-dtype is 'int4', must be"),
+    (("eval",), "--head HOME/eagle --temperature 0,,1", "has an empty part"),
+    (NEEDS, "--config HOME/twice.yaml", "twice.yaml gives target twice: leave one out"),
+    *[
+        (commands, f"{option}=", f"{option} is empty")
+        for option, commands in {
+            "--target": NEEDS,
+            "--out": ("train", "eval", "bench", "certify", "skip", "datastore build", "export"),
+            "--data": ("train", "regenerate", "datastore build"),
+            "--head": ("generate", "serve", "calibrate", "export"),
+            "--drafter": DRAFTING,
+            "--tree": ("generate", "serve"),
+            "--questions": ("eval", "bench"),
+            "--template": ("chat", "train"),
+            "--features": ("train",),
+            "--prompt": ("generate", "trace"),
+            "--stop": ("generate",),
+        }.items()
+    ],
+]
+LINES = [(command, options, words) for commands, options, words in WRONG for command in commands]
+
+# Runs command lines one after the other where torch and transformers cannot be imported.
+SCRIPT = """
+import contextlib, io, json, sys
+from treespec.cli import main
+class Guard:
+    def find_spec(self, name, *_):
+        assert name not in ("torch", "transformers"), f"{name} is imported"
+sys.meta_path.insert(0, Guard())
+said = []
+for line in json.load(sys.stdin):
+    sys.argv = ["treespec", *line]
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        try:
+            main()
+        except SystemExit as end:
+            said.append([end.code, error.getvalue()])
+print(json.dumps(said))
+"""
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Heads, skip sets, and a target that has a configuration but no weights: loading it is another error."""
+    """Heads, data, and targets whose loading would be another error."""
     folder = tmp_path_factory.mktemp("early")
-    CONFIGS["llama"]().save_pretrained(folder / "target")
+    hollow_model(folder / "target")
+    for name, file, content in [
+        ("cut-config", "config.json", '{"model_type'),
+        ("cut-weights", "model.safetensors", "half"),
+        ("cut-words", "tokenizer.json", '{"model'),
+        ("other-words", "tokenizer.json", "{}"),
+    ]:
+        shutil.copytree(folder / "target", folder / name)
+        (folder / name / file).write_text(content)
+    for name, left_out in [("no-weights", "model.s*"), ("no-words", "token*"), ("no-chats", "*chat_template*")]:
+        shutil.copytree(folder / "target", folder / name)
+        for file in (folder / name).glob(left_out):
+            file.unlink()
     loaded = target("llama")
-    save_head(random_head(loaded), folder / "eagle")
-    save_head(new_medusa(loaded, 4), folder / "medusa")
-    save_head(new_hydra(loaded, 3), folder / "hydra")
-    save_head(new_hydra_plus(loaded, 3), folder / "hydra++")
-    shutil.copytree(folder / "eagle", folder / "damaged")
-    (folder / "damaged" / "calibration.json").write_text('{"sizes": {}}')
-    (folder / "skip.json").write_text("{damaged")
-    (folder / "memory" / "shared").mkdir(parents=True)
-    (folder / "memory" / "shared" / "000001.safetensors").write_bytes(b"half")
-    (folder / "deep.json").write_text(json.dumps({"layers": 99, "attention": [], "mlp": []}))
+    heads = {"eagle": random_head(loaded), "eagle3": random_eagle3(loaded), "medusa": new_medusa(loaded, 4)}
+    heads |= {"hydra": new_hydra(loaded, 3), "hydra++": new_hydra_plus(loaded, 3)}
+    for name, head in heads.items():
+        save_head(head, folder / name)
+    for name, file, content in [
+        ("cut-head", "model.safetensors", "half"),
+        ("wide", "config.json", '{"hidden_size": 4096}'),
+        ("uncalibrated", "calibration.json", '{"sizes": {}}'),
+    ]:
+        shutil.copytree(folder / "eagle", folder / name)
+        (folder / name / file).write_text(content)
+    for name in ("empty", "store", "memory/shared"):
+        (folder / name).mkdir(parents=True)
+    for name, content in {
+        "skip.json": "{damaged",
+        "deep.json": json.dumps({"layers": 99, "attention": [], "mlp": []}),
+        "memory/shared/000001.safetensors": "half",
+        "store/index.json": "{}",
+        "talk.jsonl": json.dumps({"data": ["the user", "asks"]}),
+        "words.jsonl": "the user asks",
+        "twice.yaml": "target: a\ntarget: b\n",
+    }.items():
+        (folder / name).write_text(content)
+    (folder / "bytes.txt").write_bytes(b"\xff\xfe")
     return folder
 
 
-@pytest.mark.parametrize("command", PLACES)
-def test_files_of_a_drafter_are_looked_at_first(home, monkeypatch, capsys, command):
-    for options, words in [
-        (["--drafter", "medusa:HOME/eagle"], "eagle is a head of kind eagle: write eagle:"),
-        (["--drafter", "hydra:HOME/hydra++"], "is a head of kind hydra++: write hydra++:"),
-        (["--drafter", "eagle:HOME/medusa"], "is a head of kind medusa: write medusa:"),
-        (["--head", "HOME/damaged"], "calibration.json is not understood: make it again with treespec calibrate"),
-        (["--drafter", "self:HOME/skip.json"], "skip.json is damaged, it is not JSON"),
-        (["--drafter", "self:HOME/deep.json"], "is for 99 layers, the target has"),
-        (["--drafter", "mtp:2"], "mtp takes no value"),
-        (["--drafter", "suffix+mtp"], "reads the target's own safetensors files"),
-        (["--drafter", "suffix:HOME/memory"], "000001.safetensors is damaged: delete it to forget its answers"),
-        (["--drafter", "suffix:HOME/memory,nodes=9+eagle:HOME/eagle"], "000001.safetensors is damaged"),
-        (["--drafter", "suffix+egle:HOME/eagle"], "did you mean eagle?"),
-        (["--drafter", "suffix:HOME/memory+egle:HOME/eagle"], "unknown drafter 'egle' (did you mean eagle?)"),
-        (["--drafter", "suffix:HOME/skip.json"], "skip.json is a file: name a folder"),
-        (["--drafter", "lookup:ngram=0"], "ngram is 0, must be"),
-    ]:
-        (line,) = refused(home, monkeypatch, capsys, command, *options, *PLACES[command])
-        assert words in line
+@pytest.fixture(scope="module")
+def said(home):
+    """(exit code, standard error) of each line, by its command and options."""
+    lines = []
+    for command, options, _ in LINES:
+        named = [*command.split(), "--target", "HOME/target", *NEEDS[command], *options.split()]
+        lines.append([word.replace("HOME", str(home)) for word in named])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], input=json.dumps(lines), capture_output=True, text=True, check=True
+    )
+    results = json.loads(done.stdout)
+    return {line[:2]: (code, text) for line, (code, text) in zip(LINES, results, strict=True)}
 
 
-@pytest.mark.parametrize("command", [*PLACES, *FITS])
-def test_a_template_that_there_is_not_is_found_first(home, monkeypatch, capsys, command):
-    options = ["--head", "HOME/eagle", "--template", "vicunna", *(PLACES | FITS)[command]]
-    (line,) = refused(home, monkeypatch, capsys, command, *options)
-    assert "no fschat template is called 'vicunna'" in line
-
-
-def test_a_draft_step_beyond_a_heads_own_is_found_first(home, monkeypatch, capsys):
-    options = ["--head", "HOME/medusa", "--out", "HOME/out", "--step"]
-    (line,) = refused(home, monkeypatch, capsys, "acceptance", *options, "5")
-    assert "--step is 5, the head" in line
-    assert "drafts 4 tokens ahead" in line
-    for head, step in (("medusa", "4"), ("eagle", "9")):
-        *_, line = refused(home, monkeypatch, capsys, "acceptance", *options, step, "--head", f"HOME/{head}")
-        assert "cannot load the target" in line
-
-
-@pytest.mark.parametrize("command", [*PLACES, *FITS])
-def test_a_precision_that_there_is_not_is_named_with_those_that_there_are(home, monkeypatch, capsys, command):
-    options = ["--head", "HOME/eagle", "--dtype", "float8", *(PLACES | FITS)[command]]
-    (line,) = refused(home, monkeypatch, capsys, command, *options)
-    assert all(name in line for name in ("--dtype is 'float8'", *DTYPES))
-
-
-def test_a_tree_or_verifier_without_a_drafter_is_refused():
-    for options, words in [
-        ({"tree": "2x4"}, "^--tree 2x4: nothing drafts; give --head or --drafter too$"),
-        ({"verifier": "rrs", "tree": "2x4"}, "^--tree 2x4 and --verifier rrs: nothing drafts"),
-    ]:
-        with pytest.raises(InputError, match=words):
-            begin(ModelOptions(target="nowhere", **options))
+@pytest.mark.parametrize(("command", "options", "words"), LINES, ids=lambda part: part[:40])
+def test_it_is_refused_in_a_line_and_torch_is_not_imported(home, said, command, options, words):
+    code, text = said[command, options]
+    assert code == 2, text
+    assert text.startswith("treespec: ")
+    assert text.count("\n") == 1
+    assert any(one.replace("HOME", str(home)) in text for one in words.split("|")), text
 
 
 def test_a_heads_folder_may_have_an_at_sign_and_a_finished_evaluation_loads_nothing(tmp_path, monkeypatch, capsys):

@@ -183,7 +183,7 @@ def test_a_killed_run_goes_on_without_answering_twice(home, finished, tmp_path):
 def test_a_finished_run_is_summarised_again_without_its_models(home, finished, tmp_path):
     out = shutil.copytree(finished[0], tmp_path / "out")
     record = read_json(out / "config.json", "")
-    record["config"] |= {"target": "/gone/target", "compile": True}  # an option of earlier versions
+    record["config"] |= {"target": "/gone/target"}
     write_json(out / "config.json", record)
     again = evaluate(config_in(home, out, target="/gone/target", resamples=20))
     assert again["config"]["resamples"] == 20

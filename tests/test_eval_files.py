@@ -1,6 +1,5 @@
 """An evaluation's folder: one writer, models known by content, and a full disk that costs nothing but room."""
 
-import json
 import resource
 import shutil
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from models import random_head
 from treespec.cli.evaluate import measure
 from treespec.errors import InputError
 from treespec.eval.mtbench.run import evaluate
-from treespec.files import locked, read_json, write_json
+from treespec.files import locked, write_json
 from treespec.heads.checkpoint import save_head
 from treespec.target import Target
 
@@ -78,15 +77,6 @@ def test_the_same_models_by_other_paths_go_on(home, tmp_path, monkeypatch):
     assert evaluate(again)["config"]["target"] == "target"
     with pytest.raises(InputError, match=r"another evaluation .*target was"):
         evaluate(options(home, tmp_path / "out", target="other-target"))
-
-
-def test_a_record_of_an_older_version_goes_on_by_its_paths(home, tmp_path):
-    config = begun(options(home, tmp_path / "out"))
-    record = read_json(tmp_path / "out" / "config.json", "")
-    del record["models"]
-    (tmp_path / "out" / "config.json").write_text(json.dumps(record))
-    evaluate(config)
-    assert read_json(tmp_path / "out" / "config.json", "")["models"]["target"]
 
 
 def test_a_finished_evaluation_shows_its_tables_without_its_models(home, tmp_path, capsys):

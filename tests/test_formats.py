@@ -15,7 +15,8 @@ from treespec.heads.checkpoint import HeadError, load_head
 from treespec.heads.eagle3_layer import Eagle3Layer
 from treespec.heads.formats.eagle3 import from_sglang, to_sglang_ids
 from treespec.heads.formats.export import outputs
-from treespec.heads.registry import HEADS, kind_of
+from treespec.heads.known import kind_of
+from treespec.heads.registry import HEADS
 from treespec.options import TRAINED
 from treespec.target import Target
 from treespec.train.kinds import TRAINING

@@ -30,7 +30,7 @@ from treespec.eval.mtbench.run import evaluate
 from treespec.sampling import SamplingParams, sample
 from treespec.spec import Spec
 from treespec.target import Target
-from treespec.verify.registry import NAMES
+from treespec.verify.facts import NAMES
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Verdict
 

@@ -15,7 +15,7 @@ from treespec.sampling import SamplingParams
 from treespec.shaping.compiled import compiled
 from treespec.shaping.grammar import GrammarShaper
 from treespec.spec import Spec
-from treespec.verify.registry import NAMES
+from treespec.verify.facts import NAMES
 
 PROMPT = [0, 2, 1]
 WORDS = {x + y + z for x in ("ab", "c") for y in ("", "b", "bb") for z in ("", "a")}  # of REGEX

@@ -1,25 +1,31 @@
 """What `--help` says of every command: the names are those of the registries, and each stands for something."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 import typer
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from typer.testing import CliRunner
 
 from treespec import options
 from treespec.cli import app
 from treespec.cli.export import ENGINES
-from treespec.draft.models.sparse import budget_of
+from treespec.draft.model_free.options import budget_of
 from treespec.draft.sources import SOURCES
 from treespec.draft.trained.kinds import KINDS
 from treespec.eval.acceptance.config import PRESETS
 from treespec.eval.questions import SETS
-from treespec.heads.formats.export import FORMATS
+from treespec.heads import known
+from treespec.heads.registry import HEADS
+from treespec.train.config import FLAGS, TRACKERS
 from treespec.train.kinds import TRAINING
 from treespec.trees import policy
-from treespec.verify.registry import NAMES, SCHEMES
+from treespec.verify import facts
+from treespec.verify.facts import NAMES
+from treespec.verify.registry import BEYOND_THE_NODE, SCHEMES
 
 
 def commands(group=None, name=""):
@@ -83,14 +89,30 @@ def test_every_option_has_a_plain_line_of_help(command):
 
 
 def test_the_names_that_help_lists_are_those_of_the_registries():
-    assert sorted(options.VERIFIERS) == sorted(NAMES)
-    assert sorted(options.SCHEMES) == sorted(SCHEMES)
-    assert {name for name, scheme in SCHEMES.items() if not scheme.lossless} == set(options.LOSSY)
+    assert list(facts.SCHEMES) == list(SCHEMES)
+    assert set(facts.BEYOND_THE_NODE) == set(BEYOND_THE_NODE)
     assert set(options.DRAFTERS) == set(SOURCES)
     assert set(options.HEADS) == {"head", *KINDS}
     assert set(options.TREE_FORMS) == set(policy.NAMES)
     assert tuple(SETS) == options.QUESTIONS
-    assert set(ENGINES) == set(FORMATS)
+    assert set(ENGINES) == {engine for kind in HEADS.values() for engine in kind.writers}
+
+
+def test_what_is_known_without_torch_is_what_the_parts_say():
+    """The pairing rules read the facts of a scheme, and a head's kind, from tables of their own."""
+    for name, scheme in SCHEMES.items():
+        known_of = facts.SCHEMES[name]
+        named = [field.name for field in fields(facts.Facts) if field.name != "options"]
+        assert {part: getattr(known_of, part) for part in named} == {part: getattr(scheme, part) for part in named}
+        assert list(known_of.options) == [field.name.replace("_", "-") for field in fields(scheme)]
+    for name, verifier in BEYOND_THE_NODE.items():
+        one = facts.BEYOND_THE_NODE[name]
+        assert (one.scheme.name, one.paced) == (verifier.scheme.name, facts.is_paced(verifier))
+    assert {name: set(kind.engines) for name, kind in known.KINDS.items()} == {
+        name: set(kind.writers) for name, kind in HEADS.items()
+    }
+    assert set(TRACKERS) == set(map(str, LOGGER_TYPE_TO_CLASS))
+    assert set(FLAGS) == set(TRAINING)
 
 
 def test_every_tree_and_precision_that_help_names_is_one():

@@ -38,6 +38,8 @@ FLOORS = {  # the files of rooms that hold more than one floor
             "sampling",
             "stats",
             "cache",
+            "quiet",
+            "verify.facts",
         ),
         "ground",
     ),
@@ -47,6 +49,7 @@ FLOORS = {  # the files of rooms that hold more than one floor
     **dict.fromkeys(
         (
             "spec",
+            "api",
             "loading",
             "names",
             "hf",
@@ -66,7 +69,15 @@ FLOORS = {  # the files of rooms that hold more than one floor
         "spec",
     ),
     **dict.fromkeys(
-        ("draft.drafter", "draft.per_text", "draft.proposer", "draft.calibration", "draft.vocabulary"), "seams"
+        (
+            "draft.drafter",
+            "draft.per_text",
+            "draft.proposer",
+            "draft.calibration",
+            "draft.outlines",
+            "draft.vocabulary",
+        ),
+        "seams",
     ),
 }
 ROOMS = {  # the rooms that each room may import

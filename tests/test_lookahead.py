@@ -7,7 +7,8 @@ import torch
 from models import CONFIGS, VOCAB, target
 from test_target import PREFIX, TOLERANCE, plain_logits, prefix, random_tree
 
-from treespec.draft.model_free.lookahead import Lookahead, LookaheadOptions, beside
+from treespec.draft.model_free.lookahead import Lookahead, beside
+from treespec.draft.model_free.options import LookaheadOptions
 from treespec.target import TreeOutput
 from treespec.trees.tree import Rows, TokenTree
 

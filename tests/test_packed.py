@@ -8,9 +8,9 @@ import torch
 from models import save_model, target
 from torch import nn
 
+from treespec.api import load
 from treespec.model import packed
 from treespec.model.packed import EXACT, HalfLinear, PackedLinear, multiplies_bfloat16, pack, packed_layer
-from treespec.spec import load
 
 WITHIN = {torch.float32: 1e-5, torch.bfloat16: 1 / 128, torch.float16: 1 / 512}  # of the largest output: rounding
 FORMS = ["this CPU's", "HalfLinear"]  # of bfloat16 weights; the latter is that of a CPU without AVX-512

@@ -67,7 +67,8 @@ def test_text_and_messages_are_one_prompt_each(spec, words):
     assert spec.encode(MESSAGES) == words.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
     assert spec.encode(tuple(MESSAGES)) == spec.encode(MESSAGES)
     marked = [*MESSAGES[:-1], MESSAGES[-1] | {"interrupted": True}]
-    assert spec.encode(marked) == spec.encode(MESSAGES)
+    parts = [one | {"content": [{"type": "text", "text": one["content"]}]} for one in MESSAGES]
+    assert spec.encode(marked) == spec.encode(parts) == spec.encode(MESSAGES)
     assert spec.encode(words(TEXT)) == spec.encode(words(TEXT, return_tensors="pt")) == words.encode(TEXT)
 
 
@@ -181,8 +182,11 @@ REFUSED = {
     "a text among messages": ([MESSAGES[0], "the user"], "message 2 is a str"),
     "no content": ([{"role": "user"}], "message 1 has no content"),
     "no role": ([{"content": TEXT}], "message 1 has no role"),
-    "content None": ([{"role": "user", "content": None}], "message 1: its content, None, is no text"),
-    "content in parts": ([{"role": "user", "content": [{"type": "text", "text": TEXT}]}], "is given in parts"),
+    "content None": (
+        [{"role": "user", "content": None}],
+        "message 1: its content must be a string or a list of text parts",
+    ),
+    "a part of an image": ([{"role": "user", "content": [{"type": "image_url"}]}], "has a part of type 'image_url'"),
     "a role None": ([{"role": None, "content": TEXT}], "its role, None"),
     "half a character": ("the \ud800 user", "character 5 is half of a surrogate pair"),
     "half in a message": ([{"role": "user", "content": "\udc00"}], "message 1 is no valid text: character 1"),

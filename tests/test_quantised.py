@@ -12,6 +12,7 @@ import transformers as hf
 from models import CONFIGS, random_model, save_model
 from torch import nn
 
+from treespec.api import load
 from treespec.draft.pace.times import key
 from treespec.draft.trained.eagle import embedding_of, new_head
 from treespec.draft.trained.eagle3 import new_head as new_eagle3
@@ -21,7 +22,6 @@ from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.identity import target_identity
 from treespec.model import load_in
-from treespec.spec import load
 from treespec.target import Target
 from treespec.variant import Variant
 

@@ -21,7 +21,7 @@ MODULES = (
     "treespec.train.config",
     *(f"treespec.eval.{room}.config" for room in ("mtbench", "bench", "certify", "acceptance")),
     *(f"treespec.eval.fit.{name}_config" for name in ("tree", "skip", "calibrate")),
-    *(f"treespec.draft.model_free.{name}" for name in ("lookup", "lookahead", "jacobi", "rest", "suffix")),
+    "treespec.draft.model_free.options",
 )
 LISTS = {"temperature", "draws", "draft_temperature", "contexts", "batches"}  # numbers inside of a string
 NUMBERS = (int, float, int | None, float | None)

@@ -9,9 +9,9 @@ from models import CONFIGS, save_model
 from transformers import dynamic_module_utils
 from typer.testing import CliRunner
 
+from treespec.api import load
 from treespec.cli import app
 from treespec.errors import InputError
-from treespec.spec import load
 from treespec.target import Target
 from treespec.text.tokenizers import load_tokenizer
 

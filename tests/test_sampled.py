@@ -11,7 +11,8 @@ from models import TableConfig, TableModel, draft_tree, follow, random_head
 from scipy.stats import chisquare
 from torch import Tensor
 
-from treespec.draft.calibration import DRAWS, TOPS, Calibration, outline
+from treespec.draft.calibration import DRAWS, TOPS, Calibration
+from treespec.draft.outlines import outline
 from treespec.draft.pairing import check_pair
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
@@ -23,7 +24,8 @@ from treespec.trees.policy import policy
 from treespec.trees.sampled import SampledTree, allot
 from treespec.trees.static import TreeError
 from treespec.trees.tree import Draws, TokenTree
-from treespec.verify.registry import NAMES, verifier_by_name
+from treespec.verify.facts import NAMES
+from treespec.verify.registry import verifier_by_name
 from treespec.verify.rrs_wo import RRSWithoutReplacement
 
 ERROR = 1e-4  # probability that a χ² fails by chance

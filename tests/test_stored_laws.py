@@ -14,20 +14,22 @@ from models import TableConfig, TableModel, draft_tree, follow, random_head
 from mutants import mutant
 from torch import Tensor
 
-from treespec.draft.calibration import Calibration, outline
+from treespec.draft.calibration import Calibration
 from treespec.draft.grow import sampled, static
 from treespec.draft.grow.confident import grow_confident
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.sampled import Sampled
 from treespec.draft.grow.static import draft_laws
+from treespec.draft.outlines import outline
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.draft.vocabulary import restrict
 from treespec.sampling import SamplingParams
 from treespec.target import Target
+from treespec.trees.layout import layout
 from treespec.trees.policy import policy
 from treespec.trees.sampled import allot
-from treespec.trees.static import StaticTree, layout
+from treespec.trees.static import StaticTree
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.registry import scheme_by_name
 from treespec.verify.scheme import Scheme

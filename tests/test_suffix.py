@@ -10,7 +10,8 @@ from test_decode import plain_generate, prompt
 from test_given import paths_of, spec_of
 from test_sequence_law import TestSequenceLaw as SequenceLaw
 
-from treespec.draft.model_free.suffix import Suffix, SuffixOptions
+from treespec.draft.model_free.options import SuffixOptions
+from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.model_free.suffix_index import NEWEST, SuffixIndex, longest_match
 from treespec.draft.model_free.suffix_memory import Memories, Memory
 from treespec.draft.model_free.suffix_rates import Rates

@@ -12,7 +12,8 @@ from treespec.errors import InputError
 from treespec.model.attention import NAME, tree_attention
 from treespec.model.inspect import layer_windows
 from treespec.target import Target
-from treespec.trees.static import StaticTree, layout
+from treespec.trees.layout import layout
+from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
 
 TREE = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (0, 1, 1), (0, 1, 1, 0)))

@@ -55,7 +55,7 @@ def test_a_pipe_gets_plain_trees(pair, monkeypatch, capsys):
     ("words", "complaint"),
     [
         (["--head", "HEAD", "--cycles", "0"], "--cycles is 0"),
-        (["--head", "HEAD", "--prompt", ""], "the prompt is empty"),
+        (["--head", "HEAD", "--prompt", ""], "--prompt is empty"),
         ([], "nothing drafts: give --head or --drafter"),
     ],
 )

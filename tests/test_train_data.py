@@ -11,18 +11,18 @@ from chat_templates import CHATML, byte_tokenizer, turns
 from safetensors.torch import load_file
 from training import checkpoint_of, same_weights, small_run, weights, write_data
 
+from treespec.api import load
 from treespec.draft.trained.trained_tokens import FEW, FIELD, with_tokens
 from treespec.errors import InputError
-from treespec.spec import load
 from treespec.target import Target
 from treespec.text.conversations import Conversation, read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.train import datasets
-from treespec.train.checks import make_accelerator
 from treespec.train.clock import draft_steps_at
 from treespec.train.data import prepare
 from treespec.train.first_weights import RIDGE, fit_feature, sides
 from treespec.train.known import DATA_SETS
+from treespec.train.machine import make_accelerator
 from treespec.train.run import stored_dtype, train, untrained
 
 

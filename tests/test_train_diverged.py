@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from models import random_head, target
-from safetensors.torch import load_file
 from training import (
     Killed,
-    as_older_checkpoint,
     checkpoint_of,
     files_of,
     folder_of,
@@ -25,7 +23,7 @@ from treespec.errors import InputError
 from treespec.files import read_tensors, write_tensors
 from treespec.heads import checksum
 from treespec.train.batches import epoch_batches
-from treespec.train.checkpoints import OLDER, latest_step
+from treespec.train.checkpoints import latest_step
 from treespec.train.finite import IN_A_ROW, Skips, check_weights
 from treespec.train.run import train
 
@@ -103,15 +101,3 @@ def test_weights_that_are_not_finite_are_never_saved(config, tmp_path):
         next(p for p in head.parameters() if p.requires_grad).view(-1)[0] = torch.nan
     with pytest.raises(InputError, match="the weights of the head are not finite; no checkpoint was written"):
         check_weights(head, "the head", tmp_path / "none")
-
-
-def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_refused(config):
-    with pytest.raises(Killed):
-        train(config, kill_at(3))
-    state = as_older_checkpoint(config)
-    tensors, about = load_file(state), {"step": "2", "seconds": "1.0"}
-    name = next(name for name in tensors if name.startswith("weight."))
-    tensors[name].view(-1)[0] = torch.nan
-    write_tensors(state, tensors, about)
-    with pytest.raises(InputError, match=rf"{OLDER} .*not finite.*; delete .*training to begin anew"):
-        train(config)

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from training import (
-    as_older_checkpoint,
     checkpoint_of,
     flipped,
     folder_of,
@@ -27,7 +26,7 @@ from training import (
 )
 
 from treespec.errors import InputError
-from treespec.files import locked
+from treespec.files import locked, read_json, write_json
 from treespec.train.features import StoredFeatures
 from treespec.train.run import train
 
@@ -130,12 +129,12 @@ def test_two_runs_do_not_write_into_one_folder_at_once(config):
 def test_what_a_kill_left_goes_at_the_next_start(config, tmp_path):
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     dead = ended.stdout.strip()
-    left = [f"features/features-00000.tmp-{dead}", f"features/.index-{dead}", f"features/.index.json.{dead}.tmp"]
-    left += [f"head/training/checkpoint.tmp-{dead}", f"head/training/.config.json-{dead}", f"head/.writing-{dead}"]
+    left = [f"features/.{name}.{dead}.tmp" for name in ("index.json", "features-00000.safetensors")]
+    left += [f"head/training/.config.json.{dead}.tmp", f"head/.model.safetensors.{dead}.tmp"]
     for name in left:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("half")
-    running = tmp_path / "features" / f".index-{os.getppid()}"
+    running = tmp_path / "features" / f".index.json.{os.getppid()}.tmp"
     running.write_text("half")
     train(config)
     assert [name for name in left if (tmp_path / name).exists()] == []
@@ -160,31 +159,15 @@ def retrain(folder):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def as_older_version(config):
-    """Rewrite what a run left as the version before checksums and contents wrote it."""
-    as_older_checkpoint(config)
-    for file in Path(config.features).glob("*.safetensors"):
-        save_file(load_file(file), file)
-    written = asdict(config) | {"mixed_precision": "no"}  # its default was no
-    (Path(config.out) / "training" / "config.json").write_text(json.dumps(written, indent=2))
-    index = Path(config.features) / "index.json"
-    fields = json.loads(index.read_text())
-    index.write_text(json.dumps({name: fields[name] for name in ("target", "dtype", "tokens")}))
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_features_of_a_target_that_was_trained_again_are_not_mixed(config, tmp_path, older):
+def test_features_of_a_target_that_was_trained_again_are_not_mixed(config, tmp_path):
     model = shutil.copytree(config.target, tmp_path / "model")
     config = replace(config, target=str(model))
     killed(config)
-    if older:
-        as_older_version(config)
     train(replace(config, out=str(tmp_path / "same")))
     retrain(model)
     said = refused(replace(config, out=str(tmp_path / "other")))
     assert "features holds features of another target or data" in said
-    if not older:
-        assert "holds a run with another content of target" in refused(config)
+    assert "holds a run with another content of target" in refused(config)
     Path(config.features, "index.json").unlink()
     assert "features-00000.safetensors holds features of another target" in refused(
         replace(config, out=str(tmp_path / "other"))
@@ -209,13 +192,12 @@ def test_paths_are_compared_by_where_they_lead(config, monkeypatch, tmp_path):
     assert train(replace(config, out=str(moved)), kill_at(1)).positions > 0  # finished
 
 
-def test_what_an_older_version_left_is_gone_on_from(config, tmp_path):
-    whole = replace(config, out=str(tmp_path / "whole"))
-    train(whole)
+def test_records_of_another_format_are_refused(config):
     killed(config)
-    as_older_version(config)
-    train(config)
-    assert same_weights(weights(config), weights(whole))
+    for file in (Path(config.features) / "index.json", Path(config.out) / "training" / "config.json"):
+        fields = read_json(file, "")
+        write_json(file, fields | {"format": 2})
+        assert f"{file} has format 2, this treespec reads 1: delete " in refused(config)
 
 
 def test_a_checkpoint_without_its_record_is_not_gone_on_from(config):

@@ -19,12 +19,13 @@ from training import (
 )
 from transformers import LlamaConfig
 
+from treespec.api import load
 from treespec.errors import InputError
 from treespec.files import read_json, read_tensors, write_json, write_tensors
-from treespec.heads.checkpoint import head_folder, load_head
+from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import export
-from treespec.spec import load
+from treespec.heads.names import head_folder
 from treespec.train import gradient
 from treespec.train.batches import batches_from
 from treespec.train.checkpoints import all_in

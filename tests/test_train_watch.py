@@ -9,12 +9,12 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from training import folder_of, small_run, weights, write_data
 
+from treespec.api import load
 from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.spec import load
 from treespec.target import Target
-from treespec.text.conversations import Example
+from treespec.text.examples import Example
 from treespec.train import watch
 from treespec.train.averages import Averages
 from treespec.train.decoding import decoded_length, prompts_of

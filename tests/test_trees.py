@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from treespec.draft.grow.dynamic import expand
-from treespec.trees.dynamic import DynamicTree, best_first, connect
+from treespec.trees.dynamic import DynamicTree
+from treespec.trees.layout import layout
 from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask, positions, window_mask
 from treespec.trees.path_file import text_of
 from treespec.trees.policy import policy
-from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, layout
+from treespec.trees.ranked import best_first, connect
+from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle
 from treespec.trees.tree import Rows, TokenTree
 
 CPU = torch.device("cpu")

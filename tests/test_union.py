@@ -7,7 +7,8 @@ from test_decode import plain_generate, prompt
 from test_sequence_law import TestSequenceLaw as SequenceLaw
 
 from treespec.draft.joint import Joint
-from treespec.draft.model_free.suffix import Suffix, SuffixOptions
+from treespec.draft.model_free.options import SuffixOptions
+from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.model_free.suffix_memory import Memories
 from treespec.draft.pace.times import Times
 from treespec.draft.sources import source_of

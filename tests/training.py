@@ -1,12 +1,11 @@
 """A run of a few seconds: conversations, options, and a kill at a step."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from treespec.train.config import TrainConfig
 from treespec.train.run import train
@@ -86,14 +85,3 @@ def flipped(file, place):
     at = int(place * len(whole))
     file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
     return whole
-
-
-def as_older_checkpoint(config, step=2):
-    """Rewrite a checkpoint as one file without checksum, as earlier versions wrote it. Returns the file."""
-    folder = checkpoint_of(config, step)
-    tensors = load_file(folder / "optimizer.safetensors")
-    tensors |= {f"weight.{name}": value for name, value in load_file(folder / "model.safetensors").items()}
-    file = folder_of(config) / "checkpoint.safetensors"
-    save_file(tensors, file, {"step": str(step), "seconds": "1.0"})
-    shutil.rmtree(folder)
-    return file

@@ -10,7 +10,8 @@ import torch
 from enumeration import outcomes
 from torch import Tensor
 
-from treespec.trees.static import StaticTree, layout
+from treespec.trees.layout import layout
+from treespec.trees.static import StaticTree
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.registry import scheme_by_name
 

@@ -31,9 +31,8 @@ REMEDY = "this checkpoint is not used"
 class Place:
     """How far a run is.
 
-    seconds: spent on training. processes: with which it began, None where an older version did not
-    say. best, best_step: the best acceptance length of a validation, and its step. stale:
-    validations since.
+    seconds: spent on training. processes: with which it began. best, best_step: the best acceptance
+    length of a validation, and its step. stale: validations since.
     """
 
     step: int = 0
@@ -95,22 +94,13 @@ def load(path: Path, head: Head, optimizer: torch.optim.Optimizer) -> Place:
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict]:
     """Weights by name, moments by MOMENT.NAME, and the fields of a `Place`.
 
-    path: a folder, or the single file of an older version. Raises InputError for damage.
+    Raises InputError for damage.
     """
     try:
-        if path.is_dir():
-            read_json(path / "config.json", REMEDY)
-            weights, _ = read_tensors(path / WEIGHTS, REMEDY)
-            moments, about = read_tensors(path / OPTIMIZER, REMEDY)
-            return weights, moments, json.loads(about["place"])
-        moments, about = read_tensors(path, REMEDY)
-        prefix = "weight."
-        weights = {
-            name.removeprefix(prefix): value
-            for name, value in moments.items()
-            if name.startswith(prefix)
-        }
-        return weights, moments, {"step": int(about["step"]), "seconds": float(about["seconds"])}
+        read_json(path / "config.json", REMEDY)
+        weights, _ = read_tensors(path / WEIGHTS, REMEDY)
+        moments, about = read_tensors(path / OPTIMIZER, REMEDY)
+        return weights, moments, json.loads(about["place"])
     except (KeyError, ValueError) as error:
         if isinstance(error, InputError):
             raise

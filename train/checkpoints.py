@@ -3,11 +3,9 @@
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from treespec.errors import InputError
 from treespec.heads.head import Head
@@ -16,7 +14,6 @@ from treespec.train.checkpoint import Place
 
 KEPT = 2
 NAME = re.compile(r"checkpoint-(\d+)")
-OLDER = "checkpoint.safetensors"  # the one file of earlier versions
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -31,24 +28,12 @@ def all_in(folder: Path) -> list[tuple[int, Path]]:
         for path in (folder.iterdir() if folder.is_dir() else ())
         if (match := NAME.fullmatch(path.name))
     ]
-    older = folder / OLDER
-    if older.exists():
-        numbered.append((step_of(older), older))
     return sorted(numbered, reverse=True)
 
 
 def latest_step(folder: Path) -> int | None:
     """Steps of the latest checkpoint; None where there is none."""
     return next((step for step, _ in all_in(folder)), None)
-
-
-def step_of(older: Path) -> int:
-    """Steps of a checkpoint of an earlier version; 0 where it cannot be read."""
-    try:
-        with safe_open(older, framework="pt") as file:
-            return int(file.metadata()["step"])
-    except Exception:  # a damaged one: `load` says what is wrong
-        return 0
 
 
 def save(folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Place) -> None:
@@ -60,13 +45,8 @@ def save(folder: Path, head: Head, optimizer: torch.optim.Optimizer, place: Plac
     before = [(step, path) for step, path in all_in(folder) if step < place.step]
     kept = {path_of(folder, place.step), *(path for _, path in before[: KEPT - 1])}
     for _, path in all_in(folder):
-        if path in kept:
-            continue
-        if path.is_dir():
+        if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                path.unlink()
 
 
 def load(

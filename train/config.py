@@ -3,15 +3,28 @@
 from dataclasses import dataclass
 
 from treespec.errors import InputError
-from treespec.options import DTYPES, MANY, TOKENS, TRAINED, either, nearest, option
+from treespec.options import DTYPES, MANY, TOKENS, TRAINED, check_place, either, nearest, option
 from treespec.shared_options import TargetOptions
-from treespec.train.eagle3_options import Eagle3Options
+from treespec.train.eagle3_options import EAGLE3_FLAGS, Eagle3Options
 
 LOSSES = ("published", "cross-entropy", "tv", "log-acceptance", "lk", "acceptance:K")
 DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
 MOST_DRAWS = 64
 
 DECAYS = ("linear", "cosine")
+SAVED = ("auto", "float32", "bfloat16", "float16")
+TRACKERS = (
+    *("aim", "clearml", "comet_ml", "dvclive", "mlflow"),
+    *("swanlab", "tensorboard", "trackio", "wandb"),
+)
+# Options that are refused for the kinds of head that do not name them.
+FLAGS: dict[str, tuple[str, ...]] = {
+    "eagle": ("--no-bias", "--unrolled-steps", "--grow-at", "--loss-vocab", "--first-weights"),
+    "eagle3": ("--unrolled-steps", "--grow-at", "--freeze-output", *EAGLE3_FLAGS.values()),
+    "medusa": ("--draft-heads",),
+    "hydra": ("--draft-heads",),
+    "hydra++": ("--draft-heads", "--dropout"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +50,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "eagle: random, feature: the head begins by passing its feature on, or fitted: by the "
         "least-squares map to the next feature",
         "random",
+        choices=("random", "feature", "fitted"),
     )
     from_head: str | None = option(
         "go on from the weights of this trained head, a directory or a hub id", None
@@ -194,12 +208,14 @@ class TrainConfig(TargetOptions, Eagle3Options):
     )
     seed: int = option("seed of the weights, the order and the noise", 0, least=0, most=2**32 - 1)
     save_dtype: str = option(
-        "dtype of the head's file: auto (the target's own file has it), "
-        "float32, bfloat16 or float16",
+        f"dtype of the head's file: {either(SAVED)}; auto: the target's own file has it",
         "auto",
+        choices=SAVED,
     )
     mixed_precision: str | None = option(
-        "no, bf16 or fp16; default: bf16 where the GPU computes in it, else no", None
+        "no, bf16 or fp16; default: bf16 where the GPU computes in it, else no",
+        None,
+        choices=("no", "bf16", "fp16"),
     )
     dtype: str = option(
         f"precision of the target's weights: {either(DTYPES)}; auto takes the checkpoint's",
@@ -213,7 +229,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
         "split the target's layers over all processes (FSDP2), for one that fits no single GPU",
         False,
     )
-    tracker: str | None = option("tensorboard or wandb", None)
+    tracker: str | None = option(f"{either(TRACKERS)}", None, choices=TRACKERS)
 
     def __post_init__(self) -> None:
         if self.head not in TRAINED:
@@ -221,6 +237,7 @@ class TrainConfig(TargetOptions, Eagle3Options):
             raise InputError(f"--head is {self.head!r}, must be one of {', '.join(TRAINED)}{hint}")
         super().__post_init__()
         draws_of(self.loss)
+        check_place(self.device_map)
 
 
 def draws_of(loss: str) -> int | None:

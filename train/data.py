@@ -25,7 +25,6 @@ from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.datasets import data_file
 from treespec.train.eight_bits import ROW
 from treespec.train.kinds import TRAINING
-from treespec.train.record import began_with_all_tokens
 from treespec.train.tokenise import tokenised
 from treespec.train.tokenise_part import Job
 from treespec.train.tokens import LawTokens
@@ -165,8 +164,6 @@ def vocabulary_size(config: TrainConfig, target: Target, head: Head) -> int | No
     own_output = TRAINING[config.head].restricted_first
     if not own_output or head.vocabulary is not None or target.vocab_size <= DRAFT_VOCAB:
         return None
-    if began_with_all_tokens(Path(config.out) / "training"):
-        return None
     try:
         target.output_rows(torch.zeros(1, dtype=torch.int64))
     except InputError:  # its output embedding cannot be cut
@@ -204,7 +201,7 @@ def store(
     for row in rows:
         digest.update(row.numpy().tobytes())
     identity: features.Identity = {
-        "target": config.target,
+        "format": features.FORMAT,
         "content": target_identity(config.target, config.variant),
         "dtype": str(target.dtype),
         "tokens": digest.hexdigest(),
@@ -219,16 +216,10 @@ def store(
     accelerator.print(f"features: {size}, in {folder}")
 
     # 3. the main process holds the folder until all processes have written their shards
-    def first() -> Tensor:
-        if config.shard_target:
-            raise InputError(f"{folder} is of an older version: delete it to store them anew")
-        with whole(target, config, accelerator, "compare its features with stored ones") as full:
-            return full.features(rows[0][None], taps, last=True)
-
     writes = accelerator.is_main_process and not features.complete(folder, len(rows))
     with locked(folder) if writes else nullcontext():
         if accelerator.is_main_process:
-            features.prepare_folder(folder, identity, needed, first)
+            features.prepare_folder(folder, identity, needed)
         accelerator.wait_for_everyone()
         stored = features.StoredFeatures(folder, identity, accelerator.device)
         shards = range(-(-len(rows) // features.SHARD))

@@ -9,7 +9,7 @@ from treespec.heads.head import Head
 from treespec.spec import Spec
 from treespec.stats import Stats
 from treespec.target import Target
-from treespec.text.conversations import Example
+from treespec.text.examples import Example
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ A thread reads the rows of the next batch, and no other of their shards, while a
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +26,7 @@ from treespec.train.eight_bits import bytes_of, packed, unpacked
 Identity = dict[str, Any]  # what the features depend on, as the index holds it
 
 SHARD = 256  # conversations a file
+FORMAT = 1
 INDEX = "index.json"
 AHEAD = 4  # batches read before they are asked for
 OWNER = "features"  # metadata of a shard: the digest of the index that it belongs to
@@ -48,16 +49,13 @@ class StoredFeatures:
     """Read from shards: `features-00000.safetensors` holds conversation i under the name "i".
 
     identity: what the features depend on. A shard's metadata holds a checksum for each of its
-    conversations, which is verified when the conversation is first read. Shards of older versions
-    have none. In 8 bits a conversation has its scales beside it, under the name "i.scales".
+    conversations, which is verified when the conversation is first read. In 8 bits a conversation
+    has its scales beside it, under the name "i.scales".
     """
 
     def __init__(self, folder: Path, identity: Identity, device: torch.device) -> None:
         self.folder, self.device = folder, device
-        self.owner = checksum.of_fields(
-            {name: value for name, value in identity.items() if name != "target"}
-        )
-        self.older = "content" not in read_json(folder / INDEX, remedy(folder))
+        self.owner = checksum.of_fields(identity)
         self.eight_bits = "eight_bits" in identity
         self.dtype: torch.dtype = getattr(torch, str(identity["dtype"]).removeprefix("torch."))
         self.verified: set[int] = set()
@@ -83,7 +81,7 @@ class StoredFeatures:
             return False
         with readable(file), safe_open(file, framework="pt") as shard:
             owner = (shard.metadata() or {}).get(OWNER)
-        if owner != self.owner and not (owner is None and self.older):
+        if owner != self.owner:
             raise InputError(
                 f"{file} holds features of another target or data: delete {self.folder} to store them anew"
             )
@@ -114,8 +112,7 @@ class StoredFeatures:
 
         # 2. Their checksum.
         if i not in self.verified:
-            without = set(about) <= {OWNER}  # written by an older version
-            if not without and about.get(str(i)) != checksum.of_tensors(tensors, {}):
+            if about.get(str(i)) != checksum.of_tensors(tensors, {}):
                 raise InputError(f"{file} is damaged, a checksum does not match: {remedy(file)}")
             self.verified.add(i)
         if not self.eight_bits:
@@ -146,22 +143,15 @@ def bytes_per_token(target: Target, taps: tuple[int, ...], eight_bits: bool) -> 
     return bytes_of(width) if eight_bits else width * target.dtype.itemsize
 
 
-def prepare_folder(
-    folder: Path, identity: Identity, needed: int, first: Callable[[], Tensor]
-) -> None:
+def prepare_folder(folder: Path, identity: Identity, needed: int) -> None:
     """Write the index of a new folder, or check that it holds features of the same target and data.
 
-    identity: what the features depend on. An index of an older version lacks "content", the
-    target's identity. needed: bytes. first: computes the features [1, T, F] of conversation 0, to
-    compare them with what an older version stored. Raises InputError if they do not belong together
-    or the disk has no room.
+    identity: what the features depend on. needed: bytes. Raises InputError if they do not belong
+    together or the disk has no room.
     """
     index = folder / INDEX
     if index.exists():
-        before = read_json(index, f"delete {folder} to store the features anew")
-        if not same(before, identity) or (
-            "content" not in before and not recomputed(folder, first)
-        ):
+        if read_json(index, f"delete {folder} to store the features anew", FORMAT) != identity:
             raise InputError(
                 f"{folder} holds features of another target or data; name another --features folder"
             )
@@ -181,29 +171,6 @@ def complete(folder: Path, count: int) -> bool:
     return (folder / INDEX).exists() and all(
         shard_file(folder, number).exists() for number in shards
     )
-
-
-def same(before: Identity, identity: Identity) -> bool:
-    """Whether an index describes these features. An older index knows its target by path alone."""
-    if "content" in before:
-        same_target = before["content"] == identity["content"]
-    else:
-        same_target = (
-            Path(str(before.get("target"))).resolve() == Path(str(identity["target"])).resolve()
-        )
-    names = (set(before) | set(identity)) - {"target", "content"}
-    return same_target and all(before.get(name) == identity.get(name) for name in names)
-
-
-def recomputed(folder: Path, first: Callable[[], Tensor]) -> bool:
-    """Whether the target still gives conversation 0's stored features, up to rounding."""
-    file = shard_file(folder, 0)
-    if not file.exists():
-        return True
-    with readable(file), safe_open(file, framework="pt") as shard:
-        stored = shard.get_tensor("0").float()
-    now = first()[0].float().cpu()
-    return stored.shape == now.shape and bool((stored - now).norm() < 0.05 * stored.norm())
 
 
 def forwards(rows: Sequence[Tensor], number: int, batch_size: int) -> int:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, replace
 from treespec.train.config import TrainConfig
 from treespec.train.depths import hydra_objective, medusa_objective
 from treespec.train.eagle import eagle_objective
-from treespec.train.eagle3_options import EAGLE3_FLAGS
 from treespec.train.loss import Objective
 from treespec.train.unrolled import eagle3_objective
 
@@ -36,15 +35,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Training:
-    """flags: options that are refused for the kinds that do not name them.
-
-    restricted_first: its own output layer is trained on the draft vocabulary alone, as d2t is among
+    """restricted_first: its own output layer is trained on the draft vocabulary alone, as d2t is among
     its weights. The others are trained on all tokens, and restricted when they draft.
     """
 
     recipe: Recipe
     objective: Objective
-    flags: tuple[str, ...] = ()
     restricted_first: bool = False
 
 
@@ -79,24 +75,15 @@ TRAINING = {  # by kind of head
     "eagle": Training(
         EAGLE,
         eagle_objective,
-        ("--no-bias", "--unrolled-steps", "--grow-at", "--loss-vocab", "--first-weights"),
     ),
     "eagle3": Training(
         EAGLE3,
         eagle3_objective,
-        ("--unrolled-steps", "--grow-at", "--freeze-output", *EAGLE3_FLAGS.values()),
         restricted_first=True,
     ),
-    "medusa": Training(MEDUSA, medusa_objective, ("--draft-heads",)),
-    "hydra": Training(HYDRA, hydra_objective, ("--draft-heads",)),
-    "hydra++": Training(HYDRA_PLUS, hydra_objective, ("--draft-heads", "--dropout")),
-}
-
-# What versions without a recipe in their record trained by, where it was another.
-EARLIER = {
-    "eagle3": replace(EAGLE3, unrolled_steps=7, grow_at=0.0),
-    "medusa": replace(HYDRA, epochs=2, learning_rate=1e-3),
-    "hydra++": HYDRA,
+    "medusa": Training(MEDUSA, medusa_objective),
+    "hydra": Training(HYDRA, hydra_objective),
+    "hydra++": Training(HYDRA_PLUS, hydra_objective),
 }
 
 

@@ -5,7 +5,7 @@ another run must agree with.
 """
 
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from treespec.text.sources import digest
 from treespec.train.checkpoints import latest_step
 from treespec.train.config import TrainConfig
 from treespec.train.datasets import data_file
-from treespec.train.kinds import EARLIER, TRAINING, recipe_of
+from treespec.train.kinds import recipe_of
 from treespec.train.validate import Validation
 
-Record = dict[str, object]  # the options of a run, its "recipe", and digests under "contents"
+FORMAT = 1
+Record = dict[str, Any]  # the options of a run, its "recipe", and digests under "contents"
 PATHS = ("target", "data", "features")
 ENDS = {"epochs", "max_steps", "minutes", "patience"}  # when a run ends
 MAY_CHANGE = ENDS | {
@@ -44,7 +45,7 @@ def record_of(config: TrainConfig) -> Record:
         "target": target_identity(config.target, config.variant),
         "data": digest(data_file(config.data)),
     }
-    return asdict(config) | recipe | {"contents": contents}
+    return asdict(config) | recipe | {"contents": contents, "format": FORMAT}
 
 
 def begun(folder: Path) -> Record | None:
@@ -54,7 +55,7 @@ def begun(folder: Path) -> Record | None:
     """
     if not (folder / "result.json").exists() and latest_step(folder) is None:
         return None
-    return read_json(folder / "config.json", f"delete {folder} to begin anew")
+    return read_json(folder / "config.json", f"delete {folder} to begin anew", FORMAT)
 
 
 def continued(config: TrainConfig, before: Record | None) -> TrainConfig:
@@ -64,11 +65,7 @@ def continued(config: TrainConfig, before: Record | None) -> TrainConfig:
     """
     if before is None or before.get("head", config.head) != config.head:
         return config
-    before = as_today(before)
-    recipe = before["recipe"]
-    assert isinstance(recipe, dict)
-    older = {"mixed_precision": "no", "accumulate": 1 if "grow_at" not in before else None}
-    defaults = older | recipe
+    defaults = {"mixed_precision": "no"} | before["recipe"]
     left_out: dict[str, Any] = {
         name: before[name] if before.get(name) is not None else value
         for name, value in defaults.items()
@@ -111,26 +108,19 @@ def keep(folder: Path, record: Record) -> None:
 def changes(before: Record, record: Record) -> Iterator[tuple[str, str]]:
     """How an earlier run differs, an option at a time: its name, and the difference in words.
 
-    Runs of older versions lack contents, and options that are newer: those have their defaults.
     Options that the recipe settles are compared as it settles them.
     """
-    # 1. Both as this version writes them.
-    before = as_today(before)
-    old_recipe, new_recipe = before["recipe"], record.get("recipe", {})
-    assert isinstance(old_recipe, dict)
-    assert isinstance(new_recipe, dict)
-    old_digests, new_digests = digests(before), digests(record)
+    old_recipe, new_recipe = before["recipe"], record["recipe"]
     for field in fields(TrainConfig):
-        # 2. An option of both; a recipe settles some.
+        # 1. An option of both; a recipe settles some.
         name = field.name
-        default = None if field.default is MISSING else field.default
-        then, now = before.get(name, default), record[name]
+        then, now = before.get(name), record[name]
         if name in new_recipe:
             then = old_recipe.get(name) if then is None else then
             now = new_recipe[name]
 
-        # 3. What differs. Contents count and not paths.
-        old, new = old_digests.get(name), new_digests.get(name)
+        # 2. What differs. Contents count and not paths.
+        old, new = before["contents"].get(name), record["contents"].get(name)
         if name == "out":  # its folder may have been moved
             continue
         if old and new:
@@ -140,31 +130,6 @@ def changes(before: Record, record: Record) -> Iterator[tuple[str, str]]:
                 yield name, f"another content of {name} = {now!r}"
         elif then != now and not (name in PATHS and same_path(then, now)):
             yield name, f"{name} = {then!r}, not {now!r}"
-
-
-def as_today(before: Record) -> Record:
-    """A record as this version writes it: older ones lack the recipe, which was another."""
-    if "save_dtype" not in before and before.get("unrolled_steps") == 7:
-        before = before | {"unrolled_steps": None}  # the default of older versions, EAGLE-3's alone
-    if "recipe" in before:
-        return before
-    kind = str(before.get("head", "eagle"))
-    return before | {"recipe": asdict(EARLIER.get(kind) or TRAINING[kind].recipe)}
-
-
-def began_with_all_tokens(folder: Path) -> bool:
-    """Whether a run of a version before `--loss` lies there: EAGLE-3 drafted all tokens by default.
-
-    folder: OUT/training.
-    """
-    file = folder / "config.json"
-    return file.exists() and "loss" not in read_json(file, f"delete {folder} to begin anew")
-
-
-def digests(record: Record) -> Record:
-    """The digests of target and data file; none in a record of an older version."""
-    contents = record.get("contents")
-    return contents if isinstance(contents, dict) else {}
 
 
 def same_path(one: object, other: object) -> bool:

@@ -28,14 +28,15 @@ from treespec.target import Target
 from treespec.text.examples import Example
 from treespec.train.card import write_card
 from treespec.train.checkpoints import latest_step
-from treespec.train.checks import SAVED, check, make_accelerator, precision_of, start_tracker
-from treespec.train.config import TrainConfig
+from treespec.train.checks import check
+from treespec.train.config import SAVED, TrainConfig
 from treespec.train.data import draft_vocabulary, law_tokens, prepare, read
 from treespec.train.dropout import drop_out
 from treespec.train.finite import check_weights
 from treespec.train.first_weights import fit_feature, pass_feature
 from treespec.train.kinds import recipe_of
-from treespec.train.record import Record, begun, continued, digests, finished, keep, record_of
+from treespec.train.machine import make_accelerator, precision_of, start_tracker
+from treespec.train.record import Record, begun, continued, finished, keep, record_of
 from treespec.train.running import Run
 from treespec.train.steps import fit
 from treespec.train.validate import Validation, describe
@@ -71,7 +72,7 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     if done := finished(folder, before, record):
         accelerator.print(f"{config.out} holds this head already: {describe(done)}")
         return done
-    examples = read(config, digests(record), accelerator)
+    examples = read(config, record["contents"], accelerator)
 
     # 2. the main process holds the folder until the head is there
     with (
@@ -210,9 +211,9 @@ def moved(head: Head, device: torch.device) -> Head:
 def stored_dtype(config: TrainConfig, target: Target) -> torch.dtype:
     """The dtype of the head's file: as chosen, or the narrower one of the target and its file."""
     if config.save_dtype != "auto":
-        return SAVED[config.save_dtype]
+        return cast(torch.dtype, getattr(torch, config.save_dtype))
     written = dtype_of_file(config.target, config.trust_remote_code, config.variant)
-    file = SAVED.get(written or "", target.dtype)
+    file = getattr(torch, written) if written in SAVED[1:] else target.dtype
     return file if target.dtype == torch.float32 else target.dtype
 
 

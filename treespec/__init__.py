@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from treespec.api import load
     from treespec.engine import Engine
     from treespec.errors import InputError
-    from treespec.spec import Spec, load
+    from treespec.spec import Spec
 
     __version__: str
 
@@ -22,7 +23,7 @@ if not (_here := Path(__file__).parent).joinpath("heads").is_dir():
 
 # Imported when first asked for: the command line must not wait for torch.
 _LATER = {
-    "load": "treespec.spec",
+    "load": "treespec.api",
     "Spec": "treespec.spec",
     "Engine": "treespec.engine",
     "InputError": "treespec.errors",
@@ -36,6 +37,11 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("treespec")
+    if name in ("Engine", "Spec"):  # which import torch and transformers
+        from treespec.quiet import quiet
+
+        with quiet():
+            return getattr(import_module(_LATER[name]), name)
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,18 +12,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from treespec.errors import InputError
 from treespec.heads import checksum
 
-# .NAME.PID.tmp; of older versions NAME.tmp-PID, .index-PID, .writing-PID and .NAME.json-PID
-TEMPORARY = re.compile(
-    r"(?:\..+\.(?=\d+\.tmp)|.+\.tmp-|\.(?:index|writing|.+\.json)-)(\d+)(?:\.tmp)?"
-)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")  # .NAME.PID.tmp
 LOCK = ".lock"
 
 
@@ -67,6 +66,21 @@ def check_writable(path: str | Path) -> None:
     remove_leftovers(path.parent)
 
 
+def check_folder(folder: str, out: str | None = None, option: str = "--out") -> None:
+    """Raises InputError for a folder of an option that cannot be made or written to.
+
+    out: the file inside that the option names, if it names a file.
+    """
+    path = Path(folder)
+    there = next(
+        (parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent)), path
+    )
+    if not there.is_dir():
+        raise InputError(f"{option} {out or folder}: {there} is a file, not a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"{option} {out or folder}: {there} may not be written to")
+
+
 @contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
     """Yields a temporary folder, renamed to `path` when the block ends. Raises as `writing`."""
@@ -95,11 +109,12 @@ def write_json(path: str | Path, fields: Mapping[str, object]) -> None:
     write_text(path, json.dumps(checksum.sealed(fields), indent=2, ensure_ascii=False) + "\n")
 
 
-def read_json(path: str | Path, remedy: str) -> checksum.Fields:
+def read_json(path: str | Path, remedy: str, form: int | None = None) -> checksum.Fields:
     """The fields of a JSON object, without its checksum.
 
-    remedy: advice about a damaged file, such as "delete it to measure again". Raises InputError for
-    a file that cannot be read, is no JSON object, or fails its checksum.
+    remedy: advice about a damaged file, such as "delete it to measure again". form: the number that
+    its field `format` must have. Raises InputError for a file that cannot be read, is no JSON
+    object, fails its checksum, or has another format.
     """
     path = Path(path)
     try:
@@ -113,13 +128,19 @@ def read_json(path: str | Path, remedy: str) -> checksum.Fields:
     if not checksum.intact(fields):
         raise InputError(f"{path} is damaged, its checksum does not match: {remedy}")
     fields.pop(checksum.FIELD, None)
+    if form is not None and fields.get("format") != form:
+        raise InputError(
+            f"{path} has format {fields.get('format')}, this treespec reads {form}: {remedy}"
+        )
     return fields
 
 
 def write_tensors(
-    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: str | Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Replace a safetensors file, its checksum in the header, as `writing` does."""
+    from safetensors.torch import save_file  # loads torch
+
     values = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = dict(metadata or {})
     about[checksum.FIELD] = checksum.of_tensors(values, about)
@@ -127,7 +148,16 @@ def write_tensors(
         save_file(values, temporary, metadata=about)
 
 
-def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_about(path: str | Path, remedy: str) -> dict[str, str]:
+    """The metadata in the header of a safetensors file. Raises InputError as `read_json`."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return dict(file.metadata() or {})
+    except Exception as error:  # safetensors raises what its header's bytes lead to
+        raise InputError(f"{path} is damaged: {remedy}") from error
+
+
+def read_tensors(path: str | Path, remedy: str) -> tuple[dict[str, "Tensor"], dict[str, str]]:
     """(tensors, metadata) of a safetensors file, on the CPU. Raises InputError as `read_json`."""
     path = Path(path)
     try:

@@ -3,8 +3,6 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
-
 from treespec.errors import InputError, first_line
 from treespec.heads.hub import only_cached
 from treespec.variant import Variant
@@ -30,6 +28,8 @@ def gguf_file(path: str, variant: Variant) -> Path | None:
         raise InputError(f"{start}, neither here nor in {path}")
 
     # 2. A name in the hub's repository.
+    from huggingface_hub import hf_hub_download
+
     try:
         offline = only_cached(path, variant.revision)
         file = Path(

@@ -29,12 +29,13 @@ from transformers.generation import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from treespec.api import load
 from treespec.decode import Text
 from treespec.errors import InputError
 from treespec.sampling import SamplingParams
 from treespec.shaping.law import Law
 from treespec.shaping.processors import Processed
-from treespec.spec import Spec, load
+from treespec.spec import Spec
 from treespec.stats import Stats
 from treespec.text.ending import Ending
 

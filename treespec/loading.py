@@ -11,7 +11,7 @@ from treespec.draft.fit.dtype import dtype_for, rates_of
 from treespec.draft.source import Source, source_for
 from treespec.draft.sources import HEADS, source_of
 from treespec.errors import InputError
-from treespec.heads.checkpoint import head_folder
+from treespec.heads.names import head_folder
 from treespec.locks import alone_with
 from treespec.model.adapters import unwrapped
 from treespec.model.packed import pack

@@ -55,16 +55,6 @@ JOINED = re.compile(  # suffix:DIR+eagle:HEAD; the first + before a drafter's na
 )
 DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in sparse:512,snapkv
 
-SCHEMES = (
-    *("single", "rrs", "rrs-wo", "kseq", "spechub", "greedy"),
-    *("is-lp", "otm-lp", "optimal", "topk", "typical"),
-)
-LOSSY = ("typical",)
-VERIFIERS = (
-    *("auto", *SCHEMES, "block", "traversal"),
-    *("layer:greedy", "layer:single", "layer:optimal"),
-)
-
 # How each tree is written; 2x4 is short for balanced:2x4.
 TREE_FORMS = {
     "auto": "auto",
@@ -83,6 +73,10 @@ TREE_FILE = "a JSON file of paths"
 LOAD_IN = ("4bit", "8bit", "fp8", "int8")
 LOAD_IN_FORMS = (*LOAD_IN, "gguf:FILE")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+# accelerate's placements, torch's devices and their numbers
+PLACES = (
+    r"auto|balanced|balanced_low_0|sequential|(cpu|cuda|mps|xpu|npu|hpu|mlu|musa|meta)(:\d+)?|\d+"
+)
 QUESTIONS = ("builtin", "mt-bench", "spec-bench", "humaneval", "gsm8k")
 
 
@@ -192,6 +186,15 @@ def check_ranges(config: "DataclassInstance", flag: str = "--") -> None:
                 raise InputError(f"{name} is {number}, must be {allowed}")
 
 
+def check_filled(config: "DataclassInstance") -> None:
+    """Raises InputError for the first option that is an empty text, or a list that holds one."""
+    for known in fields(config):
+        value = getattr(config, known.name)
+        if value == "" or (isinstance(value, list) and "" in value):
+            name = known.name.replace("_", "-")
+            raise InputError(f"--{name} is empty: give a value, or leave the option out")
+
+
 def check_choices(config: "DataclassInstance") -> None:
     """Raises InputError for the first name that is none of its option's choices."""
     for known in fields(config):
@@ -201,6 +204,15 @@ def check_choices(config: "DataclassInstance") -> None:
             raise InputError(
                 f"--{name} is {value!r}, must be {either(choices)}{nearest(value, choices)}"
             )
+
+
+def check_place(device_map: str | None) -> None:
+    """Raises InputError for a `--device-map` that accelerate has not."""
+    if device_map is not None and not re.fullmatch(PLACES, device_map):
+        raise InputError(
+            f"--device-map is {device_map!r}, must be auto, balanced, sequential, or a device such "
+            "as cpu or cuda:0"
+        )
 
 
 def numbers_in(name: str, text: str, allowed: Range, words: Collection[str]) -> list[float]:

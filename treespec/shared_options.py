@@ -12,28 +12,29 @@ from treespec.options import (
     DRAFTER_FORMS,
     DTYPES,
     LOAD_IN_FORMS,
-    LOSSY,
     MANY,
     QUESTIONS,
     TOKENS,
     TREE_FILE,
     TREE_FORMS,
-    VERIFIERS,
     check_choices,
+    check_filled,
+    check_place,
     check_ranges,
     either,
     option,
     shared,
 )
 from treespec.variant import Variant
+from treespec.verify.facts import LOSSY, NAMES
 
 DRAFTER = (
     f"drafter in place of --head: {either(DRAFTER_FORMS.values())}; suffix+eagle:HEAD and the like "
     "draft from both"
 )
 TREE = f"shape of the drafted tree: {either([*TREE_FORMS.values(), TREE_FILE])}"
-MARKED = [f"{name} (lossy)" if name in LOSSY else name for name in VERIFIERS]
-VERIFIER = f"how draft tokens are verified: {either(MARKED)}"
+MARKED = [f"{name} (lossy)" if name in LOSSY else name for name in NAMES]
+VERIFIER = f"how draft tokens are verified: {either(sorted(MARKED, key='auto'.__ne__))}"
 FASTEST = "auto takes the fastest, chosen anew in each cycle"
 PER_CATEGORY = "ask only the first N questions of each category, or task of Spec-Bench"
 TRUST = "run Python files from the target's directory or repository; read them first"
@@ -42,7 +43,7 @@ QUESTION_FILE = f"{', '.join(QUESTIONS)} or a JSONL file in FastChat's format"
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """Raises InputError for a number out of its range and for an unknown name.
+    """Raises InputError for an empty text, a number out of its range and an unknown name.
 
     PANEL: the heading in `--help` of the options that a group declares.
     """
@@ -50,6 +51,7 @@ class CommandOptions:
     PANEL: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
+        check_filled(self)
         check_ranges(self)
         check_choices(self)
 
@@ -111,6 +113,10 @@ class PlacementOptions(CommandOptions):
         "auto",
         choices=DTYPES,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_place(self.device_map)
 
 
 @dataclass(frozen=True, kw_only=True)

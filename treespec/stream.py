@@ -9,7 +9,7 @@ from typing import final
 from treespec.decode import Piece
 from treespec.errors import InputError
 from treespec.logprobs import TokenLogprob
-from treespec.stats import Stats
+from treespec.stats import Stats, figures_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,12 @@ class Output:
     token_ids: list[int]
     stats: Stats
     logprobs: list[TokenLogprob] | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Output({figures_of(self.stats)})"
 
 
 @final

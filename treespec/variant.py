@@ -1,10 +1,19 @@
 """Which of a model's files are read, and in which form its weights are held."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import final
 
 from treespec.errors import InputError
 from treespec.options import LOAD_IN, LOAD_IN_FORMS, either, nearest
+
+# form of --load-in -> the module that it takes, and what installs that
+TAKES = {
+    "4bit": ("bitsandbytes", "bitsandbytes"),
+    "8bit": ("bitsandbytes", "bitsandbytes"),
+    "fp8": ("torchao", "'treespec[quant]'"),
+    "int8": ("torchao", "'treespec[quant]'"),
+}
 
 
 @final
@@ -41,6 +50,15 @@ class Variant:
     def quantizer(self) -> str | None:
         """The name in `LOAD_IN` of what quantises the weights while they are loaded."""
         return self.load_in if self.gguf is None else None
+
+    def check_package(self) -> None:
+        """Raises InputError where the package that quantises is not installed."""
+        if self.quantizer is not None:
+            module, install = TAKES[self.quantizer]
+            if find_spec(module) is None:
+                raise InputError(
+                    f"--load-in {self.load_in} takes the package {module}: pip install {install}"
+                )
 
 
 AS_IT_IS = Variant()

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treespec.target import Target
-from treespec.trees.static import StaticTree, balanced, chain, layout
+from treespec.trees.layout import layout
+from treespec.trees.static import StaticTree, balanced, chain
 from treespec.trees.tree import TokenTree, root_only
 
 SIZES: dict[str, Any] = {

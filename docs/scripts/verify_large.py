@@ -15,7 +15,8 @@ from torch import Tensor
 from treespec.draft.grow.static import stack, table
 from treespec.model.allocator import keep_freed_memory
 from treespec.sampling import SamplingParams, TargetLaws
-from treespec.trees.static import StaticTree, layout
+from treespec.trees.layout import layout
+from treespec.trees.static import StaticTree
 from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.registry import verifier_by_name
 from treespec.verify.scheme import Scheme

@@ -16,11 +16,12 @@ from treespec.eval.common import Step
 from treespec.eval.environment import describe
 from treespec.eval.loading import load_models
 from treespec.eval.questions import Question, load_questions
-from treespec.eval.texts import Passage, content_of, passages_of
+from treespec.eval.texts import Passage, passages_of
 from treespec.files import read_tensors, write_tensors
 from treespec.identity import identity_of, target_identity
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec
+from treespec.text.plain import content_of
 
 CHANGE_NO_LOGITS = {
     *("out", "preset", "laws", "verifier", "temperature", "draws", "draft_temperature"),

@@ -5,7 +5,7 @@ from itertools import product
 
 from treespec.errors import InputError
 from treespec.eval.common import listed, number
-from treespec.options import LOSSY, MANY, SCHEMES, SEEDS, TOKENS, either, option, shared
+from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
 from treespec.shared_options import (
     HeadOptions,
     PlacementOptions,
@@ -13,8 +13,9 @@ from treespec.shared_options import (
     TextOptions,
     VariantOptions,
 )
+from treespec.verify.facts import SCHEMES, known_scheme
 
-LOSSLESS = tuple(name for name in SCHEMES if name not in LOSSY)
+LOSSLESS = tuple(name for name, scheme in SCHEMES.items() if scheme.lossless)
 
 Settings = dict[str, str | int]
 
@@ -216,3 +217,25 @@ def cases(sweep: AcceptanceConfig) -> list[Case]:
             f"--draft-temperature {sweep.draft_temperature} has no list for --draws {sweep.draws}"
         )
     return fitting
+
+
+def schemes_in(verifiers: str) -> list[str]:
+    """The distinct names in `--verifier`, all of them for "all".
+
+    Raises InputError for an unknown or lossy scheme, and for one with draft temperatures of its
+    own.
+    """
+    parts = listed("verifier", verifiers)
+    names = [name for part in parts for name in (LOSSLESS if part == "all" else (part,))]
+    for name in names:
+        scheme, options = known_scheme(name, allow_lossy=True)
+        if not scheme.lossless:
+            raise InputError(
+                f"verifier {name} is not lossless: its rate is not comparable; leave it out"
+            )
+        if options.get("draft_temperatures"):
+            raise InputError(
+                f"verifier {name}: give the temperatures of its draws by --draft-temperature, "
+                "such as 1.2/2"
+            )
+    return list(dict.fromkeys(names))

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from treespec.errors import InputError
 from treespec.eval.acceptance.collect import Logits, collected
-from treespec.eval.acceptance.config import AcceptanceConfig, Case, cases, sweeps
+from treespec.eval.acceptance.config import AcceptanceConfig, Case, cases, schemes_in, sweeps
 from treespec.eval.acceptance.given_laws import Laws, read_laws
 from treespec.eval.acceptance.plot import plot
 from treespec.eval.acceptance.rates import MethodRates, rate
 from treespec.eval.acceptance.result import AcceptanceResult, Coordinates, Mean, Row
 from treespec.eval.acceptance.table import report_of
-from treespec.eval.common import Step, listed
+from treespec.eval.common import Step
 from treespec.eval.report import markdown
 from treespec.files import locked, write_json, write_text
 from treespec.sampling import SamplingParams
 from treespec.verify.rates import OPTIMA
-from treespec.verify.registry import SCHEMES, scheme_by_name
+from treespec.verify.registry import scheme_by_name
 from treespec.verify.scheme import Scheme
 
 
@@ -188,23 +188,6 @@ def schemes_of(verifiers: str) -> dict[str, Scheme]:
     Raises InputError for an unknown or lossy scheme, and for one with draft temperatures of its
     own.
     """
-    # 1. Names.
-    lossless = [name for name, scheme in SCHEMES.items() if scheme.lossless]
-    names: list[str] = []
-    for name in listed("verifier", verifiers):
-        names += lossless if name == "all" else [name]
-
-    # 2. Schemes that can stand beside each other.
-    schemes = {name: scheme_by_name(name, allow_lossy=True) for name in dict.fromkeys(names)}
-    for name, scheme in schemes.items():
-        if not scheme.lossless:
-            raise InputError(
-                f"verifier {name} is not lossless: its rate is not comparable; leave it out"
-            )
-        if scheme.draft_temperatures:
-            raise InputError(
-                f"verifier {name}: give the temperatures of its draws by --draft-temperature, "
-                "such as 1.2/2"
-            )
+    schemes = {name: scheme_by_name(name) for name in schemes_in(verifiers)}
     order = [*OPTIMA, None]
     return dict(sorted(schemes.items(), key=lambda item: order.index(item[1].drawing)))

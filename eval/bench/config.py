@@ -1,6 +1,7 @@
 """The options of `treespec bench`."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from treespec.errors import InputError
 from treespec.eval.common import listed
@@ -15,6 +16,9 @@ from treespec.shared_options import (
     QuestionOptions,
     TargetOptions,
 )
+
+if TYPE_CHECKING:
+    from treespec.eval.pairs import Pair
 
 CONTEXTS = (128, 1024, 4096)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tree sizes of the timed forwards
@@ -64,6 +68,20 @@ class BenchConfig(TargetOptions, PlacementOptions, DrafterOptions, QuestionOptio
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_one_source()
+
+
+def check_verifiers(config: BenchConfig) -> dict[str, "Pair"]:
+    """Drafter, verifier and tree by their names in `--verifier`. Raises InputError for unfit ones."""
+    from treespec.eval.pairs import Pair, check_paired, refuse_unfit  # loads numpy
+
+    assert config.source
+    named = {}
+    for name in listed("verifier", config.verifier):
+        verifier, _, tree = name.partition("@")
+        named[name] = Pair(config.source, verifier, tree or None)
+        check_paired(verifier, tree or None, config.source, config.allow_lossy)
+    refuse_unfit(list(named.values()), config.allow_lossy)
+    return named
 
 
 def whole_numbers(name: str, values: str, least: int) -> list[int]:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Collection
 from functools import partial
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -76,7 +76,8 @@ def generated(
         torch.manual_seed(seed)
         started = time.perf_counter()
         ids = torch.tensor([prompt], device=model.device)
-        text = model.generate(
+        generate: Any = model.generate
+        text = generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=settings, **method
         )
         tokens = text[0, len(prompt) :].tolist()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from treespec.eval.bench.config import BenchConfig
+from treespec.eval.bench.config import BenchConfig, check_verifiers
 from treespec.eval.bench.figures import Timed
 from treespec.eval.bench.waiting import CPU, stage_times
 from treespec.eval.common import listed, number
@@ -13,7 +13,6 @@ from treespec.eval.pairs import paired
 from treespec.sampling import SamplingParams
 from treespec.spec import Spec
 from treespec.trees.shape import Policy
-from treespec.verify.registry import verifier_by_name
 from treespec.verify.walk import Verifier
 
 ONE_TOKEN, AGAIN = PLAIN = "one token", "one token, again"
@@ -45,12 +44,10 @@ def drafts_of(config: BenchConfig) -> dict[str, Draft]:
 
     Raises InputError for a name that is unknown, and for a tree and verifier that do not fit.
     """
-    drafts = {}
-    for name in listed("verifier", config.verifier):
-        verifier, _, tree = name.partition("@")
-        chosen = verifier_by_name(verifier, config.allow_lossy)
-        drafts[name] = paired(chosen, tree or None, config.drafter)
-    return drafts
+    return {
+        name: paired(pair.verifier, pair.tree, config.drafter, config.allow_lossy)
+        for name, pair in check_verifiers(config).items()
+    }
 
 
 def own_rows(spec: Spec, drafts: dict[str, Draft], temperature: float, again: bool) -> list[Row]:

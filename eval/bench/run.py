@@ -19,7 +19,6 @@ from treespec.eval.common import Step
 from treespec.eval.environment import describe
 from treespec.eval.loading import load_models
 from treespec.eval.page.trees import FILE as TREES
-from treespec.eval.pairs import refuse_unfit
 from treespec.eval.questions import Question, first_of_each, load_questions
 from treespec.eval.report import markdown
 from treespec.eval.verdict import FEW
@@ -62,8 +61,6 @@ def bench(config: BenchConfig, report: Callable[[Step], None] = lambda step: Non
     """
     drafts = drafts_of(config)
     values = temperatures(config)
-    assert config.source
-    refuse_unfit([(config.source, *draft) for draft in drafts.values()])
     batches = batch_cases(config, drafts, values)
     plan = Plan(drafts, values, batches)
     contexts_of(config, 1 << 40)  # a target's context is not known yet

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treespec.api import load_options
 from treespec.eval.certify.asked import all_questions
 from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.numbers import NOTHING, Places, Sample, places
@@ -35,7 +36,7 @@ from treespec.eval.questions import load_questions
 from treespec.files import check_writable, write_json
 from treespec.options import memory_folder
 from treespec.sampling import SamplingParams
-from treespec.spec import Spec, load_options
+from treespec.spec import Spec
 
 TESTS = 11  # of sampled texts, at most
 OURS, PLAIN = 0, 1  # sides, for the seeds

@@ -16,8 +16,9 @@ from treespec.eval.certify.bets import ODDS, POWERS, on_odds, on_powers
 from treespec.sampling import TargetLaws
 from treespec.spec import Spec
 from treespec.trees.tree import Drafts, Draws, TokenTree
+from treespec.verify.facts import is_paced
 from treespec.verify.scheme import Chance, Scheme
-from treespec.verify.walk import Verdict, Verifier, is_paced
+from treespec.verify.walk import Verdict, Verifier
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from treespec.errors import InputError
 from treespec.eval.common import Step
 from treespec.eval.fit.skip_config import SkipConfig
 from treespec.eval.loading import load_models
-from treespec.eval.texts import CONVERSATIONS, content_of
 from treespec.files import check_writable
 from treespec.spec import Spec
 from treespec.target import Target
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
+from treespec.text.plain import CONVERSATIONS, content_of
 
 if TYPE_CHECKING:
     from optuna import Study, Trial

@@ -15,9 +15,9 @@ from treespec.eval.fit.features import rows_of
 from treespec.eval.fit.tree_config import TreeConfig
 from treespec.eval.loading import load_models
 from treespec.eval.questions import load_questions
-from treespec.eval.texts import content_of
 from treespec.files import check_writable, write_text
 from treespec.spec import Spec
+from treespec.text.plain import content_of
 from treespec.trees.medusa import expected_length, measured
 from treespec.trees.path_file import text_of
 from treespec.trees.sequoia import best_shape, best_trees, sequoia

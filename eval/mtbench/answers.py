@@ -132,8 +132,8 @@ def _to_json(answer: Answer) -> dict[str, object]:
 def _from_json(line: dict[str, Any]) -> Answer:
     """Raises one of BROKEN for anything but an answer.
 
-    FastChat's own answers have no category and no counts, and answers of older versions have no
-    checksum, so the types of the parts are checked here.
+    FastChat's own answers have no category, no counts and no checksum, so the types of the parts are
+    checked here.
     """
     # 1. The types.
     choice = line["choices"][0]

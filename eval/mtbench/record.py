@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any, NotRequired, TypedDict, cast
@@ -18,7 +18,7 @@ from treespec.options import members_of
 
 CHANGE_NO_ANSWER = ("out", "resamples", "allow_lossy", "run_code")  # options
 PLACES = ("target", "head")  # compared by content: another path may lead to the same model
-REMOVED = ("compile",)  # options of earlier versions, which changed no law
+FORMAT = 1
 MODELS = ("head", "model", *KINDS)  # kinds of drafters that are models
 
 
@@ -36,6 +36,7 @@ class Record(TypedDict):
     configurations that do not fit.
     """
 
+    format: int
     config: dict[str, Any]
     questions: str
     left_out: list[str]
@@ -48,12 +49,12 @@ def record_of(config: EvalConfig, questions: Sequence[Question], left_out: list[
     """The record of an evaluation before its models are loaded."""
     lines = json.dumps([asdict(question) for question in questions])
     digest = hashlib.sha256(lines.encode()).hexdigest()
-    return {"config": asdict(config), "questions": digest, "left_out": left_out}
-
-
-def saved_config(config: Mapping[str, Any]) -> EvalConfig:
-    """The options of a record: removed ones are skipped, newer ones have their defaults."""
-    return EvalConfig(**{name: value for name, value in config.items() if name not in REMOVED})
+    return {
+        "format": FORMAT,
+        "config": asdict(config),
+        "questions": digest,
+        "left_out": left_out,
+    }
 
 
 def read_record(file: Path, record: Record) -> Record | None:
@@ -65,9 +66,9 @@ def read_record(file: Path, record: Record) -> Record | None:
     # 1. The record that is there, as a whole.
     if not file.exists():
         return None
-    before = read_json(file, "choose another --out")
+    before = read_json(file, "choose another --out", FORMAT)
     try:
-        theirs, ours = asdict(saved_config(before["config"])), record["config"]
+        theirs, ours = asdict(EvalConfig(**before["config"])), record["config"]
         same_questions = before["questions"] == record["questions"]
         before["environment"].items()
         identities_in(before.get("models"))
@@ -136,7 +137,7 @@ def drafter_identity(drafter: str) -> str:
 
 
 def identities_in(models: Identities | None) -> list[str]:
-    """The target's identity, then the drafters'. A record of an older version has none."""
+    """The target's identity, then the drafters'. Before the models are loaded there is none."""
     return [models["target"], *models["drafts"]] if models else []
 
 

@@ -34,14 +34,13 @@ from treespec.eval.mtbench.record import (
 from treespec.eval.mtbench.result import Summary
 from treespec.eval.mtbench.summary import summarise
 from treespec.eval.mtbench.table import report_of
-from treespec.eval.pairs import paired, refuse_unfit
+from treespec.eval.pairs import Pair, paired, refuse_unfit
 from treespec.eval.questions import Question, first_of_each, load_checked
 from treespec.eval.report import markdown
 from treespec.eval.suites.checks import Check
 from treespec.eval.verdict import FEW
 from treespec.files import locked, write_json, write_text
 from treespec.sampling import SamplingParams
-from treespec.verify.registry import verifier_by_name
 
 WARM_UP_TOKENS = 16
 
@@ -97,7 +96,8 @@ def _evaluated(
 
     # 2. The rest of the answers.
     if plan:
-        refuse_unfit([(c.drafter, *draft) for c, draft in drafts.items() if c.drafter and draft])
+        named = [Pair(c.drafter, c.verifier, c.tree) for c in drafts if c.drafter and c.verifier]
+        refuse_unfit(named, config.allow_lossy)
         _answer_all(config, drafts, questions, files, plan, record, before, report)
 
     # 3. What they come to.
@@ -219,5 +219,5 @@ def _checked(configuration: Configuration, config: EvalConfig) -> Draft:
     SamplingParams(configuration.temperature, config.top_k, config.top_p)
     if configuration.verifier is None:
         return None
-    verifier = verifier_by_name(configuration.verifier, config.allow_lossy)
-    return paired(verifier, configuration.tree, configuration.drafter)
+    names = configuration.verifier, configuration.tree, configuration.drafter
+    return paired(*names, config.allow_lossy)

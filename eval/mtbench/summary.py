@@ -17,15 +17,14 @@ from treespec.errors import InputError
 from treespec.eval.bootstrap import Array, interval, resample
 from treespec.eval.common import STAGES, Stage
 from treespec.eval.mtbench.answers import Answer, read
-from treespec.eval.mtbench.config import Configuration, configurations
+from treespec.eval.mtbench.config import Configuration, EvalConfig, configurations
 from treespec.eval.mtbench.judge import verdicts
-from treespec.eval.mtbench.record import saved_config
 from treespec.eval.mtbench.result import Again, Ended, Figures, Right, Row, Same, Summary
 from treespec.eval.mtbench.right import right_figures
 from treespec.eval.questions import task_of
 from treespec.eval.verdict import FEW
 from treespec.files import read_json
-from treespec.verify.registry import verifier_by_name
+from treespec.verify.facts import known_verifier
 
 Answers = dict[int | str, Answer]  # by question
 
@@ -37,7 +36,7 @@ def summarise(out: Path, resamples: int = 1000) -> Summary:
     """
     # 1. The answers, by configuration and question.
     record = read_json(out / "config.json", "choose another --out")
-    config = saved_config(record["config"])
+    config = EvalConfig(**record["config"])
     asked = [c for c in configurations(config) if c.model_id not in record.get("unfit", ())]
     answered = {c: _answers(out / "answers" / f"{c.model_id}.jsonl") for c in asked}
     seconds = {c.temperature: answered.pop(c) for c in asked if c.again}
@@ -153,7 +152,7 @@ def _speed(row: Row) -> float:
 
 def _lossless(configuration: Configuration) -> bool:
     name = configuration.verifier
-    return name is None or verifier_by_name(name, allow_lossy=True).scheme.lossless
+    return name is None or known_verifier(name, allow_lossy=True).scheme.lossless
 
 
 def figures(mine: Sequence[Answer], baseline: Sequence[Answer] | None, draws: Array) -> Figures:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from treespec.eval.common import STAGE_NAMES, STAGES, drafted_by
-from treespec.eval.mtbench.record import saved_config
+from treespec.eval.mtbench.config import EvalConfig
 from treespec.eval.mtbench.result import Figures, Row, Summary
 from treespec.eval.mtbench.right import percent, right_sentences
 from treespec.eval.report import Report, Table
@@ -112,7 +112,7 @@ def _several(rows: Sequence[Row]) -> bool:
 def notes(summary: Summary) -> list[str]:
     """What one must know to read the figures."""
     # 1. What was measured, and on what.
-    config, rows = saved_config(summary["config"]), summary["configurations"]
+    config, rows = EvalConfig(**summary["config"]), summary["configurations"]
     lines = [
         f"Target {config.target}, {drafted_by(summary['config'])}, questions {config.questions} "
         f"({summary['questions']}), at most {config.max_new_tokens} new tokens a turn, "

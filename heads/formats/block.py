@@ -4,33 +4,13 @@ DFlash numbers the tapped layers in two ways, as EAGLE-3 does: speculators names
 tap enters, z-lab and SpecForge the layer that it leaves.
 """
 
-from collections.abc import Collection
-
 from treespec.heads.eagle3_layer import SLIDING
 from treespec.heads.formats import eagle3, speculators
 from treespec.heads.head import Config, Stored, Tensors
+from treespec.heads.known import DFLASH, KIND, P_EAGLE, p_eagle_levels
 from treespec.heads.p_eagle import INNER
 
-DFLASH, P_EAGLE = "dflash", "p-eagle"  # model_type of treespec's own directories
 VERIFIERS = ("verifier_lm_head.weight", "verifier_norm.weight")  # copies of the target's, not used
-KIND = "speculators_model_type"
-
-
-def recognises_dflash(config: Config, names: Collection[str]) -> bool:
-    """Whether a directory holds a DFlash head."""
-    named = "dflash" in str(config.get("architectures")).lower()
-    return (
-        named
-        or DFLASH in (config.get("model_type"), config.get(KIND))
-        or ("dflash_config" in config)
-    )
-
-
-def recognises_p_eagle(config: Config, names: Collection[str]) -> bool:
-    """Whether a directory holds a P-EAGLE head."""
-    named = "peagle" in str(config.get("architectures")).lower()
-    own = config.get("model_type") == P_EAGLE or config.get(KIND) == "peagle"
-    return named or own or "mask_hidden" in names
 
 
 def read_dflash(config: Config, tensors: Tensors) -> Stored:
@@ -142,24 +122,5 @@ def read_p_eagle(config: Config, tensors: Tensors) -> Stored:
         fields, inner = speculators.read(config | {KIND: "eagle3"}, tensors)
     else:
         fields, inner = eagle3.read(config, tensors)
-    fields |= {"model_type": P_EAGLE, "mask_token_id": token, "levels": levels_of(config)}
+    fields |= {"model_type": P_EAGLE, "mask_token_id": token, "levels": p_eagle_levels(config)}
     return fields, {"mask_hidden": mask_hidden} | {INNER + name: inner[name] for name in inner}
-
-
-def levels_of(config: Config) -> int:
-    """Levels of a P-EAGLE head: what speculators says, else 8, with which both projects train."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return int(config.get("levels") or methods[0].get("speculative_tokens") or 8)
-
-
-def dflash_levels(config: Config, names: Collection[str]) -> int | None:
-    """Levels that a DFlash head drafts; None where its config does not tell."""
-    size = config.get("block_size") or (config.get("dflash_config") or {}).get("block_size")
-    if not isinstance(size, int):
-        return None
-    return size if config.get("sample_from_anchor") else size - 1
-
-
-def p_eagle_levels(config: Config, names: Collection[str]) -> int | None:
-    """Levels that a P-EAGLE head drafts."""
-    return levels_of(config)

@@ -39,12 +39,6 @@ OLDER = {  # tensors that SGLang renames too
 }
 
 
-def recognises(config: Config, names: Collection[str]) -> bool:
-    """Whether a config.json is EAGLE-3's, in the format of any project."""
-    named = "eagle3" in str(config.get("architectures")).lower()
-    return named or "draft_vocab_size" in config or "speculators_model_type" in config
-
-
 def read(config: Config, tensors: Tensors) -> Stored:
     """Rename layers.0 to midlayer, translate SGLang's taps, and drop a d2t of all tokens.
 

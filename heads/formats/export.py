@@ -14,13 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from treespec.heads import checksum
-from treespec.heads.checkpoint import HeadError, head_folder, load_head
+from treespec.heads.checkpoint import HeadError, load_head
 from treespec.heads.formats import speculators
 from treespec.heads.formats.engines import Served
 from treespec.heads.head import Head
+from treespec.heads.known import check_export
+from treespec.heads.names import check_new, head_folder
 from treespec.heads.registry import HEADS
 
-FORMATS = ("sglang", "vllm", "speculators", "eagle", "treespec")
 TOKENS = 8  # length of the random text on which heads are compared
 
 
@@ -41,7 +42,7 @@ def export(
     embedding: Callable[[], Tensor] | None = None,
     norm_output: bool | None = None,
 ) -> Exported:
-    """Write a head's directory in the format of `to`, one of FORMATS.
+    """Write a head's directory in the format of `to`, a name of `Known.engines`.
 
     It writes a temporary folder, reads the head back, and then renames the folder to `out`. So a
     kill leaves no half-written head.
@@ -53,13 +54,8 @@ def export(
     """
     # 1. Refuse what needs no conversion to be refused.
     head = load_head(head_path, norm_output=norm_output)
-    if to not in FORMATS:
-        raise HeadError(f"--to is {to!r}, must be one of {', '.join(FORMATS)}")
-    if to not in HEADS[head.kind].writers:
-        able = " or ".join(sorted(name for name, kind in HEADS.items() if to in kind.writers))
-        raise HeadError(f"{to} takes heads of kind {able}: {head_path} is of kind {head.kind}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise HeadError(f"{out} exists already: name a new folder")
+    check_export(head.kind, to, head_path)
+    check_new(out)
 
     # 2. Write beside `out`, read back, compare, rename.
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")

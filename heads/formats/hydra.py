@@ -1,12 +1,8 @@
 """Hydra's heads of zankner/Hydra, whose config lacks the target's sizes."""
 
-import re
-from collections.abc import Collection, Iterable
-
 from treespec.heads.head import Config, Stored, Tensors
-from treespec.heads.hydra import ARCHITECTURES
+from treespec.heads.known import hydra_heads
 
-MARK = re.compile(r"hydra_(mlp|lm_head)\.")
 PREFIX = "prefix_embeding_layer."
 LAYER = PREFIX + "layers.0."
 OUTPUTS = ("hydra_lm_head.0.weight", "hydra_lm_head.0.1.weight")  # first head: Hydra's, Hydra++'s
@@ -15,20 +11,6 @@ UNUSED = {  # a copy of the target's embedding, and an embedding of the prefix l
     PREFIX + "embed_tokens.weight",
 }
 ANGLES = LAYER + "self_attn.rotary_emb.inv_freq"  # [D / 2], which follows from the config
-
-
-def recognises(config: Config, names: Collection[str]) -> bool:
-    """Whether a directory holds Hydra's or Hydra++'s heads."""
-    return (
-        "hydra_num_heads" in config
-        or config.get("model_type") == "hydra"
-        or any(map(MARK.match, names))
-    )
-
-
-def recognises_prefix(config: Config, names: Collection[str]) -> bool:
-    """Whether a directory holds Hydra++'s heads."""
-    return recognises(config, names) and config.get("hydra_head_arch") == ARCHITECTURES["hydra++"]
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
@@ -46,7 +28,7 @@ def read(config: Config, tensors: Tensors) -> Stored:
         raise ValueError(f"the head lacks {OUTPUTS[0]}; is it Hydra or Hydra++ heads?")
     vocab_size, hidden_size = output.shape
     by_shapes: Config = {
-        "hydra_num_heads": _heads(tensors),
+        "hydra_num_heads": hydra_heads(tensors),
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
     }
@@ -54,19 +36,6 @@ def read(config: Config, tensors: Tensors) -> Stored:
         by_shapes |= _attention(config, tensors, hidden_size)
     config = config | {name: value for name, value in by_shapes.items() if name not in config}
     return config, {name: value for name, value in tensors.items() if name not in UNUSED | {ANGLES}}
-
-
-def levels(config: Config, names: Iterable[str]) -> int | None:
-    """The number of heads, by the config or the names of the tensors; None where neither tells."""
-    heads = config.get("hydra_num_heads", _heads(names))
-    return heads or None if type(heads) is int else None
-
-
-def _heads(names: Iterable[str]) -> int:
-    return max(
-        (int(found[1]) + 1 for name in names if (found := re.match(r"hydra_mlp\.(\d+)\.", name))),
-        default=0,
-    )
 
 
 def _attention(config: Config, tensors: Tensors, width: int) -> dict[str, int]:

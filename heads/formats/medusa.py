@@ -1,27 +1,14 @@
 """Medusa's heads of FasterDecoding/Medusa, alone or within a whole model, and of vLLM."""
 
 import re
-from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
 
 from treespec.heads.formats.engines import Served
 from treespec.heads.head import Config, Stored, Tensors
+from treespec.heads.known import BLOCK, WHOLE, medusa_heads
 from treespec.heads.medusa import MedusaHead
-
-WHOLE = "medusa_head."  # before the names in a whole model
-BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.")  # vLLM's
-MARK = re.compile(r"\d+\.|blocks\.\d+\.|medusa_heads?\.")
-
-
-def recognises(config: Config, names: Collection[str]) -> bool:
-    """Whether a directory holds Medusa's heads, by tensor names if the config does not tell."""
-    return (
-        "medusa_num_heads" in config
-        or config.get("model_type") == "medusa"
-        or any(map(MARK.match, names))
-    )
 
 
 def read(config: Config, tensors: Tensors) -> Stored:
@@ -35,7 +22,7 @@ def read(config: Config, tensors: Tensors) -> Stored:
     if any(BLOCK.match(name) for name in tensors):
         config, tensors = _from_vllm(config, tensors)
     layers = config.get("medusa_num_layers", 1)
-    by_shapes = {"medusa_num_heads": _heads(tensors), "medusa_num_layers": layers}
+    by_shapes = {"medusa_num_heads": medusa_heads(tensors), "medusa_num_layers": layers}
     by_shapes |= _widths(tensors, f"0.{layers}.weight")
     config = config | {name: value for name, value in by_shapes.items() if name not in config}
     if type(heads := config["medusa_num_heads"]) is not int:
@@ -43,15 +30,6 @@ def read(config: Config, tensors: Tensors) -> Stored:
     if 0 < heads < by_shapes["medusa_num_heads"]:
         config = config | {"medusa_num_heads": by_shapes["medusa_num_heads"]}
     return config, tensors
-
-
-def levels(config: Config, names: Iterable[str]) -> int | None:
-    """The number of heads that `read` finds; None where the config holds something else."""
-    configured = [config[name] for name in ("num_heads", "medusa_num_heads") if name in config]
-    count = _heads(BLOCK.sub("", name.removeprefix(WHOLE)) for name in names)
-    if not all(type(number) is int for number in configured):
-        return None
-    return max([*configured, count]) or None
 
 
 def to_vllm(head: MedusaHead, served: Served) -> Stored:
@@ -92,12 +70,6 @@ def _from_vllm(config: Config, tensors: Tensors) -> Stored:
         for name in [name for name in named if name.endswith(".linear.weight")]:
             named[f"{name.removesuffix('weight')}bias"] = torch.zeros_like(named[name][:, 0])
     return config, named
-
-
-def _heads(names: Iterable[str]) -> int:
-    return max(
-        (int(found[1]) + 1 for name in names if (found := re.match(r"(\d+)\.", name))), default=0
-    )
 
 
 def _widths(tensors: Tensors, output: str) -> dict[str, int]:

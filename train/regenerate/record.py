@@ -12,6 +12,7 @@ from treespec.text.sources import digest
 from treespec.train.datasets import data_file
 from treespec.train.regenerate.config import RegenerateConfig
 
+FORMAT = 1
 # Options that change no row, only which are answered, how fast and where. Every lossless drafter gives the
 # target's law, so a head may be added on the way.
 FREE = {
@@ -44,13 +45,13 @@ def record_of(
         data = data_file(config.data, say)
         contents["data"] = digest(data)
     by = "a server" if config.endpoint else "the target"
-    return {"answers_by": by, **asdict(config), "contents": contents}, data
+    return {"format": FORMAT, "answers_by": by, **asdict(config), "contents": contents}, data
 
 
 def check_record(path: Path, record: dict[str, Any], begun: bool) -> None:
     """Write the record of a new run; for one that has begun, raise InputError where its rows would differ."""
     if begun:
-        before = read_json(path, f"delete {path.parent} to begin anew")
+        before = read_json(path, f"delete {path.parent} to begin anew", FORMAT)
         for change in changes(before, record):
             raise InputError(
                 f"{path.parent} holds rows with {change}; name another --out, or delete it"
@@ -59,11 +60,11 @@ def check_record(path: Path, record: dict[str, Any], begun: bool) -> None:
 
 
 def changes(before: dict[str, Any], record: dict[str, Any]) -> Iterator[str]:
-    """How an earlier run differs, an option at a time; the options of an older version are fewer."""
+    """How an earlier run differs, an option at a time."""
     for name, now in record.items():
-        if name in FREE or name == "contents" or name not in before:
+        if name in FREE or name == "contents":
             continue
-        then = before[name]
+        then = before.get(name)
         digests = before["contents"].get(name), record["contents"].get(name)
         differs = then != now if None in digests else digests[0] != digests[1]
         if differs:

@@ -140,7 +140,7 @@ class Work:
     @cached_property
     def local(self) -> Local:
         """The target, loaded when it is asked for."""
-        from treespec.spec import load_options
+        from treespec.api import load_options
 
         return Local(load_options(self.config), self.config)
 

@@ -78,7 +78,6 @@ def treespec(
 def main() -> None:
     """Run the command line and exit with its code. Every error is one line (`entry.run`)."""
     if not sys.stderr.isatty():
-        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):  # libraries' progress bars
-            os.environ.setdefault(name, "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     keep_freed_memory()  # in our own process only: `import treespec` leaves the allocator alone
     sys.exit(run(app, sys.argv[1:]))

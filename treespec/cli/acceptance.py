@@ -1,18 +1,30 @@
 """`treespec acceptance`: acceptance rates of verifiers, beside the optimum."""
 
-from treespec.cli.early import begin, check_folder, check_readable, check_step
+from treespec.cli.early import (
+    begin,
+    check_folder,
+    check_questions,
+    check_readable,
+    check_step,
+    check_text,
+)
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
-from treespec.eval.acceptance.config import AcceptanceConfig
+from treespec.eval.acceptance.config import AcceptanceConfig, cases, schemes_in, sweeps
 
 
 @takes(AcceptanceConfig)
 def acceptance(config: AcceptanceConfig) -> None:
     """Measure the acceptance rates of verifiers on a head's drafts, beside the optimum α*."""
     check_folder(config.out)
-    check_readable(text=config.text, laws=config.laws)
+    check_readable(laws=config.laws)
+    check_text(config.text)
+    check_questions(config.questions)
+    for sweep in sweeps(config):
+        cases(sweep)
+        schemes_in(sweep.verifier or "")
     if config.target and config.head and not config.given_laws:
-        begin(config.target, [f"head:{config.head}"], config.template)
+        begin(config, [f"head:{config.head}"])
         check_step(config.head, config.step)
     else:
         notice(f"reading {config.laws or config.preset} …")

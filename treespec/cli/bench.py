@@ -1,15 +1,19 @@
 """`treespec bench`: where the time goes, the speedup's bound, and transformers' generation."""
 
-from treespec.cli.early import begin, check_folder
+from treespec.cli.early import begin, check_folder, check_questions, check_there
 from treespec.cli.options import takes
-from treespec.eval.bench.config import BenchConfig
+from treespec.eval.bench.config import BenchConfig, check_verifiers
 
 
 @takes(BenchConfig)
 def bench(config: BenchConfig) -> None:
     """Time forwards, cycles and peers in one run."""
     check_folder(config.out)
-    begin(config.target, [config.source] if config.source else [], config.template)
+    check_questions(config.questions)
+    check_verifiers(config)
+    begin(config, [config.source] if config.source else [], chats=True)
+    if config.assistant is not None:
+        check_there(config.assistant, "assistant directory")
     from pathlib import Path
 
     from treespec.cli.progress import remark, show_result, with_progress

@@ -1,6 +1,6 @@
 """`treespec calibrate`: how likely the target accepts a head's drafts, for sampled trees."""
 
-from treespec.cli.early import begin, check_readable
+from treespec.cli.early import begin, check_questions, check_text
 from treespec.cli.options import takes
 from treespec.eval.fit.calibrate_config import CalibrateConfig
 
@@ -8,8 +8,9 @@ from treespec.eval.fit.calibrate_config import CalibrateConfig
 @takes(CalibrateConfig)
 def calibrate(config: CalibrateConfig) -> None:
     """Fit the acceptance probabilities that --tree sampled uses. Training does so too."""
-    check_readable(text=config.text)
-    begin(config.target, [f"head:{config.head}"], config.template)
+    check_text(config.text)
+    check_questions(config.questions)
+    begin(config, [f"head:{config.head}"])
     from treespec.cli.progress import with_progress
     from treespec.eval.fit.calibrate import calibrate_head
 

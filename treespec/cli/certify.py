@@ -2,7 +2,7 @@
 
 import typer
 
-from treespec.cli.early import begin, check_file, check_pairing
+from treespec.cli.early import begin, check_file, check_pairing, check_questions
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice
 from treespec.eval.certify.config import CertifyConfig
@@ -13,8 +13,9 @@ def certify(config: CertifyConfig) -> None:
     """Test whether a target, head, verifier and tree are exact. Exit code 0: yes, 1: no."""
     # 1. Check what needs no weights.
     check_file(config.out)
+    check_questions(config.questions)
     if config.source is not None:
-        begin(config.target, [config.source], config.template)
+        begin(config, [config.source], chats=True)
         check_pairing(config.source, config.tree, config.verifier, config.allow_lossy)
     from pathlib import Path
 

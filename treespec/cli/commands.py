@@ -18,7 +18,7 @@ from treespec.stats import figures_of
 from treespec.text.conversations import read_conversations
 from treespec.text.printable import one_line
 from treespec.trees.policy import FORMS
-from treespec.verify.registry import NAMES
+from treespec.verify.facts import NAMES
 
 
 @final

@@ -74,8 +74,8 @@ def variables_of(text: str) -> dict[str, object]:
     return variables
 
 
-def begin(config: ModelOptions) -> None:
-    """Announce the load and check what needs no weights.
+def begin(config: ModelOptions, words: bool = True, chats: bool = True) -> None:
+    """Announce the load and check what needs no weights. words, chats: as for `early.begin`.
 
     Raises InputError, HeadError and TreeError.
     """
@@ -85,9 +85,9 @@ def begin(config: ModelOptions) -> None:
         )
     if config.source is None:
         refuse_unused(config)
-        early.begin(config.target, template=config.template)
+        early.begin(config, words=words, chats=chats)
     else:
-        early.begin(config.target, [config.source], config.template)
+        early.begin(config, [config.source], words, chats)
         early.check_pairing(config.source, config.tree, config.verifier, config.allow_lossy)
 
 
@@ -100,9 +100,8 @@ def refuse_unused(config: ModelOptions) -> None:
 
 
 def load_spec(config: ModelOptions) -> "Spec":
-    """Check, then load what answers."""
-    begin(config)
-    from treespec.spec import load_options
+    """Load what answers, which `begin` has checked."""
+    from treespec.api import load_options
 
     spec = load_options(config)
     end_notice()

@@ -96,7 +96,8 @@ def read(file: str) -> Mapping[object, object]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
+        text = Path(file).expanduser().read_text(encoding="utf-8")
+        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise InputError(f"cannot read {CONFIG} {file}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
@@ -105,6 +106,9 @@ def read(file: str) -> Mapping[object, object]:
         return {}
     if not isinstance(content, dict):
         raise InputError(f"{CONFIG} {file} holds no options: write lines such as max-steps: 1000")
+    keys = [key.value.replace("-", "_") for key, _ in node.value]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise InputError(f"{CONFIG} {file} gives {twice[0].replace('_', '-')} twice: leave one out")
     return content
 
 

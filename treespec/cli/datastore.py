@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import typer
 
-from treespec.cli.early import begin, check_folder, check_readable
+from treespec.cli.early import begin, check_folder, check_text
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice
 from treespec.errors import InputError
@@ -31,11 +31,14 @@ def datastore() -> None:
 def build(config: DatastoreConfig) -> None:
     """Encode text and sort its suffixes, which takes about a second per million tokens."""
     check_folder(config.out)
-    check_readable(data=config.data)
-    begin(config.target, template=config.template)
+    check_text(config.data, "data")
+    begin(config)
     import time
+    from pathlib import Path
 
     from treespec.draft.model_free import datastore
+
+    datastore.refuse_what_is_there(Path(config.out))
     from treespec.text.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.variant)

@@ -1,15 +1,19 @@
 """Refuse names, paths and small files before anything heavy is loaded."""
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from treespec.cli.terminal import notice
 from treespec.demo.known import is_demo
 from treespec.errors import InputError
+from treespec.files import check_folder
+from treespec.heads.names import check_files as check_head_files
+from treespec.heads.names import head_folder
 from treespec.heads.places import mistyped
+from treespec.model.folder import check_files, check_words, located
 from treespec.options import (
     DRAFTER_FORMS,
     DRAFTERS,
@@ -22,24 +26,51 @@ from treespec.options import (
     suffix_parts,
 )
 
+if TYPE_CHECKING:
+    from treespec.eval.acceptance.config import AcceptanceConfig
+    from treespec.shared_options import TargetOptions
 
-def begin(target: str, drafters: Sequence[str] = (), template: str | None = None) -> None:
+MOST_READ = 1 << 26  # bytes of a JSON list, which is read as a whole
+
+
+def begin(
+    options: "TargetOptions | AcceptanceConfig",
+    drafters: Sequence[str] = (),
+    words: bool = True,
+    chats: bool = False,
+) -> None:
     """Check what needs no weights, and announce the load.
 
-    drafters: `kind:value` each, as `--drafter` takes them. template: the name of a template of
-    fschat.
+    drafters: `kind:value` each, as `--drafter` takes them. words: whether the target needs a
+    tokenizer. chats: whether messages go through its chat template.
     Raises InputError and HeadError.
     """
+    target, template = options.target or "", options.template
     check_sources(target, drafters)
     notice(f"loading {target} …")
     if template is not None:
         from treespec.text.templates import check
 
         check(None, template)
+    check_files_of_target(options, words, chats and template is None)
     for drafter in drafters:
         for member in members_of(drafter):
-            check_files(member, target)
+            check_files_of(member, target)
             check_options(member)
+
+
+def check_files_of_target(
+    options: "TargetOptions | AcceptanceConfig", words: bool = False, chats: bool = False
+) -> None:
+    """Raises InputError for a target whose files are missing or damaged. Options as for `begin`."""
+    options.variant.check_package()
+    path, variant = str(Path(options.target or "").expanduser()), options.variant
+    if is_demo(options.target):
+        return
+    located(path, options.trust_remote_code, variant)
+    check_files(path, variant)
+    if words or chats:
+        check_words(path, variant, chats)
 
 
 def check_sources(target: str, drafters: Sequence[str] = ()) -> None:
@@ -67,8 +98,6 @@ def check_source(drafter: str, width: int | None) -> None:
     if kind == "suffix" and (joined := re.search(r"\+([\w+-]*):", value)):
         hint = nearest(joined[1], DRAFTERS)
         raise InputError(f"--drafter {drafter}: unknown drafter {joined[1]!r}{hint}")
-    if kind == "head" and not value:
-        raise InputError("--head is empty: name a directory or a hub id")
     if kind in (*HEADS, "model", "rest") and not value:
         raise InputError(f"--drafter {kind} names no directory: write {kind}:PATH")
     if kind in HEADS:
@@ -76,13 +105,14 @@ def check_source(drafter: str, width: int | None) -> None:
     elif kind == "model":
         for model in [value] if Path(value).exists() else value.split("+"):
             check_there(model, "draft model's directory")
+            check_files(str(Path(model).expanduser()))
     elif kind == "self" and not Path(value).is_file():
         raise InputError(f"--drafter self:{value}: no such file; make one with treespec skip")
 
 
 def check_head(head: str, width: int | None) -> None:
     """Raises InputError for a missing directory, and for a head of a target of another width."""
-    check_there(head, "head directory")
+    check_head_files(head)
     head_width = width_of(head)
     if width and head_width and head_width != width:
         raise InputError(
@@ -122,7 +152,7 @@ def _number_in(folder: str, *names: str) -> int | None:
     return next((value for value in values if isinstance(value, int)), None)
 
 
-def check_files(drafter: str, target: str) -> None:
+def check_files_of(drafter: str, target: str) -> None:
     """Raises InputError for a drafter whose small files are damaged or belong to something else.
 
     drafter: `kind:value`. The files are a head's config.json and calibration.json, a skip set, and
@@ -135,7 +165,7 @@ def check_files(drafter: str, target: str) -> None:
         from treespec.draft.pairing import check_kind
 
         check_kind(kind, value)
-        load_calibration(folder)
+        load_calibration(head_folder(value))
     elif kind == "self":
         from treespec.draft.models.skip_set import load_skip_set
 
@@ -149,34 +179,36 @@ def check_files(drafter: str, target: str) -> None:
 def check_pairing(drafter: str, tree: str | None, verifier: str, allow_lossy: bool) -> None:
     """Raises InputError or TreeError for an unknown tree, verifier or drafter, and for a bad pair.
 
-    drafter: `kind:value`. Names load torch; a head's depth loads transformers too.
+    drafter: `kind:value`.
     """
     from treespec.draft.pairing import check_named
     from treespec.trees.policy import policy
-    from treespec.verify.registry import verifier_by_name
+    from treespec.verify.facts import known_verifier
 
     chosen = None if tree is None else policy(tree)
-    check_named(drafter, verifier_by_name(verifier, allow_lossy), chosen)
+    check_named(drafter, known_verifier(verifier, allow_lossy), chosen)
 
 
 def check_options(drafter: str) -> None:
     """Raises InputError for a drafter's options that are not understood, and for its folder.
 
-    drafter: `kind:value`. The folder is a datastore's or a memory's. Both load transformers.
+    drafter: `kind:value`. The folder is a datastore's or a memory's.
     """
     kind, _, value = drafter.partition(":")
     if value and kind in GIVEN:
-        from treespec.draft.model_free.datastore import check_datastore
-        from treespec.draft.model_free.kinds import OPTIONS, options_of
-        from treespec.draft.model_free.suffix_memory import check_memories
+        from treespec.draft.model_free.options import OPTIONS, options_of
 
         options_of(OPTIONS[kind], kind, value)
-        if kind == "rest":
-            check_datastore(rest_parts(value)[0])
-        elif kind == "suffix" and (folder := suffix_parts(value)[0]):
-            check_memories(Path(folder).expanduser())
+    if kind == "rest":
+        from treespec.draft.model_free.datastore import check_datastore
+
+        check_datastore(rest_parts(value)[0])
+    elif kind == "suffix" and (folder := suffix_parts(value)[0]):
+        from treespec.draft.model_free.suffix_memory import check_memories
+
+        check_memories(Path(folder).expanduser())
     elif kind == "sparse":
-        from treespec.draft.models.sparse import budget_of
+        from treespec.draft.model_free.options import budget_of
 
         budget_of(value)
 
@@ -202,16 +234,44 @@ def check_readable(**files: str | None) -> None:
         )
 
 
-def check_data(name: str) -> None:
-    """Raises InputError for `--data` that is no file, folder, known data set or one of the hub."""
+def check_data(name: str, answered: bool = True) -> None:
+    """Raises InputError for `--data` without a usable conversation, as far as that shows at once.
+
+    answered: as for `check_conversations`.
+    """
+    from treespec.text.conversations import check_conversations
     from treespec.text.hub_rows import load_library
-    from treespec.text.sources import hub_name
+    from treespec.text.sources import hub_name, size
     from treespec.train.known import DATA_SETS
 
     if hub_name(name):
         load_library(name)
     elif name not in DATA_SETS:
         check_readable(data=name)
+        if (size(name) or 0) <= MOST_READ:
+            check_conversations(name, answered)
+
+
+def check_text(file: str | None, name: str = "text") -> None:
+    """Raises InputError for a `--text` that cannot be read. A pipe, which is read once, passes."""
+    from treespec.text.plain import CONVERSATIONS, content_of
+
+    check_readable(**{name: file})
+    if file is None or Path(file).is_fifo():
+        return
+    if Path(file).suffix in CONVERSATIONS:
+        check_data(file)
+    elif not content_of(file).strip():
+        raise InputError(f"--{name} {file} is empty: it holds no text")
+
+
+def check_questions(name: str, categories: Sequence[str] = ()) -> None:
+    """Raises InputError for a file without questions. A published suite and a pipe pass."""
+    from treespec.eval.questions import load_checked
+    from treespec.options import QUESTIONS
+
+    if name not in QUESTIONS[1:] and not Path(name).is_fifo():
+        load_checked(name, categories)
 
 
 def check_file(out: str) -> None:
@@ -219,18 +279,3 @@ def check_file(out: str) -> None:
     if Path(out).is_dir():
         raise InputError(f"--out {out} is a directory: name a file")
     check_folder(str(Path(out).parent), out)
-
-
-def check_folder(folder: str, out: str | None = None) -> None:
-    """Raises InputError for an `--out` that cannot become a folder.
-
-    out: the file inside that the option names, if it names a file.
-    """
-    path = Path(folder)
-    there = next(
-        (parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent)), path
-    )
-    if not there.is_dir():
-        raise InputError(f"--out {out or folder}: {there} is a file, not a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"--out {out or folder}: {there} may not be written to")

@@ -1,13 +1,17 @@
 """The start and end of every command: safe output streams, and one line for any error."""
 
+import errno
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 from treespec.cli.config_file import expanded
 from treespec.cli.terminal import end_notice
+from treespec.errors import InputError
+from treespec.quiet import LOUD
 from treespec.text.printable import one_line
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ def run(app: "typer.Typer", arguments: Sequence[str]) -> int:
     show_warnings()
     wants_traceback = TRACEBACK in arguments
     try:
+        check_threads()
         plain = [word for word in arguments if word != TRACEBACK]
         code = app(expanded(app, plain), standalone_mode=False)
         sys.stdout.flush()
@@ -48,6 +53,8 @@ def run(app: "typer.Typer", arguments: Sequence[str]) -> int:
         end_notice()
         if words := in_words(error):
             print(f"treespec: {one_line(words)}", file=sys.stderr)
+        if is_full(error):
+            leave_stdout()
         return 2 if for_people else 1
     return code if isinstance(code, int) else 0
 
@@ -70,7 +77,7 @@ class WarningLines(logging.Handler):
 
 def show_warnings() -> None:
     """Show warnings of the library, such as of a dtype that is not the checkpoint's."""
-    for name in ("torchao", "torch.utils._pytree"):  # of kernels for other devices, and of enums
+    for name in LOUD[1:]:
         logging.getLogger(name).setLevel(logging.ERROR)
     log = logging.getLogger("treespec")
     if not any(isinstance(handler, WarningLines) for handler in log.handlers):
@@ -88,6 +95,8 @@ def in_words(error: Exception) -> str:
         return " ".join(parser_line().split())
     if getattr(error, "exit_code", None) == 2:
         return " ".join(str(error).split("\n"))
+    if is_full(error):
+        return "cannot write: standard output, or the disk, has no space left"
     if out_of_memory(error):
         return (
             f"no memory is left ({first_line(error)}): close other programs, take a smaller "
@@ -95,6 +104,21 @@ def in_words(error: Exception) -> str:
         )
     message = f"{type(error).__name__}: {first_line(error)}"
     return f"{message}. That is a bug: the same command with {TRACEBACK} shows where"
+
+
+def is_full(error: Exception) -> bool:
+    """Whether the place of a file or of standard output is full."""
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC
+
+
+def check_threads() -> None:
+    """Raises InputError for an OMP_NUM_THREADS that OpenMP would complain of on a line of its own."""
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    if not re.fullmatch(r"\s*[1-9]\d*(\s*,\s*[1-9]\d*)*\s*", threads):
+        raise InputError(
+            f"the environment's OMP_NUM_THREADS is {threads!r}, must be a whole number from 1: set "
+            "it anew, or unset it"
+        )
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -3,10 +3,17 @@
 import sys
 from pathlib import Path
 
-from treespec.cli.early import begin, check_folder
+from treespec.cli.early import begin, check_folder, check_questions
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
-from treespec.eval.mtbench.config import EvalConfig, drafters_of
+from treespec.eval.mtbench.config import (
+    EvalConfig,
+    categories_of,
+    check_kept,
+    configurations,
+    drafters_of,
+    pairs_of,
+)
 
 
 @takes(EvalConfig)
@@ -18,12 +25,18 @@ def evaluate(config: EvalConfig) -> None:
 def measure(config: EvalConfig) -> None:
     """Evaluate, then show tables and verdict."""
     check_folder(config.out)
+    check_kept(config)
+    configurations(config)
+    check_questions(config.questions, categories_of(config))
     if config.run_code:
         warn_of_code()
     if (Path(config.out) / "config.json").exists():  # a finished evaluation needs no models
         notice(f"reading {config.out} …")
     else:
-        begin(config.target, drafters_of(config), config.template)
+        begin(config, drafters_of(config), chats=True)
+        from treespec.eval.pairs import refuse_unfit
+
+        refuse_unfit(pairs_of(config)[0], config.allow_lossy)
     from treespec.cli.progress import remark, show_result, with_progress
     from treespec.eval.mtbench.run import evaluate as run
     from treespec.eval.mtbench.table import report_of

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from treespec.cli.config import AnswerConfig, load_spec
+from treespec.cli.config import AnswerConfig, begin, load_spec
 from treespec.cli.options import takes
 from treespec.cli.terminal import readable, standard_input
 from treespec.errors import InputError
@@ -44,10 +44,9 @@ def generate(config: GenerateConfig) -> None:
 
     A terminal shows control characters in an answer as symbols. A pipe gets them unchanged.
     """
-    # 1. Read the texts, and refuse empty ones before anything is loaded.
+    # 1. Read the texts before anything is loaded.
     texts = [read(text) for text in config.prompt or ["-"]]
     stop = [readable(text, "--stop") for text in config.stop or ()]
-    check_texts(texts, stop)
     prompts = [prompt_of(text, config.raw) for text in texts]
     options = config.sampling()
     options["stop"] = stop
@@ -57,6 +56,8 @@ def generate(config: GenerateConfig) -> None:
             f"--min-tokens is {config.min_tokens}, must be at most --max-new-tokens, "
             f"{config.max_new_tokens}"
         )
+
+    begin(config, chats=not config.raw)
 
     # 2. Answer, then print the figures.
     spec = load_spec(config)
@@ -70,7 +71,12 @@ def generate(config: GenerateConfig) -> None:
 
 
 def read(text: str) -> str:
-    return standard_input().strip() if text == "-" else readable(text, "--prompt")
+    """A prompt; `-` is standard input. Raises InputError where that is empty."""
+    if text != "-":
+        return readable(text, "--prompt")
+    if not (given := standard_input().strip()):
+        raise InputError("the prompt is empty: give one by --prompt or on standard input")
+    return given
 
 
 def prompt_of(text: str, raw: bool) -> "Single":
@@ -103,15 +109,3 @@ def answer_all(
     for output in outputs:
         total.add(output.stats)
     return total
-
-
-def check_texts(prompts: list[str], stop: list[str]) -> None:
-    """Raises InputError for an empty text, as `Spec.generate` does once the target is loaded."""
-    for number, text in enumerate(prompts, 1):
-        if not text:
-            which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
-            raise InputError(
-                f"{which}the prompt is empty: give one by --prompt or on standard input"
-            )
-    if not all(stop):
-        raise InputError("--stop is empty: leave it out")

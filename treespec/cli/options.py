@@ -47,7 +47,7 @@ def takes(config: type[Config]) -> Callable[[Callable[[Config], None]], Callable
 
 def _parameter(config: type[Config], field: Field, kind: type) -> inspect.Parameter:
     flag = "--" + field.name.replace("_", "-")
-    flags = (f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag,)
+    flags = (f"{flag}/--no-{flag[2:]}",) if kind in (bool, bool | None) else (flag,)
     option = typer.Option(*flags, help=_help(field), rich_help_panel=_panel(config, field.name))
     return inspect.Parameter(
         field.name,

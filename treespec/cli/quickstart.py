@@ -31,12 +31,12 @@ def quickstart(config: QuickstartConfig) -> None:
     """See a chat model answer faster, side by side, and verifiers measured, in about a minute."""
     # 1. The target. Without a head drafts are looked up in the sequence.
     drafter = default_drafter(config.target) or "lookup"
-    begin(config.target, [drafter])
+    begin(TargetOptions(target=config.target), [drafter], chats=True)
     from rich.console import Console
 
+    from treespec.api import load
     from treespec.cli.side_by_side import compare, measured
     from treespec.cli.terminal import end_notice
-    from treespec.spec import load
 
     spec = load(config.target, drafter=drafter)
     assert spec.source

@@ -40,11 +40,11 @@ def check(config: RegenerateConfig) -> None:
     """What needs no weights to tell. Raises InputError, HeadError, TreeError."""
     check_folder(config.out)
     if config.data is not None:
-        check_data(config.data)
+        check_data(config.data, answered=False)
     if config.endpoint is not None:
         return
     source = config.source
-    begin(config.target, [] if source is None else [source], config.template)
+    begin(config, [] if source is None else [source], chats=True)
     if source is not None:
         check_pairing(source, config.tree, config.verifier, config.allow_lossy)
 

@@ -11,6 +11,7 @@ from treespec.cli.options import takes
 from treespec.demo.known import DEMO
 from treespec.errors import InputError
 from treespec.options import MANY, TOKENS, option, shared
+from treespec.serve.address import bound
 from treespec.shared_options import CommandOptions, ModelOptions, TargetOptions
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -96,17 +97,16 @@ def serve(config: ServeConfig) -> None:
     keys = [key.strip() for key in config.api_key or os.environ.get(KEY, "").split()]
     if "" in keys:
         raise InputError("--api-key is empty: give the key that requests bring, or leave it out")
-    begin(config)
-    from treespec.serve import run
-    from treespec.serve.limits import Limits
-
-    listening = run.bound(config.host, config.port)
+    begin(config, words=False, chats=False)
+    listening = bound(config.host, config.port)
 
     # 2. The engine, and the application over it.
     spec = load_spec(config)
     from treespec.engine import Engine
     from treespec.names import target_name
+    from treespec.serve import run
     from treespec.serve.app import app_of
+    from treespec.serve.limits import Limits
     from treespec.serve.metrics import Metrics
     from treespec.serve.state import State
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from treespec.cli.early import begin, check_file, check_readable
+from treespec.cli.early import begin, check_file, check_pairing, check_text
 from treespec.cli.options import takes
 from treespec.eval.fit.skip_config import SkipConfig
 
@@ -11,8 +11,9 @@ from treespec.eval.fit.skip_config import SkipConfig
 def skip(config: SkipConfig) -> None:
     """Search for the sublayers whose skipping makes a target draft fastest. Nothing is trained."""
     check_file(config.out)
-    check_readable(text=config.text)
-    begin(config.target, template=config.template)
+    check_text(config.text)
+    begin(config)
+    check_pairing("self", config.tree, "auto", allow_lossy=False)
     from treespec.cli.progress import with_progress
     from treespec.eval.fit.skip_search import search_skip_set
 

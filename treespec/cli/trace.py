@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from treespec.cli.config import AnswerConfig, load_spec
-from treespec.cli.generate import GenerateConfig, check_texts, prompt_of, read
+from treespec.cli.config import AnswerConfig, begin, load_spec
+from treespec.cli.generate import GenerateConfig, prompt_of, read
 from treespec.cli.options import takes
 from treespec.cli.terminal import readable
 from treespec.errors import InputError
@@ -45,13 +45,14 @@ def trace(config: TraceConfig) -> None:
     # 1. Refuse bad input before anything is loaded.
     text = read("-" if config.prompt is None else config.prompt)
     stop = [readable(one, "--stop") for one in config.stop or ()]
-    check_texts([text], stop)
     if config.source is None:
         raise InputError(
             "a trace shows drafted trees, and nothing drafts: give --head or --drafter"
         )
     options = config.sampling()
     options["stop"] = stop
+
+    begin(config, chats=not config.raw)
 
     # 2. Answer, and show each cycle as it comes.
     spec = load_spec(config)

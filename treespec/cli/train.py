@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from treespec.cli.early import begin, check_data, check_folder
+from treespec.cli.early import begin, check_data, check_head, width_of
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice
 from treespec.train.config import TrainConfig
@@ -16,9 +16,13 @@ def train(config: TrainConfig) -> None:
 
     With several processes: accelerate launch -m treespec.train --target …
     """
-    check_folder(config.out)
+    from treespec.train.checks import check
+
+    check(config)
     check_data(config.data)
-    begin(config.target, template=config.template)
+    begin(config)
+    if config.from_head is not None:
+        check_head(config.from_head, width_of(config.target))
     from treespec.train.run import train
 
     end_notice()

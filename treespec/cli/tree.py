@@ -1,6 +1,6 @@
 """`treespec tree`: a static tree fitted to a head."""
 
-from treespec.cli.early import begin, check_file, check_readable
+from treespec.cli.early import begin, check_file, check_questions, check_text
 from treespec.cli.options import takes
 from treespec.eval.fit.tree_config import TreeConfig
 
@@ -10,8 +10,9 @@ def tree(config: TreeConfig) -> None:
     """Measure a head's accuracy by depth and rank, and write its best tree (--tree FILE.json)."""
     # 1. Check what needs no weights.
     check_file(config.out)
-    check_readable(text=config.text)
-    begin(config.target, [f"head:{config.head}"], config.template)
+    check_text(config.text)
+    check_questions(config.questions)
+    begin(config, [f"head:{config.head}"])
     from treespec.cli.progress import remark, show_result, with_progress
     from treespec.eval.fit.tree import make_tree
     from treespec.eval.report import Report, Table

@@ -9,8 +9,10 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treespec.errors import InputError, first_line
+from treespec.quiet import quiet
 
 
+@quiet()
 def convert(gguf: Path, out: Path) -> None:
     """Write model, tokenizer and chat template into `out`, the weights in bfloat16.
 

@@ -12,14 +12,9 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import numpy as np
-import torch
-from scipy.special import expit
-from torch import Tensor
-from torch.nn.functional import pad
 
 from treespec.errors import InputError
 from treespec.files import read_json, write_json
-from treespec.sampling import largest
 
 Known = TypeVar("Known")
 FILE = "calibration.json"
@@ -38,7 +33,7 @@ class Calibration:
     sizes: by temperature, pairs (price of a node, mean nodes of a tree).
     rates: by temperature, Pr(the first, second, … draw without replacement is accepted), counted
     while the target writes. The key 0.01 stands for temperature 0.
-    greedy and rates are empty in files of older versions.
+    greedy and rates may be empty.
     """
 
     tops: tuple[float, ...]
@@ -75,6 +70,8 @@ class Calibration:
         """
         if not self.greedy:
             return law
+        from scipy.special import expit  # reading a file does without scipy
+
         one, odds, rank, deep = self.greedy
         place = np.log(np.arange(1, law.shape[1] + 1))
         chance = expit(log_odds(law, 1e-6) * odds + (place * rank + (one + deep * depth)))
@@ -83,9 +80,11 @@ class Calibration:
     def chances(self, outlines: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """For F nodes: Pr(the r-th likeliest is output), Pr(the i-th draw is accepted).
 
-        outlines: [F, J + 2] by `outline`. depth: of the nodes. Returns [F, J] and [F, J + 1, M];
+        outlines: [F, J + 2] by `outlines.outline`. depth: of the nodes. Returns [F, J] and [F, J + 1, M];
         column j of the latter is for nodes whose first j children are the top tokens.
         """
+        from scipy.special import expit
+
         # 1. Top tokens.
         top, largest_left, square, left = seen(outlines)
         one, odds, rank, deep = self.tops
@@ -108,16 +107,6 @@ class Calibration:
 def nearest(known: Mapping[str, Known], temperature: float) -> Known:
     """The entry for the temperature nearest to this one, which is above 0."""
     return known[min(known, key=lambda t: abs(math.log(float(t) / temperature)))]
-
-
-def outline(q: Tensor) -> np.ndarray:
-    """[F, J + 2] float64 on the host: all that the models see of the laws q [F, V].
-
-    The J + 1 largest probabilities of each law, and the sum of its squares.
-    """
-    count = min(TOPS + 1, q.shape[-1])
-    top = pad(largest(q, count)[0], (0, TOPS + 1 - count))
-    return torch.cat([top, torch.linalg.vecdot(q, q)[:, None]], dim=1).double().cpu().numpy()
 
 
 def seen(outlines: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -143,18 +132,6 @@ def log_odds(chance: np.ndarray, least: float) -> np.ndarray:
     """log(p / (1 - p)) with p clipped to [least, 1 - least]."""
     chance = chance.clip(least, 1 - least)
     return np.log(chance / (1 - chance))
-
-
-def features(q: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Features of F nodes for fitting: of each top [F, J, 4], of each draw [F, J + 1, M, 7].
-
-    q: [F, V] probabilities. The features are float64 on the host.
-    """
-    top, largest_left, square, left = seen(outline(q))
-    of_tops = np.broadcast_arrays(1.0, top, RANKS, depth)
-    largest_left, square, left = (x[..., None] for x in (largest_left, square, left))
-    of_draws = np.broadcast_arrays(1.0, largest_left, square, left, TURNS, square * TURNS, depth)
-    return torch.from_numpy(np.stack(of_tops, -1)), torch.from_numpy(np.stack(of_draws, -1))
 
 
 def save_calibration(calibration: Calibration, folder: str | Path) -> None:

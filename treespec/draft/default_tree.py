@@ -3,10 +3,10 @@
 from treespec.draft.calibration import Calibration
 from treespec.trees.auto import AutoTree
 from treespec.trees.shape import Policy
-from treespec.verify.rrs import RRS
+from treespec.verify.facts import stands_for
+from treespec.verify.registry import scheme_by_name
 from treespec.verify.scheme import Scheme
-from treespec.verify.topk import TopK
-from treespec.verify.walk import Verifier, Walk, is_paced
+from treespec.verify.walk import Verifier, Walk
 
 
 def default_tree(
@@ -33,8 +33,5 @@ def default_tree(
 
 def verifier_for(verifier: Verifier, several: bool, tree: Policy | None) -> Verifier:
     """The verifier that `auto` stands for. Some trees and several draft models need another one."""
-    if not is_paced(verifier):
-        return verifier
-    if several:
-        return Walk(RRS())
-    return Walk(TopK()) if tree and tree.reranks else verifier
+    name = stands_for(verifier, several, tree)
+    return Walk(scheme_by_name(name)) if name else verifier

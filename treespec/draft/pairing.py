@@ -1,23 +1,27 @@
 """Which verifier, tree and drafter go together. It checks names and small files, not weights.
 
-A policy's own rules stand with its grower (`treespec.draft.grow`). This module must not load
-transformers.
+A policy's own rules are those of `treespec.draft.fits`. This module must not load torch.
 """
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from treespec.draft.default_tree import default_tree, verifier_for
-from treespec.draft.grow.grower import DraftModel
-from treespec.draft.grow.growers import check_fit
+from treespec.draft.fits import DraftModel, check_fit
 from treespec.errors import InputError
+from treespec.heads.known import kind_of, levels_of
+from treespec.heads.names import tensor_names
 from treespec.options import AT_ONCE, GIVEN, HEADS, members_of
 from treespec.trees.shape import Policy
-from treespec.verify.scheme import Scheme
-from treespec.verify.walk import Verifier, is_paced
+from treespec.trees.static import chain
+from treespec.verify.facts import SCHEMES, Facts, Known, is_paced, stands_for
+
+if TYPE_CHECKING:
+    from treespec.verify.scheme import Scheme
+    from treespec.verify.walk import Verifier
 
 
-def check_named(drafter: str, verifier: Verifier, tree: Policy | None) -> None:
+def check_named(drafter: str, verifier: "Known | Verifier", tree: Policy | None) -> None:
     """Raises InputError for a verifier and tree that do not go with a drafter.
 
     drafter: `kind:value`, as `--drafter` takes it. tree: None is the verifier's own. A head that is
@@ -29,11 +33,11 @@ def check_named(drafter: str, verifier: Verifier, tree: Policy | None) -> None:
         check_given(kind, verifier, tree)
         return
     several = kind == "model" and "+" in value and not Path(value).exists()
-    verifier = verifier_for(verifier, several, tree)
-    default = default_tree(verifier.scheme, several=several, paced=is_paced(verifier))
-    check_pair(tree or default, verifier.scheme, several)
-    if tree is not None:  # a default is as deep as the head
-        check_fit(tree, verifier.scheme, model_of(kind, value, several))
+    name = stands_for(verifier, several, tree)
+    scheme = SCHEMES[name] if name else verifier.scheme
+    check_pair(tree or chain(1), scheme, several)  # a default tree fits its verifier and the head
+    if tree is not None:
+        check_fit(tree, scheme, model_of(kind, value, several))
 
 
 def has_given_tokens(drafter: str) -> bool:
@@ -67,8 +71,6 @@ def model_of(kind: str, value: str, several: bool = False) -> DraftModel:
 
 def levels(folder: Path) -> int | None:
     """Levels that the head in a directory drafts; None: any number, or its files do not tell."""
-    from treespec.heads.registry import levels_of  # transformers' configurations come with it
-
     config, names = written(folder)
     return None if names is None else levels_of(config, names)
 
@@ -83,16 +85,12 @@ def check_kind(kind: str, head: str) -> None:
 
 def kind_in(folder: Path) -> str | None:
     """The kind of the head in a directory; None where its files do not tell."""
-    from treespec.heads.registry import kind_of
-
     config, names = written(folder)
     return None if names is None else kind_of(config, names)
 
 
 def written(folder: Path) -> tuple[dict[str, object], set[str] | None]:
     """A head's config.json and its tensors' names; ({}, None) where the files do not tell."""
-    from treespec.heads.tensors import tensor_names
-
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -100,12 +98,12 @@ def written(folder: Path) -> tuple[dict[str, object], set[str] | None]:
     return (config, tensor_names(folder)) if isinstance(config, dict) else ({}, None)
 
 
-def check_pair(policy: Policy, scheme: Scheme, several: bool = False) -> None:
+def check_pair(policy: Policy, scheme: "Facts | Scheme", several: bool = False) -> None:
     """Raises InputError for a policy and scheme that go together with no draft model."""
     check_fit(policy, scheme, DraftModel(several=several, calibrated=True, at_once=True))
 
 
-def check_given(name: str, verifier: Verifier, tree: object) -> None:
+def check_given(name: str, verifier: "Known | Verifier", tree: object) -> None:
     """The pairing rule of drafters that hand over given tokens, which have no draft law.
 
     Raises InputError for a scheme that needs draft laws, and for a tree. It does so at temperature

@@ -24,7 +24,8 @@ from treespec.draft.union_drafter import UnionDrafter
 from treespec.heads.head import Head
 from treespec.target import Target
 from treespec.trees.shape import Policy
-from treespec.verify.walk import Verifier, is_paced
+from treespec.verify.facts import is_paced
+from treespec.verify.walk import Verifier
 
 
 class Source(Protocol):

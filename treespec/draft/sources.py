@@ -23,8 +23,9 @@ from treespec.draft.trained.other_tokens import in_target_tokens
 from treespec.draft.trained.trained_tokens import check_tokens
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
-from treespec.heads.checkpoint import head_folder, load_head
+from treespec.heads.checkpoint import load_head
 from treespec.heads.head import Head
+from treespec.heads.names import head_folder
 from treespec.options import members_of, nearest
 from treespec.target import Target
 

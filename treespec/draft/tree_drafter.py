@@ -10,9 +10,10 @@ from torch import Tensor
 from treespec.cache import TreeCache
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Drafter
+from treespec.draft.fits import DraftModel, check_fit
 from treespec.draft.grow.forced import below_chain, in_drafts, with_chain
-from treespec.draft.grow.grower import DraftModel, Grower, Means
-from treespec.draft.grow.growers import check_fit, new_grower
+from treespec.draft.grow.grower import Grower, Means
+from treespec.draft.grow.growers import new_grower
 from treespec.draft.grow.growth import Growth, grow_together, ungrown
 from treespec.draft.grow.shaped import grow_shaped, shape_drafts
 from treespec.draft.pace.times import TimesBy

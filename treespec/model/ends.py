@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from treespec.demo.fetch import model_path
 from treespec.identity import base_of
-from treespec.model.weights import auto_class, load_config, located, quiet
+from treespec.model.folder import located
+from treespec.model.weights import auto_class, load_config
+from treespec.quiet import quiet
 from treespec.variant import AS_IT_IS, Variant
 
 

@@ -12,13 +12,6 @@ from treespec.variant import Variant
 
 log = logging.getLogger(__name__)
 
-# form of --load-in -> the module that it takes, and what installs that
-TAKES = {
-    "4bit": ("bitsandbytes", "bitsandbytes"),
-    "8bit": ("bitsandbytes", "bitsandbytes"),
-    "fp8": ("torchao", "'treespec[quant]'"),
-    "int8": ("torchao", "'treespec[quant]'"),
-}
 # quant_method of a checkpoint -> the modules that it takes, and what installs them
 CHECKPOINTS = {
     "aqlm": (("aqlm",), "aqlm"),
@@ -93,9 +86,7 @@ def quantizer_options(
         return {}
 
     # 2. What the option asks for.
-    module, install = TAKES[form]
-    if find_spec(module) is None:
-        raise InputError(f"--load-in {form} takes the package {module}: pip install {install}")
+    variant.check_package()
     if form == "8bit":
         tell_of_8bit()
     return {"quantization_config": _config(form, config, dtype)}

@@ -94,7 +94,7 @@ class Recurrent:
     def all_masks(self, masks: Masks) -> Any:
         """Masks by layer type also under the names that models of mixed layers look up."""
         if self.indexed:
-            masks = {"indexed_attention": masks}
+            return {"linear_attention": None, "conv": None, "indexed_attention": masks}
         if not isinstance(masks, dict):
             return masks
         names: dict[str, Any] = {"linear_attention": None, "conv": None}

@@ -1,10 +1,7 @@
 """Loading a model from a directory or hub id: a weight that its files lack is an error."""
 
-import json
-import logging
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,10 +19,9 @@ from transformers import (
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
 from treespec.gguf_file import gguf_file
-from treespec.heads.hub import only_cached
-from treespec.heads.places import mistyped
 from treespec.identity import base_of
 from treespec.model.adapters import adapted
+from treespec.model.folder import SIZES, check_fields, check_sizes, located
 from treespec.model.gguf_load import (
     kept_in_blocks,
     source,
@@ -34,6 +30,7 @@ from treespec.model.gguf_load import (
 )
 from treespec.model.load_in import FOREIGN, foreign, quantizer_options
 from treespec.model.quantised import is_plain_weight
+from treespec.quiet import quiet
 from treespec.variant import AS_IT_IS, Variant
 
 # Tensors that older checkpoints hold and no model needs: buffers computed from the config.
@@ -109,17 +106,11 @@ def load_config(
     """
     # 1. What transformers would pass over, or report unclearly.
     path = model_path(path)
-    where, folder = located(path, trust_remote_code, variant), Path(path)
+    where, file = located(path, trust_remote_code, variant), gguf_file(path, variant)
     if base := base_of(path):
         return load_config(base, trust_remote_code, variant)
-    file = gguf_file(path, variant)
-    if file is None and folder.is_dir() and not (folder / "config.json").is_file():
-        held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"
-        raise InputError(
-            f"cannot load the target {path!r}: the directory has no config.json (it holds {held})"
-        )
-    if damage := _not_json(folder / "generation_config.json"):
-        raise InputError(f"cannot load the target {path!r}: {damage}")
+    if file is None and Path(path).is_dir():
+        check_fields(path)
 
     # 2. The config.
     try:
@@ -127,7 +118,8 @@ def load_config(
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 **where, **source(path, file, "config.json", where)
             )
-        check_config(config)
+        text = config.get_text_config()
+        check_sizes({name: getattr(text, name, None) for name in SIZES})
     except Exception as error:  # a damaged file may raise anything
         raise _cannot(path, error) from error
     return config
@@ -140,44 +132,6 @@ def auto_class(config: PreTrainedConfig) -> Any:
         return AutoModelForCausalLM
     with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
-
-
-def located(
-    path: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS
-) -> dict[str, Any]:
-    """The options that every `from_pretrained` of `path` takes.
-
-    Raises InputError for a path that is neither a directory nor a hub id, and for the revision of a
-    directory.
-    """
-    start = f"cannot load the target {path!r}"
-    if Path(path).is_dir():
-        if variant.revision is not None:
-            raise InputError(
-                f"{start}: --revision {variant.revision} names a state of a hub repository, and "
-                "this is a directory: leave it out"
-            )
-        return {"trust_remote_code": trust_remote_code}
-    if problem := mistyped(path, "model directory"):
-        raise InputError(f"{start}: {problem}")
-    try:
-        cached = only_cached(path, variant.revision)
-    except ValueError as error:
-        raise InputError(f"{start}: {error}") from error
-    revision = {"revision": variant.revision} if variant.revision else {}
-    offline = {"local_files_only": True} if cached else {}
-    return {"trust_remote_code": trust_remote_code} | revision | offline
-
-
-def check_config(config: PreTrainedConfig) -> None:
-    """Raises InputError for sizes that are no positive whole numbers."""
-    text = config.get_text_config()
-    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        size = getattr(text, name, 1)
-        if size is not None and not (isinstance(size, int) and size > 0):
-            raise InputError(
-                f"config.json has {name} = {size!r}; it must be a positive whole number"
-            )
 
 
 def _check_tensors(path: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
@@ -233,18 +187,11 @@ def _cannot(path: str, error: Exception) -> InputError:
             f"cannot load the target {path!r}: it brings Python code of its own (auto_map in "
             "config.json), which would run on this machine; read it, then give --trust-remote-code"
         )
-    return InputError(f"cannot load the target {path!r}: {_reason(Path(path), error)}")
+    return InputError(f"cannot load the target {path!r}: {_reason(error)}")
 
 
-def _reason(folder: Path, error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """The reason for a loader's error, as a part of a line."""
-    config = folder / "config.json"
-    if damage := _not_json(config):
-        return damage
-    if config.is_file() and not json.loads(config.read_text()).get("model_type"):
-        return (
-            "config.json names no model_type, so it is no model's (a draft head is given as --head)"
-        )
     line = first_line(error)
     if "`CONVERSION` entries" in line:  # of a table that `quiet` hides
         return (
@@ -254,26 +201,3 @@ def _reason(folder: Path, error: Exception) -> str:
     if type(error).__name__ == "SafetensorError":
         return f"its weights are damaged, fetch them again ({line})"
     return line if " " in line else f"{type(error).__name__}: {line}"  # a KeyError is its key alone
-
-
-def _not_json(file: Path) -> str | None:
-    """The damage of a file that is no JSON object, as a part of a line; None for a missing file."""
-    if not file.is_file():
-        return None
-    try:
-        content = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
-        return f"{file.name} is damaged, or no JSON: {first_line(error)}"
-    return None if isinstance(content, dict) else f"{file.name} holds no fields"
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Inside, transformers logs errors only."""
-    log = logging.getLogger("transformers")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from treespec.cycle import Cycle, explained, visible
 from treespec.names import drafting_names
-from treespec.options import LOSSY, TREE_FORMS, VERIFIERS, either
+from treespec.options import TREE_FORMS, either
 from treespec.rows import ALONE
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.messages import encoded
@@ -29,6 +29,7 @@ from treespec.serve.state import State, memory_of, state_of
 from treespec.serve.wire import Fields, events
 from treespec.spec import Spec
 from treespec.trace import trace
+from treespec.verify.facts import LOSSY, NAMES
 
 router = APIRouter()
 TREES = list(TREE_FORMS.values())
@@ -92,7 +93,8 @@ async def setup(request: Request) -> Fields:
 
 
 def verifiers(state: State) -> list[str]:
-    return [name for name in VERIFIERS if state.allow_lossy or name not in LOSSY]
+    names = sorted(NAMES, key="auto".__ne__)
+    return [name for name in names if state.allow_lossy or name not in LOSSY]
 
 
 @router.post("/cycles")

@@ -14,12 +14,11 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
-from treespec.errors import InputError
+from treespec.serve.address import BACKLOG
 from treespec.serve.connection import Connection
 from treespec.serve.state import State
 
 log = logging.getLogger(__name__)
-BACKLOG = 128  # connections that the system keeps until they are accepted
 SPARE = 128  # connections beside those whose answers run and wait
 FAREWELL = 1.0  # seconds to read that an answer was cut off
 AGAIN = 60.0  # seconds between two lines on failing accepts
@@ -110,22 +109,3 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for end, handler in zip(ends, before, strict=True):
             signal.signal(end, handler)
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises InputError for an address that cannot be had.
-
-    port: 0 takes a free one.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        own = socket.socket(family, socket.SOCK_STREAM)
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        own.bind((host, port))
-        own.listen(BACKLOG)
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(
-            f"cannot listen on {host}, port {port}: {reason}; name others by --host and --port"
-        ) from error
-    return own

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from treespec.text.parts import text_of
 from treespec.text.printable import one_line
 
 # OpenAI's fields that change no token. A prediction only makes OpenAI's own answers faster.
@@ -113,13 +114,6 @@ class Sampled(Asked):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class TextPart(Body):
-    """Part of a message. Other types than text are refused by name."""
-
-    type: str
-    text: str | None = None
-
-
 class Function(Body):
     """A function that the model called. arguments: JSON."""
 
@@ -133,29 +127,13 @@ class ToolCall(Body):
     function: Function
 
 
-def _content(content: object) -> object:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise ValueError("must be a string or a list of text parts")
-    parts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"parts of type {kind!r:.40} are not taken: this server takes text")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a part of type 'text' has no text")
-        parts.append(part["text"])
-    return "\n".join(parts)
-
-
 class Message(BaseModel):
     """A message; further fields, such as `reasoning_content`, are for the template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, AfterValidator(_content)] | None = None
+    content: Annotated[Any, AfterValidator(text_of)] | None = None
     tool_calls: list[ToolCall] | None = None
 
 

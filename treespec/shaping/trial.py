@@ -91,7 +91,8 @@ def _serve(pipe: Connection, fields: dict[str, Any]) -> None:
         pipe.send("ready")
         with suppress(EOFError):
             while True:
-                pipe.send(_fault(*pipe.recv(), tokens))
+                kind, text = pipe.recv()
+                pipe.send(_fault(kind, text, tokens))
 
     threading.stack_size(STACK)
     threading.Thread(target=loop).start()

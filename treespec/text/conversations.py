@@ -15,7 +15,6 @@ from treespec.text.entries import (
     tokens_of,
     tools_of,
 )
-from treespec.text.examples import Example as Example
 from treespec.text.forms import TEXT, TOKENS, UnusableConversation
 from treespec.text.report import Report
 from treespec.text.sources import entries
@@ -61,6 +60,18 @@ def read_conversations(
     report.used = len(found)
     refuse_unread(source, report)
     return found, report
+
+
+def check_conversations(source: str | Path, answered: bool = True) -> None:
+    """Raises InputError as `read_conversations`, but reads no further than to the first usable one."""
+    report = Report()
+    for where, raw in entries(source):
+        try:
+            conversation_of(where, raw, answered)
+            return
+        except UnusableConversation as error:
+            report.leave_out(where, error)
+    refuse_unread(source, report)
 
 
 def conversation_of(where: str, raw: object, answered: bool = True) -> Conversation:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from treespec.text.forms import IDS, MASKS, TEXT, TOKENS, TURNS, UnusableConversation
+from treespec.text.parts import text_of
 
 ROLES = {
     "system": "system",
@@ -183,7 +184,13 @@ def _message(turn: dict[str, Any], i: int) -> Message:
     if content is None and calls:
         content = ""
     thoughts = [turn[name] for name in THOUGHTS if isinstance(turn.get(name), str)]
-    if not isinstance(content, str) or any(map(_is_broken, [content, *thoughts])):
+    try:
+        content = text_of(content)
+    except ValueError as error:
+        raise UnusableConversation(
+            "the content of a turn is not text", f"turn {i} {error}"
+        ) from None
+    if any(map(_is_broken, [content, *thoughts])):
         raise UnusableConversation("the content of a turn is not text", f"turn {i}")
 
     # 3. What else a template may show.

@@ -17,7 +17,7 @@ else is an InputError that names it.
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -26,15 +26,16 @@ from transformers import BatchEncoding
 from treespec.errors import InputError
 from treespec.text import templates
 from treespec.text.fitting import fitting
+from treespec.text.parts import text_of
 
 if TYPE_CHECKING:
     from treespec.target import Target
 
 Arrays: TypeAlias = torch.Tensor | np.ndarray | BatchEncoding
-Single: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
+Single: TypeAlias = str | Sequence[int] | Sequence[dict[str, Any]]
 Prompt: TypeAlias = Single | Arrays
 Prompts: TypeAlias = (
-    list[str] | list[list[int]] | list[list[dict[str, str]]] | list[torch.Tensor] | list[np.ndarray]
+    list[str] | list[list[int]] | list[list[dict[str, Any]]] | list[torch.Tensor] | list[np.ndarray]
 )
 
 TAKEN = "a prompt is text, messages or token ids"
@@ -138,25 +139,25 @@ def _integers(given: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
     return given
 
 
-def _messages(given: Sequence[object]) -> list[dict[str, str]]:
+def _messages(given: Sequence[object]) -> list[dict[str, Any]]:
     """Raises InputError for a message without a role or without text."""
     messages = []
     for place, message in enumerate(given, 1):
         if not isinstance(message, dict):
             raise InputError(f"message {place} is {_named(message)}: give role and content")
         for name in ("role", "content"):
-            value = message.get(name)
             if name not in message:
                 raise InputError(f"message {place} has no {name}: give role and content")
-            if not isinstance(value, str):
-                parts = (
-                    "is given in parts: join them to one text"
-                    if isinstance(value, list | tuple)
-                    else "is no text"
-                )
-                raise InputError(f"message {place}: its {name}, {_named(value)}, {parts}")
-            well_formed(value, f"message {place}")
-        messages.append(dict(message))
+        role = message["role"]
+        if not isinstance(role, str):
+            raise InputError(f"message {place}: its role, {_named(role)}, is no text")
+        try:
+            content = text_of(message["content"])
+        except ValueError as error:
+            raise InputError(f"message {place}: its content {error}") from None
+        for text in (role, content):
+            well_formed(text, f"message {place}")
+        messages.append({**message, "content": content})
     return messages
 
 

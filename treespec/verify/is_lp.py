@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.errors import InputError
-from treespec.trees.ranges import Range, outside
 from treespec.trees.static import StaticTree, balanced
 from treespec.trees.tree import Draws
+from treespec.verify.facts import check_options
 from treespec.verify.laws import (
-    check_temperatures,
     independent,
     laws_of,
     normalise,
@@ -227,11 +225,7 @@ class IsLp(Scheme):
     draft_temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_temperatures(self, self.draft_temperatures)
-        sizes = Range(least=1, most=256, whole=True)
-        alphabets = Range(least=1, most=10**7, whole=True)
-        if wrong := outside(self, s=sizes, alphabet=alphabets):
-            raise InputError(f"is-lp: {wrong}")
+        check_options(self.name, vars(self))
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         return independent(q, k, generator)

@@ -32,16 +32,6 @@ def check(scheme: Scheme, q: Tensor, width: int) -> None:
         )
 
 
-def check_temperatures(scheme: Scheme, multipliers: Sequence[float]) -> None:
-    """Raises InputError for a multiple of the temperature that is not positive or is above 100."""
-    if not all(0 < multiplier <= 100 for multiplier in multipliers):
-        raise InputError(
-            f"verifier {scheme.name}: draft-temperatures are {'/'.join(map(str, multipliers))}, "
-            "multiples of the sampling temperature; all must be positive and at most 100, such as "
-            "0.8/1.2"
-        )
-
-
 def counts(q: Tensor, k: int | Tensor) -> tuple[int, Tensor]:
     """K, the draws at the widest node, and the number of draws at each node, [B, 1].
 

@@ -15,9 +15,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from treespec.errors import InputError
 from treespec.trees.tree import Draws
 from treespec.verify.coupling import TINY, Coupling, couple, scores
+from treespec.verify.facts import check_options
 from treespec.verify.laws import (
     check,
     counts,
@@ -74,15 +74,7 @@ class Optimal(SureScheme, LayerScheme):
     first: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold <= 1:
-            raise InputError(
-                f"optimal: threshold is {self.threshold}, must lie in (0, 1]; at 1 no token is sure"
-            )
-        if not {self.extra, self.exact, self.first} <= {0, 1}:
-            raise InputError(
-                f"optimal: extra is {self.extra}, exact {self.exact}, first {self.first}; each "
-                "must be 0 or 1"
-            )
+        check_options(self.name, vars(self))
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         # 1. The sure tokens, then draws from the rest of q, whose number is fixed before drawing.

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
+from treespec.verify.facts import check_options
 from treespec.verify.laws import (
-    check_temperatures,
     independent,
     laws_of,
     normalise,
@@ -41,7 +41,7 @@ class RRS(Scheme):
     draft_temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_temperatures(self, self.draft_temperatures)
+        check_options(self.name, vars(self))
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         return independent(q, k, generator)

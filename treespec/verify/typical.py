@@ -6,8 +6,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from treespec.errors import InputError
 from treespec.trees.tree import Draws
+from treespec.verify.facts import check_options
 from treespec.verify.laws import check, counts, keep_first, likeliest
 from treespec.verify.scheme import Scheme
 
@@ -33,10 +33,7 @@ class Typical(Scheme):
     delta: float = 0.3
 
     def __post_init__(self) -> None:
-        if not (0 < self.epsilon <= 1 and 0 < self.delta <= 1):
-            raise InputError(
-                f"typical: epsilon is {self.epsilon}, delta {self.delta}; both must lie in (0, 1]"
-            )
+        check_options(self.name, vars(self))
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         width, number = counts(q, k)

@@ -43,14 +43,6 @@ class Verifier(Protocol):
         ...
 
 
-def is_paced(verifier: Verifier) -> bool:
-    """Whether a verifier takes any tree, so that each cycle's tree may be chosen by its cost.
-
-    It says so by an attribute `paced`; without one it does not.
-    """
-    return getattr(verifier, "paced", False)
-
-
 @final
 @dataclass(frozen=True)
 class Walk:

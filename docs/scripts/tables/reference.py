@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any
 
-from treespec.draft.model_free.kinds import OPTIONS
+from treespec.draft.model_free.options import OPTIONS
 from treespec.draft.pairing import check_named
 from treespec.draft.sources import SOURCES
 from treespec.errors import InputError
 from treespec.trees import policy as policies
 from treespec.trees.policy import policy
-from treespec.verify.registry import NAMES as VERIFIERS
+from treespec.verify.facts import NAMES as VERIFIERS
 from treespec.verify.registry import SCHEMES, verifier_by_name
 
 TREES = getattr(policies, "POLICIES", None) or policies.NAMES  # the table of --tree

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from treespec.draft.calibration import DRAWS, TOP_FEATURES, TOPS, Calibration, features
+from treespec.draft.calibration import DRAWS, TOP_FEATURES, TOPS, Calibration
 from treespec.draft.fit.own_rates import COLDEST, own_rates
+from treespec.draft.outlines import features
 from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError

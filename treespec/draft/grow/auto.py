@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.draft.calibration import COLDEST, nearest
-from treespec.draft.grow.grower import DraftModel, Grower, Means, check_depth, check_one_law
+from treespec.draft.grow.grower import Grower, Means
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.likeliest import grow_likeliest
 from treespec.draft.grow.settled import Shape, shape_for
@@ -15,7 +15,6 @@ from treespec.draft.grow.static import grow_static
 from treespec.draft.pace.pace import Pace, Paces
 from treespec.sampling import SamplingParams
 from treespec.trees.auto import AutoTree
-from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
 
@@ -32,11 +31,6 @@ class AutoGrower(Grower[AutoTree]):
         assert self.paces
         pace = self.paces.present
         return pace.promise.seconds if pace.promise else 1 / pace.plain
-
-    @staticmethod
-    def fits(policy: AutoTree, scheme: Scheme, model: DraftModel) -> None:
-        check_one_law(model)
-        check_depth(policy.max_depth, model, "auto:depth=")
 
     def rests(self, params: SamplingParams, texts: int = 1) -> bool:
         """Where no tree is expected to be faster than one token at a time."""

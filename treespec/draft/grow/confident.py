@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.draft.grow.grower import DraftModel, Grower, Means, check_depth, check_one_law
+from treespec.draft.grow.grower import Grower, Means
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.static import draft_laws, stack
 from treespec.draft.proposer import Frontier
@@ -29,11 +29,6 @@ class ConfidentGrower(Grower[ConfidentChain]):
     def __init__(self, policy: ConfidentChain, means: Means) -> None:
         super().__init__(policy, means)
         self.threshold, self.rate, self.levels = policy.threshold, 0.0, 0
-
-    @staticmethod
-    def fits(policy: ConfidentChain, scheme: Scheme, model: DraftModel) -> None:
-        check_one_law(model)
-        check_depth(policy.max_depth, model, "confident:depth=")
 
     def grow(
         self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator

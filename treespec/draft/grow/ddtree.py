@@ -6,29 +6,17 @@ import torch
 from torch import Tensor
 
 from treespec.draft.grow.dynamic import grow_dynamic
-from treespec.draft.grow.grower import DraftModel, Grower, check_one_law
+from treespec.draft.grow.grower import Grower
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.static import grow_static
-from treespec.errors import InputError
 from treespec.sampling import SamplingParams, largest, probs
 from treespec.trees.ddtree import DDTree, likeliest_shape
 from treespec.trees.dynamic import DynamicTree
-from treespec.verify.scheme import Scheme
 
 
 @final
 class DDTreeGrower(Grower[DDTree]):
     """Grows the likeliest paths, or a tree of draws of the same shape."""
-
-    @staticmethod
-    def fits(policy: DDTree, scheme: Scheme, model: DraftModel) -> None:
-        """Raises InputError also for a draft model whose laws depend on what it drafted before."""
-        check_one_law(model)
-        if not model.at_once:
-            raise InputError(
-                "the tree ddtree needs a head that drafts all levels at once (medusa, dflash, "
-                "p-eagle): take --tree dynamic with --verifier topk, or --tree eagle"
-            )
 
     def grow(
         self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator

@@ -8,33 +8,19 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.draft.grow.grower import DraftModel, Grower, check_depth, check_one_law, check_width
+from treespec.draft.grow.grower import Grower
 from treespec.draft.grow.growth import Growth
 from treespec.draft.proposer import Frontier
-from treespec.errors import InputError
 from treespec.sampling import SamplingParams, largest
-from treespec.trees.dynamic import DynamicTree, best_first, connect
+from treespec.trees.dynamic import DynamicTree
 from treespec.trees.mask import ancestor_mask
+from treespec.trees.ranked import best_first, connect
 from treespec.trees.tree import TokenTree
-from treespec.verify.scheme import Scheme
 
 
 @final
 class DynamicGrower(Grower[DynamicTree]):
     """Grows dynamic trees."""
-
-    @staticmethod
-    def fits(policy: DynamicTree, scheme: Scheme, model: DraftModel) -> None:
-        """Raises InputError also for sampled draws: a choice by drafted tokens biases them."""
-        check_one_law(model)
-        if not scheme.deterministic:
-            raise InputError(
-                f"the dynamic tree cannot go with verifier {scheme.name}: it keeps children by the "
-                "probability of what was drawn, which biases sampled draws; take --tree eagle (or "
-                "another static tree), or --verifier topk"
-            )
-        check_width(policy.topk, scheme)
-        check_depth(policy.max_depth, model, "dynamic:depth=")
 
     def grow(
         self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator

@@ -6,7 +6,7 @@ from treespec.draft.grow.auto import AutoGrower
 from treespec.draft.grow.confident import ConfidentGrower
 from treespec.draft.grow.ddtree import DDTreeGrower
 from treespec.draft.grow.dynamic import DynamicGrower
-from treespec.draft.grow.grower import DraftModel, Grower, Means
+from treespec.draft.grow.grower import Grower, Means
 from treespec.draft.grow.sampled import SampledGrower
 from treespec.draft.grow.static import StaticGrower
 from treespec.trees.auto import AutoTree
@@ -16,7 +16,6 @@ from treespec.trees.dynamic import DynamicTree
 from treespec.trees.sampled import SampledTree
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
-from treespec.verify.scheme import Scheme
 
 GROWERS: dict[type, type[Grower[Any]]] = {
     StaticTree: StaticGrower,
@@ -26,11 +25,6 @@ GROWERS: dict[type, type[Grower[Any]]] = {
     ConfidentChain: ConfidentGrower,
     DDTree: DDTreeGrower,
 }
-
-
-def check_fit(policy: Policy, scheme: Scheme, model: DraftModel) -> None:
-    """Raises InputError where policy, scheme and draft model cannot be paired."""
-    GROWERS[type(policy)].fits(policy, scheme, model)
 
 
 def new_grower(policy: Policy, means: Means) -> Grower[Any]:

@@ -7,41 +7,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.calibration import Calibration, outline
+from treespec.draft.calibration import Calibration
 from treespec.draft.grow.dynamic import grow_dynamic
-from treespec.draft.grow.grower import DraftModel, Grower, check_depth, check_one_law
+from treespec.draft.grow.grower import Grower
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.nodes import Nodes
 from treespec.draft.grow.static import stack
-from treespec.errors import InputError
+from treespec.draft.outlines import outline
 from treespec.sampling import SamplingParams, probs
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.sampled import SampledTree, allot
 from treespec.trees.tree import Drafts
-from treespec.verify.scheme import Scheme, SureScheme, takes_sure_tokens
+from treespec.verify.scheme import SureScheme, takes_sure_tokens
 
 
 @final
 class SampledGrower(Grower[SampledTree]):
     """Grows sampled trees; at temperature 0, dynamic trees of the same nodes and depth."""
-
-    @staticmethod
-    def fits(policy: SampledTree, scheme: Scheme, model: DraftModel) -> None:
-        """Raises InputError also for a scheme without sure tokens and a model not calibrated."""
-        check_one_law(model)
-        if not scheme.sure_tokens:
-            raise InputError(
-                f"the sampled tree cannot go with verifier {scheme.name}: it takes tops and draws "
-                "from the rest of the draft law, which rrs-wo, traversal and optimal answer; take "
-                "one of them, or --tree eagle"
-            )
-        check_depth(policy.max_depth, model, "sampled:depth=")
-        if not model.calibrated:
-            make_it = "make it with treespec calibrate, or take"
-            remedy = make_it if model.trained else "without a head take"
-            raise InputError(
-                f"the sampled tree needs a head's calibration.json: {remedy} --tree eagle"
-            )
 
     def grow(
         self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator

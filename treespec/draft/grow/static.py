@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.draft.grow.grower import DraftModel, Grower, check_depth, check_width
+from treespec.draft.grow.grower import Grower
 from treespec.draft.grow.growth import Growth
 from treespec.draft.proposer import Frontier
-from treespec.errors import InputError
 from treespec.sampling import SamplingParams, probs
-from treespec.trees.static import StaticTree, layout
+from treespec.trees.layout import layout
+from treespec.trees.static import StaticTree
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.scheme import Scheme
 
@@ -20,17 +20,6 @@ from treespec.verify.scheme import Scheme
 @final
 class StaticGrower(Grower[StaticTree]):
     """Grows trees of fixed shape."""
-
-    @staticmethod
-    def fits(policy: StaticTree, scheme: Scheme, model: DraftModel) -> None:
-        """Raises InputError also for models that take turns if the scheme needs one law a node."""
-        if model.several and not (scheme.deterministic or scheme.law_per_draw):
-            raise InputError(
-                f"verifier {scheme.name} takes one draft law a node, several draft models have one "
-                "each: take --verifier rrs, is-lp or topk"
-            )
-        check_width(policy.max_draws, scheme)
-        check_depth(policy.max_depth, model, "chain:")
 
     def grow(
         self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator

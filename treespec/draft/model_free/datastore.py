@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
+from treespec.draft.model_free.options import ORDER
 from treespec.draft.model_free.suffixes import longest_suffix, suffix_array
 from treespec.errors import InputError
 from treespec.files import LOCK, TEMPORARY, locked, read_json, write_json, writing
 from treespec.text.conversations import read_conversations
-from treespec.text.encoding import encode_conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from treespec.heads.checksum import Fields
 
 FORMAT = 1
-ORDER = 16  # tokens that suffixes are sorted by: the longest pattern of a search
 CONVERSATIONS = (".jsonl", ".json")
 MOST = 1 << 31  # tokens: a pair of ranks must fit 64 bits
 BLOCK = 1 << 16  # characters of plain text encoded as one string, up to the end of a line
@@ -165,14 +164,8 @@ def open_datastore(
     Raises InputError for a missing or damaged datastore, and for another format or tokenizer.
     """
     folder = Path(folder)
-    check_datastore(folder)
-    index = read_json(folder / "index.json", AGAIN)
-    form, vocabulary = index.get("format"), index.get("tokenizer")
-    if form != FORMAT:
-        raise InputError(
-            f"datastore {folder} has format {form}, this treespec reads {FORMAT}: {AGAIN}"
-        )
-    if tokenizer is None or vocabulary != fingerprint(tokenizer):
+    index = check_datastore(folder)
+    if tokenizer is None or index.get("tokenizer") != fingerprint(tokenizer):
         raise InputError(f"datastore {folder} is of another tokenizer than the target's: {AGAIN}")
     tokens, suffixes = (
         stored(folder / f"{name}.npy", name, index) for name in ("tokens", "suffixes")
@@ -183,13 +176,14 @@ def open_datastore(
     return Datastore(tokens, suffixes, min(end, vocab_size))
 
 
-def check_datastore(folder: str | Path) -> None:
-    """Raises InputError if the folder holds no datastore."""
+def check_datastore(folder: str | Path) -> "Fields":
+    """The index of a datastore. Raises InputError if the folder holds none of this format."""
     if not (Path(folder) / "index.json").is_file():
         raise InputError(
             f"no datastore at {folder}: it has no readable index.json; make one with treespec "
             "datastore build"
         )
+    return read_json(Path(folder) / "index.json", AGAIN, FORMAT)
 
 
 def stored(file: Path, name: str, index: "Fields") -> np.ndarray:
@@ -198,8 +192,7 @@ def stored(file: Path, name: str, index: "Fields") -> np.ndarray:
         array = np.load(file, mmap_mode="r").view(np.ndarray)
         if array.shape != (index["tokens"],) or array.dtype.kind != "u":
             raise ValueError("it is not of the length that index.json says")
-        checksums = index.get("arrays")  # older datastores have none
-        if checksums is not None and checksums[name] != digest(array):
+        if index["arrays"][name] != digest(array):
             raise ValueError("its checksum does not match")
     except Exception as error:  # numpy raises anything, depending on the header's bytes
         raise InputError(f"{file} is damaged ({' '.join(str(error).split())}): {AGAIN}") from error
@@ -217,6 +210,8 @@ def encoded(
     template: formats the conversations. say: takes lines about the conversations used and left out.
     Raises InputError for a file that cannot be read.
     """
+    from treespec.text.encoding import encode_conversations  # loads torch
+
     # 1. Conversations: one text each.
     path = Path(file)
     if path.suffix in CONVERSATIONS:

@@ -4,26 +4,15 @@ The guesses are the draft, a chain. The target's likeliest token after each gues
 cycle's guess for that position.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import numpy as np
 import torch
 
+from treespec.draft.model_free.options import JacobiOptions
 from treespec.draft.model_free.trie import trie
-from treespec.options import check_ranges, option
 from treespec.target import TreeOutput
 from treespec.trees.tree import TokenTree
-
-
-@dataclass(frozen=True)
-class JacobiOptions:
-    """window: number of guesses. Raises InputError for a number out of range."""
-
-    window: int = option("guesses", 15, least=1, most=4095)
-
-    def __post_init__(self) -> None:
-        check_ranges(self, flag="")
 
 
 @final

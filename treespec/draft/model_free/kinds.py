@@ -2,28 +2,24 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from treespec.draft.model_free.datastore import fingerprint, open_datastore
 from treespec.draft.model_free.given import GivenDrafter, TextDrafter
-from treespec.draft.model_free.jacobi import Jacobi, JacobiOptions
-from treespec.draft.model_free.lookahead import Lookahead, LookaheadOptions
+from treespec.draft.model_free.jacobi import Jacobi
+from treespec.draft.model_free.lookahead import Lookahead
 from treespec.draft.model_free.lookup import Lookup
-from treespec.draft.model_free.rest import Rest, RestOptions
-from treespec.draft.model_free.suffix import Suffix, SuffixOptions
+from treespec.draft.model_free.options import (
+    JacobiOptions,
+    LookaheadOptions,
+    RestOptions,
+    SuffixOptions,
+    options_of,
+)
+from treespec.draft.model_free.rest import Rest
+from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.model_free.suffix_memory import Memories
-from treespec.options import Options, parsed, rest_parts, suffix_parts
+from treespec.options import rest_parts, suffix_parts
 from treespec.target import Target
-
-FOLDERS = {"rest": rest_parts, "suffix": suffix_parts}  # drafters whose value begins with a folder
-
-
-def options_of(kind: type[Options], name: str, value: str) -> Options:
-    """The options in `--drafter name:value`, written `option=number`. Raises InputError."""
-    given = value
-    if name in FOLDERS:
-        given = FOLDERS[name](value)[1]
-    return parsed(kind, given, f"--drafter {name}:{value}")
 
 
 def lookup(value: str, target: Target) -> Lookup:
@@ -55,14 +51,6 @@ def jacobi(value: str, target: Target) -> Jacobi:
 def given_by(name: str) -> Callable[[str, Target], GivenDrafter]:
     return lambda value, target: GivenDrafter(GIVEN[name](value, target), name)
 
-
-OPTIONS: dict[str, type[Any]] = {
-    "lookup": Lookup,
-    "rest": RestOptions,
-    "lookahead": LookaheadOptions,
-    "jacobi": JacobiOptions,
-    "suffix": SuffixOptions,
-}
 
 # (value, target) -> a drafter for one text. Each raises InputError for bad options and datastores.
 GIVEN: dict[str, Callable[[str, Target], TextDrafter]] = {

@@ -19,7 +19,7 @@ next window; the root takes the place of b0.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import final
 
@@ -29,25 +29,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.draft.model_free.jacobi import picks
+from treespec.draft.model_free.options import LookaheadOptions
 from treespec.draft.model_free.trie import trie
-from treespec.options import check_ranges, option
 from treespec.target import TreeOutput
 from treespec.trees.tree import Rows, TokenTree
-
-
-@dataclass(frozen=True)
-class LookaheadOptions:
-    """window: W, tokens of a row. ngram: N. guesses: the latest n-grams kept for each first token.
-
-    Raises InputError for a number out of range.
-    """
-
-    window: int = option("tokens of a row", 15, least=1, most=1024)
-    ngram: int = option("tokens of an n-gram", 5, least=2, most=64)
-    guesses: int = option("n-grams that are kept of each first token", 15, least=1, most=1024)
-
-    def __post_init__(self) -> None:
-        check_ranges(self, flag="")
 
 
 @final

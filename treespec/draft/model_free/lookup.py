@@ -3,35 +3,22 @@
 transformers has it as `prompt_lookup_num_tokens`, for one text at a time and one match.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import numpy as np
 import torch
 
+from treespec.draft.model_free.options import LookupOptions
 from treespec.draft.model_free.trie import trie
-from treespec.options import check_ranges, option
 from treespec.target import TreeOutput
 from treespec.trees.tree import TokenTree
 
 
 @final
-@dataclass(frozen=True)
-class Lookup:
-    """tokens: length of a continuation. ngram: the most last tokens to match; the longest match
-    counts. matches: number of continuations merged into a tree.
+class Lookup(LookupOptions):
+    """It takes the earliest matches: the text ends soon after a late one."""
 
-    It takes the earliest matches: the text ends soon after a late one. Raises InputError for a
-    number out of range.
-    """
-
-    tokens: int = option("of a continuation", 10, least=1, most=4095)
-    ngram: int = option("last tokens that are looked for, at most", 3, least=1, most=64)
-    matches: int = option("continuations that are merged into a tree", 1, least=1, most=4096)
     widest: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        check_ranges(self, flag="")
 
     def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
         ends = matches(text, self.ngram)[: self.matches]

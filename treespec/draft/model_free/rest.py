@@ -9,34 +9,11 @@ from typing import ClassVar, final
 import numpy as np
 import torch
 
-from treespec.draft.model_free.datastore import ORDER, Datastore
+from treespec.draft.model_free.datastore import Datastore
+from treespec.draft.model_free.options import RestOptions
 from treespec.draft.model_free.trie import trie
-from treespec.errors import InputError
-from treespec.options import TOKENS, check_ranges, option
 from treespec.target import TreeOutput
 from treespec.trees.tree import TokenTree
-
-
-@dataclass(frozen=True)
-class RestOptions:
-    """nodes: size of the tree with its root. tokens: length of a continuation.
-
-    matches: the most continuations. longest, shortest: bounds of the suffix to search for. Raises
-    InputError for a number out of range.
-    """
-
-    nodes: int = option("of the tree, the root too", 64, least=2, most=4096)
-    tokens: int = option("of a continuation", 10, least=1, most=4095)
-    matches: int = option("continuations at most", 5000, least=1, most=TOKENS)
-    longest: int = option("tokens of the suffix that is searched for", ORDER, least=1, most=ORDER)
-    shortest: int = option("and the least of them", 2, least=1, most=ORDER)
-
-    def __post_init__(self) -> None:
-        check_ranges(self, flag="")
-        if self.longest < self.shortest:
-            raise InputError(
-                f"longest is {self.longest}, must be at least shortest, {self.shortest}"
-            )
 
 
 @final

@@ -5,44 +5,19 @@ and drafts the likeliest continuations by their counts. The longer the match, th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import numpy as np
 import torch
 
 from treespec.draft.model_free.given import Remembering
+from treespec.draft.model_free.options import SuffixOptions
 from treespec.draft.model_free.suffix_index import SuffixIndex, longest_match
 from treespec.draft.model_free.suffix_memory import Memories, Memory
 from treespec.draft.model_free.suffix_rates import Rates
 from treespec.draft.model_free.suffix_tree import Guess, guess
-from treespec.options import TOKENS, check_ranges, option
 from treespec.target import TreeOutput
 from treespec.trees.tree import TokenTree
-
-
-@dataclass(frozen=True)
-class SuffixOptions:
-    """tokens: bound of each memory. longest: of the match. count: the match must have occurred so
-    often. nodes: the most drafted tokens. growth: drafted tokens for each token of the match.
-    percent: the least chance of a path.
-    Raises InputError for a number out of range.
-    """
-
-    tokens: int = option(
-        "of earlier answers to draft from; 0: from the sequence at hand alone",
-        200_000,
-        least=0,
-        most=TOKENS * 10,
-    )
-    longest: int = option("tokens of the suffix that is looked for", 64, least=1, most=1024)
-    count: int = option("places that the suffix must have", 1, least=1, most=64)
-    nodes: int = option("drafted tokens at most", 48, least=1, most=4095)
-    growth: int = option("drafted tokens for each token of the match", 2, least=1, most=64)
-    percent: int = option("least chance of a drafted path", 10, least=1, most=100)
-
-    def __post_init__(self) -> None:
-        check_ranges(self, flag="")
 
 
 @final

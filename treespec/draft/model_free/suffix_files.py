@@ -8,18 +8,18 @@ each reads the last segment anew, with the folder locked. A killed one leaves th
 before its answer, or after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, final
 
 from treespec.errors import InputError
-from treespec.files import LOCK, locked, read_tensors, write_tensors
+from treespec.files import LOCK, locked, read_about, read_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = "1"
 SEGMENTS = 8  # of which the oldest is forgotten as a whole
@@ -58,8 +58,15 @@ class MemoryFiles:
         size = self.vocab_size
         return [answer for answer in found if size is None or max(answer) < size]
 
+    def check(self) -> None:
+        """Raises InputError as `answers`, as far as the headers of the files tell."""
+        for path in self._segments():
+            self._check(path, read_about(path, AGAIN))
+
     def add(self, answer: Sequence[int]) -> None:
         """Append an answer. Raises InputError where the folder cannot be written."""
+        import torch
+
         most = max(self.tokens // SEGMENTS, 1)
         new = torch.tensor(list(answer)[-most:], dtype=torch.int32)
         with locked(self.folder, wait=lambda holder: None):
@@ -94,9 +101,16 @@ class MemoryFiles:
     def _segments(self) -> list[Path]:
         return sorted(self.folder.glob("[0-9]" * 6 + ".safetensors"))
 
-    def _read(self, path: Path) -> tuple[Tensor, Tensor]:
+    def _read(self, path: Path) -> tuple["Tensor", "Tensor"]:
         """[T] tokens and [A] ends of a segment."""
         tensors, about = read_tensors(path, AGAIN)
+        self._check(path, about)
+        tokens, ends = tensors.get("tokens"), tensors.get("ends")
+        if tokens is None or ends is None or not self._sound(tokens, ends):
+            raise InputError(f"{path} is damaged: {AGAIN}")
+        return tokens, ends
+
+    def _check(self, path: Path, about: Mapping[str, str]) -> None:
         if about.get("format") != FORMAT:
             raise InputError(
                 f"the memory {path} has format {about.get('format')}, this treespec reads {FORMAT}: "
@@ -106,15 +120,13 @@ class MemoryFiles:
             raise InputError(
                 f"the memory {self.folder} is of another tokenizer than the target's: {AGAIN}"
             )
-        tokens, ends = tensors.get("tokens"), tensors.get("ends")
-        if tokens is None or ends is None or not self._sound(tokens, ends):
-            raise InputError(f"{path} is damaged: {AGAIN}")
-        return tokens, ends
 
-    def _sound(self, tokens: Tensor, ends: Tensor) -> bool:
+    def _sound(self, tokens: "Tensor", ends: "Tensor") -> bool:
         """Whether these can be answers."""
+        from torch import int32, int64
+
         flat = tokens.dim() == ends.dim() == 1 and tokens.numel() > 0 and ends.numel() > 0
-        if not flat or tokens.dtype != torch.int32 or ends.dtype != torch.int64:
+        if not flat or tokens.dtype != int32 or ends.dtype != int64:
             return False
         rising = bool((ends.diff() > 0).all()) and int(ends[0]) > 0
         return rising and int(tokens.min()) >= 0 and int(ends[-1]) == len(tokens)

@@ -81,7 +81,8 @@ class Memories:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._by_name: OrderedDict[str, Memory] = OrderedDict()
         if folder is not None:
-            check_memories(folder, tokenizer, vocab_size)
+            for place in places_in(folder):
+                self._files_in(place).answers()
             for place in places_in(folder)[:-NAMES]:
                 self._files_in(place).delete()
             self.named("")  # reading takes up to a second: not amid the first answer
@@ -111,15 +112,10 @@ class Memories:
         return MemoryFiles(place, self.tokens, self._tokenizer, self._vocab_size)
 
 
-def check_memories(
-    folder: Path, tokenizer: str | None = None, vocab_size: int | None = None
-) -> None:
-    """Raises InputError where a folder's memories cannot be read, are damaged or of another tokenizer.
-
-    tokenizer, vocab_size: of the target; None: not known yet.
-    """
+def check_memories(folder: Path) -> None:
+    """Raises InputError where a folder's memories cannot be read or are damaged, by their headers."""
     for place in places_in(folder):
-        MemoryFiles(place, 0, tokenizer, vocab_size).answers()
+        MemoryFiles(place, 0, None, None).check()
 
 
 def places_in(folder: Path) -> list[Path]:

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from treespec.trees.dynamic import best_first, connect
 from treespec.trees.mask import ancestor_mask
+from treespec.trees.ranked import best_first, connect
 from treespec.trees.tree import TokenTree
 
 

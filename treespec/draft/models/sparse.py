@@ -20,14 +20,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.cache import TreeCache
+from treespec.draft.model_free.options import SINKS, WINDOW, budget_of
 from treespec.draft.models.branch import Branch, root_frontiers
 from treespec.draft.models.snapkv import most_seen, refuse_what_shows_no_attention
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
-from treespec.options import MANY
 from treespec.target import Target
 
-SINKS, WINDOW = 4, 32
 NOTHING, CHOSEN = -1, -2  # a column without a token; one whose token differs by layer and head
 
 
@@ -195,21 +194,3 @@ def sparse_target(value: str, target: Target) -> SparseProposer:
     if chosen:
         refuse_what_shows_no_attention(target)
     return SparseProposer(target, budget, WINDOW if chosen else None)
-
-
-def budget_of(value: str) -> tuple[int, bool]:
-    """(number of tokens, whether SnapKV chooses them) from `512` or `512,snapkv`.
-
-    Raises InputError.
-    """
-    number, _, kind = value.partition(",")
-    if not number.isdecimal() or kind not in ("", "snapkv"):
-        raise InputError(
-            f"--drafter sparse:{value} is not understood: write sparse:512 or sparse:512,snapkv"
-        )
-    least = 2 * WINDOW if kind else 2 * SINKS
-    if int(number) < least:
-        raise InputError(f"--drafter sparse:{value}: the budget must be at least {least} tokens")
-    if int(number) > MANY:
-        raise InputError(f"--drafter sparse:{value}: the budget must be at most {MANY:,} tokens")
-    return int(number), bool(kind)

@@ -115,7 +115,7 @@ def kept_times(file: Path) -> Times | None:
         fields = read_json(file, "it is measured again")
         nodes = tuple(fields["nodes"])
         if nodes not in (NODES[: len(nodes)], NODES_TOGETHER[: len(nodes)]) or len(nodes) < 2:
-            return None  # of an older version
+            return None
         return Times(
             nodes=nodes,
             target=seconds(fields["target"], len(nodes)),

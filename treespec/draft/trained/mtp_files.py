@@ -5,15 +5,17 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from torch import Tensor
 
 from treespec.errors import InputError, first_line
 from treespec.heads.mtp_layouts import LayerNames, Layout, mtp_layers
-from treespec.heads.tensors import inside
+from treespec.heads.names import inside
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -60,7 +62,7 @@ def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
             if all(map(inside, places.values())):
                 return {tensor: folder / file for tensor, file in places.items()}
         elif name and (folder / SINGLE).exists():
-            with safe_open(folder / SINGLE, framework="pt") as stored:
+            with safe_open(folder / SINGLE, framework="numpy") as stored:
                 return dict.fromkeys(stored.keys(), folder / SINGLE)
     except Exception as error:  # a damaged file may raise anything
         raise InputError(
@@ -74,7 +76,7 @@ def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
 
 def read_tensors(
     files: Mapping[str, Path], names: Mapping[str, str], block: tuple[int, int]
-) -> dict[str, Tensor]:
+) -> dict[str, "Tensor"]:
     """Tensors by our names; experts joined, and fp8 weights in float32.
 
     names: ours -> the file's. block: rows and columns of an fp8 weight that share a factor. Raises InputError.
@@ -92,7 +94,7 @@ def read_tensors(
     return joined_experts(dequantised(tensors, block))
 
 
-def dequantised(tensors: Mapping[str, Tensor], block: tuple[int, int]) -> dict[str, Tensor]:
+def dequantised(tensors: Mapping[str, "Tensor"], block: tuple[int, int]) -> dict[str, "Tensor"]:
     """fp8 weights times their factors, in float32; all other tensors as they are."""
     plain = {name: value for name, value in tensors.items() if not name.endswith(SCALE)}
     for name, scales in tensors.items():
@@ -104,12 +106,14 @@ def dequantised(tensors: Mapping[str, Tensor], block: tuple[int, int]) -> dict[s
     return plain
 
 
-def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def joined_experts(tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
     """Experts as transformers' layers hold them, where a file has a tensor for each.
 
     gate_proj and up_proj [I, H] of E experts become gate_up_proj [E, 2 I, H], and down_proj
     [H, I] becomes [E, H, I]. Experts that lack a part stay as they are.
     """
+    from torch import cat, stack
+
     # 1. {start of the names: {number: {part: weight}}}.
     experts: defaultdict[str, defaultdict[int, dict[str, Tensor]]]
     experts = defaultdict(lambda: defaultdict(dict))
@@ -126,7 +130,7 @@ def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if any(len(part) < 3 for part in parts) or sorted(by_number) != list(range(len(parts))):
             rest |= {name: value for name, value in tensors.items() if name.startswith(start)}
             continue
-        both = [torch.cat([part["gate_proj"], part["up_proj"]]) for part in parts]
-        rest[f"{start}gate_up_proj"] = torch.stack(both)
-        rest[f"{start}down_proj"] = torch.stack([part["down_proj"] for part in parts])
+        both = [cat([part["gate_proj"], part["up_proj"]]) for part in parts]
+        rest[f"{start}gate_up_proj"] = stack(both)
+        rest[f"{start}down_proj"] = stack([part["down_proj"] for part in parts])
     return rest

@@ -1,0 +1,89 @@
+"""A static tree as tensors, for growing it level by level."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from treespec.trees.mask import ancestor_mask
+from treespec.trees.static import StaticTree
+
+
+@dataclass(frozen=True)
+class Level:
+    """The frontier of one depth: F inner nodes and their C children.
+
+    nodes: [F] int64 node numbers.
+    parent_rows: [F] int64, the row of each node's parent in the frontier above.
+    draws: [F] int64, the number of draws at each node, on the host.
+    first: the number of the first child. The children are numbered first to first + C - 1.
+    rows, columns: [C] int64, the place of each child's draw in a table [F, K] of draws.
+    """
+
+    nodes: Tensor
+    parent_rows: Tensor
+    draws: Tensor
+    first: int
+    rows: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A static tree as tensors.
+
+    parents, depth: [N] int64. ancestors: [N, N] bool. levels: the frontiers, the root's first.
+    """
+
+    parents: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    levels: tuple[Level, ...]
+
+
+@lru_cache
+def layout(tree: StaticTree, device: torch.device) -> Layout:
+    """The tree's tensors on a device, built once for each tree and device.
+
+    Nodes are numbered level by level, and the children of a node in draw order. The tree of (0,),
+    (2,), (0, 0) and (2, 1), whose draws 1 at the root and 0 at node 2 have no node:
+
+        0 ─┬─ draw 0: 1 ──── draw 0: 3       level 0   nodes 0     draws 3      first 1
+           ├─ draw 1                                   rows 0 0    columns 0 2
+           └─ draw 2: 2 ─┬─ draw 0           level 1   nodes 1 2   draws 1 2    first 3
+                         └─ draw 1: 4                  rows 0 1    columns 0 1  parent_rows 0 0
+    """
+    # 1. Number the paths; list the children of each node.
+    number = {path: i for i, path in enumerate(tree.paths)}
+    children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for path in tree.paths[1:]:
+        children.setdefault(path[:-1], []).append(path)
+
+    def tensor(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), device=device)
+
+    # 2. One frontier per depth: its inner nodes, and the draw of each child.
+    levels = []
+    above: dict[tuple[int, ...], int] = {}  # the row of each node in the frontier above
+    for depth in range(tree.max_depth):
+        inner = [path for path in tree.paths if len(path) == depth and path in children]
+        below = [child for path in inner for child in children[path]]
+        row = {path: i for i, path in enumerate(inner)}
+        levels.append(
+            Level(
+                nodes=tensor(number[path] for path in inner),
+                parent_rows=tensor(above.get(path[:-1], 0) for path in inner),
+                draws=torch.tensor([tree.draws(path) for path in inner]),
+                first=number[below[0]],
+                rows=tensor(row[path[:-1]] for path in below),
+                columns=tensor(path[-1] for path in below),
+            )
+        )
+        above = row
+
+    # 3. Parents, depths and ancestors of all nodes.
+    parents = tensor(number[path[:-1]] if path else -1 for path in tree.paths)
+    depths = tensor(map(len, tree.paths))
+    return Layout(parents, depths, ancestor_mask(parents, tree.max_depth), tuple(levels))

@@ -1,0 +1,86 @@
+"""`load`: the public API's first call. Only here torch and transformers are imported."""
+
+from dataclasses import fields
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any
+
+from treespec.demo.known import default_drafter
+from treespec.errors import InputError
+from treespec.quiet import quiet
+from treespec.shared_options import ModelOptions
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from treespec.loading import DeviceMap
+    from treespec.spec import Spec
+
+
+def load(
+    target: "str | PathLike[str] | PreTrainedModel",
+    head: str | PathLike[str] | None = None,
+    tree: str | None = None,
+    verifier: str = "auto",
+    *,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    drafter: str | None = None,
+    allow_lossy: bool = False,
+    template: str | None = None,
+    device_map: "DeviceMap" = "auto",
+    dtype: "str | torch.dtype" = "auto",
+    max_memory: dict | None = None,
+    trust_remote_code: bool = False,
+    load_in: str | None = None,
+    revision: str | None = None,
+) -> "Spec":
+    """Load a target and a source of drafts, placed by accelerate, for decoding only.
+
+    target: directory, hub id, `demo`, or a loaded transformers model. A loaded model stays usable,
+    but changes for good: evaluation mode, no gradients, attention that takes trees. Its weights do
+    not change; those of a model loaded here are packed on a CPU, where that is faster.
+    tokenizer: default the directory's own. A model object without one takes and gives token ids.
+    head: directory or hub id of a trained head of any kind, or `demo` for treespec's own. drafter:
+    `kind:value` in place of a head, with a kind of `treespec.draft.sources.SOURCES`. Default: for
+    `demo` its head and a suffix cache of the sequence, for other targets one token at a time.
+    tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
+    verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
+    template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers
+    take them, but that on a CPU dtype "auto" is the checkpoint's or float32, whichever these drafts
+    are faster in (`treespec.draft.fit.dtype`); repr(spec) names it.
+    trust_remote_code: run Python files from the target's or a draft model's directory.
+    load_in: the form of the target's weights, one of `treespec.options.LOAD_IN_FORMS`. Default: as
+    its files hold them, a quantised checkpoint included. revision: of the target's hub repository.
+    Raises InputError, or HeadError and TreeError, for models, names and files that cannot be used.
+    """
+    if head and drafter:
+        raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
+    with quiet():
+        from treespec.loading import calibration_of, load_sources
+        from treespec.spec import Spec
+
+    if head is None and drafter is None:
+        drafter = default_drafter(target)
+    named = drafter or (f"head:{fspath(head)}" if head else None)
+    model, sources = load_sources(
+        target,
+        [named] if named else [],
+        tokenizer=tokenizer,
+        device_map=device_map,
+        dtype=dtype,
+        max_memory=max_memory,
+        trust_remote_code=trust_remote_code,
+        load_in=load_in,
+        revision=revision,
+    )
+    source = sources[named] if named else None
+    calibration = calibration_of(source, named) if source and named else None
+    return Spec(model, source, tree, verifier, template, allow_lossy, calibration)
+
+
+def load_options(options: ModelOptions) -> "Spec":
+    """`load` with the options that commands share. Raises as `load` does."""
+    named: dict[str, Any] = {
+        known.name: getattr(options, known.name) for known in fields(ModelOptions)
+    }
+    return load(**named)

@@ -1,0 +1,148 @@
+"""What a target's directory tells before anything of it is loaded. It loads no torch."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from treespec.errors import InputError, first_line
+from treespec.gguf_file import gguf_file
+from treespec.heads.hub import only_cached
+from treespec.heads.places import mistyped
+from treespec.variant import AS_IT_IS, Variant
+
+ADAPTER = "adapter_config.json"  # a directory of PEFT names another one with the model
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+WORDS = ("*token*", "vocab*", "merges*", "*.model", "spiece*")  # files of tokenizers
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+
+def located(
+    path: str, trust_remote_code: bool = False, variant: Variant = AS_IT_IS
+) -> dict[str, Any]:
+    """The options that every `from_pretrained` of `path` takes.
+
+    Raises InputError for a path that is neither a directory nor a hub id, and for the revision of a
+    directory.
+    """
+    start = f"cannot load the target {path!r}"
+    if Path(path).is_dir():
+        if variant.revision is not None:
+            raise InputError(
+                f"{start}: --revision {variant.revision} names a state of a hub repository, and "
+                "this is a directory: leave it out"
+            )
+        return {"trust_remote_code": trust_remote_code}
+    if problem := mistyped(path, "model directory"):
+        raise InputError(f"{start}: {problem}")
+    try:
+        cached = only_cached(path, variant.revision)
+    except ValueError as error:
+        raise InputError(f"{start}: {error}") from error
+    revision = {"revision": variant.revision} if variant.revision else {}
+    offline = {"local_files_only": True} if cached else {}
+    return {"trust_remote_code": trust_remote_code} | revision | offline
+
+
+def check_files(path: str, variant: Variant = AS_IT_IS) -> None:
+    """Raises InputError for a directory whose files are missing or damaged. A hub id passes."""
+    folder = Path(path)
+    if not folder.is_dir() or gguf_file(path, variant) or (folder / ADAPTER).exists():
+        return
+    # 1. The model's fields.
+    check_fields(path)
+
+    # 2. Its weights: their headers.
+    files = [file for pattern in WEIGHTS for file in folder.glob(pattern)]
+    if not files:
+        raise InputError(f"cannot load the target {path!r}: it has no weights: {WEIGHTS[0]}")
+    for file in files:
+        if file.suffix == ".safetensors":
+            check_header(path, file)
+
+    # 3. Its tokenizer.
+    for name, field in (("tokenizer.json", "model"), ("tokenizer_config.json", None)):
+        if damage := not_json(folder / name, field):
+            raise InputError(f"cannot load the tokenizer of {path!r}: {damage}")
+
+
+def check_fields(path: str) -> None:
+    """Raises InputError for a directory whose config.json is missing, damaged or no model's."""
+    folder, start = Path(path), f"cannot load the target {path!r}"
+    config = folder / "config.json"
+    if not config.is_file():
+        held = ", ".join(sorted(file.name for file in folder.iterdir())[:3]) or "nothing"
+        raise InputError(f"{start}: the directory has no config.json (it holds {held})")
+    for file in (config, folder / "generation_config.json"):
+        if damage := not_json(file):
+            raise InputError(f"{start}: {damage}")
+    fields = json.loads(config.read_text())
+    if not fields.get("model_type") and not fields.get("auto_map"):
+        raise InputError(
+            f"{start}: config.json names no model_type, so it is no model's (a draft head is given "
+            "as --head)"
+        )
+    try:
+        check_sizes(fields)
+    except InputError as error:
+        raise InputError(f"{start}: {error}") from None
+
+
+def check_sizes(sizes: Mapping[str, object]) -> None:
+    """Raises InputError for sizes that are no positive whole numbers. None is no size."""
+    for name in SIZES:
+        size = sizes.get(name)
+        if size is not None and not (isinstance(size, int) and size > 0):
+            raise InputError(
+                f"config.json has {name} = {size!r}; it must be a positive whole number"
+            )
+
+
+def check_header(path: str, file: Path) -> None:
+    """Raises InputError for a safetensors file that is cut off or something else."""
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except Exception as error:  # safetensors raises what the header's bytes lead to
+        raise InputError(
+            f"cannot load the target {path!r}: its weights are damaged, fetch them again "
+            f"({file.name}: {first_line(error)})"
+        ) from error
+
+
+def check_words(path: str, variant: Variant = AS_IT_IS, chats: bool = False) -> None:
+    """Raises InputError for a directory without a tokenizer.
+
+    chats: also where no file can hold a chat template.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or gguf_file(path, variant) or (folder / ADAPTER).exists():
+        return
+    if not any(file for pattern in WORDS for file in folder.glob(pattern)):
+        raise InputError(
+            f"the target {path!r} has no tokenizer: its directory lacks tokenizer.json"
+        )
+    config = folder / "tokenizer_config.json"
+    fields = json.loads(config.read_text()) if config.is_file() else {}
+    if chats and "chat_template" not in fields and not any(folder.glob("*chat_template*")):
+        from treespec.text.templates import check
+
+        check(None)
+
+
+def not_json(file: Path, field: str | None = None) -> str | None:
+    """The damage of a file that is no JSON object with this field, as a part of a line.
+
+    None for a missing file.
+    """
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        return f"{file.name} is damaged, or no JSON: {first_line(error)}"
+    if not isinstance(content, dict):
+        return f"{file.name} holds no fields"
+    return None if field is None or field in content else f"{file.name} has no field {field!r}"

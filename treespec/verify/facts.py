@@ -1,0 +1,192 @@
+"""What the pairing rules ask of each verifier, and the options that its name may hold.
+
+It loads no torch, so that a bad name is refused at once. A test holds it equal to the schemes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from treespec.errors import InputError
+from treespec.options import nearest
+from treespec.trees.ranges import Range
+from treespec.trees.shape import Policy
+
+Value = int | float | tuple[float, ...]
+MOST = 1000  # tokens: the largest value of a draw
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """`0.8/1.2` as numbers. Raises ValueError."""
+    return tuple(map(float, text.split("/")))
+
+
+# What an option must be, by the function that reads it.
+WORDS: dict[Callable[[str], Value], str] = {
+    int: "a whole number, such as 8",
+    float: "a number",
+    numbers: "numbers, such as 0.8/1.2",
+}
+SWITCH = (int, Range(least=0, most=1, whole=True))
+TEMPERATURES = (numbers, Range(above=0, most=100))  # multiples of the sampling temperature
+SHARE = (float, Range(above=0, most=1))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The properties of a `Scheme` by which it is paired. options: how each is read, and its range."""
+
+    name: str
+    lossless: bool = True
+    deterministic: bool = False
+    max_draws: int | None = None
+    law_per_draw: bool = False
+    sure_tokens: bool = False
+    layered: bool = False
+    options: Mapping[str, tuple[Callable[[str], Value], Range]] = field(default_factory=dict)
+
+
+SCHEMES = {
+    facts.name: facts
+    for facts in (
+        Facts("single", max_draws=1, layered=True),
+        Facts("rrs", law_per_draw=True, options={"draft-temperatures": TEMPERATURES}),
+        Facts("rrs-wo", sure_tokens=True),
+        Facts("kseq"),
+        Facts("spechub", max_draws=2),
+        Facts("greedy", layered=True),
+        Facts(
+            "is-lp",
+            law_per_draw=True,
+            options={
+                "s": (int, Range(least=1, most=256, whole=True)),
+                "alphabet": (int, Range(least=1, most=10**7, whole=True)),
+                "draft-temperatures": TEMPERATURES,
+            },
+        ),
+        Facts("otm-lp"),
+        Facts(
+            "optimal",
+            sure_tokens=True,
+            layered=True,
+            options={"threshold": SHARE, "extra": SWITCH, "exact": SWITCH, "first": SWITCH},
+        ),
+        Facts("topk", deterministic=True),
+        Facts(
+            "typical",
+            lossless=False,
+            deterministic=True,
+            options={"epsilon": SHARE, "delta": SHARE},
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A verifier by its name. paced: whether it takes any tree (`is_paced`)."""
+
+    name: str
+    scheme: Facts
+    paced: bool = False
+
+
+BEYOND_THE_NODE = {
+    known.name: known
+    for known in (
+        Known("auto", SCHEMES["rrs-wo"], paced=True),
+        Known("block", SCHEMES["single"]),
+        Known("traversal", SCHEMES["rrs-wo"]),
+    )
+}
+LOSSY = tuple(name for name, scheme in SCHEMES.items() if not scheme.lossless)
+LAYERS = tuple(f"layer:{name}" for name, scheme in SCHEMES.items() if scheme.layered)
+NAMES = (*SCHEMES, *BEYOND_THE_NODE, *LAYERS)
+
+
+def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
+    """The verifier that a `--verifier` value names.
+
+    A scheme's name, such as `rrs-wo`, is the walk over that scheme. `auto`, `block`, `traversal`
+    and `layer:greedy` are verifiers of whole trees.
+    Raises InputError for an unknown name, option or value, and for a lossy scheme without
+    `allow_lossy`.
+    """
+    kind, _, name = spec.partition(":")
+    if kind in BEYOND_THE_NODE:
+        if name:
+            raise InputError(f"verifier {spec!r}: {kind} has no options")
+        return BEYOND_THE_NODE[kind]
+    if kind != "layer":
+        return Known(spec, known_scheme(spec, allow_lossy, NAMES[len(SCHEMES) :])[0])
+    scheme, _ = known_scheme(name or "greedy", allow_lossy)
+    if not scheme.layered:
+        raise InputError(
+            f"layer verification over {scheme.name} is not known: take {' or '.join(LAYERS)}"
+        )
+    return Known(spec, scheme)
+
+
+def known_scheme(
+    spec: str, allow_lossy: bool = False, beside: Iterable[str] = ()
+) -> tuple[Facts, dict[str, Value]]:
+    """The scheme that a `--verifier` value names, `rrs-wo` or `is-lp:s=8,alphabet=50`, and its options.
+
+    allow_lossy: whether a scheme may change the text's law.
+    beside: further names to offer in the error about an unknown name.
+    Raises InputError for an unknown name, option or value, and for a lossy scheme without
+    `allow_lossy`.
+    """
+    # 1. The scheme.
+    name, _, rest = spec.partition(":")
+    if name not in SCHEMES:
+        names = [*SCHEMES, *beside]
+        raise InputError(
+            f"unknown verifier {name!r}{nearest(name, names)}: choose one of {', '.join(names)}"
+        )
+    scheme = SCHEMES[name]
+    if not (scheme.lossless or allow_lossy):
+        raise InputError(
+            f"verifier {name} is lossy, its text has another law than the target's: allow that "
+            "with --allow-lossy (allow_lossy=True in Python), or choose another --verifier"
+        )
+
+    # 2. Its options.
+    values: dict[str, Value] = {}
+    for option, text in (part.partition("=")[::2] for part in rest.split(",") if part):
+        if option not in scheme.options:
+            names = list(scheme.options)
+            choice = f"its options are {', '.join(names)}" if names else "it has no options"
+            raise InputError(f"verifier {spec!r}: unknown option {option!r}; {choice}")
+        parse, _ = scheme.options[option]
+        try:
+            values[option.replace("-", "_")] = parse(text)
+        except ValueError:
+            raise InputError(f"verifier {spec!r}: {option} must be {WORDS[parse]}") from None
+    check_options(name, values)
+    return scheme, values
+
+
+def check_options(name: str, values: Mapping[str, object]) -> None:
+    """Raises InputError for the first option of a scheme outside its range. None fits any."""
+    for option, (_, allowed) in SCHEMES[name].options.items():
+        value = values.get(option.replace("-", "_"))
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and number not in allowed:
+                raise InputError(f"verifier {name}: {option} is {number}, must be {allowed}")
+
+
+def is_paced(verifier: object) -> bool:
+    """Whether a verifier takes any tree, so that each cycle's tree may be chosen by its cost.
+
+    It says so by an attribute `paced`; without one it does not.
+    """
+    return getattr(verifier, "paced", False)
+
+
+def stands_for(verifier: object, several: bool, tree: Policy | None) -> str | None:
+    """The scheme that `auto` stands for with some trees and several draft models; None: itself."""
+    if not is_paced(verifier):
+        return None
+    if several:
+        return "rrs"
+    return "topk" if tree and tree.reranks else None

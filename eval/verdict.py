@@ -41,11 +41,12 @@ def sentences(
 ) -> list[str]:
     """The verdict, temperature by temperature.
 
-    questions: how many were asked. noises: `noise_of` the A/A ratio by temperature; without one, nothing
-    is called faster or slower.
+    questions: how many were asked. noises: `noise_of` the A/A ratio by temperature; without one,
+    nothing is called faster or slower.
     """
     lines = []
     for temperature in dict.fromkeys(pair.temperature for pair in pairs):
+        # 1. What is faster or slower, or why that cannot be said.
         at = f"At temperature {temperature:g}"
         here = [pair for pair in pairs if pair.temperature == temperature]
         noise = noises.get(temperature)
@@ -57,6 +58,8 @@ def sentences(
             lines.append(f"{at} nothing is called faster or slower: {unknown}.")
         else:
             lines += [f"{at} {said}" for said in _compared(here, noise)]
+
+        # 2. Where drafting paused.
         lines += [
             f"{at} {pair.name} drafted nothing in {pair.paused:.0%} of its cycles, as it expected no "
             "gain from a draft."
@@ -96,7 +99,11 @@ def _compared(pairs: Sequence[MeasuredPair], noise: float) -> list[str]:
         lines.append(f"these are faster than plain decoding: {_listed(faster)}.")
     elif best and all(side == -1 for _, side in lossless):
         lines.append(f"plain decoding is the fastest. The best pair is {_times(best)}")
-    lossy = [p for p in pairs if not p.lossless and _beyond(p.of_fastest, noise) == 1]
+    lossy = [
+        pair
+        for pair, side in sides
+        if not pair.lossless and side == _beyond(pair.of_fastest, noise) == 1
+    ]
     if lossy:
         change = "these are faster, but change the distribution of the completion"
         lines.append(f"{change}: {_listed(lossy)}.")

@@ -107,6 +107,20 @@ def test_peers_run_in_the_checkpoints_dtype_and_layout_whatever_treespec_runs_in
         assert type(peer.lm_head) is torch.nn.Linear
 
 
+def test_one_token_decoding_is_measured_twice_for_the_noise_of_the_clock(home, tmp_path):
+    lines = [{"question_id": i, "category": "c", "turns": [f"Count {i}."]} for i in range(10)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = options_in(home, tmp_path / "out", limit=10, max_new_tokens=2, verifier="topk,rrs@2x2")
+    result = bench(BenchConfig(**options | {"questions": str(tmp_path / "q.jsonl")}))
+    names = [row["name"] for row in result["rows"] if not row["peer"]]
+    assert names == ["one token", "one token, again", "topk", "rrs@2x2"]
+    verdict = page_of(tmp_path / "out" / "bench.md").partition("## Verdict")[2]
+    assert "too few" not in verdict
+    assert "topk" in verdict
+    assert "one token, again" not in verdict
+    assert "At temperature 0 transformers' own methods have this many times plain decoding's tokens/s" in verdict
+
+
 def test_peers_sample_from_the_whole_law_whatever_the_models_own_settings(home):
     """At a high temperature the tail comes up, which transformers' top_k of 50 would cut off."""
     spec = load(str(home / "target"), dtype="float32")

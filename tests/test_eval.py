@@ -256,7 +256,7 @@ def test_the_baseline_is_asked_twice_for_the_noise_of_the_clock(home, tmp_path):
     assert len(summary["configurations"]) == 2
     page = page_of(tmp_path / "out" / "summary.md")
     assert "| baseline again |" in page
-    assert "of the questions were asked the baseline twice" in page
+    assert "Baseline again: it answered 10 of the questions twice" in page
     assert "too few" not in page
     assert summarise(tmp_path / "out", 50)["again"] == [again]
 

@@ -85,10 +85,13 @@ def _measured(rows: Sequence[Row]) -> list[MeasuredPair]:
     """
     several, pairs = _several(rows), []
     for row in rows:
+        # 1. Its speed, if it has one.
         overall = row["overall"]
         speed, tau = overall["tokens_per_second"]["value"], overall["acceptance_length"]["value"]
         if row["verifier"] == "baseline" or speed is None or tau is None:
             continue
+
+        # 2. Its name and figures.
         name = row["verifier"] + (f"@{tree_name(row['tree'])}" if row["tree"] else "")
         pair = MeasuredPair(
             f"{short(row['drafter'])} with {name}" if several else name,
@@ -134,9 +137,9 @@ def notes(summary: Summary) -> list[str]:
     for again in summary["again"]:
         if (noise := noise_of(again["speedup"])) is not None:
             lines.append(
-                f"Baseline again: {again['questions']} of the questions were asked the baseline twice at "
-                f"temperature {again['temperature']:g}. The interval of the second time's speed over the "
-                f"first's reaches {100 * noise:.1f} % from 1: the clock's noise."
+                f"Baseline again: it answered {again['questions']} of the questions twice at "
+                f"temperature {again['temperature']:g}. The interval of the second time's speed "
+                f"over the first's reaches {100 * noise:.1f} % from 1: the clock's noise."
             )
     if config.batch > 1:
         lines.append(

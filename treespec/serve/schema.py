@@ -47,7 +47,7 @@ class Asked(Body):
             known = name in cls.model_fields or name in HARMLESS or value is None
             if known or (name in DONE and DONE[name] == value):
                 continue
-            close = difflib.get_close_matches(name[:80], cls.model_fields, 1)
+            close = difflib.get_close_matches(name[:80], cls.model_fields, 1, 0.8)
             hint = INSTEAD.get(name) or (f"did you mean '{close[0]}'?" if close else "leave it out")
             raise PydanticCustomError(
                 "unknown_field", "{hint}", {"name": one_line(name[:80]), "hint": hint}

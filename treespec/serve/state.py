@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import final
 
 from anyio import CapacityLimiter
@@ -46,11 +45,10 @@ class State:
     tokenising: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
     compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
 
-    @cached_property
-    def trial(self) -> Trial:
+    def __post_init__(self) -> None:
         """The process that tries the requests' grammars."""
         target, stops = self.spec.target, templates.stops(self.spec.template)
-        return Trial(target.tokenizer, target.vocab_size, target.eos | set(stops.token_ids))
+        self.trial = Trial(target.tokenizer, target.vocab_size, target.eos | set(stops.token_ids))
 
     @property
     def api_keys(self) -> Sequence[str]:

@@ -23,9 +23,7 @@ MOST = 1 << 17  # characters of a grammar
 SECONDS = 5.0  # that the process may take for one
 STEP = 0.1  # seconds of CPU for a token: other threads of the parent wait for some of them
 TOKENS = 16  # that a grammar is followed for
-STACK = (
-    2 << 20
-)  # bytes: below that of a parent's thread, so what does not crash here does not there
+STACK = 2 << 20  # bytes, less than threads of the parent have: what passes here fits there
 
 
 @final
@@ -36,8 +34,10 @@ class Trial:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> None:
-        """As for `compiled`."""
+        """As for `compiled`. A large tokenizer is copied now: the copy holds up other threads."""
         self.given = (tokenizer, vocab_size, ends)
+        with suppress(InputError):  # a request by grammar will hear of it
+            tokens_of("grammar", *self.given)
         self.pipe: Connection | None = None
         self.check = lru_cache(maxsize=64)(self._check)
 

@@ -13,7 +13,7 @@ from treespec.spec import Spec
 from treespec.target import Target
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
-CONFIG = CertifyConfig(target="", head="head", tokens=400, length=24, top_k=5)
+CONFIG = CertifyConfig(target="target", head="head", tokens=400, length=24, top_k=5)
 ONE_LAYER = {"vocab_size": 32, "num_hidden_layers": 1, "tie_word_embeddings": False, "eos_token_id": None}
 
 

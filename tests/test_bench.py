@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import transformers as hf
-from evaluating import save_models
+from evaluating import page_of, save_models
 from models import GROUPED, random_model
 
 from treespec.api import load
@@ -221,7 +221,7 @@ def test_waiting_for_the_device_changes_times_alone(home):
         ({"contexts": "many"}, "--contexts: 'many' is not a whole number"),
         ({"batches": "4,0"}, "--batches is 0, must be a whole number from 1"),
         ({"rounds": 1}, "--rounds is 1, must be a whole number from 2"),
-        ({"assistant": "./nowhere"}, "--assistant: cannot load './nowhere'"),
+        ({"assistant": "./nowhere"}, "no assistant directory at ./nowhere"),
         ({"assistant": "other"}, "--assistant has a vocabulary of 64, the target's is 259"),
     ],
 )

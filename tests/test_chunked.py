@@ -64,7 +64,7 @@ def test_states_and_output_weights_get_autograds_gradient_over_several_steps(nam
         torch.randn(int((places >= i).sum()), 8, generator=generator, dtype=torch.float64).requires_grad_()
         for i in range(3)
     ]
-    loss = chosen_loss(TrainConfig(target="", data="", out="", loss=name))
+    loss = chosen_loss(TrainConfig(target="target", data="data", out="out", loss=name))
     guesses = [Guess.by_layer(own, layer, 0.5**i) for i, (own, layer) in enumerate(zip(states, layers, strict=True))]
     found = token_losses(guesses, Laws(10, 20, lambda chunk: p[chunk]), places, loss, rows=4)
     expected = [
@@ -113,7 +113,7 @@ def test_output_layers_outside_the_forward_take_part_in_the_gradients_of_several
     features = model.features(tokens, head.taps, last=True)
     everything = torch.ones(2, 9, dtype=torch.bool)
     batch = Batch(tokens, everything, features, torch.tensor([9, 9]), torch.Generator(), steps=2)
-    config = TrainConfig(target="", data="", out="", head="eagle3")
+    config = TrainConfig(target="target", data="data", out="out", head="eagle3")
     eagle3_objective(config, model, head, batch).total.backward()
     alone = [weight.grad.clone() for weight in head.parameters() if weight.requires_grad]
     wrapped = torch.nn.parallel.DistributedDataParallel(head)
@@ -175,7 +175,7 @@ def test_eagles_loss_is_the_decaying_sum_over_steps_and_reaches_the_layer():
     head, tokens = random_head(model), torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.rand(2, 9, generator=torch.Generator().manual_seed(4)) < 0.6
     features = model.features(tokens)
-    config = TrainConfig(target="", data="", out="", noise=0.0, step_decay=0.5, token_weight=0.3)
+    config = TrainConfig(target="target", data="data", out="out", noise=0.0, step_decay=0.5, token_weight=0.3)
     batch = Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps=2)
     found = eagle_objective(config, model, head, batch)
     total = 0.0
@@ -194,7 +194,7 @@ def test_eagles_loss_is_the_decaying_sum_over_steps_and_reaches_the_layer():
 def test_answers_cut_to_their_first_token_teach_nothing():
     model = target("llama")
     head, tokens = random_head(model), torch.full((2, 9), 5)
-    config = TrainConfig(target="", data="", out="")
+    config = TrainConfig(target="target", data="data", out="out")
     nothing = torch.zeros(2, 9, dtype=torch.bool)
     batch = Batch(tokens, nothing, model.features(tokens), torch.tensor([9, 4]), torch.Generator(), steps=2)
     eagle_objective(config, model, head, batch).total.backward()

@@ -104,7 +104,7 @@ def test_the_targets_own_answers_calibrate_a_head(folders, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        (["--head", "nowhere"], "--head nowhere is no directory"),
+        (["--head", "nowhere"], "no head directory at nowhere"),
         (["--depth", "0"], "--depth is 0"),
         (["--text", "short.txt"], "the text is too short"),
         (["--text", "nowhere.txt"], "cannot read --text nowhere.txt"),

@@ -189,7 +189,7 @@ class TestBeforeAnythingIsLoaded:
             ((target, [f"eagle:{head[:-1]}"]), "did you mean"),
             ((target, [f"self:{tmp_path}/none"]), "treespec skip"),
         ]:
-            with pytest.raises(InputError, match=words):
+            with pytest.raises(ValueError, match=words):  # InputError or HeadError
                 check_sources(*options)
         check_sources(target, [f"head:{head}", "lookup:tokens=3", f"eagle:{head}", "sparse:512"])
 

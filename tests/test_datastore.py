@@ -158,11 +158,6 @@ class TestFiles:
             open_datastore(folder, tokenizer(), 400)
         assert "\n" not in str(caught.value)
 
-    def test_a_datastore_of_an_older_version_is_read_without_checksums(self, folder):
-        index = json.loads((folder / "index.json").read_text())
-        (folder / "index.json").write_text(json.dumps({k: index[k] for k in ("format", "tokenizer", "tokens", "end")}))
-        assert len(open_datastore(folder, tokenizer(), 400).tokens) == index["tokens"]
-
     def test_an_interrupted_build_leaves_nothing(self, tmp_path, monkeypatch):
         def interrupted(tokens, order):
             raise KeyboardInterrupt

@@ -43,7 +43,7 @@ def test_the_loss_is_that_of_each_head_at_each_position_of_its_rollout(kind):
     """Against a loop over positions, in float32: 1e-4."""
     model = target("llama")
     head, batch = heads_for(model, kind), batch_of(model)
-    total, config = 0.0, TrainConfig(target="", data="", out="", head=kind)
+    total, config = 0.0, TrainConfig(target="target", data="data", out="out", head=kind)
     for i in range(4):
         losses = []
         for tokens, mask, features in zip(batch.tokens, batch.loss_mask, batch.features, strict=True):
@@ -64,7 +64,8 @@ def test_a_batch_without_an_assistants_token_gives_zero_gradients_to_every_param
     model = target("llama")
     head, batch = heads_for(model, kind), batch_of(model)
     batch = batch._replace(loss_mask=torch.zeros_like(batch.loss_mask))
-    TRAINING[kind].objective(TrainConfig(target="", data="", out="", head=kind), model, head, batch).total.backward()
+    config = TrainConfig(target="target", data="data", out="out", head=kind)
+    TRAINING[kind].objective(config, model, head, batch).total.backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in head.parameters())
 
 
@@ -73,7 +74,7 @@ def test_another_loss_is_over_the_targets_laws(kind):
     """The refusal rate of a single draft, against a loop over positions: 1e-4."""
     model = target("llama")
     head, batch = heads_for(model, kind), batch_of(model)
-    total, config = 0.0, TrainConfig(target="", data="", out="", head=kind, loss="tv")
+    total, config = 0.0, TrainConfig(target="target", data="data", out="out", head=kind, loss="tv")
     for i in range(4):
         refused = []
         for tokens, mask, features in zip(batch.tokens, batch.loss_mask, batch.features, strict=True):
@@ -134,7 +135,7 @@ def test_fewer_heads_than_draft_steps_are_validated_and_calibrated(folders, tmp_
 
 def test_the_recipe_is_the_kinds_own_where_none_is_given():
     def config(**options):
-        return TrainConfig(target="", data="", out="", **options)
+        return TrainConfig(target="target", data="data", out="out", **options)
 
     recipes = [recipe_of(config(head=kind)) for kind in ("medusa", "hydra", "hydra++")]
     assert [(recipe.learning_rate, recipe.epochs) for recipe in recipes] == [(1e-3, 2), (5e-4, 10), (5e-4, 10)]

@@ -1,6 +1,5 @@
 """Which tokens an EAGLE-3 head is trained to draft where nothing is said."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -22,7 +21,7 @@ def large():
 
 
 def size(model, drafter, out, **options):
-    config = TrainConfig(target="", data="", out=str(out), **{"head": "eagle3"} | options)
+    config = TrainConfig(target="target", data="data", out=str(out), **{"head": "eagle3"} | options)
     return vocabulary_size(config, model, drafter)
 
 
@@ -33,15 +32,6 @@ def test_it_is_the_32000_most_frequent_where_the_target_has_more(large, tmp_path
     assert size(large, head, tmp_path, draft_vocab=7) == 7
     assert size(large, head, tmp_path, head="eagle") is None
     assert size(target("llama"), random_eagle3(target("llama")), tmp_path) is None
-
-
-def test_a_run_that_an_earlier_version_began_keeps_all_tokens(large, tmp_path):
-    record = tmp_path / "training" / "config.json"
-    record.parent.mkdir()
-    record.write_text(json.dumps({"head": "eagle3", "draft_vocab": None}))
-    assert size(large, random_eagle3(large), tmp_path) is None
-    record.write_text(json.dumps({"head": "eagle3", "draft_vocab": None, "loss": "published"}))
-    assert size(large, random_eagle3(large), tmp_path) == DRAFT_VOCAB
 
 
 def test_a_target_whose_output_cannot_be_cut_keeps_all_tokens(large, tmp_path, monkeypatch):

@@ -150,7 +150,7 @@ def test_a_run_trains_the_parts_that_its_options_name(tmp_path):
 
 
 def test_the_parts_are_for_eagle3_and_its_norms_exclude_each_other():
-    said = {"target": "", "data": "", "out": ""}
+    said = {"target": "target", "data": "data", "out": "out"}
     with pytest.raises(InputError, match="--norm-before-fc and --fc-norm exclude each other"):
         TrainConfig(**said, head="eagle3", norm_before_fc=True, fc_norm=True)
     with pytest.raises(InputError, match="--head-layers is for --head eagle3: leave it out for medusa"):

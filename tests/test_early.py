@@ -45,7 +45,6 @@ WRONG = [
     (NEEDS, "--target HOME/empty", "has no config.json (it holds nothing)"),
     (NEEDS, "--target HOME/talk.jsonl", "is a file, not a "),
     (NEEDS, "--target HOME/cut-config", "config.json is damaged, or no JSON"),
-    (NEEDS, "--target HOME/eagle", "so it is no model's (a draft head is given as --head)"),
     (NEEDS, "--target HOME/no-weights", "it has no weights"),
     (NEEDS, "--target HOME/cut-weights", "its weights are damaged"),
     (NEEDS, "--target HOME/cut-words", "tokenizer.json is damaged, or no JSON"),
@@ -107,7 +106,6 @@ WRONG = [
     (DRAFTING, "--head HOME/eagle --verifier is-lp:s=0", "verifier is-lp: s is 0, must be"),
     (DRAFTING, "--head HOME/eagle --verifier is-lp:t=8", "unknown option 't'; its options are s, alphabet"),
     (("acceptance",), "--verifier topk,rsr", "unknown verifier 'rsr'"),
-    (("acceptance",), "--draft-temperature 1.2/2", "has no list for --draws"),
     (("acceptance",), "--head HOME/medusa --step 5", "--step is 5, the head HOME/medusa drafts 4 tokens ahead"),
     # data
     (("train", "regenerate", "datastore build"), "--data HOME/talk.jsno", "there is no such file (did you mean"),
@@ -219,6 +217,8 @@ def said(home):
     lines = []
     for command, options, _ in LINES:
         named = [*command.split(), "--target", "HOME/target", *NEEDS[command], *options.split()]
+        if command in ("eval", "bench", "certify") and "--head" not in options and "--drafter" not in options:
+            named += ["--drafter", "lookup"]
         lines.append([word.replace("HOME", str(home)) for word in named])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], input=json.dumps(lines), capture_output=True, text=True, check=True

@@ -141,6 +141,6 @@ def test_an_out_below_a_file_is_told_before_anything_is_loaded(home, tmp_path):
         evaluate(options(home, tmp_path / "file" / "out"), steps.append)
     assert not steps
     write_json(tmp_path / "out" / "config.json", {"other": 1})
-    with pytest.raises(InputError, match="is not an evaluation's"):
+    with pytest.raises(InputError, match="choose another --out"):
         evaluate(options(home, tmp_path / "out"), steps.append)
     assert not steps

@@ -82,6 +82,6 @@ def test_sampled_answers_have_the_targets_law(home, kind):
     given = kind in ("rest", "lookup", "lookahead", "jacobi", "suffix")
     verifier, tree = ("topk", None) if given else ("rrs-wo", "2x2")
     spec = load(str(home / "target"), drafter=drafter, tree=tree, verifier=verifier, dtype="float32")
-    config = CertifyConfig(target="", head="", tokens=300, length=6, batch=1, top_k=0, top_p=1.0, seed=3)
+    config = CertifyConfig(target="target", head="head", tokens=300, length=6, batch=1, top_k=0, top_p=1.0, seed=3)
     rows = numbers(spec, sample(spec, [spec.encode(TEXT)], config))
     assert kstest(torch.cat([row.by_p for row in rows]).numpy(), "uniform").pvalue >= 1e-4

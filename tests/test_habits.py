@@ -1,10 +1,13 @@
-"""Habits of the code: what a scheme, policy or grower can do, it says itself; nobody asks for its class."""
+"""Habits of the code: it only shrinks; and what a part can do it says itself, nobody asks for its class."""
 
 import ast
+import io
+import subprocess
+import tokenize
 from pathlib import Path
 
 import pytest
-from test_house import MODULES, ROOT
+from test_house import MODULES, ROOT, imported
 
 SEAMS = {  # folders or files whose classes are asked for nowhere but in the file that defines them
     "verifiers": ["treespec/verify"],
@@ -61,3 +64,91 @@ def test_such_questions_are_found() -> None:
     ):
         assert "StaticTree" in class_tests(source), source
     assert class_tests("tree: StaticTree = StaticTree(paths)\nisinstance(paths, list)") == {"list"}
+
+
+# What was reached: it only falls. Code tokens are Python tokens without comments, docstrings and layout.
+CEILINGS = {
+    "source code tokens": 312_405,
+    "test code tokens": 261_500,
+    "source files": 485,
+    "functions with 7 parameters or more": 24,
+    "rooms": 49,
+    "imports between rooms": 283,
+    "circles of files, type-only imports too": 5,
+}
+LAYOUT = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER, tokenize.ENCODING),
+    *(tokenize.INDENT, tokenize.DEDENT),
+}
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def docstrings(tree: ast.AST) -> set[tuple[int, int]]:
+    """Where the docstrings of a file begin: (line, column)."""
+    owners = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
+    return {
+        (owner.body[0].lineno, owner.body[0].col_offset) for owner in owners if ast.get_docstring(owner) is not None
+    }
+
+
+def code_tokens(source: str) -> int:
+    skipped = docstrings(ast.parse(source))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type not in LAYOUT and token.start not in skipped for token in tokens)
+
+
+def wide_functions(source: str) -> int:
+    """Functions with 7 parameters or more."""
+    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED) and hasattr(node, "args"))
+    return sum(len(f.args.posonlyargs + f.args.args + f.args.kwonlyargs) >= 7 for f in functions)
+
+
+def edges() -> dict[str, set[str]]:
+    """Module -> the modules that it imports, anywhere in the file, for types too."""
+    found: dict[str, set[str]] = {}
+    for module, file in MODULES.items():
+        named = (name if name in MODULES else name.rpartition(".")[0] for name in imported(file))
+        found[module] = {name for name in named if name in MODULES} - {module, "treespec"}
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Groups of two modules or more that import each other, directly or not."""
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        seen, waiting = set[str](), [start]
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        reach[start] = seen
+    return {frozenset(b for b in reach[a] if a in reach[b]) for a in graph if a in reach[a]}
+
+
+def room(module: str) -> str:
+    """A folder of treespec/, a file at its root, or heads, trees, train or eval."""
+    return ".".join(module.split(".")[:2])
+
+
+def test_the_house_only_shrinks() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    texts = {name: (ROOT / name).read_text() for name in listed.stdout.split() if (ROOT / name).exists()}
+    source = [text for name, text in texts.items() if not name.startswith("tests/")]
+    graph = edges()
+    inhabited = {m for m, file in MODULES.items() if file.stat().st_size and file.name != "__main__.py"}
+    counted = {
+        "source code tokens": sum(map(code_tokens, source)),
+        "test code tokens": sum(code_tokens(text) for name, text in texts.items() if name.startswith("tests/")),
+        "source files": len(source),
+        "functions with 7 parameters or more": sum(map(wide_functions, source)),
+        "rooms": len({room(module) for module in inhabited}),
+        "imports between rooms": len({(room(a), room(b)) for a in graph for b in graph[a] if room(a) != room(b)}),
+        "circles of files, type-only imports too": len(circles(graph)),
+    }
+    assert {name: n for name, n in counted.items() if n > CEILINGS[name]} == {}, counted
+
+
+def test_the_ruler_counts_code_alone() -> None:
+    assert code_tokens('def f(a):\n    """Doc."""\n    # why\n    return a + 1\n') == 10
+    assert wide_functions("def f(a, b, c, d, *, e, f, g): ...\ndef h(a): ...") == 1
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {frozenset("bc")}

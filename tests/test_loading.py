@@ -49,7 +49,7 @@ def refusal(folder):
         ({"num_hidden_layers": 4}, "they lack model.layers.3.input_layernorm.weight"),
         ({"num_hidden_layers": 2}, "they hold model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": -3}, "num_hidden_layers = -3"),
-        ({"hidden_size": "wide"}, "'hidden_size': TypeError: Field 'hidden_size' expected int, got str"),
+        ({"hidden_size": "wide"}, "hidden_size = 'wide'; it must be a positive whole number"),
         ({"intermediate_size": 40}, r"by the config ["),
         ({"model_type": None}, "names no model_type"),
         ({"model_type": "unheard-of"}, "unheard-of"),

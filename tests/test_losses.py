@@ -13,7 +13,7 @@ TRIED = ["published", "cross-entropy", "tv", "log-acceptance", "lk", "acceptance
 
 
 def loss_of(name):
-    return chosen_loss(TrainConfig(target="", data="", out="", loss=name))
+    return chosen_loss(TrainConfig(target="target", data="data", out="out", loss=name))
 
 
 def plain(name, p, q):
@@ -115,4 +115,4 @@ def test_the_names_are_those_of_the_help_and_others_are_refused():
         "acceptance:two": "number of drafts",
     }.items():
         with pytest.raises(InputError, match=complaint):
-            TrainConfig(target="", data="", out="", loss=name)
+            TrainConfig(target="target", data="data", out="out", loss=name)

@@ -282,9 +282,8 @@ def test_numbers_of_numpy_are_numbers(spec):
 
 
 def test_seeds_are_one_for_each_prompt(spec):
-    def texts(seed, prompts=3):
-        outputs = spec.generate([TEXT] * prompts, temperature=1.0, seed=seed, max_new_tokens=NEW)
-        return [output.token_ids for output in outputs]
+    def texts(seed):
+        return [o.token_ids for o in spec.generate([TEXT] * 3, temperature=1.0, seed=seed, max_new_tokens=NEW)]
 
     assert texts(7) == texts([7, 8, 9]) == texts((7, 8, 9)) == texts(range(7, 10))
     assert texts((1 << 64) - 3)

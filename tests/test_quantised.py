@@ -117,7 +117,7 @@ def test_a_loaded_model_takes_no_form():
     [("4bit", "takes the package bitsandbytes: pip install bitsandbytes"), ("int8", "pip install 'treespec[quant]'")],
 )
 def test_a_quantizer_without_its_package_is_told_in_a_line(form, told, folder, monkeypatch):
-    monkeypatch.setattr(load_in, "find_spec", lambda name: None)
+    monkeypatch.setattr("treespec.variant.find_spec", lambda name: None)
     with pytest.raises(InputError) as caught:
         load(str(folder), load_in=form)
     assert told in str(caught.value)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from models import CONFIGS, save_model
+from safetensors.torch import save_file
 from transformers import dynamic_module_utils
 from typer.testing import CliRunner
 
@@ -89,7 +90,7 @@ def test_a_tokenizers_code_does_not_run_either(trap):
         "generate --target TRAP --prompt Hello",
         "train --target TRAP --data DATA --out OUT",
         "eval --target TRAP --drafter lookup --out OUT --questions DATA",
-        "export OUT --head HEAD --to vllm --target TRAP",
+        "export --out OUT --head HEAD --to vllm --target TRAP",
         "certify --target TRAP --drafter lookup",
         "skip --target TRAP --out OUT --text DATA",
     ],
@@ -100,6 +101,7 @@ def test_no_command_asks_standard_input(trap, tmp_path, command):
     (tmp_path / "data.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Hi"], "messages": talk}) + "\n")
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text("{}")
+    save_file({}, tmp_path / "head" / "model.safetensors")
     places = {"TRAP": folder, "DATA": tmp_path / "data.jsonl", "OUT": tmp_path / "out", "HEAD": tmp_path / "head"}
     arguments = [str(places.get(word, word)) for word in command.split()]
     done = CliRunner().invoke(app, arguments, input="y\ny\ny\n")

@@ -148,7 +148,7 @@ def test_without_the_packages_one_line_says_what_to_install(monkeypatch, capsys)
 
 
 def test_what_is_no_origin_is_told_before_anything_is_loaded(capsys):
-    for wrong in ("localhost:3000", "http://localhost:3000/page", "", "://"):
+    for wrong in ("localhost:3000", "http://localhost:3000/page", "://"):
         assert run(app, ["serve", "--target", "nowhere", "--cors", wrong]) == 2
         assert "must be an origin such as http://localhost:3000" in capsys.readouterr().err
 

@@ -57,7 +57,7 @@ def test_the_command_writes_a_skip_set_that_drafts(tmp_path, monkeypatch, capsys
     assert spec.generate([5, 6], max_new_tokens=8).token_ids == wanted
 
 
-def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch, capsys):
+def test_without_the_library_the_extra_is_named(model_folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert run(monkeypatch, "skip", "--target", "nowhere", "--text", __file__) == 2
+    assert run(monkeypatch, "skip", "--target", str(model_folder), "--text", __file__) == 2
     assert capsys.readouterr().err == "treespec: treespec skip searches with optuna: pip install 'treespec[skip]'\n"

@@ -57,7 +57,7 @@ def test_the_loss_is_smallest_at_the_targets_own_features():
     tokens = torch.randint(3, 64, (2, 12), generator=generator)
     features = model.features(tokens)
     batch = Batch(tokens, torch.ones(2, 12, dtype=torch.bool), features, torch.tensor([12, 12]), generator)
-    config = TrainConfig(target="", data="", out="")
+    config = TrainConfig(target="target", data="data", out="out")
     right = features[:, 1:-1]
     at_target = eagle_objective(config, model, lambda *_: [right], batch)
     law = model.output_logits(right).softmax(-1)
@@ -232,7 +232,7 @@ def test_batches_cover_an_epoch_once_in_a_settled_order():
 
 
 def test_the_learning_rate_rises_then_falls_to_nothing():
-    config = TrainConfig(target="", data="", out="", learning_rate=1.0, warm_up=10)
+    config = TrainConfig(target="target", data="data", out="out", learning_rate=1.0, warm_up=10)
     rates = [learning_rate(config, Clock(1000), step, 0.0) for step in range(1000)]
     assert rates[9] == pytest.approx(1.0, abs=1e-2)
     assert rates.index(max(rates)) in range(9, 12)

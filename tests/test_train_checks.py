@@ -34,9 +34,9 @@ def no_target(monkeypatch):
     monkeypatch.setattr(Target, "load", load)
 
 
-def refused(config):
+def refused(config, **changes):
     with pytest.raises((InputError, HeadError)) as told:
-        train(config)
+        train(replace(config, **changes))
     assert "\n" not in str(told.value)
     return str(told.value)
 
@@ -45,7 +45,7 @@ def refused(config):
     ("changes", "complaint"),
     [
         ({"mixed_precision": "int3"}, "--mixed-precision is 'int3', must be no, bf16 or fp16"),
-        ({"tracker": "foo"}, "--tracker foo is unknown, must be one of aim, "),
+        ({"tracker": "foo"}, "--tracker is 'foo', must be aim, "),
         ({"tracker": "clearml"}, "pip install clearml"),
         ({"data": "nowhere.jsonl"}, "cannot read nowhere.jsonl"),
         ({"template": "vicunia"}, "vicunia"),
@@ -55,7 +55,7 @@ def refused(config):
 )
 @pytest.mark.usefixtures("no_target")
 def test_options_are_checked_before_the_target_is_loaded(config, changes, complaint):
-    assert complaint in refused(replace(config, **changes))
+    assert complaint in refused(config, **changes)
     assert not Path(config.out).exists()
 
 
@@ -67,7 +67,9 @@ def test_a_target_that_is_not_there_is_one_line(config):
 def test_a_file_in_the_place_of_a_folder_is_named(config, tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "head"):
-        assert refused(replace(config, out=str(path))) == f"--out {path}: {tmp_path / 'file'} is a file, name a folder"
+        assert (
+            refused(replace(config, out=str(path))) == f"--out {path}: {tmp_path / 'file'} is a file, not a directory"
+        )
         assert refused(replace(config, features=str(path))).startswith(f"--features {path}: ")
 
 

@@ -13,7 +13,7 @@ KINDS = ("eagle", "eagle3", "medusa", "hydra", "hydra++")
 
 
 def config(**options):
-    return TrainConfig(target="", data="", out="", **options)
+    return TrainConfig(target="target", data="data", out="out", **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -154,7 +154,7 @@ def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
     head = random_eagle3(model, drafted=SOME)
     tokens, mask = text(9), torch.rand(2, 9, generator=torch.Generator().manual_seed(4)) < 0.6
     features = model.features(tokens, head.taps, last=True)
-    config = TrainConfig(target="", data="", out="", head="eagle3", step_decay=0.5)
+    config = TrainConfig(target="target", data="data", out="out", head="eagle3", step_decay=0.5)
     batch = Batch(tokens, mask, features, torch.tensor([9, 9]), torch.Generator(), steps=3)
     found = eagle3_objective(config, model, head, batch)
 
@@ -190,7 +190,7 @@ def test_a_batch_in_which_nothing_counts_has_no_loss_and_a_gradient_for_every_we
     tokens = text(6)
     features, nothing = model.features(tokens, head.taps, last=True), torch.zeros(2, 6, dtype=torch.bool)
     batch = Batch(tokens, nothing, features, torch.tensor([6, 6]), torch.Generator(), steps=7)
-    config = TrainConfig(target="", data="", out="", head="eagle3")
+    config = TrainConfig(target="target", data="data", out="out", head="eagle3")
     total, _ = eagle3_objective(config, model, head, batch)
     assert float(total.detach()) == 0
     total.backward()
@@ -198,7 +198,7 @@ def test_a_batch_in_which_nothing_counts_has_no_loss_and_a_gradient_for_every_we
 
 
 def test_a_kind_of_head_has_its_published_recipe_where_nothing_is_said():
-    made = {kind: TrainConfig(target="", data="", out="", head=kind) for kind in ("eagle", "eagle3")}
+    made = {kind: TrainConfig(target="target", data="data", out="out", head=kind) for kind in ("eagle", "eagle3")}
     assert recipe_of(made["eagle"]).learning_rate == 3e-5
     assert recipe_of(made["eagle3"]).learning_rate == 5e-5
     assert recipe_of(replace(made["eagle3"], learning_rate=0.0)).learning_rate == 0.0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 STRETCH = 1024  # prompt tokens a prefill takes at once: bounds the memory of their features
-ALONE = 256  # where nobody decodes, but somebody may come
+ALONE = 128  # where nobody decodes, but somebody may come
 
 
 @final
@@ -124,8 +124,8 @@ class Rows:
         for row in sound[-self.keep :] if self.keep > 1 or not going_on else []:
             self._keep(self.texts[row], *self._apart(row))
 
-        # 2. Prompts, in turns.
-        self.entering += entering
+        # 2. Prompts, in turns. New ones come first, as most are short.
+        self.entering.extendleft(reversed(list(entering)))
         self._make_room()
         complete = self._prefilled(most)
 
@@ -201,9 +201,10 @@ class Rows:
         The last common position is computed again: drafters pair its feature with the token that
         follows it in this text.
         """
-        # 1. Kept tokens that it begins with. Its samples need all features of the prompt.
+        # 1. Kept tokens that it begins with. Of several samples of a prompt the first one computes all
+        # features, and the others take them.
         best, most = None, 0
-        for kept in [] if text.samples and not text.samples.cache else self.kept:
+        for kept in [] if text.samples else self.kept:
             common = common_prefix(text.prompt[:-1], kept.tokens)
             reused = min(common, kept.drafter.lengths[0] if kept.drafter else common) - 1
             worth_it = self.keep == 1 or 2 * reused >= kept.prompt  # else another may need it

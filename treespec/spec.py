@@ -59,6 +59,7 @@ class Spec:
         drafter = origin.drafter(wanted, self.verifier, calibration, self.times) if origin else None
         self.policy = drafter.policy if drafter else wanted
         self.decoder = Decoder(target, drafter, self.verifier, origin.models if origin else ())
+        self.measured = 0  # the largest batch that `measure` knows the cost of
 
     def __repr__(self) -> str:
         shown = [target_name(self.target), *drafting_names(self.source, self.policy, self.verifier)]
@@ -100,9 +101,10 @@ class Spec:
 
     def measure(self, batch: int) -> None:
         """Measure now, before an answer's clock runs, what trees of up to `batch` texts cost."""
-        if self.decoder.drafter and self.decoder.drafter.timed:
+        if batch > self.measured and (drafter := self.decoder.drafter) and drafter.timed:
             with alone_with(self.decoder.models):
                 measure_up_to(batch, self.times)
+            self.measured = batch
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, by `treespec.text.prompts.encode`. Raises InputError."""
@@ -121,8 +123,7 @@ class Spec:
         """
         refuse_unknown(options, "seed")
         count, wanted = whole("n", n, least=1), asked(options)
-        with alone_with(self.decoder.models):
-            ids = encode(self.target, prompt, self.template, wanted.chat_template_kwargs)
+        ids = encode(self.target, prompt, self.template, wanted.chat_template_kwargs)
         self.measure(1)
         return texts_of(self.target, self.template, ids, wanted, seed, count)
 

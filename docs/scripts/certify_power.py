@@ -31,7 +31,7 @@ from treespec.eval.certify.run import judge, sample, sample_plain
 from treespec.eval.questions import load_questions
 from treespec.spec import Spec
 
-DEFAULTS = CertifyConfig(target="", head="head")
+DEFAULTS = CertifyConfig(target="target", head="head")
 SIZE = ("tokens", "limit", "length", "batch")  # options of certify, and their values in a row
 CONFIDENCE = 0.95  # of the bounds on the power and on false alarms
 

@@ -61,7 +61,7 @@ def evaluated(spec: Spec, options: argparse.Namespace, count: int, seed: int) ->
     known = load_questions(options.questions)[0]
     questions = [replace(known[i % len(known)], question_id=i) for i in range(count)]
     config = EvalConfig(
-        target="", head="", out="", seed=seed, max_new_tokens=options.max_new_tokens
+        target="target", head="head", out="out", seed=seed, max_new_tokens=options.max_new_tokens
     )
     contestants = [Configuration(name, None, None, options.temperature) for name in NAMES]
     answers = {name: [] for name in NAMES}

@@ -63,7 +63,7 @@ def random_target(vocabulary: int, width: int, dtype: str, device: str) -> Targe
 def bytes_each(target: Target, kind: str, loss: str, texts: int, length: int) -> float:
     """The peak of a step in bytes, divided by its counted positions and the vocabulary."""
     # 1. A head, and a batch in which every position counts.
-    config = TrainConfig(target="", data="", out="", head=kind, loss=loss)
+    config = TrainConfig(target="target", data="data", out="out", head=kind, loss=loss)
     head = KINDS[kind].new(target).to(target.device)
     generator = torch.Generator(target.device).manual_seed(0)
     tokens = torch.randint(

@@ -42,7 +42,7 @@ def main() -> None:
     print("| head | options | 1 GPU, GiB | hours | 8 GPUs, GiB each | hours |")
     print("|---|---|---|---|---|---|")
     for kind in ("eagle", "eagle3"):
-        config = TrainConfig(target="", data="", out="", head=kind)
+        config = TrainConfig(target="target", data="data", out="out", head=kind)
         shape = shape_of(kind)
         step = step_bytes(config, options.width, options.length) * WIDTH / options.width
         tokens = DRAFTED if TRAINING[kind].restricted_first else VOCABULARY

@@ -62,7 +62,7 @@ def main() -> None:
     print("| head | features | tokens/s | target's share | share of the FLOP bound |")
     print("|---|---|---|---|---|")
     for kind in options.kinds.split(","):
-        config = TrainConfig(target=options.target, data="", out="", head=kind)
+        config = TrainConfig(target=options.target, data="data", out="out", head=kind)
         step, features = parts_of(config, target, options.texts, options.length)
         products, forwarded = replay(recorded(step)), replay(recorded(features))
         acts = (step, features, products, forwarded)

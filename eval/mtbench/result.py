@@ -3,7 +3,7 @@
 A `Figure` is {value, low, high}: a ratio of totals over questions and its 95 % bootstrap interval.
 """
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from treespec.eval.bootstrap import Figure
 from treespec.eval.common import Stage
@@ -124,7 +124,7 @@ class Summary(TypedDict):
     with too few questions for their intervals. again: the clock's noise at each temperature.
     """
 
-    config: dict[str, object]
+    config: dict[str, Any]
     environment: dict[str, object]
     questions: int
     left_out: list[str]

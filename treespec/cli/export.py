@@ -55,7 +55,7 @@ def export(config: ExportConfig) -> None:
         check_export(kind, config.to, head)
 
     # 2. Write, and say how to serve it.
-    notice(f"loading {config.head} …")
+    notice(f"loading {head} …")
     from treespec.files import remove_leftovers
     from treespec.heads.formats.engines import Served
     from treespec.heads.formats.export import export as write
@@ -71,12 +71,12 @@ def export(config: ExportConfig) -> None:
     remove_leftovers(place.parent)
     name = config.target if config.to == "treespec" else name_elsewhere(config.target)
     served = Served.of(name, load_config(*load))
-    written = write(config.head, config.to, place, served, embedding, config.norm_output)
+    written = write(head, config.to, place, served, embedding, config.norm_output)
     end_notice()
     print(
         f"{place} holds the {written.kind} head. Read back it gives the same {written.compared} "
         "logits: difference 0."
     )
-    if line := left_behind(config.head):
+    if line := left_behind(head):
         print(line)
     print(f"Serve it with\n\n  {written.command}\n")

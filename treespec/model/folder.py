@@ -127,9 +127,10 @@ def check_words(path: str, variant: Variant = AS_IT_IS, chats: bool = False) -> 
     config = folder / "tokenizer_config.json"
     fields = json.loads(config.read_text()) if config.is_file() else {}
     if chats and "chat_template" not in fields and not any(folder.glob("*chat_template*")):
-        from treespec.text.templates import check
-
-        check(None)
+        raise InputError(
+            f"the tokenizer of {path} has no chat template; pass `--template NAME` with one of "
+            "fschat's, such as vicuna_v1.1"
+        )
 
 
 def not_json(file: Path, field: str | None = None) -> str | None:

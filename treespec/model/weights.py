@@ -74,7 +74,10 @@ def load_model(
         where["gguf_file"] = str(file)
         options["attn_implementation"] = options.get("attn_implementation") or "sdpa"
 
-    # 3. The weights, without transformers' table of misfits: step 4 names them in a line.
+    # 3. The weights, without transformers' table of misfits: step 4 names them in a line. It looks
+    # for an adapter on the hub unless it is told not to.
+    if "local_files_only" in where:
+        options["adapter_kwargs"] = {"local_files_only": True}
     try:
         with quiet(), kept_in_blocks(file):
             loaded: Any = auto_class(config).from_pretrained(

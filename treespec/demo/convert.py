@@ -1,5 +1,7 @@
 """From a GGUF file to a directory that transformers loads."""
 
+import io
+from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,10 @@ def convert(gguf: Path, out: Path) -> None:
         )
     options: dict[str, Any] = {"gguf_file": gguf.name}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, dtype=torch.bfloat16, **options, **dequantized(gguf.name)
-        )
+        with redirect_stderr(io.StringIO()):  # a bar that no setting of transformers' hides
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, dtype=torch.bfloat16, **options, **dequantized(gguf.name)
+            )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
     except Exception as error:  # the loaders raise whatever the file gave them
         raise InputError(f"cannot convert {gguf.name}: {first_line(error)}") from error

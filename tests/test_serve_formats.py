@@ -100,7 +100,7 @@ def test_a_heavy_grammar_is_refused_while_others_are_answered(spec):
                 assert other.get("/health", timeout=2).status_code == 200
                 time.sleep(0.01)
             error = answer.result().json()["error"]
-            assert (answer.result().status_code, error["type"]) == (400, "invalid_request_error"), name
+            assert (answer.result().status_code, error["type"]) == (400, "invalid_request_error"), (name, error)
             assert error["param"] in ("response_format", "regex", "grammar")
         fine = {"messages": MESSAGES, "regex": "(ab){2,3}"}
         assert http.post("/v1/chat/completions", json=fine).status_code == 200

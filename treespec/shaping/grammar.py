@@ -81,8 +81,8 @@ class GrammarShaper:
         new = list(takewhile(lambda token: token not in self.ends, answer[len(self.answer) :]))
         if self.matcher.validate_tokens(new) < len(new):
             raise InputError(
-                "the answer has left its grammar: a verifier that is not lossless may do that; take "
-                "a lossless one"
+                f"{self.grammar.kind} was left by the answer: it is too complex to be followed, or "
+                "the verifier is not lossless; give a simpler one, or take a lossless verifier"
             )
         self.matcher.consume_tokens(new)
         self.answer = list(answer)

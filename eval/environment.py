@@ -4,8 +4,8 @@ from importlib.metadata import version
 
 import torch
 
-from treespec.processor import processor
-from treespec.target import Target
+from treespec.model.processor import processor
+from treespec.model.target import Target
 
 
 def describe(target: Target) -> dict[str, object]:

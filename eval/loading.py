@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from treespec.api import load
-from treespec.spec import Spec
+from treespec.api.load import load
+from treespec.api.spec import Spec
 
 
 class ModelOptions(Protocol):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.eval.common import Step
 from treespec.eval.questions import Question
-from treespec.spec import Spec
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.text.plain import CONVERSATIONS

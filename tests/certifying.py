@@ -6,11 +6,11 @@ import torch
 import transformers as hf
 from models import GROUPED, random_model
 
+from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.models.model import ModelProposer
 from treespec.eval.certify.config import CertifyConfig
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 CONFIG = CertifyConfig(target="target", head="head", tokens=400, length=24, top_k=5)

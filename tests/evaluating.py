@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from treespec.eval.mtbench import answers
 from treespec.eval.mtbench.config import EvalConfig
 from treespec.heads.checkpoint import save_head
-from treespec.target import Target
+from treespec.model.target import Target
 
 QUESTIONS = [
     {"question_id": 1, "category": "writing", "turns": ["Sing of the sea.", "Shorter."]},

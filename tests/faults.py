@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from mutants import mutant
 
+from treespec.api.spec import Spec
 from treespec.draft.grow import confident
-from treespec.spec import Spec
 from treespec.trees.tree import Drafts, TokenTree, root_only
 
 

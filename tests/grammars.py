@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from treespec.sampling import SamplingParams, probs
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.api.spec import Spec
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, probs
 
 TOKENS = ["a", "b", "c", "ab", "</s>", "d"]
 END = 4

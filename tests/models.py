@@ -12,16 +12,16 @@ from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
 from treespec.draft.trained import eagle3
 from treespec.draft.trained.eagle import new_head
 from treespec.draft.vocabulary import restrict
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
-from treespec.sampling import SamplingParams
+from treespec.model.cache import TreeCache
+from treespec.model.target import Target
 from treespec.shaping.law import Law
-from treespec.target import Target
+from treespec.shaping.sampling import SamplingParams
 from treespec.trees.tree import TokenTree
 
 VOCAB = 64

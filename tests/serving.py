@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import torch
 
-from treespec.engine import Engine
+from treespec.api.engine import Engine
 from treespec.errors import Busy
 
 

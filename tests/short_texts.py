@@ -10,9 +10,9 @@ from models import GROUPED, random_model
 from scipy.stats import chi2
 from test_sequence_law import chi_square
 
-from treespec.sampling import SamplingParams, probs
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.api.spec import Spec
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, probs
 
 
 @cache

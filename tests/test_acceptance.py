@@ -12,6 +12,7 @@ from enumeration import random_law
 from models import random_head, save_model, target, tokenizer
 from torch import Tensor
 
+from treespec.api.spec import Spec
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.errors import InputError
@@ -24,8 +25,7 @@ from treespec.eval.acceptance.run import accept, average
 from treespec.eval.acceptance.table import verdict
 from treespec.eval.texts import Passage
 from treespec.heads.checkpoint import save_head
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.verify.registry import SCHEMES, scheme_by_name
 
 FIGURE_2 = [  # t1, t2, α*, kseq, rrs

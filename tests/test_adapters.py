@@ -13,7 +13,7 @@ from test_every_model import equal_or_refused
 from treespec import load
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.target import Target
+from treespec.model.target import Target
 
 PROMPT = [3, 4, 5, 6]
 LORA = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
@@ -107,7 +107,7 @@ def test_without_peft_a_line_says_what_to_install(tmp_path):
     code = f"""if True:
     import sys
     sys.modules["peft"] = None
-    from treespec.target import Target
+    from treespec.model.target import Target
     Target.load({str(tmp_path / "adapter")!r})
     """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr

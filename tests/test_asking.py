@@ -5,10 +5,10 @@ import torch
 import transformers as hf
 from models import GROUPED, random_head, random_model, tokenizer
 
+from treespec.api.spec import Spec
+from treespec.api.trace import trace
 from treespec.errors import InputError
-from treespec.spec import Spec
-from treespec.target import Target
-from treespec.trace import trace
+from treespec.model.target import Target
 
 PROMPT = [1, 5, 9, 30]
 

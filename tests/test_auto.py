@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from models import GROUPED, TableConfig, TableModel, random_head, random_model, target
 
+from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.fit import timing
 from treespec.draft.fit.ends import rests
@@ -21,10 +22,9 @@ from treespec.draft.pace.pace import Pace, Promise, Trust, bounded
 from treespec.draft.pace.times import NODES, Times, kept_times, key
 from treespec.draft.pairing import check_pair
 from treespec.draft.trained.eagle import EagleProposer
-from treespec.files import write_json
-from treespec.sampling import SamplingParams
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.files.atomic import write_json
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams
 from treespec.trees.auto import AutoTree, best_size
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.medusa import expected_length

@@ -4,13 +4,13 @@ import pytest
 from models import random_head, target
 from test_auto import times
 
+from treespec.api.engine import Engine
+from treespec.api.spec import Spec
 from treespec.draft.fit.measure import measure_up_to, measured_times, times_for
 from treespec.draft.model_free.kinds import given_by
 from treespec.draft.pace.pace import Paces
 from treespec.draft.pace.times import alike, key
 from treespec.draft.trained.eagle import EagleProposer
-from treespec.engine import Engine
-from treespec.spec import Spec
 
 NEW = 60
 

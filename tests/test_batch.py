@@ -6,12 +6,12 @@ import pytest
 import torch
 from models import CONFIGS, random_head, random_model, target
 
-from treespec.cache import TreeCache
+from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.pace.times import Times
 from treespec.errors import InputError
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.cache import TreeCache
+from treespec.model.target import Target
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree

@@ -9,18 +9,18 @@ import transformers as hf
 from evaluating import page_of, save_models
 from models import GROUPED, random_model
 
-from treespec.api import load
+from treespec.api.load import load
+from treespec.api.spec import Spec
 from treespec.cli import main
+from treespec.decoding.stats import Stats
 from treespec.eval.bench.config import BenchConfig
 from treespec.eval.bench.figures import Timed, bound, cycle_figures, speed_figures
 from treespec.eval.bench.peers import generated
 from treespec.eval.bench.run import bench
 from treespec.eval.bench.run import load as load_models
 from treespec.eval.bench.waiting import stage_times
-from treespec.files import read_json
-from treespec.sampling import SamplingParams
-from treespec.spec import Spec
-from treespec.stats import Stats
+from treespec.files.atomic import read_json
+from treespec.shaping.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")

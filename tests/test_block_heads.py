@@ -9,15 +9,15 @@ import test_sequence_law
 import torch
 from models import TableConfig, TableModel, draft_tree, follow, random_head, target
 
+from treespec.api.spec import Spec
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.block import BlockProposer
 from treespec.draft.trained.block_heads import block_rollout, new_dflash, new_p_eagle
 from treespec.draft.trained.medusa import new_medusa
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams
+from treespec.model.target import Target
 from treespec.shaping.law import node_paths
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.shaping.sampling import SamplingParams
 from treespec.trees.ddtree import likeliest_shape
 
 TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])

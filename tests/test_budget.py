@@ -5,14 +5,14 @@ import pytest
 import torch
 from models import CONFIGS, TableConfig, TableModel, random_model
 
+from treespec.api.spec import Spec
 from treespec.draft.model_free.budget import RATES, part, rests
 from treespec.draft.model_free.given import GivenDrafter
 from treespec.draft.model_free.kinds import given_by
 from treespec.draft.model_free.trie import trie
 from treespec.draft.pace.pace import Pace
 from treespec.draft.pace.times import Times
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
 
 LEVEL = (0.0, 0.0)
 

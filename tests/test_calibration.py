@@ -19,7 +19,7 @@ from treespec.draft.outlines import features, outline
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
-from treespec.target import Target
+from treespec.model.target import Target
 
 SIZES = {"0.5": [(0.1, 3.5), (0.05, 7.0), (0.006, 40.0)], "1": [(0.1, 2.5), (0.05, 6.0), (0.006, 90.0)]}
 USUAL = Calibration((0, 0.9, -0.3, 0), (0.3, 0.2, -0.1, 0, -0.4, 0, 0), SIZES)

@@ -11,6 +11,7 @@ from models import GROUPED, random_head, random_model, save_model
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
+from treespec.api.spec import Spec
 from treespec.cli import app
 from treespec.errors import InputError
 from treespec.eval.certify.config import CertifyConfig
@@ -19,9 +20,8 @@ from treespec.eval.certify.plain import greedy_answer, own_settings, plain_texts
 from treespec.eval.certify.run import certify, examine
 from treespec.eval.certify.witness import Cycle
 from treespec.heads.checkpoint import save_head
-from treespec.sampling import SamplingParams
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams
 
 SHORT = replace(CONFIG, tokens=48, length=6, greedy_tokens=8)
 

@@ -9,7 +9,7 @@ import pytest
 from models import random_head, save_model
 
 from treespec.heads.checkpoint import save_head
-from treespec.target import Target
+from treespec.model.target import Target
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "scripts" / "certify_power.py"
 

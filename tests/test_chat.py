@@ -17,7 +17,7 @@ from treespec.cli.commands import in_words, run
 from treespec.cli.config import load_spec
 from treespec.cli.conversation import Conversation
 from treespec.cli.wrapped import Wrapped
-from treespec.decode import Piece
+from treespec.decoding.sequence import Piece
 from treespec.errors import InputError
 from treespec.text.conversations import read_conversations
 from treespec.text.printable import CONTROL

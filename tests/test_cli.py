@@ -9,11 +9,11 @@ from models import save_model
 
 from treespec import load
 from treespec.cli import main
+from treespec.decoding.stats import TAU
 from treespec.draft.calibration import load_calibration
 from treespec.draft.trained.eagle import new_head
 from treespec.heads.checkpoint import save_head
-from treespec.stats import TAU
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.verify.facts import NAMES
 
 

@@ -19,11 +19,11 @@ from test_tree_verifiers import chi_square, complete
 from torch import Tensor
 from verdicts import Shape, Tables, trees
 
+from treespec.api.spec import Spec
 from treespec.draft.grow.static import draft_laws, stack
 from treespec.draft.models.model import ModelProposer
-from treespec.sampling import SamplingParams, probs
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.static import StaticTree, chain
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.laws import distinct

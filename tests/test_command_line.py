@@ -21,7 +21,7 @@ from treespec.draft.trained.eagle import new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.heads.registry import HEADS
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.text.printable import printable
 
 OSC = "\x1b]0;owned\x07"

@@ -6,10 +6,10 @@ import transformers as hf
 from models import save_model
 from test_recurrent_heads import save
 
-from treespec.api import load
+from treespec.api.load import load
 from treespec.draft.trained.eagle import new_head
 from treespec.heads.checkpoint import save_head
-from treespec.target import Target
+from treespec.model.target import Target
 
 PROMPT = [3, 9, 4, 30]
 INTEGERS = {"num_bits": 8, "type": "int", "symmetric": True}

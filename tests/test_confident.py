@@ -7,16 +7,16 @@ from test_decode import prompt
 from test_draft_model import small
 from test_sequence_law import TestSequenceLaw as Law
 
-from treespec.cache import TreeCache
+from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer
 from treespec.draft.models.several import SeveralModels
 from treespec.draft.pairing import check_pair
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams, probs
+from treespec.model.cache import TreeCache
+from treespec.model.target import Target
 from treespec.shaping.law import Law as TextLaw
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.confident import ConfidentChain
 from treespec.trees.policy import policy
 from treespec.trees.static import TreeError

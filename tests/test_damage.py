@@ -25,7 +25,7 @@ from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.mtbench import answers
 from treespec.eval.mtbench.answers import Answer
 from treespec.eval.mtbench.record import read_record, record_of
-from treespec.files import write_json, write_tensors, write_text
+from treespec.files.atomic import write_json, write_tensors, write_text
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import export

@@ -10,7 +10,7 @@ import pytest
 from wheels import write_wheel
 
 from treespec.errors import InputError
-from treespec.files import locked
+from treespec.files.atomic import locked
 from treespec.text.conversations import read_conversations
 from treespec.train import datasets
 from treespec.train.datasets import data_file, whole_objects

@@ -13,6 +13,7 @@ from test_given import paths_of
 from test_sequence_law import TestSequenceLaw as SequenceLaw
 
 from treespec import load
+from treespec.api.spec import Spec
 from treespec.draft.model_free import datastore
 from treespec.draft.model_free.datastore import ORDER, Datastore, build, encoded, fingerprint, open_datastore
 from treespec.draft.model_free.given import GivenDrafter
@@ -20,10 +21,9 @@ from treespec.draft.model_free.options import RestOptions
 from treespec.draft.model_free.rest import Rest
 from treespec.draft.model_free.suffixes import longest_suffix, places_of, suffix_array
 from treespec.errors import InputError
-from treespec.files import locked, read_json, write_json
-from treespec.sampling import SamplingParams
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.files.atomic import locked, read_json, write_json
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams
 
 END = 4
 LINE = "the user asks and the assistant answers the question\n"

@@ -8,13 +8,13 @@ import torch
 from enumeration import STOCHASTIC
 from models import CONFIGS, random_head, random_model, target
 
+from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.default_tree import default_tree
 from treespec.draft.pace.times import Times
 from treespec.draft.pairing import check_pair
 from treespec.errors import InputError
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.policy import policy
 from treespec.verify.facts import NAMES

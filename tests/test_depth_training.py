@@ -7,7 +7,7 @@ import torch
 from models import save_model, target
 from test_depth_heads import SEVERAL, heads_for
 
-from treespec.api import load
+from treespec.api.load import load
 from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.train.config import TrainConfig

@@ -12,14 +12,14 @@ from test_decode import plain_generate, prompt
 from test_sequence_law import TestSequenceLaw as Law
 
 from treespec import load
+from treespec.api.spec import Spec
 from treespec.draft.grow.static import in_turns
 from treespec.draft.models.model import ModelProposer, tokens_differ
 from treespec.draft.models.several import SeveralModels
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams
+from treespec.model.target import Target
 from treespec.shaping.law import Law as TextLaw
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.shaping.sampling import SamplingParams
 
 TOLERANCE = 2e-4  # float32, logits of order 1 to 10
 SMALL = GROUPED | {"num_hidden_layers": 1}

@@ -9,7 +9,7 @@ from training import same_weights, small_run, weights, write_data
 from transformers import LlamaConfig
 
 from treespec.heads.checkpoint import load_head
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.data import vocabulary_size
 from treespec.train.run import train

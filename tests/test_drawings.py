@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from treespec.cache import TreeCache
 from treespec.draft.grow.nodes import Nodes
 from treespec.draft.grow.static import in_turns, table
+from treespec.model.cache import TreeCache
 from treespec.model.masks import additive_masks
 from treespec.model.recurrent_rows import path_rows
 from treespec.trees.mask import ancestor_mask

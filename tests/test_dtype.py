@@ -14,7 +14,7 @@ import transformers as hf
 from evaluating import answered, config_in, save_models, tokens_of
 from models import GROUPED, random_model, save_model
 
-from treespec.api import load
+from treespec.api.load import load
 from treespec.draft.calibration import Calibration
 from treespec.draft.fit import dtype as choice
 from treespec.draft.fit.dtype import (
@@ -32,12 +32,12 @@ from treespec.draft.fit.dtype import (
 from treespec.draft.fit.timing import measured_and_kept
 from treespec.draft.pace import times
 from treespec.eval.mtbench.run import evaluate
-from treespec.files import read_json, write_json
+from treespec.files.atomic import read_json, write_json
+from treespec.files.packages import cache_folder
+from treespec.model.processor import processor
 from treespec.model.stand_in import forward_seconds, size_of
+from treespec.model.target import Target
 from treespec.model.weights import load_config
-from treespec.packages import cache_folder
-from treespec.processor import processor
-from treespec.target import Target
 
 FLAT, STEEP = (0.060, 0.064, 0.075, 0.090, 0.120), (0.050, 0.075, 0.120, 0.200, 0.360)  # seconds over NODES
 LLAMA = hf.LlamaConfig(**GROUPED | {"dtype": "bfloat16"})

@@ -9,7 +9,8 @@ from models import CONFIGS, follow, random_eagle3, random_model, save_model, tar
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from treespec.api import load
+from treespec.api.load import load
+from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.pace.times import Times
 from treespec.draft.proposer import Frontier
@@ -20,8 +21,7 @@ from treespec.draft.vocabulary import save_vocabulary, whole
 from treespec.errors import InputError
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.eagle3 import default_taps
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
 
 HALF = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
 CALIBRATION = Calibration((0.2, 0.1, -0.5, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0), (0.01, 30.0)]})

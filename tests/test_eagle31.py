@@ -7,6 +7,7 @@ from test_formats import DRAFTED, EIGHT
 from test_unrolled import one_by_one
 from training import small_run, write_data
 
+from treespec.api.spec import Spec
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained import eagle3
 from treespec.draft.trained.eagle import EagleProposer
@@ -17,7 +18,6 @@ from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.eagle3_parts import parts_of
 from treespec.heads.layers import last_seen
 from treespec.heads.unrolled import UnrolledAttention
-from treespec.spec import Spec
 from treespec.train.checks import check_kind
 from treespec.train.config import TrainConfig
 from treespec.train.run import train

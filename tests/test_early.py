@@ -14,8 +14,8 @@ from treespec.draft.trained.eagle import new_head
 from treespec.draft.trained.hydra import new_hydra, new_hydra_plus
 from treespec.draft.trained.medusa import new_medusa
 from treespec.heads.checkpoint import save_head
+from treespec.model.target import Target
 from treespec.options import DTYPES
-from treespec.target import Target
 
 NEEDS = {  # commands, and what each needs beside a target
     "generate": ["--prompt", "x"],

@@ -8,11 +8,11 @@ import torch
 from models import random_head, target
 from serving import held, random_prompts, said, soak
 
-from treespec.engine import Engine
+from treespec.api.engine import Engine
+from treespec.api.spec import Spec
 from treespec.errors import Busy, InputError
+from treespec.model.target import Target
 from treespec.shaping.law import Law
-from treespec.spec import Spec
-from treespec.target import Target
 
 NEW = 12
 SPECS = {

@@ -11,14 +11,14 @@ import typer
 from evaluating import FILES, QUESTIONS, TURNS, answered, config_in, page_of, save_models, tokens_of
 from typer.testing import CliRunner
 
+from treespec.api.spec import Spec
 from treespec.cli.evaluate import evaluate as command
+from treespec.decoding.stats import TAU
 from treespec.errors import InputError
 from treespec.eval.mtbench.run import evaluate
 from treespec.eval.mtbench.summary import summarise
-from treespec.files import read_json, write_json
-from treespec.spec import Spec
-from treespec.stats import TAU
-from treespec.target import Target
+from treespec.files.atomic import read_json, write_json
+from treespec.model.target import Target
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from models import random_head
 from treespec.cli.evaluate import measure
 from treespec.errors import InputError
 from treespec.eval.mtbench.run import evaluate
-from treespec.files import locked, write_json
+from treespec.files.atomic import locked, write_json
 from treespec.heads.checkpoint import save_head
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 @pytest.fixture(scope="module")

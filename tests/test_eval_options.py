@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from evaluating import QUESTIONS, TURNS, answered, config_in, page_of, save_models, tokens_of
 
+from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.eval.common import seed_of
 from treespec.eval.mtbench.config import EvalConfig, configurations, drafters_of, drafters_with_trees, pairs_of
 from treespec.eval.mtbench.run import evaluate
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from scipy.stats import kstest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treespec import load
+from treespec.api.trace import trace
 from treespec.draft.model_free.datastore import build
 from treespec.draft.models.skip_set import SkipSet, save_skip_set
 from treespec.draft.sources import SOURCES
@@ -15,8 +16,7 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.run import numbers, sample
 from treespec.heads.checkpoint import save_head
-from treespec.target import Target
-from treespec.trace import trace
+from treespec.model.target import Target
 
 TEXT = "the user asks and the assistant answers the question the user asks "
 DRAFTERS = {

@@ -10,7 +10,7 @@ from test_target import plain_logits, prefix, random_tree
 from tiny_configs import MODELS, tiny
 
 from treespec.errors import InputError
-from treespec.target import Target
+from treespec.model.target import Target
 
 PREFIX = 25  # tokens, four times the windows and chunks of 6
 TOLERANCE = 1e-3

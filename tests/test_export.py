@@ -12,6 +12,7 @@ from test_depth_heads import heads_for
 from test_formats import DRAFTED, EIGHT, IDS, one, three
 from transformers import LlamaConfig
 
+from treespec.api.spec import Spec
 from treespec.cli import main
 from treespec.cli.export import ENGINES
 from treespec.draft.sources import source_of
@@ -21,8 +22,7 @@ from treespec.heads.eagle import EagleHead
 from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import compare, export, outputs
 from treespec.heads.registry import HEADS
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
 
 SERVED = Served.of("some/target", LlamaConfig(**GROUPED | {"num_hidden_layers": 8, "max_position_embeddings": 4096}))
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from treespec.errors import InputError
-from treespec.files import (
+from treespec.files.atomic import (
     check_writable,
     locked,
     new_folder,
@@ -91,7 +91,7 @@ def test_what_cannot_be_written_is_told_before_the_work(tmp_path):
 
 def test_a_second_process_is_told_which_one_writes(tmp_path):
     second = (
-        "import sys\nfrom treespec.files import locked\nfrom treespec.errors import InputError\n"
+        "import sys\nfrom treespec.files.atomic import locked\nfrom treespec.errors import InputError\n"
         "try:\n    with locked(sys.argv[1]): print('held')\nexcept InputError as error: print(error)"
     )
 

@@ -17,8 +17,8 @@ from treespec.heads.formats.eagle3 import from_sglang, to_sglang_ids
 from treespec.heads.formats.export import outputs
 from treespec.heads.known import kind_of
 from treespec.heads.registry import HEADS
+from treespec.model.target import Target
 from treespec.options import TRAINED
-from treespec.target import Target
 from treespec.train.kinds import TRAINING
 
 DRAFTED = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values

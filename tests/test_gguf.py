@@ -11,19 +11,19 @@ from models import random_model, save_model, tokenizer
 from torch import nn
 from training import small_run, write_data
 
-from treespec.api import load
+from treespec.api.load import load
 from treespec.demo.fetch import gguf_from_package
 from treespec.demo.known import DEMO_MODEL
 from treespec.draft.trained.eagle import new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.identity import target_identity
 from treespec.model.blocks import BlockEmbedding, BlockLinear
 from treespec.model.gguf_load import tell_of_rotary_factors
 from treespec.model.gguf_quantizer import order_of_rows
-from treespec.target import Target
+from treespec.model.identity import target_identity
+from treespec.model.target import Target
+from treespec.model.variant import Variant
 from treespec.train.run import train
-from treespec.variant import Variant
 
 
 @pytest.fixture(scope="module")

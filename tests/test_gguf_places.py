@@ -11,9 +11,9 @@ from gguf_files import write_gguf
 from models import save_model
 
 from treespec.errors import InputError
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.model.variant import Variant
 from treespec.train.sharded import shard
-from treespec.variant import Variant
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def test_a_repository_without_a_config_loads_from_the_cache_and_has_an_identity(
     (cached / "refs" / "main").write_text("0123abc")
     write_gguf(hf.AutoModelForCausalLM.from_pretrained(plain), snapshot / "tiny.gguf")
     code = """if True:
-    from treespec.identity import target_identity
+    from treespec.model.identity import target_identity
     from treespec.model.weights import load_model
-    from treespec.variant import Variant
+    from treespec.model.variant import Variant
     variant = Variant("gguf:tiny.gguf")
     print(target_identity("org/small-GGUF", variant))
     print(load_model("org/small-GGUF", variant=variant).config.num_hidden_layers)

@@ -14,6 +14,7 @@ from test_sequence_law import TestSequenceLaw as SequenceLaw
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from treespec import load
+from treespec.api.spec import Spec
 from treespec.cli.chat_config import ChatConfig
 from treespec.cli.commands import run
 from treespec.cli.conversation import Conversation
@@ -27,9 +28,8 @@ from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.numbers import repeats
 from treespec.eval.certify.run import examine
 from treespec.eval.mtbench.run import evaluate
-from treespec.sampling import SamplingParams, sample
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, sample
 from treespec.verify.facts import NAMES
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Verdict

@@ -10,11 +10,11 @@ from grammars import END, TOKENS, by_words, law_of_answers, letters_spec
 from scipy.stats import chi2
 from test_sequence_law import ERROR, chi_square
 
+from treespec.api.spec import Spec
 from treespec.draft.sources import source_of
-from treespec.sampling import SamplingParams
 from treespec.shaping.compiled import compiled
 from treespec.shaping.grammar import GrammarShaper
-from treespec.spec import Spec
+from treespec.shaping.sampling import SamplingParams
 from treespec.verify.facts import NAMES
 
 PROMPT = [0, 2, 1]

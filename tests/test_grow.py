@@ -13,8 +13,8 @@ from scipy.stats import chi2_contingency
 
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
-from treespec.sampling import SamplingParams, TargetLaws, probs
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, TargetLaws, probs
 from treespec.trees.policy import policy
 from treespec.trees.static import StaticTree
 from treespec.verify.registry import scheme_by_name

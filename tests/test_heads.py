@@ -8,13 +8,13 @@ import torch
 from models import follow, random_head, target
 from safetensors.torch import load_file, save_file
 
-from treespec.cache import TreeLayer
 from treespec.draft.proposer import Frontier
 from treespec.draft.sources import fit
 from treespec.draft.trained.eagle import EagleProposer, new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.eagle import EagleHead
+from treespec.model.cache import TreeLayer
 
 PUBLISHED = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,10 +9,10 @@ from scipy.stats import chi2
 from test_sequence_law import ERROR, chi_square
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, StoppingCriteria, TextIteratorStreamer
 
+from treespec.api.hf import Trees
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.hf import Trees
-from treespec.target import Target
+from treespec.model.target import Target
 
 PROMPT = torch.tensor([[5, 9, 33, 12, 7]])
 

@@ -6,11 +6,11 @@ import shutil
 import pytest
 from models import random_head, target
 
-from treespec import identity
 from treespec.errors import InputError
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.places import mistyped
-from treespec.identity import identity_of
+from treespec.model import identity
+from treespec.model.identity import identity_of
 
 
 def test_an_identity_follows_the_content_and_not_the_path(tmp_path, monkeypatch):

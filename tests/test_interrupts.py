@@ -10,9 +10,9 @@ import pytest
 import torch
 from models import random_head, target
 
-from treespec import cache as module
-from treespec.cache import TreeCache, TreeLayer
-from treespec.spec import Spec
+from treespec.api.spec import Spec
+from treespec.model import cache as module
+from treespec.model.cache import TreeCache, TreeLayer
 
 PROMPTS = [[5, 9, 4, 30, 11], [7, 33], [20, 21, 3, 44, 17, 60], [8, 8, 12]]
 

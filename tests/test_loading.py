@@ -14,7 +14,7 @@ from models import CONFIGS, random_model, tokenizer
 from safetensors.torch import load_file, save_file
 
 from treespec.errors import InputError
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_without_a_network_the_cache_is_used_and_a_name_outside_it_is_told_in_se
     import time
     from treespec.errors import InputError
     from treespec.heads.checkpoint import load_head
-    from treespec.target import Target
+    from treespec.model.target import Target
     print(Target.load("org/small").layers)
     for load in (Target.load, load_head):
         started = time.perf_counter()

@@ -5,7 +5,7 @@ import threading
 import pytest
 from torch import nn
 
-from treespec.locks import Turns, alone_with
+from treespec.files.locks import Turns, alone_with
 
 
 def test_a_thread_that_waits_gets_the_next_turn_of_one_that_computes_on_and_on():

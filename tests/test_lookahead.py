@@ -9,7 +9,7 @@ from test_target import PREFIX, TOLERANCE, plain_logits, prefix, random_tree
 
 from treespec.draft.model_free.lookahead import Lookahead, beside
 from treespec.draft.model_free.options import LookaheadOptions
-from treespec.target import TreeOutput
+from treespec.model.target import TreeOutput
 from treespec.trees.tree import Rows, TokenTree
 
 WINDOW = [[9, 11, 12], [20, 21, 22]]  # row 0: root a1 a2, row 1: b0 b1 b2

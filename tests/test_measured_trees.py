@@ -17,8 +17,8 @@ from treespec.eval.fit.accuracies import accuracies
 from treespec.eval.fit.tree import make_tree
 from treespec.eval.fit.tree_config import TreeConfig
 from treespec.heads.checkpoint import save_head
-from treespec.sampling import SamplingParams, probs
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.medusa import expected_length, measured
 from treespec.trees.policy import policy
 from treespec.trees.sequoia import best_shape, best_trees, sequoia, with_root

@@ -9,14 +9,14 @@ from tiny_configs import MODELS, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from treespec.api.spec import Spec
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.mtp import MtpProposer
 from treespec.draft.trained.mtp_files import check_mtp, dequantised
 from treespec.draft.trained.mtp_load import load_mtp, mtp_of_target
 from treespec.errors import InputError
 from treespec.heads.mtp_layouts import mtp_layers
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
 
 LAYOUTS = ["deepseek", "glm", "mimo", "qwen"]
 

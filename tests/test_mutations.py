@@ -14,8 +14,8 @@ from mutants import mutant
 from scipy.stats import chisquare
 from torch import Tensor
 
-from treespec import sampling
-from treespec.sampling import SamplingParams, probs
+from treespec.shaping import sampling
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify import greedy, is_lp, kseq, laws, otm_lp, rrs_wo, spechub, topk
 from treespec.verify.registry import SCHEMES

@@ -13,14 +13,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from treespec import load
+from treespec.api.spec import Spec
 from treespec.draft.models.other_vocabulary import OtherVocabulary, start_of
 from treespec.draft.models.shared_vocabulary import SPECIAL, SharedVocabulary, bytes_of, shared_vocabulary
 from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.sampling import SamplingParams
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams
 
 PROMPTS = ["the user asks", "the answer is short: zürich \N{SNOWMAN}", "a"]
 

@@ -3,7 +3,7 @@
 import pytest
 from models import random_head, target
 
-from treespec.spec import Spec
+from treespec.api.spec import Spec
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Walk
 

@@ -8,7 +8,7 @@ import torch
 from models import save_model, target
 from torch import nn
 
-from treespec.api import load
+from treespec.api.load import load
 from treespec.model import packed
 from treespec.model.packed import EXACT, HalfLinear, PackedLinear, multiplies_bfloat16, pack, packed_layer
 

@@ -9,8 +9,7 @@ import torch
 from evaluating import config_in, save_models
 from tracing import cycle_of, own
 
-from treespec.cycle import Cycle
-from treespec.decode import Piece
+from treespec.decoding.sequence import Piece
 from treespec.errors import InputError
 from treespec.eval.mtbench.config import EvalConfig
 from treespec.eval.mtbench.run import evaluate
@@ -19,8 +18,9 @@ from treespec.eval.page.page import Page, rendered
 from treespec.eval.page.picture import BOX, HEIGHT, expected, picture
 from treespec.eval.page.trees import Said, Traced, Trees, chosen, read_trees
 from treespec.eval.report import Report, Table
+from treespec.model.processor import processor
 from treespec.options import command_line
-from treespec.processor import processor
+from treespec.requests.cycle import Cycle
 
 EVIL = "</text></svg><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"{{ 7 * 7 }}&amp;"
 ENDLESS = {"meta", "wbr", "br"}

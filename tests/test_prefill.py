@@ -4,7 +4,7 @@ import torch
 from serving import said
 from test_engine import NEW, alone, spec
 
-from treespec.engine import Engine
+from treespec.api.engine import Engine
 
 __all__ = ["spec"]  # the fixture
 

@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 from treespec.cli.progress import remark, show_result, with_progress
+from treespec.decoding.stats import TAU, Stats, figures, figures_of
 from treespec.eval.common import Step
 from treespec.eval.report import Report, Table, markdown
-from treespec.stats import TAU, Stats, figures, figures_of
 
 HOSTILE = "question [bold]x[/bold] [/nothing] \x1b]0;title\x07 \u202ereversed"
 

@@ -11,9 +11,9 @@ import torch
 import transformers as hf
 from models import CONFIGS, GROUPED, random_model, tokenizer
 
+from treespec.api.spec import Spec
 from treespec.errors import InputError
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
 
 TEXT = "the user asks"
 MESSAGES = [{"role": "system", "content": "answers"}, {"role": "user", "content": TEXT}]

@@ -11,15 +11,15 @@ from models import CONFIGS, random_head, random_model, save_model, target
 
 import treespec
 from treespec import load
+from treespec.api.spec import Spec
 from treespec.draft.models.skip import SkipProposer
 from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer
 from treespec.draft.sources import source_of
 from treespec.errors import InputError
+from treespec.files.locks import alone_with
 from treespec.heads.checkpoint import save_head
-from treespec.locks import alone_with
-from treespec.request import Options
-from treespec.spec import Spec
+from treespec.requests.request import Options
 
 TEXT = "the user asks"
 

@@ -12,7 +12,7 @@ import transformers as hf
 from models import CONFIGS, random_model, save_model
 from torch import nn
 
-from treespec.api import load
+from treespec.api.load import load
 from treespec.draft.pace.times import key
 from treespec.draft.trained.eagle import embedding_of, new_head
 from treespec.draft.trained.eagle3 import new_head as new_eagle3
@@ -20,10 +20,10 @@ from treespec.draft.trained.medusa import new_medusa
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.identity import target_identity
 from treespec.model import load_in
-from treespec.target import Target
-from treespec.variant import Variant
+from treespec.model.identity import target_identity
+from treespec.model.target import Target
+from treespec.model.variant import Variant
 
 FORMS = ("int8", "fp8")
 PROMPT = [3, 9, 4, 30]
@@ -117,7 +117,7 @@ def test_a_loaded_model_takes_no_form():
     [("4bit", "takes the package bitsandbytes: pip install bitsandbytes"), ("int8", "pip install 'treespec[quant]'")],
 )
 def test_a_quantizer_without_its_package_is_told_in_a_line(form, told, folder, monkeypatch):
-    monkeypatch.setattr("treespec.variant.find_spec", lambda name: None)
+    monkeypatch.setattr("treespec.model.variant.find_spec", lambda name: None)
     with pytest.raises(InputError) as caught:
         load(str(folder), load_in=form)
     assert told in str(caught.value)
@@ -176,9 +176,9 @@ def test_a_revision_is_another_state_of_a_repository(folder, tmp_path):
     random_model(hf.AutoConfig.from_pretrained(folder), seed=1).save_pretrained(cached / "snapshots" / "4567def")
     code = """if True:
     from treespec.errors import InputError
-    from treespec.identity import target_identity
-    from treespec.target import Target
-    from treespec.variant import Variant
+    from treespec.model.identity import target_identity
+    from treespec.model.target import Target
+    from treespec.model.variant import Variant
     for revision in (None, "other", "absent"):
         try:
             print(target_identity("org/small", Variant(revision=revision)))

@@ -10,7 +10,7 @@ from rich.console import Console
 from treespec import load
 from treespec.cli import main
 from treespec.cli.side_by_side import Side, coloured, first_line, parted, race, shown, table_of
-from treespec.decode import Piece
+from treespec.decoding.sequence import Piece
 
 
 @pytest.fixture(scope="module")

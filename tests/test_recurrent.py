@@ -16,12 +16,12 @@ from test_sequence_law import ERROR, chi_square
 from test_target import paths_of, plain_logits, prefix, random_tree
 from tiny_configs import MODELS, tiny
 
+from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer
 from treespec.errors import InputError
 from treespec.model.recurrent_dense import linear_layers
-from treespec.sampling import SamplingParams, probs
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, probs
 
 RECURRENT = {  # whether the mixers take several tokens behind a state
     "bamba": True,

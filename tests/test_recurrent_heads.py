@@ -10,8 +10,8 @@ from training import small_run, write_data
 from treespec import load
 from treespec.errors import InputError
 from treespec.eval.certify.plain import plain_texts
-from treespec.sampling import SamplingParams
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams
 from treespec.train.run import train
 
 

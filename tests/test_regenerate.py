@@ -13,7 +13,7 @@ from treespec.cli import main
 from treespec.draft.trained.eagle import new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
 from treespec.train.config import TrainConfig
 from treespec.train.regenerate.english import passes

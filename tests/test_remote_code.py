@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from transformers import dynamic_module_utils
 from typer.testing import CliRunner
 
-from treespec.api import load
+from treespec.api.load import load
 from treespec.cli import app
 from treespec.errors import InputError
-from treespec.target import Target
-from treespec.text.tokenizers import load_tokenizer
+from treespec.model.target import Target
+from treespec.model.tokenizers import load_tokenizer
 
 CODE = """
 from pathlib import Path

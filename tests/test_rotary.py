@@ -9,11 +9,11 @@ from models import GROUPED, random_model
 from test_target import TOLERANCE, plain_logits, prefix, random_tree
 from tiny_configs import MODELS, tiny
 
+from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.heads.layers import Attention, Rotary
 from treespec.model.inspect import context_length
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
 
 ORIGINAL = 32  # positions; 128 by the configs
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}

@@ -18,8 +18,8 @@ from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
-from treespec.sampling import SamplingParams
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams
 from treespec.trees.policy import policy
 from treespec.trees.sampled import SampledTree, allot
 from treespec.trees.static import TreeError

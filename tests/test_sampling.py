@@ -6,9 +6,9 @@ import torch
 import transformers as hf
 from scipy.stats import chi2
 
-from treespec import sampling
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams, greedy_choice, invert, largest, probs, sample
+from treespec.shaping import sampling
+from treespec.shaping.sampling import SamplingParams, greedy_choice, invert, largest, probs, sample
 
 ERROR = 1e-4  # probability that a χ² test of this file fails by chance
 

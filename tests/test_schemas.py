@@ -8,10 +8,10 @@ import pytest
 from models import random_head, save_model, tokenizer
 from random_schemas import random_schema
 
+from treespec.api.spec import Spec
 from treespec.errors import InputError
+from treespec.model.target import Target
 from treespec.shaping.compiled import compiled
-from treespec.spec import Spec
-from treespec.target import Target
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from enumeration import STOCHASTIC
 from models import TableConfig, TableModel, random_eagle3, random_head
 from scipy.stats import chi2
 
+from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.pace.times import Times
 from treespec.draft.vocabulary import restrict
-from treespec.sampling import SamplingParams, probs
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, probs
 
 ERROR = 1e-4  # probability that a test of this file fails by chance, each
 

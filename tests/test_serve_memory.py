@@ -3,8 +3,8 @@
 import pytest
 from http_serving import MESSAGES, client, serving, tiny_spec
 
+from treespec.api.spec import Spec
 from treespec.draft.sources import source_of
-from treespec.spec import Spec
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

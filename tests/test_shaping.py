@@ -11,11 +11,11 @@ from scipy.stats import chi2
 from test_sequence_law import ERROR, chi_square
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from treespec.api.spec import Spec
 from treespec.draft.sources import source_of
 from treespec.draft.vocabulary import restrict
-from treespec.sampling import SamplingParams, probs
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, probs
 
 VOCAB, PROMPT, NEW = 4, [1, 2], 4
 WARM = SamplingParams(0.8)

@@ -13,11 +13,11 @@ from test_batch import prompts, what
 from test_decode import plain_generate, prompt
 
 from treespec import load
+from treespec.api.spec import Spec
 from treespec.draft.models.skip import SkipProposer, refuse_what_cannot_skip, skipping
 from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
 from treespec.errors import InputError
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
 
 TOLERANCE = 2e-4  # float32, logits of order 1 to 10
 SOME = SkipSet(3, attention=(1,), mlp=(0, 1))

@@ -12,8 +12,8 @@ from http_serving import NAME, client, serving, tiny_spec, until
 from models import random_head, target
 from serving import held, random_prompts, soak
 
-from treespec.engine import Engine
-from treespec.spec import Spec
+from treespec.api.engine import Engine
+from treespec.api.spec import Spec
 
 OPTIONS = {"max_new_tokens": 24}
 ROOM = 32 << 20  # bytes that the process may grow by in the second half of a long soak

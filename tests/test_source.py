@@ -3,12 +3,12 @@
 import pytest
 from models import random_head, target
 
+from treespec.api.spec import Spec
 from treespec.draft.drafter import Drafter
 from treespec.draft.per_text import PerText
 from treespec.draft.source import source_for
 from treespec.draft.sources import source_of
 from treespec.draft.trained.eagle import EagleProposer
-from treespec.spec import Spec
 from treespec.trees.tree import root_only
 
 

@@ -13,7 +13,7 @@ from test_decode import plain_generate, prompt
 from test_draft_model import small
 
 from treespec import load
-from treespec.cache import TreeCache
+from treespec.api.spec import Spec
 from treespec.draft.fit.measure import measure
 from treespec.draft.models.model import ModelProposer
 from treespec.draft.models.skip import SkipProposer
@@ -21,8 +21,8 @@ from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.snapkv import most_seen, refuse_what_shows_no_attention
 from treespec.draft.models.sparse import CHOSEN, NOTHING, SparseProposer, columns, sparse_target
 from treespec.errors import InputError
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.cache import TreeCache
+from treespec.model.target import Target
 
 TOLERANCE = 2e-4  # float32, logits of order 1 to 10
 LONG = [*TEXTS[:2], [(7 * i) % 60 + 3 for i in range(31)]]

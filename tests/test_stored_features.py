@@ -12,7 +12,7 @@ from training import same_weights, small_run, weights, write_data
 
 from treespec.errors import InputError
 from treespec.model.ends import load_ends
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.batches import read_ahead
 from treespec.train.eight_bits import packed, unpacked
 from treespec.train.run import train

@@ -24,8 +24,8 @@ from treespec.draft.outlines import outline
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.draft.vocabulary import restrict
-from treespec.sampling import SamplingParams
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams
 from treespec.trees.layout import layout
 from treespec.trees.policy import policy
 from treespec.trees.sampled import allot

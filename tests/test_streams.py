@@ -9,12 +9,12 @@ import pytest
 from models import random_head, target
 from test_decode import plain_generate, prompt
 
+from treespec.api.spec import Spec
 from treespec.draft.models.skip import SkipProposer
 from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer
 from treespec.draft.sources import source_of
 from treespec.errors import InputError, SupersededError
-from treespec.spec import Spec
 
 NEW = 16
 ONE, OTHER = prompt(), prompt(length=9, seed=11)

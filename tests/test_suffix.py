@@ -10,6 +10,7 @@ from test_decode import plain_generate, prompt
 from test_given import paths_of, spec_of
 from test_sequence_law import TestSequenceLaw as SequenceLaw
 
+from treespec.api.engine import Engine
 from treespec.draft.model_free.options import SuffixOptions
 from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.model_free.suffix_index import NEWEST, SuffixIndex, longest_match
@@ -17,10 +18,9 @@ from treespec.draft.model_free.suffix_memory import Memories, Memory
 from treespec.draft.model_free.suffix_rates import Rates
 from treespec.draft.model_free.suffix_tree import guess
 from treespec.draft.sources import source_of
-from treespec.engine import Engine
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams
 
 SURE = [1.0]  # rates by which a guess is always right
 

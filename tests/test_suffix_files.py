@@ -18,7 +18,7 @@ from treespec.errors import InputError
 from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.plain import greedy_answer
 from treespec.eval.certify.run import remembers, sample
-from treespec.target import Target
+from treespec.model.target import Target
 
 KILLED = """
 import sys

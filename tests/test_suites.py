@@ -11,10 +11,10 @@ from threading import Thread
 
 import pytest
 
-from treespec.downloads import HubFile, PackagedFile, WebFile, kept
 from treespec.errors import InputError
 from treespec.eval.questions import Question, first_of_each, load_checked, load_questions
 from treespec.eval.suites import known
+from treespec.files.downloads import HubFile, PackagedFile, WebFile, kept
 
 PROBLEM = {"question": "A hen lays 3 eggs a day. How many in a week?", "answer": "3*7=<<3*7=21>>21\n#### 21"}
 FUNCTION = {

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from treespec.errors import InputError
 from treespec.model.attention import NAME, tree_attention
 from treespec.model.inspect import layer_windows
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree

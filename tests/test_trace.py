@@ -10,16 +10,16 @@ from models import CONFIGS, random_head, random_model
 from rich.console import Console
 from tracing import cycle_of, own
 
+from treespec.api.spec import Spec
+from treespec.api.trace import trace
 from treespec.cli.trace import picture
-from treespec.cycle import Cycle, explained, visible
 from treespec.draft.model_free.given import GivenDrafter
 from treespec.draft.model_free.lookup import Lookup
 from treespec.draft.vocabulary import restrict, whole
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams, probs
-from treespec.spec import Spec
-from treespec.target import Target
-from treespec.trace import trace
+from treespec.model.target import Target
+from treespec.requests.cycle import Cycle, explained, visible
+from treespec.shaping.sampling import SamplingParams, probs
 
 PROMPT = [3, 4, 5, 6, 7]
 CASES = [

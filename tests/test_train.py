@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from training import Killed, kill_at, same_weights, small_run, weights, write_data
 from transformers import LlamaConfig
 
-from treespec.api import load
+from treespec.api.load import load
 from treespec.errors import InputError
 from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import export
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.batches import epoch_batches
 from treespec.train.clock import Clock, learning_rate
 from treespec.train.config import TrainConfig

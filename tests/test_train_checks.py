@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from treespec.cli.train import stopped
 from treespec.errors import InputError
 from treespec.heads.names import HeadError
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.run import train
 from treespec.train.validate import describe
 

@@ -11,10 +11,10 @@ from chat_templates import CHATML, byte_tokenizer, turns
 from safetensors.torch import load_file
 from training import checkpoint_of, same_weights, small_run, weights, write_data
 
-from treespec.api import load
+from treespec.api.load import load
 from treespec.draft.trained.trained_tokens import FEW, FIELD, with_tokens
 from treespec.errors import InputError
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.text.conversations import Conversation, read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.train import datasets

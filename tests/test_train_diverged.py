@@ -20,7 +20,7 @@ from training import (
 )
 
 from treespec.errors import InputError
-from treespec.files import read_tensors, write_tensors
+from treespec.files.atomic import read_tensors, write_tensors
 from treespec.heads import checksum
 from treespec.train.batches import epoch_batches
 from treespec.train.checkpoints import latest_step

@@ -26,7 +26,7 @@ from training import (
 )
 
 from treespec.errors import InputError
-from treespec.files import locked, read_json, write_json
+from treespec.files.atomic import locked, read_json, write_json
 from treespec.train.features import StoredFeatures
 from treespec.train.run import train
 

@@ -19,9 +19,9 @@ from training import (
 )
 from transformers import LlamaConfig
 
-from treespec.api import load
+from treespec.api.load import load
 from treespec.errors import InputError
-from treespec.files import read_json, read_tensors, write_json, write_tensors
+from treespec.files.atomic import read_json, read_tensors, write_json, write_tensors
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import export

@@ -9,11 +9,11 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from training import folder_of, small_run, weights, write_data
 
-from treespec.api import load
+from treespec.api.load import load
 from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.text.examples import Example
 from treespec.train import watch
 from treespec.train.averages import Averages

@@ -13,7 +13,7 @@ from treespec.draft.trained.eagle import new_head
 from treespec.draft.trained.trained_tokens import FEW, FIELD, with_tokens
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.target import Target
+from treespec.model.target import Target
 
 SIZE = 320
 

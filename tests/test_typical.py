@@ -7,10 +7,10 @@ import torch
 from enumeration import law
 from models import TableConfig, TableModel, random_head
 
+from treespec.api.spec import Spec
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams, probs
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import Draws, TokenTree
 from treespec.verify.typical import Typical

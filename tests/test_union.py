@@ -6,6 +6,7 @@ from models import TableConfig, TableModel, random_head, target
 from test_decode import plain_generate, prompt
 from test_sequence_law import TestSequenceLaw as SequenceLaw
 
+from treespec.api.spec import Spec
 from treespec.draft.joint import Joint
 from treespec.draft.model_free.options import SuffixOptions
 from treespec.draft.model_free.suffix import Suffix
@@ -13,10 +14,9 @@ from treespec.draft.model_free.suffix_memory import Memories
 from treespec.draft.pace.times import Times
 from treespec.draft.sources import source_of
 from treespec.errors import InputError
+from treespec.model.target import Target
 from treespec.options import members_of
-from treespec.sampling import SamplingParams
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.shaping.sampling import SamplingParams
 
 TIMES = Times((1, 4, 16), (1.0, 1.5, 4.0), 0.1, 0.25, (0.1, 0.02), (0.1, 0.02))
 

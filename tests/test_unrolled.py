@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch.nn.functional import softmax
 from transformers import LlamaConfig
 
-from treespec.api import load
+from treespec.api.load import load
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.layers import Attention, Rotary
 from treespec.heads.unrolled import UnrolledAttention, attend_rows
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.config import TrainConfig
 from treespec.train.kinds import recipe_of
 from treespec.train.loss import Batch

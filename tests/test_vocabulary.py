@@ -8,7 +8,8 @@ from models import COMMON, CONFIGS, draft_tree, follow, random_head, random_mode
 from torch import nn
 from transformers import PhiConfig
 
-from treespec.api import load
+from treespec.api.load import load
+from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.fit.calibrate import outcomes
 from treespec.draft.pace.times import Times
@@ -17,9 +18,8 @@ from treespec.draft.tree_drafter import TreeDrafter
 from treespec.draft.vocabulary import FILE, load_vocabulary, most_frequent, restrict, save_vocabulary, whole
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
-from treespec.sampling import SamplingParams, probs
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.policy import policy
 from treespec.verify.registry import verifier_by_name
 

@@ -13,7 +13,7 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.dropout import drop_out
 from treespec.train.run import train
 from treespec.train.warm_start import start_from

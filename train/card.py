@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from treespec.errors import InputError
-from treespec.files import write_text
+from treespec.files.atomic import write_text
 from treespec.options import command_line
 from treespec.train.config import TrainConfig
 from treespec.train.kinds import recipe_of

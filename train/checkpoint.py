@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from treespec.draft.vocabulary import FILE as VOCABULARY
 from treespec.errors import InputError
-from treespec.files import new_folder, read_json, read_tensors, write_tensors
+from treespec.files.atomic import new_folder, read_json, read_tensors, write_tensors
 from treespec.heads.checkpoint import save_head
 from treespec.heads.head import Head
 

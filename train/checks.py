@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from treespec.errors import InputError
-from treespec.files import check_folder
+from treespec.files.atomic import check_folder
 from treespec.text import templates
 from treespec.train.config import FLAGS, TrainConfig
 from treespec.train.eagle3_options import EAGLE3_FLAGS, Eagle3Options

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from treespec.api.options import TargetOptions
 from treespec.errors import InputError
 from treespec.options import DTYPES, MANY, TOKENS, TRAINED, check_place, either, nearest, option
-from treespec.shared_options import TargetOptions
 from treespec.train.eagle3_options import EAGLE3_FLAGS, Eagle3Options
 
 LOSSES = ("published", "cross-entropy", "tv", "log-acceptance", "lk", "acceptance:K")

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from treespec.draft.vocabulary import most_frequent, restrict, save_vocabulary
 from treespec.errors import InputError
-from treespec.files import locked
+from treespec.files.atomic import locked
 from treespec.heads.head import Head
-from treespec.identity import target_identity
+from treespec.model.identity import target_identity
 from treespec.model.inspect import context_length
+from treespec.model.target import Target
+from treespec.model.variant import AS_IT_IS, Variant
 from treespec.model.weights import load_config
-from treespec.target import Target
 from treespec.text.examples import Example, split
 from treespec.train import features
 from treespec.train.batches import epoch_batches, padding
@@ -30,7 +31,6 @@ from treespec.train.tokenise_part import Job
 from treespec.train.tokens import LawTokens
 from treespec.train.warm_start import inherited
 from treespec.train.whole import whole
-from treespec.variant import AS_IT_IS, Variant
 
 Examples = list[Example]
 

@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from treespec.downloads import HubFile
 from treespec.errors import InputError
-from treespec.files import locked, read_json, write_json, writing
-from treespec.packages import cache_folder, packaged_file
+from treespec.files.atomic import locked, read_json, write_json, writing
+from treespec.files.downloads import HubFile
+from treespec.files.packages import cache_folder, packaged_file
 from treespec.text.sources import sha256
 from treespec.train.known import DATA_SETS, DataSet
 

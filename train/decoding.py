@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from treespec.api.spec import Spec
+from treespec.decoding.stats import Stats
 from treespec.draft.trained.kinds import draft_steps
 from treespec.heads.head import Head
-from treespec.spec import Spec
-from treespec.stats import Stats
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.text.examples import Example
 
 

@@ -18,7 +18,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from treespec.heads.depths import DepthHeads
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.chunked import Guess, Laws, token_losses
 from treespec.train.config import TrainConfig
 from treespec.train.loss import Batch, Loss

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.chunked import Guess, token_losses
 from treespec.train.config import TrainConfig
 from treespec.train.loss import Batch, Loss

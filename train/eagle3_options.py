@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, fields
 
+from treespec.api.options import CommandOptions
 from treespec.errors import InputError
 from treespec.options import TOKENS, option
-from treespec.shared_options import CommandOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.files import read_json, write_json, writing
+from treespec.files.atomic import read_json, write_json, writing
 from treespec.heads import checksum
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.batches import padded
 from treespec.train.eight_bits import bytes_of, packed, unpacked
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.config import TrainConfig
 from treespec.train.tokens import LawTokens
 

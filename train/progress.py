@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from treespec.errors import InputError
-from treespec.files import write_text
+from treespec.files.atomic import write_text
 
 LINE_EVERY = 30.0  # seconds between lines where there is no terminal
 

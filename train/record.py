@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from treespec.errors import InputError
-from treespec.files import read_json, write_json
-from treespec.identity import target_identity
+from treespec.files.atomic import read_json, write_json
+from treespec.model.identity import target_identity
 from treespec.text.sources import digest
 from treespec.train.checkpoints import latest_step
 from treespec.train.config import TrainConfig

@@ -20,11 +20,11 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.draft.trained.trained_tokens import with_tokens
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
-from treespec.files import locked, remove_leftovers, write_json
+from treespec.files.atomic import locked, remove_leftovers, write_json
 from treespec.heads.checkpoint import save_head
 from treespec.heads.eagle import EagleHead
 from treespec.heads.head import Head
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.text.examples import Example
 from treespec.train.card import write_card
 from treespec.train.checkpoints import latest_step

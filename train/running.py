@@ -13,7 +13,7 @@ from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from treespec.heads.head import Head
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.config import TrainConfig
 from treespec.train.data import Data
 from treespec.train.record import Record

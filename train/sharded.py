@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from treespec.errors import InputError
 from treespec.model.quantised import is_plain_weight
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 def shard(target: Target, processes: int, device: torch.device) -> None:

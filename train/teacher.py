@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.chunked import Laws, chunk_rows, precise
 
 

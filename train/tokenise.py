@@ -19,8 +19,8 @@ from typing import Any, final
 
 import treespec.text
 from treespec.errors import InputError
-from treespec.files import locked
-from treespec.packages import cache_folder
+from treespec.files.atomic import locked
+from treespec.files.packages import cache_folder
 from treespec.text.conversations import refuse_unread
 from treespec.text.encoding import refuse_unencoded
 from treespec.text.examples import Example

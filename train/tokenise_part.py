@@ -19,15 +19,15 @@ from typing import Any, final
 import torch
 
 from treespec.errors import InputError
-from treespec.files import read_tensors, write_tensors
+from treespec.files.atomic import read_tensors, write_tensors
+from treespec.model.tokenizers import load_tokenizer
+from treespec.model.variant import Variant
 from treespec.text.conversations import Conversation, conversation_of
 from treespec.text.encoding import BATCH, encode_some
 from treespec.text.examples import Example
 from treespec.text.forms import UnusableConversation
 from treespec.text.report import Report
 from treespec.text.sources import entries
-from treespec.text.tokenizers import load_tokenizer
-from treespec.variant import Variant
 
 
 @final

@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.target import Target
+from treespec.model.target import Target
 
 DRAWN = 1024  # random tokens a batch
 

@@ -14,7 +14,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from treespec.heads.eagle3 import Eagle3Head
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.chunked import Guess, token_losses
 from treespec.train.config import TrainConfig
 from treespec.train.loss import Batch, Loss

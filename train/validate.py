@@ -8,7 +8,7 @@ from torch import Tensor
 
 from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.heads.head import Head
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from treespec.draft.vocabulary import FILE, load_vocabulary, restrict
 from treespec.errors import InputError
-from treespec.files import write_text
+from treespec.files.atomic import write_text
 from treespec.heads.checkpoint import load_head
 from treespec.heads.head import Head
 from treespec.heads.names import head_folder
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.checkpoint import trained
 from treespec.train.kinds import TRAINING
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import final
 
 from treespec.draft.vocabulary import FILE as VOCABULARY
-from treespec.files import new_folder, read_tensors
+from treespec.files.atomic import new_folder, read_tensors
 from treespec.heads.checkpoint import save_head
 from treespec.train.checkpoint import WEIGHTS, Place, trained
 from treespec.train.decoding import decoded_length, prompts_of

@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import release_memory
 
 from treespec.model.ends import load_ends
-from treespec.target import Target
-from treespec.text.tokenizers import load_tokenizer
+from treespec.model.target import Target
+from treespec.model.tokenizers import load_tokenizer
 from treespec.train import sharded
 from treespec.train.config import TrainConfig
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from treespec.api import load
-    from treespec.engine import Engine
+    from treespec.api.engine import Engine
+    from treespec.api.load import load
+    from treespec.api.spec import Spec
     from treespec.errors import InputError
-    from treespec.spec import Spec
 
     __version__: str
 
@@ -23,9 +23,9 @@ if not (_here := Path(__file__).parent).joinpath("heads").is_dir():
 
 # Imported when first asked for: the command line must not wait for torch.
 _LATER = {
-    "load": "treespec.api",
-    "Spec": "treespec.spec",
-    "Engine": "treespec.engine",
+    "load": "treespec.api.load",
+    "Spec": "treespec.api.spec",
+    "Engine": "treespec.api.engine",
     "InputError": "treespec.errors",
 }
 
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> object:
 
         return version("treespec")
     if name in ("Engine", "Spec"):  # which import torch and transformers
-        from treespec.quiet import quiet
+        from treespec.files.quiet import quiet
 
         with quiet():
             return getattr(import_module(_LATER[name]), name)

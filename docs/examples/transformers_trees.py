@@ -4,7 +4,7 @@ import sys
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from treespec.hf import Trees
+from treespec.api.hf import Trees
 
 target, head = sys.argv[1:3]
 model, words = (kind.from_pretrained(target) for kind in (AutoModelForCausalLM, AutoTokenizer))

@@ -25,11 +25,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
 import faults
 
-from treespec.api import load
+from treespec.api.load import load
+from treespec.api.spec import Spec
 from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.run import judge, sample, sample_plain
 from treespec.eval.questions import load_questions
-from treespec.spec import Spec
 
 DEFAULTS = CertifyConfig(target="target", head="head")
 SIZE = ("tokens", "limit", "length", "batch")  # options of certify, and their values in a row

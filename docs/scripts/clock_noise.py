@@ -10,6 +10,7 @@ from dataclasses import replace
 from random import Random
 
 from treespec import load
+from treespec.api.spec import Spec
 from treespec.eval.bootstrap import resample
 from treespec.eval.common import in_order
 from treespec.eval.mtbench.ask import ask
@@ -18,7 +19,6 @@ from treespec.eval.mtbench.run import asked_again
 from treespec.eval.mtbench.summary import figures
 from treespec.eval.questions import load_questions
 from treespec.eval.verdict import MeasuredPair, interval, noise_of, sentences
-from treespec.spec import Spec
 
 NAMES = ("baseline", "again", "pair")
 WINNER = ("fastest", "these are slower", "these are faster")

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from treespec import Spec, load
+from treespec.decoding.stats import Stats
 from treespec.eval.bench.forwards import ForwardCase, Place
-from treespec.stats import Stats
 
 CONFIGURATIONS = ((0.0, "topk", "dynamic:depth=5,topk=6,nodes=24"), (1.0, "rrs-wo", "eagle"))
 WARM_UP = 20  # steps that are not counted

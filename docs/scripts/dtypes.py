@@ -13,7 +13,7 @@ import torch
 from treespec.draft.fit.ends import branch
 from treespec.draft.fit.measure import CONTEXT
 from treespec.model.packed import pack
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treespec.heads.eagle3 import default_taps
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.eight_bits import ROW, bytes_of, packed, unpacked
 
 

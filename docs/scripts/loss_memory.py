@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from treespec.draft.trained.kinds import KINDS
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.config import LOSSES, TrainConfig
 from treespec.train.kinds import TRAINING, recipe_of
 from treespec.train.loss import Batch

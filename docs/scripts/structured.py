@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from treespec import load
+from treespec.api.spec import Spec
+from treespec.decoding.stats import Stats
 from treespec.shaping.shaper import Shaper
-from treespec.spec import Spec
-from treespec.stats import Stats
 
 WORD = {"type": "string", "maxLength": 40}
 TASKS: list[tuple[str, dict[str, Any]]] = [

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from treespec.draft.trained.eagle import new_head
 from treespec.heads.eagle import EagleHead
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.chunked import Guess, token_losses
 from treespec.train.losses import LOSSES
 from treespec.train.teacher import target_laws

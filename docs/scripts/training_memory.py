@@ -14,7 +14,7 @@ from loss_memory import peak_bytes
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from treespec.draft.trained.kinds import KINDS
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.config import TrainConfig
 from treespec.train.kinds import TRAINING, recipe_of
 from treespec.train.loss import Batch

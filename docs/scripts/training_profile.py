@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from treespec.draft.trained.kinds import KINDS
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.train.config import TrainConfig
 from treespec.train.kinds import TRAINING, recipe_of
 from treespec.train.loss import Batch

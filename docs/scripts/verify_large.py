@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treespec.draft.grow.static import stack, table
 from treespec.model.allocator import keep_freed_memory
-from treespec.sampling import SamplingParams, TargetLaws
+from treespec.shaping.sampling import SamplingParams, TargetLaws
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import Drafts, TokenTree

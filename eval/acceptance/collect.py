@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from treespec.api.spec import Spec
 from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
@@ -17,10 +18,9 @@ from treespec.eval.environment import describe
 from treespec.eval.loading import load_models
 from treespec.eval.questions import Question, load_questions
 from treespec.eval.texts import Passage, passages_of
-from treespec.files import read_tensors, write_tensors
-from treespec.identity import identity_of, target_identity
-from treespec.sampling import SamplingParams
-from treespec.spec import Spec
+from treespec.files.atomic import read_tensors, write_tensors
+from treespec.model.identity import identity_of, target_identity
+from treespec.shaping.sampling import SamplingParams
 from treespec.text.plain import content_of
 
 CHANGE_NO_LOGITS = {

@@ -3,16 +3,16 @@
 from dataclasses import asdict, dataclass
 from itertools import product
 
-from treespec.errors import InputError
-from treespec.eval.common import listed, number
-from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
-from treespec.shared_options import (
+from treespec.api.options import (
     HeadOptions,
     PlacementOptions,
     TargetOptions,
     TextOptions,
     VariantOptions,
 )
+from treespec.errors import InputError
+from treespec.eval.common import listed, number
+from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
 from treespec.verify.facts import SCHEMES, known_scheme
 
 LOSSLESS = tuple(name for name, scheme in SCHEMES.items() if scheme.lossless)

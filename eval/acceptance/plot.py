@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from treespec.eval.acceptance.result import Coordinates, Row
 from treespec.eval.acceptance.table import in_order, label, place_of
-from treespec.files import writing
+from treespec.files.atomic import writing
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -9,7 +9,7 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.eval.acceptance.collect import Logits
 from treespec.eval.acceptance.config import Case
-from treespec.sampling import SamplingParams, probs, sample
+from treespec.shaping.sampling import SamplingParams, probs, sample
 from treespec.verify.rates import OPTIMA, measured
 from treespec.verify.scheme import Scheme
 

@@ -19,8 +19,8 @@ from treespec.eval.acceptance.result import AcceptanceResult, Coordinates, Mean,
 from treespec.eval.acceptance.table import report_of
 from treespec.eval.common import Step
 from treespec.eval.report import markdown
-from treespec.files import locked, write_json, write_text
-from treespec.sampling import SamplingParams
+from treespec.files.atomic import locked, write_json, write_text
+from treespec.shaping.sampling import SamplingParams
 from treespec.verify.rates import OPTIMA
 from treespec.verify.registry import scheme_by_name
 from treespec.verify.scheme import Scheme

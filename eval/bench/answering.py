@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from treespec.api.spec import Spec
+from treespec.decoding.stats import Stats
 from treespec.errors import InputError
 from treespec.eval.bench.config import BenchConfig
 from treespec.eval.bench.figures import Timed, cycle_figures, identical, speed_figures
@@ -12,8 +14,6 @@ from treespec.eval.bench.result import RowFigures
 from treespec.eval.bench.rows import ONE_TOKEN, Row
 from treespec.eval.common import in_order, seed_of
 from treespec.eval.questions import Question
-from treespec.spec import Spec
-from treespec.stats import Stats
 
 WARM_UP_TOKENS = 16
 

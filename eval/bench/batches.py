@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from treespec.api.spec import Spec
 from treespec.eval.bench.config import BenchConfig, whole_numbers
 from treespec.eval.bench.figures import median
 from treespec.eval.bench.result import BatchFigures
@@ -12,7 +13,6 @@ from treespec.eval.bench.rows import ONE_TOKEN, Draft
 from treespec.eval.bootstrap import Figure
 from treespec.eval.common import in_order, seed_of
 from treespec.eval.questions import Question
-from treespec.spec import Spec
 
 ROUNDS = 3
 

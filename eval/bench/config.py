@@ -3,10 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from treespec.errors import InputError
-from treespec.eval.common import listed
-from treespec.options import MANY, SEEDS, TOKENS, option, shared
-from treespec.shared_options import (
+from treespec.api.options import (
     FASTEST,
     PER_CATEGORY,
     VERIFIER,
@@ -16,6 +13,9 @@ from treespec.shared_options import (
     QuestionOptions,
     TargetOptions,
 )
+from treespec.errors import InputError
+from treespec.eval.common import listed
+from treespec.options import MANY, SEEDS, TOKENS, option, shared
 
 if TYPE_CHECKING:
     from treespec.eval.pairs import Pair

@@ -12,10 +12,10 @@ from typing import TypeVar, cast
 import numpy as np
 from scipy.stats import bootstrap
 
+from treespec.decoding.stats import Stats
 from treespec.eval.bench.result import CycleFigures, Overall, Speed, SpeedFigures
 from treespec.eval.bootstrap import Array, Figure, interval, resample
 from treespec.eval.common import STAGES, Stage
-from treespec.stats import Stats
 
 RESAMPLES = 1000
 Number = TypeVar("Number", float, Array)

@@ -7,13 +7,13 @@ from typing import final
 
 import torch
 
+from treespec.api.spec import Spec
 from treespec.draft.proposer import Frontier
 from treespec.eval.bench.config import NODES
 from treespec.eval.bench.figures import median
 from treespec.eval.bench.result import ForwardTime, Work
 from treespec.eval.bench.waiting import seconds
 from treespec.eval.common import in_order
-from treespec.spec import Spec
 from treespec.trees.tree import TokenTree
 
 FRONTIERS = (1, 4, 10)  # nodes of a head's step

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 
+from treespec.api.spec import Spec
 from treespec.eval.bench.config import BenchConfig
 from treespec.eval.bench.result import BenchResult, ForwardTime, RowFigures
 from treespec.eval.bench.rows import ONE_TOKEN, PLAIN, Draft
@@ -14,7 +15,6 @@ from treespec.eval.page.setup import setup
 from treespec.eval.page.trees import fitting, read_trees, traced, write_trees
 from treespec.eval.questions import Question
 from treespec.eval.verdict import interval
-from treespec.spec import Spec
 
 
 def page_of(result: BenchResult, out: Path) -> Page:

@@ -13,9 +13,9 @@ from treespec.errors import InputError
 from treespec.eval.bench.figures import Timed
 from treespec.eval.bench.rows import Row
 from treespec.model.quantised import sizes_of
+from treespec.model.target import Target
+from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_model
-from treespec.target import Target
-from treespec.text.tokenizers import load_tokenizer
 
 GENERATE = "model.generate"
 LOOKUPS = (3, 10)  # tokens that prompt lookup drafts

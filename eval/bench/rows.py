@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from treespec.api.spec import Spec
 from treespec.eval.bench.config import BenchConfig, check_verifiers
 from treespec.eval.bench.figures import Timed
 from treespec.eval.bench.waiting import CPU, stage_times
 from treespec.eval.common import listed, number
 from treespec.eval.pairs import paired
-from treespec.sampling import SamplingParams
-from treespec.spec import Spec
+from treespec.shaping.sampling import SamplingParams
 from treespec.trees.shape import Policy
 from treespec.verify.walk import Verifier
 

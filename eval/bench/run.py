@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from treespec.api.spec import Spec
 from treespec.eval.bench import page
 from treespec.eval.bench.answering import asked, measure_rows
 from treespec.eval.bench.batches import ROUNDS, BatchCase, batch_cases, batch_figures
@@ -22,9 +23,8 @@ from treespec.eval.page.trees import FILE as TREES
 from treespec.eval.questions import Question, first_of_each, load_questions
 from treespec.eval.report import markdown
 from treespec.eval.verdict import FEW
-from treespec.files import locked, write_json, write_text
+from treespec.files.atomic import locked, write_json, write_text
 from treespec.model.weights import load_model
-from treespec.spec import Spec
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from treespec.decode import Decoder, Text
-from treespec.request import generator_of
-from treespec.sampling import SamplingParams
+from treespec.api.spec import Spec
+from treespec.decoding.decode import Decoder
+from treespec.decoding.sequence import Text
+from treespec.decoding.stats import Stats
+from treespec.requests.request import generator_of
 from treespec.shaping.law import Law
-from treespec.spec import Spec
-from treespec.stats import Stats
+from treespec.shaping.sampling import SamplingParams
 from treespec.text.ending import Ending
 
 CPU = torch.device("cpu")

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from treespec.errors import InputError
-from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
-from treespec.shared_options import (
+from treespec.api.options import (
     DTYPES,
     QUESTION_FILE,
     LogitOptions,
     ModelOptions,
     QuestionOptions,
 )
+from treespec.errors import InputError
+from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treespec.api.spec import Spec
 from treespec.draft.trained.kinds import KINDS
 from treespec.eval.certify.witness import Cycle, placed
-from treespec.sampling import SamplingParams, probs
-from treespec.spec import Spec
+from treespec.shaping.sampling import SamplingParams, probs
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 AT_ONCE = 1 << 23  # probabilities in one tensor

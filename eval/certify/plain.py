@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from treespec.api.spec import Spec
 from treespec.eval.certify.numbers import NOTHING
-from treespec.sampling import SamplingParams
 from treespec.shaping.law import Law
-from treespec.spec import Spec
+from treespec.shaping.sampling import SamplingParams
 from treespec.text.ending import Ending
 from treespec.text.prefix import common_prefix
 

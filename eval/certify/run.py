@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treespec.api import load_options
+from treespec.api.load import load_options
+from treespec.api.spec import Spec
 from treespec.eval.certify.asked import all_questions
 from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.numbers import NOTHING, Places, Sample, places
@@ -33,10 +34,9 @@ from treespec.eval.certify.witness import watched
 from treespec.eval.common import Step
 from treespec.eval.environment import describe
 from treespec.eval.questions import load_questions
-from treespec.files import check_writable, write_json
+from treespec.files.atomic import check_writable, write_json
 from treespec.options import memory_folder
-from treespec.sampling import SamplingParams
-from treespec.spec import Spec
+from treespec.shaping.sampling import SamplingParams
 
 TESTS = 11  # of sampled texts, at most
 OURS, PLAIN = 0, 1  # sides, for the seeds

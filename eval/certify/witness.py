@@ -12,9 +12,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from treespec.api.spec import Spec
 from treespec.eval.certify.bets import ODDS, POWERS, on_odds, on_powers
-from treespec.sampling import TargetLaws
-from treespec.spec import Spec
+from treespec.shaping.sampling import TargetLaws
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.facts import is_paced
 from treespec.verify.scheme import Chance, Scheme

@@ -9,8 +9,8 @@ from torch import Tensor
 from treespec.draft.fit.calibrate import Row
 from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams, largest, probs
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, largest, probs
 
 if TYPE_CHECKING:
     from treespec.heads.head import Head

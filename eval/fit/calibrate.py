@@ -15,7 +15,7 @@ from treespec.eval.fit.features import rows_of
 from treespec.eval.loading import load_models
 from treespec.eval.questions import load_questions
 from treespec.eval.texts import passages_of
-from treespec.files import check_writable
+from treespec.files.atomic import check_writable
 from treespec.text.plain import content_of
 
 

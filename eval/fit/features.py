@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from treespec.api.spec import Spec
 from treespec.draft.fit.calibrate import Row
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.common import Step
 from treespec.eval.questions import Question
 from treespec.eval.texts import passages_of
-from treespec.spec import Spec
 
 
 def rows_of(

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from treespec.api.options import TREE, PlacementOptions, TargetOptions
 from treespec.options import MANY, TOKENS, option
-from treespec.shared_options import TREE, PlacementOptions, TargetOptions
 
 
 @dataclass(frozen=True, kw_only=True)

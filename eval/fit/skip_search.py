@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
+from treespec.api.spec import Spec
 from treespec.draft.models.skip import SkipProposer, refuse_what_cannot_skip
 from treespec.draft.models.skip_set import SkipSet, save_skip_set
 from treespec.errors import InputError
 from treespec.eval.common import Step
 from treespec.eval.fit.skip_config import SkipConfig
 from treespec.eval.loading import load_models
-from treespec.files import check_writable
-from treespec.spec import Spec
-from treespec.target import Target
+from treespec.files.atomic import check_writable
+from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.text.plain import CONVERSATIONS, content_of

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from treespec.api.spec import Spec
 from treespec.draft.fit.calibrate import Row
 from treespec.draft.fit.measure import times_for
 from treespec.errors import InputError
@@ -15,8 +16,7 @@ from treespec.eval.fit.features import rows_of
 from treespec.eval.fit.tree_config import TreeConfig
 from treespec.eval.loading import load_models
 from treespec.eval.questions import load_questions
-from treespec.files import check_writable, write_text
-from treespec.spec import Spec
+from treespec.files.atomic import check_writable, write_text
 from treespec.text.plain import content_of
 from treespec.trees.medusa import expected_length, measured
 from treespec.trees.path_file import text_of

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from treespec.api.options import HeadOptions, PlacementOptions, TargetOptions, TextOptions
 from treespec.errors import InputError
 from treespec.options import SEEDS, option, shared
-from treespec.shared_options import HeadOptions, PlacementOptions, TargetOptions, TextOptions
 
 KINDS = ("medusa", "sequoia")
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
+from treespec.api.spec import Output, Spec
+from treespec.decoding.sequence import LEAD
+from treespec.decoding.stats import Stats, figures
 from treespec.eval.common import seed_of
 from treespec.eval.mtbench.answers import Answer
 from treespec.eval.mtbench.config import Configuration, EvalConfig
 from treespec.eval.questions import Question
-from treespec.request import Seed
-from treespec.spec import Output, Spec
-from treespec.stats import Stats, figures
+from treespec.requests.request import Seed
 from treespec.text import templates
-from treespec.texts import LEAD
 
 
 @dataclass(frozen=True)

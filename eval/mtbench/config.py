@@ -5,18 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from treespec.errors import InputError
-from treespec.eval.common import listed, number, parts_of
-from treespec.options import (
-    DRAFTER_WORDS,
-    MANY,
-    SEEDS,
-    members_of,
-    memory_folder,
-    option,
-    shared,
-)
-from treespec.shared_options import (
+from treespec.api.options import (
     DRAFTER,
     FASTEST,
     PER_CATEGORY,
@@ -27,6 +16,17 @@ from treespec.shared_options import (
     SamplingOptions,
     TargetOptions,
     TreeOptions,
+)
+from treespec.errors import InputError
+from treespec.eval.common import listed, number, parts_of
+from treespec.options import (
+    DRAFTER_WORDS,
+    MANY,
+    SEEDS,
+    members_of,
+    memory_folder,
+    option,
+    shared,
 )
 
 if TYPE_CHECKING:

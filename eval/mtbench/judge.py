@@ -8,7 +8,7 @@ from typing import Any
 from treespec.eval.common import Step
 from treespec.eval.mtbench.answers import Answer, read
 from treespec.eval.suites.checks import Check
-from treespec.files import read_json, write_json
+from treespec.files.atomic import read_json, write_json
 
 # {"checks": a digest of the checks, "right": {answer_id: whether it is right}}
 FILE = "right.json"

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable
 
+from treespec.api.loading import calibration_of, load_sources
+from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.eval.mtbench.config import Configuration, EvalConfig, drafters_of
-from treespec.loading import calibration_of, load_sources
-from treespec.spec import Spec
 from treespec.trees.shape import Policy
 from treespec.trees.static import TreeError
 from treespec.verify.walk import Verifier

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any
 
+from treespec.api.spec import Spec
 from treespec.eval.bootstrap import Figure
 from treespec.eval.common import STAGE_NAMES, STAGES, drafted_by, seed_of
 from treespec.eval.mtbench.config import Configuration, EvalConfig
@@ -15,7 +16,6 @@ from treespec.eval.page.setup import setup
 from treespec.eval.page.trees import fitting, read_trees, traced, write_trees
 from treespec.eval.questions import Question
 from treespec.eval.verdict import interval, short, tree_name
-from treespec.spec import Spec
 
 Row = Mapping[str, Any]  # of a configuration
 DEPTHS = 10  # of which the stack of τ has parts; the last one takes the deeper ones too

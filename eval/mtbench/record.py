@@ -12,8 +12,8 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.eval.mtbench.config import EvalConfig, drafters_of
 from treespec.eval.questions import Question
-from treespec.files import read_json
-from treespec.identity import identity_of, target_identity
+from treespec.files.atomic import read_json
+from treespec.model.identity import identity_of, target_identity
 from treespec.options import members_of
 
 CHANGE_NO_ANSWER = ("out", "resamples", "allow_lossy", "run_code")  # options

@@ -39,8 +39,8 @@ from treespec.eval.questions import Question, first_of_each, load_checked
 from treespec.eval.report import markdown
 from treespec.eval.suites.checks import Check
 from treespec.eval.verdict import FEW
-from treespec.files import locked, write_json, write_text
-from treespec.sampling import SamplingParams
+from treespec.files.atomic import locked, write_json, write_text
+from treespec.shaping.sampling import SamplingParams
 
 WARM_UP_TOKENS = 16
 

@@ -23,7 +23,7 @@ from treespec.eval.mtbench.result import Again, Ended, Figures, Right, Row, Same
 from treespec.eval.mtbench.right import right_figures
 from treespec.eval.questions import task_of
 from treespec.eval.verdict import FEW
-from treespec.files import read_json
+from treespec.files.atomic import read_json
 from treespec.verify.facts import known_verifier
 
 Answers = dict[int | str, Answer]  # by question

@@ -11,12 +11,12 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from treespec.cycle import explained, visible
 from treespec.eval.page.charts import Chart, Grid
 from treespec.eval.page.picture import expected, picture
 from treespec.eval.page.trees import Trees
 from treespec.eval.report import Report, Table, printable
-from treespec.files import write_text
+from treespec.files.atomic import write_text
+from treespec.requests.cycle import explained, visible
 from treespec.text.printable import printable as shown
 
 FILE = "report.html"

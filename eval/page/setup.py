@@ -4,8 +4,8 @@ import platform
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from treespec.model.processor import processor
 from treespec.options import command_line
-from treespec.processor import processor
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

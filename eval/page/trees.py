@@ -10,13 +10,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from treespec.cycle import Cycle
+from treespec.api.spec import Spec
+from treespec.api.trace import trace
 from treespec.errors import InputError
 from treespec.eval.page.setup import machine
 from treespec.eval.questions import Question
-from treespec.files import read_json, write_json
-from treespec.spec import Spec
-from treespec.trace import trace
+from treespec.files.atomic import read_json, write_json
+from treespec.requests.cycle import Cycle
 
 FILE = "trees.json"
 TOKENS = 40  # of a traced answer, at most

@@ -7,10 +7,10 @@ use and kept in treespec's cache, as published.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from treespec.downloads import HubFile, PackagedFile, Place, WebFile, kept
 from treespec.errors import InputError
 from treespec.eval.suites import gsm8k, humaneval, spec_bench
-from treespec.packages import cache_folder
+from treespec.files.downloads import HubFile, PackagedFile, Place, WebFile, kept
+from treespec.files.packages import cache_folder
 
 GITHUB = "https://raw.githubusercontent.com"
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import final
 
-from treespec.decode import Text
+from treespec.api.spec import Spec
+from treespec.decoding.sequence import Text
 from treespec.errors import InputError
-from treespec.spec import Spec
 from treespec.text import templates
 from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.rows import Answer, Answered, drawn

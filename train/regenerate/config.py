@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from treespec.api.options import ModelOptions, SamplingOptions
 from treespec.errors import InputError
 from treespec.options import MANY, SEEDS, TOKENS, either, option
-from treespec.shared_options import ModelOptions, SamplingOptions
 from treespec.train.known import DATA_SETS
 from treespec.train.regenerate.english import FILTERS
 
 if TYPE_CHECKING:
-    from treespec.request import Options
+    from treespec.requests.request import Options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from treespec.decode import Text
+from treespec.api.spec import Spec
+from treespec.decoding.sequence import Text
 from treespec.errors import InputError
-from treespec.lines import Lines
-from treespec.spec import Spec
+from treespec.files.lines import Lines
 from treespec.text import templates
 from treespec.text.ending import INCOMPLETE
 from treespec.train.regenerate.config import RegenerateConfig

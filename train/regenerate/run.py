@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from treespec.errors import InputError
-from treespec.files import locked
-from treespec.lines import Lines, opened
+from treespec.files.atomic import locked
+from treespec.files.lines import Lines, opened
 from treespec.text.conversations import read_conversations
 from treespec.train.regenerate.answers import Local
 from treespec.train.regenerate.config import RegenerateConfig
@@ -140,7 +140,7 @@ class Work:
     @cached_property
     def local(self) -> Local:
         """The target, loaded when it is asked for."""
-        from treespec.api import load_options
+        from treespec.api.load import load_options
 
         return Local(load_options(self.config), self.config)
 

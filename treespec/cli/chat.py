@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
     from treespec.cli.conversation import Conversation
-    from treespec.decode import Piece
+    from treespec.decoding.sequence import Piece
 
 
 @takes(ChatConfig)
@@ -72,7 +72,7 @@ def answer(conversation: "Conversation", text: str, screen: "Screen", again: boo
 
     again: the answer replaces the last one.
     """
-    from treespec.stats import figures_of
+    from treespec.decoding.stats import figures_of
 
     # 1. Show the answer, until it ends or Ctrl-C stops it.
     stream, before = conversation.ask(text, again), conversation.last_answer

@@ -12,9 +12,9 @@ from typing import final
 
 from treespec.cli.chat_config import ChatConfig
 from treespec.cli.conversation import Conversation, Message
+from treespec.decoding.stats import figures_of
 from treespec.errors import InputError
 from treespec.options import SEEDS
-from treespec.stats import figures_of
 from treespec.text.conversations import read_conversations
 from treespec.text.printable import one_line
 from treespec.trees.policy import FORMS

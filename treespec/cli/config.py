@@ -4,16 +4,16 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from treespec.api.options import LogitOptions, ModelOptions, SamplingOptions, TargetOptions
 from treespec.cli import early
 from treespec.cli.terminal import end_notice
 from treespec.demo.known import DEMO
 from treespec.errors import InputError
 from treespec.options import SEEDS, option, shared
-from treespec.shared_options import LogitOptions, ModelOptions, SamplingOptions, TargetOptions
 
 if TYPE_CHECKING:
-    from treespec.request import Options
-    from treespec.spec import Spec
+    from treespec.api.spec import Spec
+    from treespec.requests.request import Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def refuse_unused(config: ModelOptions) -> None:
 
 def load_spec(config: ModelOptions) -> "Spec":
     """Load what answers, which `begin` has checked."""
-    from treespec.api import load_options
+    from treespec.api.load import load_options
 
     spec = load_options(config)
     end_notice()

@@ -170,7 +170,7 @@ def write(options: Mapping[str, object]) -> None:
     # 2. What.
     import yaml
 
-    from treespec.files import write_text
+    from treespec.files.atomic import write_text
 
     values = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
     write_text(file, HEADER + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))

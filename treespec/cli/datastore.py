@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import typer
 
+from treespec.api.options import TargetOptions
 from treespec.cli.early import begin, check_folder, check_text
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice
 from treespec.errors import InputError
 from treespec.options import option
-from treespec.shared_options import TargetOptions
 
 app = typer.Typer(help="Text that --drafter rest:DIR drafts from.", no_args_is_help=True)
 
@@ -39,7 +39,7 @@ def build(config: DatastoreConfig) -> None:
     from treespec.draft.model_free import datastore
 
     datastore.refuse_what_is_there(Path(config.out))
-    from treespec.text.tokenizers import load_tokenizer
+    from treespec.model.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(config.target, config.trust_remote_code, config.variant)
     if tokenizer is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from treespec.cli.terminal import notice
 from treespec.demo.known import is_demo
 from treespec.errors import InputError
-from treespec.files import check_folder
+from treespec.files.atomic import check_folder
 from treespec.heads.names import check_files as check_head_files
 from treespec.heads.names import head_folder
 from treespec.heads.places import mistyped
@@ -27,8 +27,8 @@ from treespec.options import (
 )
 
 if TYPE_CHECKING:
+    from treespec.api.options import TargetOptions
     from treespec.eval.acceptance.config import AcceptanceConfig
-    from treespec.shared_options import TargetOptions
 
 MOST_READ = 1 << 26  # bytes of a JSON list, which is read as a whole
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, final
 from treespec.cli.config_file import expanded
 from treespec.cli.terminal import end_notice
 from treespec.errors import InputError
-from treespec.quiet import LOUD
+from treespec.files.quiet import LOUD
 from treespec.text.printable import one_line
 
 if TYPE_CHECKING:

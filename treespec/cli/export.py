@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treespec.api.options import TargetOptions
 from treespec.cli.early import check_files_of_target, check_folder, check_sources
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, notice
@@ -11,7 +12,6 @@ from treespec.demo.known import head_of, name_elsewhere
 from treespec.heads.known import check_export
 from treespec.heads.names import check_new
 from treespec.options import either, option
-from treespec.shared_options import TargetOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,7 @@ def export(config: ExportConfig) -> None:
 
     # 2. Write, and say how to serve it.
     notice(f"loading {head} …")
-    from treespec.files import remove_leftovers
+    from treespec.files.atomic import remove_leftovers
     from treespec.heads.formats.engines import Served
     from treespec.heads.formats.export import export as write
     from treespec.heads.formats.export import left_behind

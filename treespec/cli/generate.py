@@ -13,9 +13,9 @@ from treespec.options import TOKENS, option
 from treespec.text.printable import printable
 
 if TYPE_CHECKING:
-    from treespec.request import Options
-    from treespec.spec import Spec
-    from treespec.stats import Stats
+    from treespec.api.spec import Spec
+    from treespec.decoding.stats import Stats
+    from treespec.requests.request import Options
     from treespec.text.prompts import Single
 
 
@@ -61,7 +61,7 @@ def generate(config: GenerateConfig) -> None:
 
     # 2. Answer, then print the figures.
     spec = load_spec(config)
-    from treespec.stats import figures_of  # imports torch
+    from treespec.decoding.stats import figures_of  # imports torch
 
     if len(prompts) * config.n == 1:
         stats = answer(spec, prompts[0], config.seed, options)
@@ -97,7 +97,7 @@ def answer_all(
     spec: "Spec", prompts: Sequence["Single"], config: GenerateConfig, options: "Options"
 ) -> "Stats":
     """Print the answers when all are there. Returns their sum."""
-    from treespec.stats import Stats
+    from treespec.decoding.stats import Stats
 
     shown = printable if sys.stdout.isatty() else str
     samples = spec.generate_all(

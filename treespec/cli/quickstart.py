@@ -5,11 +5,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from treespec.api.options import CommandOptions, TargetOptions
 from treespec.cli.early import begin
 from treespec.cli.options import takes
 from treespec.demo.known import DEMO, default_drafter
 from treespec.options import TOKENS, option, shared
-from treespec.shared_options import CommandOptions, TargetOptions
 
 VERIFIERS = (("auto", None), ("single", None), ("rrs-wo", None), ("optimal", None))
 CALIBRATED = ("traversal", "sampled")  # a tree that needs a head's calibration
@@ -34,7 +34,7 @@ def quickstart(config: QuickstartConfig) -> None:
     begin(TargetOptions(target=config.target), [drafter], chats=True)
     from rich.console import Console
 
-    from treespec.api import load
+    from treespec.api.load import load
     from treespec.cli.side_by_side import compare, measured
     from treespec.cli.terminal import end_notice
 

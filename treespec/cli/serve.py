@@ -6,13 +6,13 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from treespec.api.options import CommandOptions, ModelOptions, TargetOptions
 from treespec.cli.config import begin, load_spec
 from treespec.cli.options import takes
 from treespec.demo.known import DEMO
 from treespec.errors import InputError
 from treespec.options import MANY, TOKENS, option, shared
 from treespec.serve.address import bound
-from treespec.shared_options import CommandOptions, ModelOptions, TargetOptions
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "TREESPEC_API_KEY"
@@ -102,8 +102,8 @@ def serve(config: ServeConfig) -> None:
 
     # 2. The engine, and the application over it.
     spec = load_spec(config)
-    from treespec.engine import Engine
-    from treespec.names import target_name
+    from treespec.api.engine import Engine
+    from treespec.api.names import target_name
     from treespec.serve import run
     from treespec.serve.app import app_of
     from treespec.serve.limits import Limits

@@ -17,13 +17,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from treespec.spec import Spec
-from treespec.stats import TAU, Stats, figures_of
+from treespec.api.spec import Spec
+from treespec.decoding.stats import TAU, Stats, figures_of
 from treespec.text.prefix import common_prefix
 from treespec.text.printable import printable
 
 if TYPE_CHECKING:
-    from treespec.decode import Piece
+    from treespec.decoding.sequence import Piece
 
 QUESTIONS = (
     "Why is the sky blue?",

@@ -14,9 +14,9 @@ def tree(config: TreeConfig) -> None:
     check_questions(config.questions)
     begin(config, [f"head:{config.head}"])
     from treespec.cli.progress import remark, show_result, with_progress
+    from treespec.decoding.stats import TAU
     from treespec.eval.fit.tree import make_tree
     from treespec.eval.report import Report, Table
-    from treespec.stats import TAU
 
     # 2. Measure, and make the tree.
     made, table, length = with_progress(lambda report: make_tree(config, report))

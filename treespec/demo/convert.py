@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treespec.errors import InputError, first_line
-from treespec.quiet import quiet
+from treespec.files.quiet import quiet
 
 
 @quiet()

@@ -17,10 +17,10 @@ from tempfile import TemporaryDirectory
 from typing import final
 
 from treespec.demo.known import DEMO, DEMO_MODEL, DemoModel, is_demo
-from treespec.downloads import HubFile
 from treespec.errors import InputError
-from treespec.files import locked, new_folder, read_json, write_json
-from treespec.packages import cache_folder, packaged_file
+from treespec.files.atomic import locked, new_folder, read_json, write_json
+from treespec.files.downloads import HubFile
+from treespec.files.packages import cache_folder, packaged_file
 
 ABOUT = "treespec.json"
 MEGABYTE = 1_000_000

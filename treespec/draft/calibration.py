@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 import numpy as np
 
 from treespec.errors import InputError
-from treespec.files import read_json, write_json
+from treespec.files.atomic import read_json, write_json
 
 Known = TypeVar("Known")
 FILE = "calibration.json"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from treespec.cache import TreeCache
 from treespec.draft.per_text import PerText
+from treespec.model.cache import TreeCache
+from treespec.model.target import TreeOutput
 from treespec.shaping.law import Law
-from treespec.target import TreeOutput
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.draft.calibration import RANKS, TOPS, TURNS, seen
-from treespec.sampling import largest
+from treespec.shaping.sampling import largest
 
 
 def outline(q: Tensor) -> np.ndarray:

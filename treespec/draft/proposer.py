@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from treespec.draft.per_text import PerText
 
 if TYPE_CHECKING:
-    from treespec.cache import TreeCache  # transformers comes with it, and with heads
     from treespec.heads.head import Head
+    from treespec.model.cache import TreeCache  # transformers comes with it, and with heads
 
 
 PREFILL_AT = 32  # more new tokens than any accepted path: this is a prompt, run it at once

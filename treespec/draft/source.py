@@ -22,7 +22,7 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.draft.union_drafter import UnionDrafter
 from treespec.heads.head import Head
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.trees.shape import Policy
 from treespec.verify.facts import is_paced
 from treespec.verify.walk import Verifier

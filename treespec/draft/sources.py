@@ -26,8 +26,8 @@ from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
 from treespec.heads.head import Head
 from treespec.heads.names import head_folder
+from treespec.model.target import Target
 from treespec.options import members_of, nearest
-from treespec.target import Target
 
 
 def trained_head(folder: str, target: Target) -> Head:

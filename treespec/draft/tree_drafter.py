@@ -7,7 +7,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
 from treespec.draft.calibration import Calibration
 from treespec.draft.drafter import Drafter
 from treespec.draft.fits import DraftModel, check_fit
@@ -19,8 +18,9 @@ from treespec.draft.grow.shaped import grow_shaped, shape_drafts
 from treespec.draft.pace.times import TimesBy
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.draft.vocabulary import in_target
+from treespec.model.cache import TreeCache
+from treespec.model.target import TreeOutput
 from treespec.shaping.law import Law
-from treespec.target import TreeOutput
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree, root_only
 from treespec.verify.scheme import Scheme

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
 from treespec.draft.choice import Choice
 from treespec.draft.drafter import Drafter
 from treespec.draft.model_free.budget import likely_part
@@ -21,8 +20,9 @@ from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.pace.pace import Pace, Paces
 from treespec.draft.pace.times import TimesBy
 from treespec.draft.tree_drafter import TreeDrafter
+from treespec.model.cache import TreeCache
+from treespec.model.target import TreeOutput
 from treespec.shaping.law import Law
-from treespec.target import TreeOutput
 from treespec.trees.chain import hung_below
 from treespec.trees.tree import TokenTree
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.files import read_json, write_text
+from treespec.files.atomic import read_json, write_text
 from treespec.heads import checksum
 from treespec.heads.head import Head
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.trees.tree import Drafts, TokenTree
 
 FILE = "draft_vocab.json"

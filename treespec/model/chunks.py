@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
+from treespec.model.cache import TreeCache
 from treespec.trees.mask import attention_mask
 
 

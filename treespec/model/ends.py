@@ -10,11 +10,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from treespec.demo.fetch import model_path
-from treespec.identity import base_of
+from treespec.files.quiet import quiet
 from treespec.model.folder import located
+from treespec.model.identity import base_of
+from treespec.model.variant import AS_IT_IS, Variant
 from treespec.model.weights import auto_class, load_config
-from treespec.quiet import quiet
-from treespec.variant import AS_IT_IS, Variant
 
 
 class NoLayers(nn.Module):

@@ -8,10 +8,10 @@ from typing import Any
 from safetensors import safe_open
 
 from treespec.errors import InputError, first_line
-from treespec.gguf_file import gguf_file
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
-from treespec.variant import AS_IT_IS, Variant
+from treespec.model.gguf_file import gguf_file
+from treespec.model.variant import AS_IT_IS, Variant
 
 ADAPTER = "adapter_config.json"  # a directory of PEFT names another one with the model
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")

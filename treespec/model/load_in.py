@@ -8,7 +8,7 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, TorchAoConfig
 
 from treespec.errors import InputError
-from treespec.variant import Variant
+from treespec.model.variant import Variant
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from treespec.model.weights import first_not_finite
 from treespec.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from treespec.target import Target
+    from treespec.model.target import Target
 
 NARROW = 4  # positions: the window or chunk during a check
 FAR = 2 * NARROW + 1  # committed tokens of a check: a window of 4 hides most of them

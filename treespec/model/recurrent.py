@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from treespec.cache import TreeCache, TreeLayer
 from treespec.errors import InputError, first_line
+from treespec.model.cache import TreeCache, TreeLayer
 from treespec.model.masks import Masks
 from treespec.model.recurrent_dense import once_a_node, replaced
 from treespec.model.recurrent_layer import StateLayer

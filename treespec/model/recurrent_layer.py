@@ -6,7 +6,7 @@ from typing import Any, final
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from treespec.cache import TreeLayer
+from treespec.model.cache import TreeLayer
 
 State = Tensor | None
 

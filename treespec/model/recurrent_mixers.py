@@ -14,8 +14,8 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from treespec.cache import TreeCache
 from treespec.errors import InputError
+from treespec.model.cache import TreeCache
 from treespec.model.recurrent_layer import State as State
 from treespec.model.recurrent_layer import StateLayer
 

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from treespec.cache import TreeCache
+from treespec.model.cache import TreeCache
 from treespec.model.recurrent_dense import input_once
 from treespec.model.recurrent_mixers import Arguments, Mixer, State
 

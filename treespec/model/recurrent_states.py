@@ -20,7 +20,7 @@ from treespec.model.recurrent_mixers import Arguments, Mixer, State
 from treespec.model.recurrent_run import Call
 
 if TYPE_CHECKING:
-    from treespec.cache import TreeCache
+    from treespec.model.cache import TreeCache
 
 MARKS = 2  # earlier states of a text that are kept
 States = list[list[State]]  # of each mixer, or after each token

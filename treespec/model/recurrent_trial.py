@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
+from treespec.model.cache import TreeCache
 from treespec.model.recurrent_mixers import Arguments, Mixer, State
 from treespec.model.recurrent_run import Call, split
 from treespec.model.recurrent_states import chosen

@@ -18,20 +18,20 @@ from transformers import (
 
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
-from treespec.gguf_file import gguf_file
-from treespec.identity import base_of
+from treespec.files.quiet import quiet
 from treespec.model.adapters import adapted
 from treespec.model.folder import SIZES, check_fields, check_sizes, located
+from treespec.model.gguf_file import gguf_file
 from treespec.model.gguf_load import (
     kept_in_blocks,
     source,
     tell_of_rotary_factors,
     tell_of_unpacked,
 )
+from treespec.model.identity import base_of
 from treespec.model.load_in import FOREIGN, foreign, quantizer_options
 from treespec.model.quantised import is_plain_weight
-from treespec.quiet import quiet
-from treespec.variant import AS_IT_IS, Variant
+from treespec.model.variant import AS_IT_IS, Variant
 
 # Tensors that older checkpoints hold and no model needs: buffers computed from the config.
 BUFFERS = (

@@ -10,9 +10,9 @@ from anyio import fail_after, to_thread
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
-from treespec.answer import Answer
-from treespec.decode import Piece
+from treespec.decoding.sequence import Piece
 from treespec.errors import Busy, InputError
+from treespec.requests.answer import Answer
 from treespec.serve.errors import ApiError, failed, refused
 from treespec.serve.state import State
 from treespec.shaping.compiled import KINDS

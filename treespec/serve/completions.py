@@ -8,8 +8,8 @@ from typing import Any, cast, final
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from treespec.answer import Answer
 from treespec.errors import InputError
+from treespec.requests.answer import Answer
 from treespec.serve import messages
 from treespec.serve.answers import Answers
 from treespec.serve.errors import ApiError, refused

@@ -4,9 +4,9 @@ import re
 from functools import lru_cache
 from typing import Any, final
 
-from treespec.logprobs import TokenLogprob
+from treespec.decoding.logprobs import TokenLogprob
+from treespec.decoding.sequence import Piece
 from treespec.text.ending import INCOMPLETE
-from treespec.texts import Piece
 
 LEAST = -9999.0  # OpenAI's logarithm of 0, which JSON has no number for
 

@@ -4,11 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.schema import Message, Tool, ToolCall
 from treespec.serve.tools import has_place, taught, written
-from treespec.spec import Spec
 from treespec.text import templates
 
 

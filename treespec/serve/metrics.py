@@ -6,9 +6,9 @@ from typing import final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from treespec.answer import Answer
-from treespec.engine import Engine
-from treespec.texts import Piece
+from treespec.api.engine import Engine
+from treespec.decoding.sequence import Piece
+from treespec.requests.answer import Answer
 
 TAUS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10)
 SHORT = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)

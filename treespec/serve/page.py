@@ -18,17 +18,17 @@ from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import Field
 
-from treespec.cycle import Cycle, explained, visible
-from treespec.names import drafting_names
+from treespec.api.names import drafting_names
+from treespec.api.spec import Spec
+from treespec.api.trace import trace
+from treespec.decoding.batch import ALONE
 from treespec.options import TREE_FORMS, either
-from treespec.rows import ALONE
+from treespec.requests.cycle import Cycle, explained, visible
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.messages import encoded
 from treespec.serve.schema import Asked, Message
 from treespec.serve.state import State, memory_of, state_of
 from treespec.serve.wire import Fields, events
-from treespec.spec import Spec
-from treespec.trace import trace
 from treespec.verify.facts import LOSSY, NAMES
 
 router = APIRouter()

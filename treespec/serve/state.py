@@ -9,12 +9,12 @@ from typing import final
 from anyio import CapacityLimiter
 from fastapi import Request
 
-from treespec.engine import Engine
+from treespec.api.engine import Engine
+from treespec.api.spec import Spec
 from treespec.serve.errors import ApiError
 from treespec.serve.limits import Limits
 from treespec.serve.metrics import Metrics
 from treespec.shaping.trial import Trial
-from treespec.spec import Spec
 from treespec.text import templates
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from treespec.texts import Piece
+from treespec.decoding.sequence import Piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

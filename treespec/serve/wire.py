@@ -9,11 +9,11 @@ from typing import Any
 
 from fastapi.responses import StreamingResponse
 
-from treespec.answer import Answer
+from treespec.decoding.stats import Stats
+from treespec.requests.answer import Answer
 from treespec.serve.errors import ApiError, body_of, failed
 from treespec.serve.logprobs import Told
 from treespec.serve.state import State
-from treespec.stats import Stats
 from treespec.text import templates
 
 Fields = dict[str, Any]

@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.sampling import SamplingParams
+from treespec.shaping.sampling import SamplingParams
 from treespec.shaping.shaper import Shaper
 from treespec.trees.tree import TokenTree
 

@@ -16,7 +16,7 @@ def shapers_of(options: Mapping[str, Any]) -> Iterator[Shaper]:
     """The shapers that options ask for, in the order in which they act; none has begun.
 
     transformers and vLLM add biases before they penalise, too. Raises InputError for an option of
-    the wrong type or out of range. options: see `treespec.request.Options`.
+    the wrong type or out of range. options: see `treespec.requests.request.Options`.
     """
     bias = _bias(options.get("logit_bias", {}))
     if bias.tokens:

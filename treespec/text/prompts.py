@@ -29,7 +29,7 @@ from treespec.text.fitting import fitting
 from treespec.text.parts import text_of
 
 if TYPE_CHECKING:
-    from treespec.target import Target
+    from treespec.model.target import Target
 
 Arrays: TypeAlias = torch.Tensor | np.ndarray | BatchEncoding
 Single: TypeAlias = str | Sequence[int] | Sequence[dict[str, Any]]

@@ -14,7 +14,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from treespec.sampling import TargetLaws
+from treespec.shaping.sampling import TargetLaws
 from treespec.trees.tree import TokenTree
 from treespec.verify.block import Block
 from treespec.verify.rrs_wo import RRSWithoutReplacement

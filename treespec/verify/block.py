@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.sampling import TargetLaws, sample
+from treespec.shaping.sampling import TargetLaws, sample
 from treespec.trees.tree import TokenTree
 from treespec.verify.laws import check, normalise
 from treespec.verify.scheme import Scheme

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.errors import InputError
-from treespec.sampling import invert, largest, sample
+from treespec.shaping.sampling import invert, largest, sample
 from treespec.trees.tree import Draws
 from treespec.verify.scheme import Scheme
 

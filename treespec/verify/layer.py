@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.sampling import TargetLaws, sample
+from treespec.shaping.sampling import TargetLaws, sample
 from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.laws import normalise
 from treespec.verify.partial import LayerScheme

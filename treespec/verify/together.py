@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from treespec.sampling import Logits, TargetLaws, greedy_choice
 from treespec.shaping.law import Law, TreeLogits
+from treespec.shaping.sampling import Logits, TargetLaws, greedy_choice
 from treespec.trees.tree import TokenTree
 from treespec.verify.walk import Verdict, Verifier, follow_all, follow_by_step
 

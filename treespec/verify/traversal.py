@@ -17,7 +17,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from treespec.sampling import TargetLaws, sample
+from treespec.shaping.sampling import TargetLaws, sample
 from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.laws import check, normalise
 from treespec.verify.rrs_wo import RRSWithoutReplacement, without_sure

@@ -7,7 +7,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from treespec.sampling import TargetLaws, sample
+from treespec.shaping.sampling import TargetLaws, sample
 from treespec.trees.tree import Draws, TokenTree
 from treespec.verify.scheme import Scheme
 

@@ -14,9 +14,9 @@ from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
 from treespec.heads.head import Head
-from treespec.sampling import SamplingParams, largest, probs
+from treespec.model.target import Target
 from treespec.shaping.law import Law
-from treespec.target import Target
+from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees.sampled import SampledTree
 from treespec.verify.laws import rejections, without
 from treespec.verify.rrs_wo import RRSWithoutReplacement, laws_of

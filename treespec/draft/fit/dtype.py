@@ -29,14 +29,14 @@ from treespec.draft.calibration import COLDEST, Calibration, nearest
 from treespec.draft.fit.timing import measured_and_kept
 from treespec.draft.pace.times import seconds
 from treespec.errors import InputError
-from treespec.files import read_json
+from treespec.files.atomic import read_json
+from treespec.files.packages import cache_folder
 from treespec.model.packed import multiplies_bfloat16
+from treespec.model.processor import processor
 from treespec.model.stand_in import ModelSize, forward_seconds, size_of
+from treespec.model.variant import AS_IT_IS, Variant
 from treespec.model.weights import load_config
-from treespec.packages import cache_folder
-from treespec.processor import processor
 from treespec.trees.sequoia import best_trees
-from treespec.variant import AS_IT_IS, Variant
 
 log = logging.getLogger(__name__)
 

@@ -10,15 +10,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
 from treespec.draft.fit.timing import Step
 from treespec.draft.grow.growth import grow_together
 from treespec.draft.grow.static import grow_static
 from treespec.draft.pace.times import SMALL
 from treespec.draft.proposer import Frontier
-from treespec.sampling import SamplingParams
+from treespec.model.cache import TreeCache
+from treespec.model.target import TreeOutput
 from treespec.shaping.law import Law
-from treespec.target import TreeOutput
+from treespec.shaping.sampling import SamplingParams
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.static import balanced, chain
 from treespec.trees.tree import TokenTree

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
 from treespec.draft.fit.ends import branch, ends, rests
 from treespec.draft.fit.timing import FEWEST, ROUNDS, Act, Step, fast_times, measured_and_kept
 from treespec.draft.grow.growth import Growth, grow_together
@@ -19,9 +18,10 @@ from treespec.draft.grow.nodes import Nodes
 from treespec.draft.grow.static import grow_static
 from treespec.draft.pace.times import NODES, NODES_TOGETHER, Times, TimesBy, alike, kept_times, key
 from treespec.draft.proposer import Proposer
-from treespec.packages import cache_folder
-from treespec.sampling import SamplingParams
-from treespec.target import Target, TreeOutput
+from treespec.files.packages import cache_folder
+from treespec.model.cache import TreeCache
+from treespec.model.target import Target, TreeOutput
+from treespec.shaping.sampling import SamplingParams
 from treespec.trees.static import StaticTree, balanced
 from treespec.trees.tree import TokenTree
 from treespec.verify.rrs_wo import RRSWithoutReplacement

@@ -10,13 +10,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.decode import Decoder, Text
+from treespec.decoding.decode import Decoder
+from treespec.decoding.sequence import Text
+from treespec.decoding.stats import Stats
 from treespec.draft.proposer import Proposer
 from treespec.draft.tree_drafter import TreeDrafter
-from treespec.sampling import SamplingParams, TargetLaws
+from treespec.model.target import Target
 from treespec.shaping.law import Law
-from treespec.stats import Stats
-from treespec.target import Target
+from treespec.shaping.sampling import SamplingParams, TargetLaws
 from treespec.text.ending import Ending
 from treespec.trees.static import StaticTree, eagle
 from treespec.trees.tree import TokenTree

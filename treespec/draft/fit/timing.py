@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from treespec.errors import InputError
-from treespec.files import remove_leftovers, write_json
+from treespec.files.atomic import remove_leftovers, write_json
 
 log = logging.getLogger(__name__)
 

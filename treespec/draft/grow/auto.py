@@ -13,7 +13,7 @@ from treespec.draft.grow.likeliest import grow_likeliest
 from treespec.draft.grow.settled import Shape, shape_for
 from treespec.draft.grow.static import grow_static
 from treespec.draft.pace.pace import Pace, Paces
-from treespec.sampling import SamplingParams
+from treespec.shaping.sampling import SamplingParams
 from treespec.trees.auto import AutoTree
 from treespec.verify.topk import TopK
 

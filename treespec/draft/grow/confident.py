@@ -13,7 +13,7 @@ from treespec.draft.grow.grower import Grower, Means
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.static import draft_laws, stack
 from treespec.draft.proposer import Frontier
-from treespec.sampling import SamplingParams
+from treespec.shaping.sampling import SamplingParams
 from treespec.trees.confident import ConfidentChain
 from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.scheme import Scheme

@@ -9,7 +9,7 @@ from treespec.draft.grow.dynamic import grow_dynamic
 from treespec.draft.grow.grower import Grower
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.static import grow_static
-from treespec.sampling import SamplingParams, largest, probs
+from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees.ddtree import DDTree, likeliest_shape
 from treespec.trees.dynamic import DynamicTree
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from treespec.draft.grow.grower import Grower
 from treespec.draft.grow.growth import Growth
 from treespec.draft.proposer import Frontier
-from treespec.sampling import SamplingParams, largest
+from treespec.shaping.sampling import SamplingParams, largest
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.ranked import best_first, connect

@@ -10,7 +10,7 @@ from torch import Tensor
 from treespec.draft.calibration import Calibration
 from treespec.draft.grow.growth import Growth
 from treespec.draft.pace.times import TimesBy
-from treespec.sampling import SamplingParams
+from treespec.shaping.sampling import SamplingParams
 from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 

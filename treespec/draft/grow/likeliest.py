@@ -7,7 +7,7 @@ from treespec.draft.calibration import Calibration
 from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.nodes import Nodes
 from treespec.draft.pace.pace import CERTAIN, Pace, Promise
-from treespec.sampling import SamplingParams, largest, probs
+from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees.auto import AutoTree, best_size
 
 SLOPE = 4  # nodes over which the price of one more is averaged: measured times have steps

@@ -14,7 +14,7 @@ from treespec.draft.grow.growth import Growth
 from treespec.draft.grow.nodes import Nodes
 from treespec.draft.grow.static import stack
 from treespec.draft.outlines import outline
-from treespec.sampling import SamplingParams, probs
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.sampled import SampledTree, allot
 from treespec.trees.tree import Drafts

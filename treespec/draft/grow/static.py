@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from treespec.draft.grow.grower import Grower
 from treespec.draft.grow.growth import Growth
 from treespec.draft.proposer import Frontier
-from treespec.sampling import SamplingParams, probs
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree
 from treespec.trees.tree import Drafts, Draws, TokenTree

@@ -20,7 +20,7 @@ import numpy as np
 from treespec.draft.model_free.options import ORDER
 from treespec.draft.model_free.suffixes import longest_suffix, suffix_array
 from treespec.errors import InputError
-from treespec.files import LOCK, TEMPORARY, locked, read_json, write_json, writing
+from treespec.files.atomic import LOCK, TEMPORARY, locked, read_json, write_json, writing
 from treespec.text.conversations import read_conversations
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
 from treespec.draft.model_free.budget import part, rests
 from treespec.draft.pace.pace import Paces
 from treespec.draft.pace.times import TimesBy
+from treespec.model.cache import TreeCache
+from treespec.model.target import TreeOutput
 from treespec.shaping.law import Law
-from treespec.target import TreeOutput
 from treespec.trees.chain import hung_below
 from treespec.trees.tree import Rows, TokenTree, root_only
 

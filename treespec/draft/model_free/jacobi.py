@@ -11,7 +11,7 @@ import torch
 
 from treespec.draft.model_free.options import JacobiOptions
 from treespec.draft.model_free.trie import trie
-from treespec.target import TreeOutput
+from treespec.model.target import TreeOutput
 from treespec.trees.tree import TokenTree
 
 

@@ -18,8 +18,8 @@ from treespec.draft.model_free.options import (
 from treespec.draft.model_free.rest import Rest
 from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.model_free.suffix_memory import Memories
+from treespec.model.target import Target
 from treespec.options import rest_parts, suffix_parts
-from treespec.target import Target
 
 
 def lookup(value: str, target: Target) -> Lookup:

@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from treespec.draft.model_free.jacobi import picks
 from treespec.draft.model_free.options import LookaheadOptions
 from treespec.draft.model_free.trie import trie
-from treespec.target import TreeOutput
+from treespec.model.target import TreeOutput
 from treespec.trees.tree import Rows, TokenTree
 
 

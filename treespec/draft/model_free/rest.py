@@ -12,7 +12,7 @@ import torch
 from treespec.draft.model_free.datastore import Datastore
 from treespec.draft.model_free.options import RestOptions
 from treespec.draft.model_free.trie import trie
-from treespec.target import TreeOutput
+from treespec.model.target import TreeOutput
 from treespec.trees.tree import TokenTree
 
 

@@ -16,7 +16,7 @@ from treespec.draft.model_free.suffix_index import SuffixIndex, longest_match
 from treespec.draft.model_free.suffix_memory import Memories, Memory
 from treespec.draft.model_free.suffix_rates import Rates
 from treespec.draft.model_free.suffix_tree import Guess, guess
-from treespec.target import TreeOutput
+from treespec.model.target import TreeOutput
 from treespec.trees.tree import TokenTree
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from treespec.errors import InputError
-from treespec.files import LOCK, locked, read_about, read_tensors, write_tensors
+from treespec.files.atomic import LOCK, locked, read_about, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

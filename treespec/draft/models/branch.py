@@ -6,10 +6,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
 from treespec.draft.proposer import Frontier, aligned
+from treespec.model.cache import TreeCache
 from treespec.model.masks import rows_of, unpadded
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.trees.mask import committed
 
 

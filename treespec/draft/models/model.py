@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from treespec.cache import TreeCache
 from treespec.draft.models.branch import Branch
 from treespec.draft.models.other_vocabulary import OtherVocabulary
 from treespec.draft.models.shared_vocabulary import shared_vocabulary
 from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer
 from treespec.errors import InputError
+from treespec.model.cache import TreeCache
 from treespec.model.masks import together
-from treespec.target import Target
+from treespec.model.target import Target
 
 log = logging.getLogger(__name__)
 

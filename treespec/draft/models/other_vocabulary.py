@@ -19,12 +19,12 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from treespec.cache import TreeCache
 from treespec.draft.models.branch import Branch
 from treespec.draft.models.shared_vocabulary import SharedVocabulary
 from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer
+from treespec.model.cache import TreeCache
 from treespec.model.masks import together
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 @final

@@ -16,9 +16,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from treespec.cache import TreeCache
 from treespec.draft.models.model import ModelProposer
 from treespec.draft.proposer import Frontier, Proposer
+from treespec.model.cache import TreeCache
 
 
 @final

@@ -15,13 +15,13 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from treespec.cache import TreeCache
 from treespec.draft.models.branch import Branch, root_frontiers
 from treespec.draft.models.skip_set import SkipSet, load_skip_set
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
+from treespec.model.cache import TreeCache
 from treespec.model.taps import captured
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 @final

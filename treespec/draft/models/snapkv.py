@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from treespec.cache import TreeCache
 from treespec.errors import InputError
 from treespec.model.attention import NAME, tree_attention
+from treespec.model.cache import TreeCache
 from treespec.model.masks import together
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.trees.mask import committed
 
 WATCHED = "treespec_watched"

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.cache import TreeCache
 from treespec.draft.model_free.options import SINKS, WINDOW, budget_of
 from treespec.draft.models.branch import Branch, root_frontiers
 from treespec.draft.models.snapkv import most_seen, refuse_what_shows_no_attention
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
-from treespec.target import Target
+from treespec.model.cache import TreeCache
+from treespec.model.target import Target
 
 NOTHING, CHOSEN = -1, -2  # a column without a token; one whose token differs by layer and head
 

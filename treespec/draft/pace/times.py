@@ -15,11 +15,11 @@ import torch
 
 from treespec.draft.proposer import Proposer
 from treespec.errors import InputError
-from treespec.files import read_json
-from treespec.processor import processor
+from treespec.files.atomic import read_json
+from treespec.model.processor import processor
 
 if TYPE_CHECKING:
-    from treespec.target import Target  # transformers comes with it
+    from treespec.model.target import Target  # transformers comes with it
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 NODES_TOGETHER = (1, 2, 4, 8, 16, 32)  # of each of several texts

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.cache import TreeCache
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.pairs import PairProposer
 from treespec.heads.block import BlockHead
+from treespec.model.cache import TreeCache
 from treespec.model.chunks import Chunk, causal_chunks
 from treespec.model.masks import together
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.trees.mask import positions
 
 

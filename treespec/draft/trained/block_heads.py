@@ -12,7 +12,7 @@ from treespec.heads import eagle, eagle3
 from treespec.heads.block import BlockHead
 from treespec.heads.dflash import DFlashHead
 from treespec.heads.p_eagle import PEagleHead
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 def new_dflash(target: Target, block_size: int = 8, layers: int = 1) -> DFlashHead:

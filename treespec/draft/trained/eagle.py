@@ -8,16 +8,16 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from treespec.cache import TreeCache
 from treespec.draft.proposer import Frontier, aligned
 from treespec.draft.trained.pairs import PairProposer
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead, config_for
 from treespec.heads.features import FeatureHead
+from treespec.model.cache import TreeCache
 from treespec.model.chunks import causal_chunks
 from treespec.model.masks import rows_of, together, unpadded
 from treespec.model.quantised import is_plain, table_of
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.trees.mask import committed
 
 

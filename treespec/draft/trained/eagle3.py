@@ -6,7 +6,7 @@ from torch import nn
 from treespec.draft.trained.eagle import embedding_of
 from treespec.heads.eagle3 import Eagle3Head, config_for, default_taps
 from treespec.heads.head import Config
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 def new_head(target: Target, parts: Config | None = None) -> Eagle3Head:

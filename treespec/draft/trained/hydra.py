@@ -13,7 +13,7 @@ from treespec.draft.vocabulary import whole
 from treespec.heads.eagle import config_for
 from treespec.heads.hydra import ARCHITECTURES, HydraHead
 from treespec.model.masks import rows_of, unpadded
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 def new_hydra(target: Target, heads: int = 4, kind: str = "hydra") -> HydraHead:

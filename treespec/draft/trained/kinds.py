@@ -15,7 +15,7 @@ from treespec.draft.trained.hydra import HydraProposer, hydra_rollout, new_hydra
 from treespec.draft.trained.medusa import MedusaProposer, medusa_rollout, new_medusa
 from treespec.draft.trained.rollout import rollout
 from treespec.heads.head import Head
-from treespec.target import Target
+from treespec.model.target import Target
 
 H = TypeVar("H", bound=Head)
 

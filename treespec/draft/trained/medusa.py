@@ -11,7 +11,7 @@ from treespec.draft.trained.states import LastStates, StateProposer
 from treespec.draft.vocabulary import whole
 from treespec.errors import InputError
 from treespec.heads.medusa import MedusaHead
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 def new_medusa(target: Target, heads: int = 5) -> MedusaHead:

@@ -6,13 +6,13 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from treespec.cache import TreeCache
 from treespec.draft.proposer import Frontier, aligned
 from treespec.draft.trained.pairs import PairProposer
 from treespec.heads.mtp import Mtp
+from treespec.model.cache import TreeCache
 from treespec.model.chunks import causal_chunks
 from treespec.model.masks import additive_masks, rows_of, together, unpadded
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.trees.mask import committed, positions
 
 

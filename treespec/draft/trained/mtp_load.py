@@ -14,8 +14,8 @@ from treespec.heads.mtp import Mtp, MtpLayer
 from treespec.heads.mtp_layouts import KNOWN, LayerNames, Layout
 from treespec.model.inspect import HOLDS_TREE
 from treespec.model.quantised import is_plain
+from treespec.model.target import Target
 from treespec.model.weights import names as listed
-from treespec.target import Target
 
 
 def mtp_of_target(value: str, target: Target) -> MtpProposer:

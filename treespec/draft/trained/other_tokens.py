@@ -18,8 +18,8 @@ from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.features import EMBEDDING
 from treespec.heads.head import Head
-from treespec.target import Target
-from treespec.text.tokenizers import load_tokenizer
+from treespec.model.target import Target
+from treespec.model.tokenizers import load_tokenizer
 
 
 def in_target_tokens(head: Head, folder: Path, target: Target, name: str) -> Head:

@@ -14,9 +14,9 @@ from typing import ClassVar, Protocol, final
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
 from treespec.draft.proposer import PREFILL_AT, Proposer
-from treespec.target import Target
+from treespec.model.cache import TreeCache
+from treespec.model.target import Target
 
 MOST_WAITING = 96  # pairs that a text may collect while it rests without drafts
 

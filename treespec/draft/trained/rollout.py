@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeLayer
 from treespec.draft.vocabulary import whole
 from treespec.heads.features import FeatureHead
-from treespec.target import Target
+from treespec.model.cache import TreeLayer
+from treespec.model.target import Target
 
 
 @torch.no_grad()

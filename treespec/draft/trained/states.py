@@ -7,13 +7,13 @@ from typing import ClassVar, Protocol, final
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
 from treespec.draft.per_text import PerText
 from treespec.draft.proposer import PREFILL_AT, Proposer
 from treespec.heads.hydra import HydraHead
+from treespec.model.cache import TreeCache
 from treespec.model.chunks import causal_chunks
 from treespec.model.masks import together
-from treespec.target import Target
+from treespec.model.target import Target
 
 
 @final

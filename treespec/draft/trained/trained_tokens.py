@@ -9,7 +9,7 @@ from typing import Any
 
 from treespec.errors import InputError
 from treespec.heads.head import Config, Head
-from treespec.target import Target
+from treespec.model.target import Target
 
 FIELD = "target_tokens"  # {"9": "Ġthe", …}
 FEW = 16

@@ -9,18 +9,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from treespec.cache import TreeCache
+from treespec.decoding.batch import Rows, admitted
+from treespec.decoding.sequence import Piece, Recorded, Text, take
+from treespec.decoding.stats import shared
 from treespec.draft.drafter import Drafter
 from treespec.errors import InputError, SupersededError
-from treespec.locks import alone_with
-from treespec.recorded import Recorded
-from treespec.rows import Rows, admitted
+from treespec.files.locks import alone_with
+from treespec.model.cache import TreeCache
+from treespec.model.target import Target
 from treespec.shaping.law import Path, node_paths
-from treespec.stats import shared
-from treespec.target import Target
-from treespec.texts import Piece as Piece
-from treespec.texts import Text as Text
-from treespec.texts import take
 from treespec.trees.tree import TokenTree, root_only
 from treespec.verify.together import judge_all
 from treespec.verify.walk import Verdict, Verifier

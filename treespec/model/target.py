@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from treespec.cache import TreeCache
 from treespec.model.adapters import unwrapped
 from treespec.model.attention import repeats, stack_query_heads
+from treespec.model.cache import TreeCache
 from treespec.model.chunks import causal_chunks
 from treespec.model.compressed import unpack_compressed
 from treespec.model.ends import NoLayers
@@ -38,11 +38,11 @@ from treespec.model.output import rows_of_output, scaled, tree_outputs
 from treespec.model.plain import understand
 from treespec.model.quantised import sizes_of
 from treespec.model.taps import captured, tapped
+from treespec.model.tokenizers import load_tokenizer
+from treespec.model.variant import AS_IT_IS, Variant
 from treespec.model.weights import load_model
-from treespec.text.tokenizers import load_tokenizer
 from treespec.trees.mask import attention_mask, positions
 from treespec.trees.tree import TokenTree
-from treespec.variant import AS_IT_IS, Variant
 
 log = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Unpack
 
-from treespec.cycle import Cycle
+from treespec.api.spec import Spec
+from treespec.decoding.batch import ALONE
 from treespec.errors import InputError
-from treespec.request import Options, Seed
-from treespec.rows import ALONE
-from treespec.spec import Spec
+from treespec.requests.cycle import Cycle
+from treespec.requests.request import Options, Seed
 from treespec.text.prompts import Prompt
 
 

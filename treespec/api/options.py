@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from treespec.demo.known import DEMO, default_drafter, head_of
 from treespec.errors import InputError
+from treespec.model.variant import Variant
 from treespec.options import (
     DRAFTER_FORMS,
     DTYPES,
@@ -25,7 +26,6 @@ from treespec.options import (
     option,
     shared,
 )
-from treespec.variant import Variant
 from treespec.verify.facts import LOSSY, NAMES
 
 DRAFTER = (

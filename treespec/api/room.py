@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from treespec.target import Target
+from treespec.model.target import Target
 
 SHARE = 4  # a cache is up to twice as long as its texts, and a change of its rows copies it once
 

@@ -13,11 +13,11 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
-from treespec.files import read_json
-from treespec.gguf_file import gguf_file
+from treespec.files.atomic import read_json
 from treespec.heads.hub import only_cached
 from treespec.heads.places import mistyped
-from treespec.variant import AS_IT_IS, Variant
+from treespec.model.gguf_file import gguf_file
+from treespec.model.variant import AS_IT_IS, Variant
 
 # Of files that models are loaded from.
 SUFFIXES = {".json", ".jinja", ".model", ".txt", ".safetensors", ".bin", ".pt", ".npy", ".py"}

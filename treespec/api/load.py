@@ -4,17 +4,17 @@ from dataclasses import fields
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
+from treespec.api.options import ModelOptions
 from treespec.demo.known import default_drafter
 from treespec.errors import InputError
-from treespec.quiet import quiet
-from treespec.shared_options import ModelOptions
+from treespec.files.quiet import quiet
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from treespec.loading import DeviceMap
-    from treespec.spec import Spec
+    from treespec.api.loading import DeviceMap
+    from treespec.api.spec import Spec
 
 
 def load(
@@ -56,8 +56,8 @@ def load(
     if head and drafter:
         raise InputError(f"both --head {head} and --drafter {drafter} are given: leave out one")
     with quiet():
-        from treespec.loading import calibration_of, load_sources
-        from treespec.spec import Spec
+        from treespec.api.loading import calibration_of, load_sources
+        from treespec.api.spec import Spec
 
     if head is None and drafter is None:
         drafter = default_drafter(target)

@@ -1,19 +1,18 @@
 """The texts that a decoder answers, and the pieces of their answers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
+from treespec.decoding.logprobs import TokenLogprob, logprobs
+from treespec.decoding.samples import Samples
+from treespec.decoding.stats import Stats
 from treespec.errors import InputError
-from treespec.logprobs import TokenLogprob, logprobs
-from treespec.recorded import Listener
-from treespec.samples import Samples
-from treespec.shaping.law import Law
-from treespec.stats import Stats
+from treespec.shaping.law import Law, Path
 from treespec.text.ending import Ending
 from treespec.trees.tree import TokenTree
 from treespec.verify.walk import Verdict
@@ -36,6 +35,24 @@ class Piece:
     token_ids: list[int]
     drafted: bool
     logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One cycle of one text as the decoder saw it, for whoever listens.
+
+    tree: as it was drafted. logits: [N, V] the target's, shaped. draft_logits: by the path of
+    each expanded node, [V], or [M, V] of M draft models; shaped. answer: what the cycle adds.
+    """
+
+    tree: TokenTree
+    logits: Tensor
+    draft_logits: dict[Path, Tensor]
+    verdict: Verdict
+    answer: list[Piece]
+
+
+Listener: TypeAlias = Callable[[Recorded], None]
 
 
 @final

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from treespec.draft.source import Source
-from treespec.target import Target
+from treespec.model.target import Target
 from treespec.trees.shape import Policy
 from treespec.verify.walk import Verifier
 

@@ -7,12 +7,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from treespec.demo.fetch import model_path
 from treespec.errors import InputError, first_line
-from treespec.gguf_file import gguf_file
-from treespec.identity import base_of
+from treespec.files.quiet import quiet
 from treespec.model.folder import located
+from treespec.model.gguf_file import gguf_file
 from treespec.model.gguf_load import source
-from treespec.quiet import quiet
-from treespec.variant import AS_IT_IS, Variant
+from treespec.model.identity import base_of
+from treespec.model.variant import AS_IT_IS, Variant
 
 # a file of a tokenizer -> the module that reads it, and what installs that
 PACKAGES = {

@@ -13,7 +13,7 @@ one-hot there.
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-from treespec.decode import Piece
+from treespec.decoding.sequence import Piece
 from treespec.text.printable import one_line
 
 

@@ -3,20 +3,17 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from treespec.cache import TreeCache
+from treespec.decoding.sequence import Text
+from treespec.decoding.stats import shared
 from treespec.draft.drafter import Drafter
-from treespec.stats import shared
-from treespec.target import Target
+from treespec.model.cache import TreeCache
+from treespec.model.target import Target
 from treespec.text.prefix import common_prefix
-
-if TYPE_CHECKING:
-    from treespec.decode import Text
-
 
 STRETCH = 1024  # prompt tokens a prefill takes at once: bounds the memory of their features
 ALONE = 128  # where nobody decodes, but somebody may come
@@ -30,7 +27,7 @@ class Prefill:
     """
 
     def __init__(
-        self, target: Target, text: "Text", cache: TreeCache, drafter: Drafter | None
+        self, target: Target, text: Text, cache: TreeCache, drafter: Drafter | None
     ) -> None:
         self.target, self.text, self.cache, self.drafter = target, text, cache, drafter
         self.observed: list[tuple[Tensor, Tensor]] = []  # features and tokens, for its samples
@@ -109,11 +106,11 @@ class Rows:
         self.kept: list[Kept] = []
 
     @property
-    def running(self) -> list["Text"]:
+    def running(self) -> list[Text]:
         """The texts that go on."""
         return [text for text in self.texts if not text.ended]
 
-    def exchange(self, entering: Iterable["Text"] = (), most: int | None = None) -> None:
+    def exchange(self, entering: Iterable[Text] = (), most: int | None = None) -> None:
         """Ended texts leave; entering ones get a row each once their prompts are prefilled.
 
         most: prompt tokens that are prefilled now; None: all.
@@ -154,7 +151,7 @@ class Rows:
             drafter.select([row + 1])
         return self.cache.alone(row), drafter
 
-    def _keep(self, text: "Text", cache: TreeCache, drafter: Drafter | None) -> None:
+    def _keep(self, text: Text, cache: TreeCache, drafter: Drafter | None) -> None:
         left = Kept(text.committed, len(text.prompt), text.memory, cache, drafter)
         self.kept = [*self.kept, left][-self.keep :]
 
@@ -195,7 +192,7 @@ class Rows:
                 complete.append(prefill)
         return complete
 
-    def _begun(self, text: "Text") -> Prefill:
+    def _begun(self, text: Text) -> Prefill:
         """Begin a prompt behind the longest prefix that is kept of it.
 
         The last common position is computed again: drafters pair its feature with the token that
@@ -255,8 +252,8 @@ class Rows:
 
 
 def admitted(
-    waiting: deque["Text"], running: Sequence["Text"], batch: int, columns: int | None = None
-) -> list["Text"]:
+    waiting: deque[Text], running: Sequence[Text], batch: int, columns: int | None = None
+) -> list[Text]:
     """Take the texts that enter now off the front of `waiting`.
 
     batch: texts at a time. columns: positions that the memory of keys and values holds; None: any
@@ -274,7 +271,7 @@ def admitted(
 
 
 @contextmanager
-def prefilling(texts: Iterable["Text"]) -> Iterator[None]:
+def prefilling(texts: Iterable[Text]) -> Iterator[None]:
     """Time the block as the texts' prefill."""
     stats = [text.stats for text in texts]
     with shared(stats, "total"), shared(stats, "prefill"):

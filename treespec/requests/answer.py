@@ -5,9 +5,9 @@ from collections.abc import Callable
 from threading import Condition
 from typing import final
 
-from treespec.decode import Piece, Text
-from treespec.stats import Stats
-from treespec.stream import Output, output_of
+from treespec.decoding.sequence import Piece, Text
+from treespec.decoding.stats import Stats
+from treespec.requests.stream import Output, output_of
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from typing import final
 
 from torch import Tensor
 
-from treespec.cache import TreeCache
 from treespec.draft.drafter import Drafter
+from treespec.model.cache import TreeCache
 
 
 @final

@@ -11,13 +11,13 @@ from treespec.draft.fit.dtype import dtype_for, rates_of
 from treespec.draft.source import Source, source_for
 from treespec.draft.sources import HEADS, source_of
 from treespec.errors import InputError
+from treespec.files.locks import alone_with
 from treespec.heads.names import head_folder
-from treespec.locks import alone_with
 from treespec.model.adapters import unwrapped
 from treespec.model.packed import pack
+from treespec.model.target import Target
+from treespec.model.variant import Variant
 from treespec.options import members_of
-from treespec.target import Target
-from treespec.variant import Variant
 
 DeviceMap = str | int | torch.device | dict[str, str | int | torch.device] | None
 

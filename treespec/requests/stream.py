@@ -6,10 +6,10 @@ from itertools import chain
 from threading import RLock
 from typing import final
 
-from treespec.decode import Piece
+from treespec.decoding.logprobs import TokenLogprob
+from treespec.decoding.sequence import Piece
+from treespec.decoding.stats import Stats, figures_of
 from treespec.errors import InputError
-from treespec.logprobs import TokenLogprob
-from treespec.stats import Stats, figures_of
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,19 @@
 
 import torch
 
+from treespec.decoding.samples import Samples
+from treespec.decoding.sequence import Text
+from treespec.decoding.stats import Stats
 from treespec.errors import InputError, TooLong
-from treespec.request import Asked, Seed, generator_of, seed_of
-from treespec.samples import Samples
+from treespec.model.target import Target
+from treespec.requests.request import Asked, Seed, generator_of, seed_of
+from treespec.requests.telling import telling
 from treespec.shaping.grammar import grammar_shapers
 from treespec.shaping.law import Law
 from treespec.shaping.least import LeastTokens
 from treespec.shaping.shaper import Shaper
-from treespec.stats import Stats
-from treespec.target import Target
-from treespec.telling import telling
 from treespec.text import templates
 from treespec.text.ending import Ending
-from treespec.texts import Text
 
 
 def texts_of(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from treespec.errors import InputError, first_line
 from treespec.heads.hub import only_cached
-from treespec.variant import Variant
+from treespec.model.variant import Variant
 
 
 def gguf_file(path: str, variant: Variant) -> Path | None:

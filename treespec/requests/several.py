@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from treespec.decode import Decoder
+from treespec.decoding.decode import Decoder
+from treespec.decoding.sequence import Piece, Text
 from treespec.errors import InputError
-from treespec.request import Seeds, seeds_of
-from treespec.stream import Output, output_of
+from treespec.requests.request import Seeds, seeds_of
+from treespec.requests.stream import Output, output_of
 from treespec.text.prompts import Arrays, Prompt, prompts_of
-from treespec.texts import Piece, Text
 
 
 def several_prompts(given: Sequence[Prompt] | Arrays) -> list[Prompt]:

@@ -4,23 +4,31 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Unpack, cast, final, overload
 
-from treespec.asking import texts_of
-from treespec.decode import Decoder
+from treespec.api.names import drafting_names, target_name
+from treespec.decoding.decode import Decoder
+from treespec.decoding.sequence import Text
 from treespec.draft.calibration import Calibration
 from treespec.draft.default_tree import verifier_for
 from treespec.draft.fit.measure import measure_up_to, measured_times
 from treespec.draft.pace.times import Times, TimesBy
 from treespec.draft.proposer import Proposer
 from treespec.draft.source import Drafting, source_for
+from treespec.files.locks import alone_with
 from treespec.heads.head import Head
-from treespec.locks import alone_with
-from treespec.names import drafting_names, target_name
-from treespec.request import BatchOptions, Options, Seed, Seeds, asked, refuse_unknown, whole
-from treespec.several import answers, requests_of, several_prompts
-from treespec.stream import Output, Stream
-from treespec.target import Target
+from treespec.model.target import Target
+from treespec.requests.asking import texts_of
+from treespec.requests.request import (
+    BatchOptions,
+    Options,
+    Seed,
+    Seeds,
+    asked,
+    refuse_unknown,
+    whole,
+)
+from treespec.requests.several import answers, requests_of, several_prompts
+from treespec.requests.stream import Output, Stream
 from treespec.text.prompts import Arrays, Prompt, Prompts, Single, encode, prompts_of
-from treespec.texts import Text
 from treespec.trees.policy import policy
 from treespec.trees.shape import Policy
 from treespec.verify.registry import verifier_by_name
@@ -131,9 +139,9 @@ class Spec:
         """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
 
         seed: of all draws, in [0, 2^64). The same seed and prompt give the same answer; with the same
-        seed another prompt's draws are independent (`treespec.request.generator_of`). None draws a
+        seed another prompt's draws are independent (`treespec.requests.request.generator_of`). None draws a
         new seed, and a `torch.Generator` draws it from there. options: see
-        `treespec.request.Options`. The stream ends with a SupersededError once this Spec begins
+        `treespec.requests.request.Options`. The stream ends with a SupersededError once this Spec begins
         another text.
         """
         text = self.request(prompt, seed=seed, **options)

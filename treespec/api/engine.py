@@ -9,14 +9,14 @@ from typing import Unpack, final
 
 import torch
 
-from treespec.answer import Answer, OnPiece
-from treespec.decode import Piece, Text
+from treespec.api.room import free_columns
+from treespec.api.spec import Spec
+from treespec.decoding.batch import ALONE, STRETCH, admitted
+from treespec.decoding.sequence import Piece, Text
 from treespec.errors import Busy, InputError
-from treespec.locks import alone_with
-from treespec.request import Options, Seed, whole
-from treespec.room import free_columns
-from treespec.rows import ALONE, STRETCH, admitted
-from treespec.spec import Spec
+from treespec.files.locks import alone_with
+from treespec.requests.answer import Answer, OnPiece
+from treespec.requests.request import Options, Seed, whole
 from treespec.text.prompts import Prompt
 
 LEAST = 16  # prompt tokens between two cycles

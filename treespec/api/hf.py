@@ -29,14 +29,14 @@ from transformers.generation import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from treespec.api import load
-from treespec.decode import Text
+from treespec.api.load import load
+from treespec.api.spec import Spec
+from treespec.decoding.sequence import Text
+from treespec.decoding.stats import Stats
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams
 from treespec.shaping.law import Law
 from treespec.shaping.processors import Processed
-from treespec.spec import Spec
-from treespec.stats import Stats
+from treespec.shaping.sampling import SamplingParams
 from treespec.text.ending import Ending
 
 log = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ def of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     """
     if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
         raise InputError(
-            "treespec.hf.Trees cannot do watermarking_config: SynthID's watermark keeps a state "
+            "treespec.api.hf.Trees cannot do watermarking_config: SynthID's watermark keeps a state "
             "from step to step; leave it out, or leave out custom_generate"
         )
     own: Any = copy(processor)
@@ -217,7 +217,7 @@ def _refuse(
     wanted += ["past_key_values"] if cache is not None and cache.get_seq_length() else []
     if wanted:
         raise InputError(
-            f"treespec.hf.Trees cannot do {wanted[0]}: leave it out, or leave out custom_generate"
+            f"treespec.api.hf.Trees cannot do {wanted[0]}: leave it out, or leave out custom_generate"
         )
 
 

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 from treespec.errors import InputError
-from treespec.sampling import SamplingParams
 from treespec.shaping.bias import Bias
 from treespec.shaping.compiled import KINDS
 from treespec.shaping.options import real, shapers_of
 from treespec.shaping.options import whole as whole
 from treespec.shaping.processors import Processor
+from treespec.shaping.sampling import SamplingParams
 from treespec.shaping.shaper import Shaper
 
 if TYPE_CHECKING:
-    from treespec.cycle import Cycle
+    from treespec.requests.cycle import Cycle
 
 Seed: TypeAlias = int | torch.Generator | None
 Seeds: TypeAlias = Seed | Sequence[Seed]
@@ -46,12 +46,12 @@ class Options(TypedDict, total=False):
     where nothing may follow.
 
     logprobs: give the log-probability of each token. top_logprobs: and of so many likeliest tokens
-    (`treespec.logprobs.TokenLogprob`).
+    (`treespec.decoding.logprobs.TokenLogprob`).
     chat_template_kwargs: variables for the chat template of messages, such as enable_thinking.
     memory: for `--drafter suffix`, whose answers to draft from: requests of one name share theirs,
     default "". None: from the text at hand alone, as a sampled answer with a number for a seed is in
     any case. remember: whether this answer joins them, default True.
-    on_cycle: is called with each `treespec.cycle.Cycle` while the decoder waits; an error of it
+    on_cycle: is called with each `treespec.requests.cycle.Cycle` while the decoder waits; an error of it
     ends the answer. For one prompt.
     """
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from treespec.cycle import Cycle, OwnToken
-from treespec.recorded import Listener, Recorded
-from treespec.sampling import SamplingParams, probs
+from treespec.decoding.sequence import Listener, Recorded
+from treespec.decoding.stats import Stats
+from treespec.requests.cycle import Cycle, OwnToken
 from treespec.shaping.law import Path
-from treespec.stats import Stats
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import TokenTree
 
 if TYPE_CHECKING:

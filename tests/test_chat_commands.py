@@ -9,7 +9,7 @@ from treespec.cli.commands import COMMANDS, Question, run
 from treespec.cli.config import load_spec
 from treespec.cli.conversation import Conversation
 from treespec.errors import InputError
-from treespec.requests.stream import Output
+from treespec.requests.output import Output
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from treespec.eval.page.trees import Said, Traced, Trees, chosen, read_trees
 from treespec.eval.report import Report, Table
 from treespec.model.processor import processor
 from treespec.options import command_line
-from treespec.requests.cycle import Cycle
+from treespec.requests.events import Cycle
 
 EVIL = "</text></svg><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"{{ 7 * 7 }}&amp;"
 ENDLESS = {"meta", "wbr", "br"}

@@ -5,13 +5,13 @@ import torch
 from models import random_model, target
 from tiny_configs import MODELS, tiny
 
-from treespec.api.room import SHARE, free_columns, free_memory
+from treespec.api.engine import SHARE, free_columns, free_memory
 from treespec.model.target import Target
 
 
 def test_a_column_counts_as_the_cache_stores_it(monkeypatch):
     """Llama: 3 layers of keys and values, 2 KV heads of 8 numbers, in float32."""
-    monkeypatch.setattr("treespec.api.room.free_memory", lambda: 1 << 20)
+    monkeypatch.setattr("treespec.api.engine.free_memory", lambda: 1 << 20)
     with torch.inference_mode():
         assert free_columns(target("llama")) == (1 << 20) // (SHARE * 3 * 2 * 2 * 8 * 4)
 
@@ -24,7 +24,7 @@ def test_recurrent_states_of_a_full_batch_come_first(monkeypatch):
     states = sum(state.nbytes for states in cache.states.now for state in states if state is not None)
     column = 2 * 2 * 8 * 4  # one layer of keys and values, 2 KV heads of 8 numbers, in float32
     for free, columns in (((1 << 20), ((1 << 20) - 3 * 4 * states) // (SHARE * column)), (1000, 0)):
-        monkeypatch.setattr("treespec.api.room.free_memory", lambda free=free: free)
+        monkeypatch.setattr("treespec.api.engine.free_memory", lambda free=free: free)
         assert free_columns(model, texts=3) == columns
 
 

@@ -18,7 +18,7 @@ from treespec.draft.model_free.lookup import Lookup
 from treespec.draft.vocabulary import restrict, whole
 from treespec.errors import InputError
 from treespec.model.target import Target
-from treespec.requests.cycle import Cycle, explained, visible
+from treespec.requests.events import Cycle, explained, visible
 from treespec.shaping.sampling import SamplingParams, probs
 
 PROMPT = [3, 4, 5, 6, 7]

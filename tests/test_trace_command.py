@@ -8,7 +8,7 @@ from evaluating import save_models
 
 from treespec import load
 from treespec.cli import main
-from treespec.requests.cycle import Cycle
+from treespec.requests.events import Cycle
 
 MESSAGE = "Sing of the sea."
 OPTIONS = ["--prompt", MESSAGE, "--tree", "2x2", "--verifier", "rrs", "--temperature", "1", "--seed", "4"]

@@ -1,7 +1,7 @@
 """A cycle written by hand, for tests of what is shown of one."""
 
 from treespec.decoding.sequence import Piece
-from treespec.requests.cycle import Cycle, OwnToken
+from treespec.requests.events import Cycle, OwnToken
 
 
 def own(at=1, text=" sat", p=0.7, q=None, rank=None):

@@ -16,7 +16,7 @@ from treespec.eval.page.picture import expected, picture
 from treespec.eval.page.trees import Trees
 from treespec.eval.report import Report, Table, printable
 from treespec.files.atomic import write_text
-from treespec.requests.cycle import explained, visible
+from treespec.requests.events import explained, visible
 from treespec.text.printable import printable as shown
 
 FILE = "report.html"

@@ -8,7 +8,7 @@ the ─┬─ cat ─┬─ sat
 from dataclasses import dataclass
 from typing import Literal
 
-from treespec.requests.cycle import Cycle, OwnToken, chance, visible
+from treespec.requests.events import Cycle, OwnToken, chance, visible
 
 BOX, HEIGHT = 86, 30  # pixels of a node
 COLUMN, ROW = BOX + 28, HEIGHT + 5  # from one node to the next

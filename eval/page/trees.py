@@ -16,7 +16,7 @@ from treespec.errors import InputError
 from treespec.eval.page.setup import machine
 from treespec.eval.questions import Question
 from treespec.files.atomic import read_json, write_json
-from treespec.requests.cycle import Cycle
+from treespec.requests.events import Cycle
 
 FILE = "trees.json"
 TOKENS = 40  # of a traced answer, at most

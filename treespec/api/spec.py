@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Unpack, cast, final, overload
 
-from treespec.api.names import drafting_names, target_name
 from treespec.decoding.decode import Decoder
 from treespec.decoding.sequence import Text
 from treespec.draft.calibration import Calibration
@@ -12,11 +12,12 @@ from treespec.draft.default_tree import verifier_for
 from treespec.draft.fit.measure import measure_up_to, measured_times
 from treespec.draft.pace.times import Times, TimesBy
 from treespec.draft.proposer import Proposer
-from treespec.draft.source import Drafting, source_for
+from treespec.draft.source import Drafting, Source, source_for
 from treespec.files.locks import alone_with
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.requests.asking import texts_of
+from treespec.requests.asking import answers, requests_of, several_prompts, texts_of
+from treespec.requests.output import Output, Stream
 from treespec.requests.request import (
     BatchOptions,
     Options,
@@ -26,8 +27,6 @@ from treespec.requests.request import (
     refuse_unknown,
     whole,
 )
-from treespec.requests.several import answers, requests_of, several_prompts
-from treespec.requests.stream import Output, Stream
 from treespec.text.prompts import Arrays, Prompt, Prompts, Single, encode, prompts_of
 from treespec.trees.policy import policy
 from treespec.trees.shape import Policy
@@ -231,3 +230,21 @@ class Spec:
         if n is None:
             return outputs
         return [outputs[first : first + each] for first in range(0, most, each)]
+
+
+def target_name(target: Target) -> str:
+    """The name of its directory, or its hub id, or its architecture."""
+    known = str(getattr(target.model, "name_or_path", "") or "")
+    return (Path(known).name if Path(known).is_dir() else known) or type(target.model).__name__
+
+
+def drafting_names(source: Source | None, tree: Policy | None, verifier: Verifier) -> list[str]:
+    """The names of drafter, tree and verifier, or `no drafter`."""
+    if source is None:
+        return ["no drafter"]
+    return [source.name, *([tree_name(tree)] if tree else []), f"verifier {verifier.name}"]
+
+
+def tree_name(tree: Policy) -> str:
+    """The kind of tree and its numbers. A static tree has its drafted nodes and levels."""
+    return str(tree)

@@ -6,7 +6,7 @@ from typing import Unpack
 from treespec.api.spec import Spec
 from treespec.decoding.batch import ALONE
 from treespec.errors import InputError
-from treespec.requests.cycle import Cycle
+from treespec.requests.events import Cycle
 from treespec.requests.request import Options, Seed
 from treespec.text.prompts import Prompt
 

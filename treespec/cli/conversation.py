@@ -3,12 +3,11 @@
 from dataclasses import dataclass, field, replace
 from typing import NotRequired, TypedDict, final
 
-from treespec.api.names import tree_name
-from treespec.api.spec import Spec
+from treespec.api.spec import Spec, tree_name
 from treespec.cli.chat_config import ChatConfig
 from treespec.decoding.stats import Stats
 from treespec.errors import InputError
-from treespec.requests.stream import Output, Stream
+from treespec.requests.output import Output, Stream
 from treespec.shaping.sampling import SamplingParams
 
 HINTS = "/help: commands · Alt-Enter: new line · Ctrl-C: stop an answer · Ctrl-D: quit"

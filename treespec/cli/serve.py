@@ -103,7 +103,7 @@ def serve(config: ServeConfig) -> None:
     # 2. The engine, and the application over it.
     spec = load_spec(config)
     from treespec.api.engine import Engine
-    from treespec.api.names import target_name
+    from treespec.api.spec import target_name
     from treespec.serve import run
     from treespec.serve.app import app_of
     from treespec.serve.limits import Limits

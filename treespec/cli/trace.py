@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from treespec.requests.cycle import Cycle
+    from treespec.requests.events import Cycle
 
 ACCEPTED, OWN, REFUSED = "bold green", "bold yellow", "dim"
 
@@ -79,7 +79,7 @@ def as_trees(cycles: Iterator["Cycle"]) -> Iterator["Cycle"]:
     from rich.console import Console
     from rich.text import Text
 
-    from treespec.requests.cycle import explained
+    from treespec.requests.events import explained
 
     console, tokens = Console(highlight=False), 0
     for cycle in cycles:
@@ -125,7 +125,7 @@ def label(cycle: "Cycle", node: int) -> "Text":
     """`✓ cat  q 0.52  p 0.61`, the ✓ on accepted nodes alone."""
     from rich.text import Text
 
-    from treespec.requests.cycle import visible
+    from treespec.requests.events import visible
 
     token = visible(cycle.texts[node])
     if not node:
@@ -139,14 +139,14 @@ def own_label(cycle: "Cycle") -> "Text":
     """`→ dog  q 0.02  p 0.12  the target's own`."""
     from rich.text import Text
 
-    from treespec.requests.cycle import visible
+    from treespec.requests.events import visible
 
     shown = Text(f"→ {visible(cycle.own.text)}", OWN)
     return shown.append(odds(cycle.own.q, cycle.own.p) + "  the target's own", "not bold")
 
 
 def odds(q: float | None, p: float | None) -> str:
-    from treespec.requests.cycle import chance
+    from treespec.requests.events import chance
 
     parts = [f"  {name} {chance(x)}" for name, x in (("q", q), ("p", p)) if x is not None]
     return "".join(parts)

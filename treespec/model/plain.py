@@ -2,22 +2,36 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from treespec.errors import InputError, first_line
 from treespec.model.weights import first_not_finite
 from treespec.trees.tree import TokenTree
 
-if TYPE_CHECKING:
-    from treespec.model.target import Target
-
 NARROW = 4  # positions: the window or chunk during a check
 FAR = 2 * NARROW + 1  # committed tokens of a check: a window of 4 hides most of them
 
 
-def understand(target: "Target") -> torch.device:
+class Checked(Protocol):
+    """What a check reads of a target, and the two settings that it finds."""
+
+    model: Any
+    config: Any
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    windows: dict[str, int | None]
+    repeats_masks: bool
+
+    def new_cache(self, capacity: int = ...) -> Any: ...
+    def prefill(self, cache: Any, tokens: Tensor) -> Tensor: ...
+    def forward_tree(self, cache: Any, tree: TokenTree) -> Any: ...
+
+
+def understand(target: Checked) -> torch.device:
     """Find the masks that a model takes, by trial. Returns the device of the features.
 
     Only a check longer than the model's window could notice the window. So the checks run with the
@@ -56,7 +70,7 @@ def understand(target: "Target") -> torch.device:
 
 
 @torch.no_grad()
-def check_against_plain_model(target: "Target", committed: int = 1) -> torch.device:
+def check_against_plain_model(target: Checked, committed: int = 1) -> torch.device:
     """Compare a tree of three nodes with the plain model. Returns the device of the features.
 
       0 (b)           the text a … a' is committed, and this tree is forwarded;
@@ -91,7 +105,7 @@ def check_against_plain_model(target: "Target", committed: int = 1) -> torch.dev
     return out.features.device
 
 
-def error_of(target: "Target", error: Exception) -> InputError:
+def error_of(target: Checked, error: Exception) -> InputError:
     """An error of the model's forward as one line that names the model."""
     if isinstance(error, InputError):
         return error
@@ -101,12 +115,12 @@ def error_of(target: "Target", error: Exception) -> InputError:
     )
 
 
-def _plain(target: "Target", tokens: list[int]) -> torch.Tensor:
+def _plain(target: Checked, tokens: list[int]) -> torch.Tensor:
     """[T, V] logits of the plain model in float32, over T tokens without a cache of ours."""
     return target.model(input_ids=torch.tensor([tokens], device=target.device)).logits[0].float()
 
 
-def _why(target: "Target", plain: torch.Tensor, difference: float) -> str:
+def _why(target: Checked, plain: torch.Tensor, difference: float) -> str:
     """The likely reason for which a tree's logits differ from the plain model's."""
     if not plain.isfinite().all():
         if name := first_not_finite(target.model):
@@ -126,7 +140,7 @@ def _why(target: "Target", plain: torch.Tensor, difference: float) -> str:
 
 
 @contextmanager
-def narrowed(target: "Target") -> Iterator[None]:
+def narrowed(target: Checked) -> Iterator[None]:
     """Inside, every window and chunk in a model's configs and modules is at most `NARROW`."""
     # 1. Find the attributes: whole numbers with a window's size and "window" or "chunk" in their
     #    name.
@@ -150,7 +164,7 @@ def narrowed(target: "Target") -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _owners(target: "Target") -> list[object]:
+def _owners(target: Checked) -> list[object]:
     """The modules of a model, its configs, and the configs that its modules hold."""
     modules = list(target.model.modules())
     held = [vars(module).get("config") for module in modules]

@@ -1,20 +1,25 @@
-"""A prompt and its options become a text for the decoder."""
+"""Prompts and their options become texts for the decoder, and their pieces become outputs."""
+
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from treespec.decoding.decode import Decoder
 from treespec.decoding.samples import Samples
-from treespec.decoding.sequence import Text
+from treespec.decoding.sequence import Piece, Text
 from treespec.decoding.stats import Stats
 from treespec.errors import InputError, TooLong
 from treespec.model.target import Target
-from treespec.requests.request import Asked, Seed, generator_of, seed_of
-from treespec.requests.telling import telling
+from treespec.requests.events import telling
+from treespec.requests.output import Output, output_of
+from treespec.requests.request import Asked, Seed, Seeds, generator_of, seed_of, seeds_of
 from treespec.shaping.grammar import grammar_shapers
 from treespec.shaping.law import Law
 from treespec.shaping.least import LeastTokens
 from treespec.shaping.shaper import Shaper
 from treespec.text import templates
 from treespec.text.ending import Ending
+from treespec.text.prompts import Arrays, Prompt, prompts_of
 
 
 def texts_of(
@@ -80,3 +85,46 @@ def text_of(target: Target, template: str | None, ids: list[int], wanted: Asked,
     if wanted.on_cycle:
         text.listener = telling(wanted.on_cycle, target.tokenizer, law.params, text.stats)
     return text
+
+
+def several_prompts(given: Sequence[Prompt] | Arrays) -> list[Prompt]:
+    """The prompts of a list. Raises InputError for one prompt."""
+    prompts = prompts_of(given)
+    if prompts is None and not (isinstance(given, list | tuple) and not given):
+        raise InputError(
+            "generate_all takes a list of prompts, and this is none: take generate for one prompt"
+        )
+    return prompts or []
+
+
+def requests_of(
+    request: Callable[..., list[Text]],
+    prompts: Sequence[Prompt],
+    each: int,
+    seed: Seeds,
+    options: Mapping[str, object],
+) -> list[Text]:
+    """`each` requests for each prompt, the first prompt's first. request: `Spec.requests`.
+
+    Raises InputError with the prompt's number.
+    """
+    count = len(prompts)
+    if count > 1 and options.get("on_cycle"):
+        raise InputError("on_cycle hears of one answer at a time: give one prompt")
+    texts: list[Text] = []
+    pairs = zip(prompts, seeds_of(seed, count, each), strict=True)
+    for number, (prompt, own_seed) in enumerate(pairs, 1):
+        try:
+            texts += request(prompt, each, seed=own_seed, **options)
+        except InputError as error:
+            raise InputError(f"prompt {number} of {count}: {error}") from None
+    return texts
+
+
+def answers(decoder: Decoder, texts: Sequence[Text], at_once: int) -> list[Output]:
+    """The answers to requests, `at_once` at a time. Other threads wait meanwhile."""
+    pieces: dict[Text, list[Piece]] = {text: [] for text in texts}
+    with decoder.lock:
+        for text, piece in decoder.run(texts, at_once) if texts else ():
+            pieces[text].append(piece)
+    return [output_of(pieces[text], text.stats) for text in texts]

@@ -20,7 +20,7 @@ from treespec.shaping.sampling import SamplingParams
 from treespec.shaping.shaper import Shaper
 
 if TYPE_CHECKING:
-    from treespec.requests.cycle import Cycle
+    from treespec.requests.events import Cycle
 
 Seed: TypeAlias = int | torch.Generator | None
 Seeds: TypeAlias = Seed | Sequence[Seed]
@@ -51,7 +51,7 @@ class Options(TypedDict, total=False):
     memory: for `--drafter suffix`, whose answers to draft from: requests of one name share theirs,
     default "". None: from the text at hand alone, as a sampled answer with a number for a seed is in
     any case. remember: whether this answer joins them, default True.
-    on_cycle: is called with each `treespec.requests.cycle.Cycle` while the decoder waits; an error of it
+    on_cycle: is called with each `treespec.requests.events.Cycle` while the decoder waits; an error of it
     ends the answer. For one prompt.
     """
 

@@ -12,7 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from treespec.decoding.sequence import Piece
 from treespec.errors import Busy, InputError
-from treespec.requests.answer import Answer
+from treespec.requests.output import Answer
 from treespec.serve.errors import ApiError, failed, refused
 from treespec.serve.state import State
 from treespec.shaping.compiled import KINDS

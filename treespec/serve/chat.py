@@ -8,7 +8,7 @@ from typing import Any, final
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from treespec.requests.answer import Answer
+from treespec.requests.output import Answer
 from treespec.serve import messages
 from treespec.serve.answers import Answers
 from treespec.serve.choice import choice_of

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from treespec.errors import InputError
-from treespec.requests.answer import Answer
+from treespec.requests.output import Answer
 from treespec.serve import messages
 from treespec.serve.answers import Answers
 from treespec.serve.errors import ApiError, refused

@@ -18,12 +18,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import Field
 
-from treespec.api.names import drafting_names
-from treespec.api.spec import Spec
+from treespec.api.spec import Spec, drafting_names
 from treespec.api.trace import trace
 from treespec.decoding.batch import ALONE
 from treespec.options import TREE_FORMS, either
-from treespec.requests.cycle import Cycle, explained, visible
+from treespec.requests.events import Cycle, explained, visible
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.messages import encoded
 from treespec.serve.schema import Asked, Message

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 
 from treespec.decoding.stats import Stats
-from treespec.requests.answer import Answer
+from treespec.requests.output import Answer
 from treespec.serve.errors import ApiError, body_of, failed
 from treespec.serve.logprobs import Told
 from treespec.serve.state import State

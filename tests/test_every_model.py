@@ -30,7 +30,7 @@ TAKEN = {
     "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text",
     "mamba", "mamba2", "mistral", "mixtral", "moshi", "nemotron_h", "olmo3", "olmo_hybrid", "phi",
     "phi3", "phimoe", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next",
-    "recurrent_gemma", "rwkv", "smollm3", "starcoder2", "youtu", "zamba", "zamba2", "zaya",
+    "smollm3", "starcoder2", "youtu", "zamba", "zamba2", "zaya",
 }  # fmt: skip
 
 

@@ -3,15 +3,12 @@
 import pytest
 import torch
 from models import random_model, tokenizer
-from test_target import plain_logits
 from tiny_configs import MODELS, tiny
 from training import small_run, write_data
 
 from treespec import load
 from treespec.errors import InputError
-from treespec.eval.certify.plain import plain_texts
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams
 from treespec.train.run import train
 
 
@@ -45,17 +42,6 @@ def test_a_head_trains_on_a_recurrent_target_and_drafts_without_changing_a_token
         logits = plain(input_ids=torch.tensor([text])).logits[0, -1]
         assert logits.max() - logits[token] < 1e-4
         text.append(token)
-
-
-def test_a_certificate_asks_a_model_that_mixes_rows_for_one_text_at_a_time(tmp_path):
-    """transformers' RWKV lets the rows of a batch change each other after the first token."""
-    spec = load(str(save("rwkv", tmp_path / "target")), drafter="lookup", dtype="float32")
-    assert not spec.target.recurrent.batches
-    prompt, wanted = [3, 9, 4, 30], [3, 9, 4, 30]
-    for _ in range(8):
-        wanted.append(int(plain_logits(spec.target.model, wanted)[-1].argmax()))
-    texts = plain_texts(spec, prompt, 8, SamplingParams(temperature=1e-4), number=3)
-    assert texts == [wanted[len(prompt) :]] * 3
 
 
 @pytest.mark.parametrize("drafter", ["sparse:64", "self:{folder}/skip.json"])

@@ -102,8 +102,6 @@ def plain_texts(
     def ending() -> Ending:
         return spec.request(prompt, max_new_tokens=tokens, **changes).ending
 
-    recurrent = spec.target.recurrent
-    at_once = AT_ONCE if recurrent is None or recurrent.batches else 1  # RWKV mixes up its rows
     law = spec.request(prompt, **changes).law
     processors = [Changed(law, prompt)] if law.shapers else []
     options: dict[str, object] = {"do_sample": False}
@@ -124,7 +122,7 @@ def plain_texts(
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=device),
                 generation_config=GenerationConfig(
                     max_new_tokens=ending().left,
-                    num_return_sequences=min(at_once, number - len(texts)),
+                    num_return_sequences=min(AT_ONCE, number - len(texts)),
                     eos_token_id=sorted(ending().eos) or None,
                     pad_token_id=0,
                     **options,

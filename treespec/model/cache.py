@@ -13,15 +13,12 @@ Gaps are masked but must stay finite: 0 · NaN is NaN.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
-
-if TYPE_CHECKING:
-    from treespec.model.recurrent import Recurrent
 
 
 class TreeLayer(CacheLayerMixin):
@@ -149,6 +146,26 @@ class TreeLayer(CacheLayerMixin):
         return -1
 
 
+class States(Protocol):
+    """The states of recurrent layers after each text's committed tokens (`recurrent_states`)."""
+
+    @property
+    def bytes_of_a_text(self) -> int: ...
+    def commit(self, cache: "TreeCache", nodes: Sequence[Sequence[int]]) -> None: ...
+    def mark(self) -> None: ...
+    def rewind(self, lengths: Sequence[int]) -> list[int]: ...
+    def select(self, rows: Sequence[int]) -> None: ...
+    def put(self, row: int, other: Any) -> None: ...
+    def join(self, others: Sequence[Any]) -> None: ...
+
+
+class Recurrent(Protocol):
+    """The recurrent layers of a model (`recurrent`)."""
+
+    def layers(self, capacity: int) -> list[TreeLayer]: ...
+    def new_states(self) -> States: ...
+
+
 @final
 class TreeCache(Cache):
     """The `Cache` of a transformers model, with a `TreeLayer` for each layer.
@@ -162,7 +179,7 @@ class TreeCache(Cache):
     """
 
     def __init__(
-        self, layers: int, capacity: int = 512, recurrent: "Recurrent | None" = None
+        self, layers: int, capacity: int = 512, recurrent: Recurrent | None = None
     ) -> None:
         """recurrent: of the model, if any of its layers carry a state from token to token."""
         plain = [TreeLayer(capacity) for _ in range(layers)]

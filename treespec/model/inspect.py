@@ -17,6 +17,7 @@ TREE_COLUMNS = 1024  # cache columns behind the longest text that a tree may fil
 INDEXED = "indexed_attention"  # sees the columns that an index chooses
 HOLDS_TREE = {"full_attention", "sliding_attention", "chunked_attention", INDEXED}
 CARRIES_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+OWN_STATE = {"recurrent_gemma", "rwkv"}  # keep a state outside of the cache, and nobody runs them
 NO_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
 
 
@@ -30,6 +31,8 @@ def refuse_what_cannot_branch(model: PreTrainedModel) -> None:
     recurrent = carries_state(model)
     if getattr(config, "is_encoder_decoder", False):
         reason = "it is an encoder-decoder; treespec takes decoder-only models"
+    elif config.model_type in OWN_STATE:
+        reason = "its layers keep their state outside of the cache"
     elif foreign:
         reason = f"its {', '.join(foreign)} layers cannot branch into a tree"
     elif not _takes(model, "past_key_values") and not recurrent:

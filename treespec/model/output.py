@@ -73,7 +73,6 @@ def scaled(logits: Tensor, config: PreTrainedConfig) -> Tensor:
         logits = logits * scale
     if scale := getattr(config, "logits_scaling", None):
         logits = logits / scale
-    cap = getattr(config, "final_logit_softcapping", None)
-    if cap := cap or getattr(config, "logits_soft_cap", None):  # RecurrentGemma's name
+    if cap := getattr(config, "final_logit_softcapping", None):
         logits = torch.tanh(logits / cap) * cap
     return logits

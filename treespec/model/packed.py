@@ -84,8 +84,6 @@ def pack(model: nn.Module) -> None:
     One layer at a time: its plain weight is freed before the next is packed, but for one that an
     embedding shares. A layer in two places is packed once.
     """
-    if any(hasattr(module, "_rescale_layers") for module in model.modules()):
-        return  # RWKV divides its weights in place, before its first forward
     places: defaultdict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         if name and isinstance(module, nn.Linear) and fits(module) and not name.endswith(OWN_USE):

@@ -1,4 +1,4 @@
-"""Targets with layers that carry a state from token to token: Mamba, delta nets, RWKV and others.
+"""Targets with layers that carry a state from token to token: Mamba, delta nets, short convolutions.
 
 Attention layers of such a model take trees by their masks, as in any model. A recurrent layer takes a
 tree as a batch of its paths (`recurrent_rows`), each behind the state of its text
@@ -18,19 +18,16 @@ from transformers import DynamicCache, PreTrainedModel
 from treespec.errors import InputError, first_line
 from treespec.model.cache import TreeCache, TreeLayer
 from treespec.model.masks import Masks
-from treespec.model.recurrent_dense import once_a_node, replaced
-from treespec.model.recurrent_layer import StateLayer
 from treespec.model.recurrent_mixers import (
     TRIAL,
-    Arguments,
     Mixer,
+    StateLayer,
     arguments_of,
-    find_stores,
+    find_mixers,
 )
-from treespec.model.recurrent_rows import PathRows, path_rows
-from treespec.model.recurrent_run import Call, answered, split
+from treespec.model.recurrent_rows import PathRows, once_a_node, path_rows, replaced
+from treespec.model.recurrent_run import Call, answered, split, tried
 from treespec.model.recurrent_states import Forwarded, RecurrentStates, chosen
-from treespec.model.recurrent_trial import tried
 
 
 @final
@@ -41,7 +38,6 @@ class Recurrent:
     indexed: whether the layers that do not are of indexed attention.
     has_attention: whether any layer keeps keys and values.
     continues: whether all mixers take several tokens behind an earlier state.
-    batches: whether all mixers keep the rows of a batch apart when each has one token.
     """
 
     @torch.no_grad()
@@ -63,22 +59,22 @@ class Recurrent:
             "place that treespec does not know"
         )
         try:
-            stores, calls = find_stores(decoder, tokens, cache)
+            mixers, calls = find_mixers(decoder, tokens, cache)
         except (AttributeError, TypeError, ValueError) as error:  # a cache class of its own
             raise InputError(f"{unknown} ({first_line(error)})") from error
         self.has_attention = any(layer.is_initialized for layer in cache.tree_layers)
-        if not stores and not self.has_attention:
+        if not mixers and not self.has_attention:
             raise InputError(unknown)
 
         # 3. What each kind of module can do.
         kinds: dict[type, Mixer] = {}
-        for module, store in stores.items():
-            kind = type(module)
+        for mixer in mixers:
+            kind = type(mixer.module)
             if kind not in kinds:
-                kinds[kind] = tried(Mixer(module, store), cache, calls[module], TRIAL)
-            self.mixers.append(replace(kinds[kind], module=module, store=store))
+                kinds[kind] = tried(mixer, cache, calls[mixer.module], TRIAL)
+            able = kinds[kind]
+            self.mixers.append(replace(mixer, continues=able.continues, chunks=able.chunks))
         self.continues = all(mixer.continues for mixer in self.mixers)
-        self.batches = all(mixer.batches for mixer in self.mixers)
 
     def new_states(self) -> RecurrentStates:
         """The states of one empty text."""
@@ -123,10 +119,9 @@ class Recurrent:
         """A mixer's forward over trees: its inputs are [B, N, ...], and its outputs."""
         # 1. Its inputs at all uncommitted columns.
         mixer, states = self.mixers[number], cache.states
-        assert states
-        arguments: Arguments = arguments_of(mixer.module, args, kwargs)
+        assert isinstance(states, RecurrentStates)
         b, n = rows.outputs.shape
-        constant, steps = split(arguments, b, n)
+        constant, steps = split(arguments_of(mixer.module, args, kwargs), b, n)
         earlier = rows.width - n
         if earlier:
             held = states.forwarded[number].steps
@@ -136,7 +131,7 @@ class Recurrent:
 
         # 2. Its own code over the paths.
         texts = rows.texts.tolist()
-        lent = chosen(states.of(number, constant), texts)
+        lent = chosen(states.of(number), texts)
         by_path = {name: rows.spread(values) for name, values in steps.items()}
         with once_a_node(mixer.module, rows) as known:
             ran = Call(mixer, code, cache, constant, by_path).run(lent)
@@ -146,4 +141,4 @@ class Recurrent:
         outputs = rows.outputs if ran.trail and not earlier else None
         states.forwarded[number] = Forwarded(constant, steps, after, known, ran.trail, outputs)
         own = {place: rows.gathered(output) for place, output in ran.outputs.items()}
-        return answered(ran.returned, own, arguments.get("state"))
+        return answered(ran.returned, own)

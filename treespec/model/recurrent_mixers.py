@@ -1,141 +1,100 @@
-"""The modules of a model that carry a state from token to token, and where their code keeps it.
+"""The modules of a model that carry a state from token to token: Mamba, delta nets, short convolutions.
 
-transformers' models keep it in one of three places: in the cache (`InCache`: Mamba, gated delta
-nets, short convolutions), in attributes of the module (`InModule`: RecurrentGemma), or in an
-argument that goes from block to block (`InArgument`: RWKV).
+Their code keeps it in a layer of the cache. Models that keep it elsewhere are refused (`inspect`).
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
 
 from treespec.errors import InputError
-from treespec.model.cache import TreeCache
-from treespec.model.recurrent_layer import State as State
-from treespec.model.recurrent_layer import StateLayer
+from treespec.model.cache import TreeCache, TreeLayer
 
+State = Tensor | None
 Arguments = dict[str, Any]
 TRIAL = 6  # tokens
 
 
-class Store(Protocol):
-    """Where a mixer's code keeps its state, as a list of tensors [rows, ...] or None."""
-
-    def fresh(self, arguments: Arguments) -> list[State]:
-        """The state before the first token."""
-
-    def blank(self, number: int, like: Tensor) -> Tensor:
-        """State `number` before the first token, as a tensor."""
-
-    def lend(self, cache: TreeCache, arguments: Arguments, states: Sequence[State]) -> None:
-        """Put states where the mixer's code finds them. They may change there."""
-
-    def take_back(self, cache: TreeCache, arguments: Arguments) -> list[State]:
-        """The states that the code left."""
-
-
 @final
-@dataclass(frozen=True)
-class InCache:
-    """A conv state and a recurrent state for each of `numbers`, in a layer of the cache."""
+class StateLayer(TreeLayer, LinearAttentionLayer):
+    """Keys and values of a `TreeLayer`, if the model's layer has any, and states of one call.
 
-    layer: int
-    numbers: tuple[int, ...]
+    The states of the texts lie in `treespec.model.recurrent_states.States`; here they are only
+    while the model's own code reads and writes them.
+    """
 
-    def fresh(self, arguments: Arguments) -> list[State]:
-        return [None, None] * len(self.numbers)
+    device: Any  # of both bases
+    dtype: Any
 
-    def blank(self, number: int, like: Tensor) -> Tensor:
-        return torch.zeros_like(like)
+    def __init__(self, capacity: int, number_of_states: int) -> None:
+        TreeLayer.__init__(self, capacity)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
-    def lend(self, cache: TreeCache, arguments: Arguments, states: Sequence[State]) -> None:
-        self._of(cache).lend(self.numbers, states)
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """transformers gives keys and values by place, states by name."""
+        if args:
+            TreeLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
-    def take_back(self, cache: TreeCache, arguments: Arguments) -> list[State]:
-        return self._of(cache).take_back(self.numbers)
+    def lend(self, numbers: Sequence[int], states: Sequence[State]) -> None:
+        """Hold these states. states: a conv state and a recurrent state for each of `numbers`."""
+        for i, number in enumerate(numbers):
+            conv, recurrent = states[2 * i : 2 * i + 2]
+            self.conv_states[number], self.recurrent_states[number] = conv, recurrent
+            self.is_conv_states_initialized[number] = conv is not None
+            self.is_recurrent_states_initialized[number] = recurrent is not None
+            self.has_previous_state[number] = conv is not None or recurrent is not None
+            if conv is not None:
+                self.conv_kernel_size[number] = conv.shape[-1]
 
-    def _of(self, cache: TreeCache) -> StateLayer:
-        layer = cache.tree_layers[self.layer]
-        assert isinstance(layer, StateLayer)
-        return layer
-
-
-@final
-@dataclass(frozen=True)
-class InModule:
-    """Attributes of the module and of modules within it. None is no state."""
-
-    attributes: tuple[tuple[nn.Module, str], ...]
-
-    def fresh(self, arguments: Arguments) -> list[State]:
-        return [None] * len(self.attributes)
-
-    def blank(self, number: int, like: Tensor) -> Tensor:
-        return torch.zeros_like(like)
-
-    def lend(self, cache: TreeCache, arguments: Arguments, states: Sequence[State]) -> None:
-        for (module, name), state in zip(self.attributes, states, strict=True):
-            setattr(module, name, state)
-
-    def take_back(self, cache: TreeCache, arguments: Arguments) -> list[State]:
-        states: list[State] = [getattr(module, name) for module, name in self.attributes]
-        self.lend(cache, arguments, [None] * len(states))
+    def take_back(self, numbers: Sequence[int]) -> list[State]:
+        """The states that the model left, which go."""
+        states: list[State] = []
+        for number in numbers:
+            states += [self.conv_states[number], self.recurrent_states[number]]
+        self.lend(numbers, [None] * len(states))
         return states
 
 
 @final
 @dataclass(frozen=True)
-class InArgument:
-    """The argument `state`: tensors [rows, H, layers], of which the module has one layer each."""
-
-    layer: int
-    layers: int
-
-    def fresh(self, arguments: Arguments) -> list[State]:
-        return [state[:, :, self.layer] for state in arguments["state"]]
-
-    def blank(self, number: int, like: Tensor) -> Tensor:
-        # RWKV's last state is the largest exponent so far.
-        return torch.full_like(like, -1e30 if number == 4 else 0.0)
-
-    def lend(self, cache: TreeCache, arguments: Arguments, states: Sequence[State]) -> None:
-        lent = [state for state in states if state is not None]
-        arguments["state"] = [state[:, :, None].expand(-1, -1, self.layers) for state in lent]
-
-    def take_back(self, cache: TreeCache, arguments: Arguments) -> list[State]:
-        return [state[:, :, self.layer] for state in arguments["state"]]
-
-
-@final
-@dataclass(frozen=True)
 class Mixer:
-    """continues: whether its code takes several tokens behind an earlier state.
+    """A module that carries a state: a conv state and a recurrent state for each of `numbers`.
 
-    batches: whether it takes one token of several rows.
+    layer: of the cache, where its code finds them.
+    continues: whether its code takes several tokens behind an earlier state. Mamba's reads one in
+    forwards of one token only.
     chunks: whether it takes the argument `chunk_size`. It pads rows to whole chunks, and those of a
     tree are short.
-    Mamba's and RecurrentGemma's read an earlier state in forwards of one token only; RWKV's mixes
-    up the rows of such a forward.
     """
 
     module: nn.Module
-    store: Store
+    layer: int
+    numbers: tuple[int, ...]
     continues: bool = True
-    batches: bool = True
     chunks: bool = False
+
+    def fresh(self) -> list[State]:
+        """The state before the first token."""
+        return [None, None] * len(self.numbers)
+
+    def state_layer(self, cache: TreeCache) -> StateLayer:
+        layer = cache.tree_layers[self.layer]
+        assert isinstance(layer, StateLayer)
+        return layer
 
 
 Calls = dict[nn.Module, Arguments]
 
 
-def find_stores(
-    decoder: nn.Module, tokens: Tensor, cache: TreeCache
-) -> tuple[dict[nn.Module, Store], Calls]:
+def find_mixers(decoder: nn.Module, tokens: Tensor, cache: TreeCache) -> tuple[list[Mixer], Calls]:
     """The modules of a decoder that carry a state, and all modules' arguments in a trial forward.
 
     tokens: [1, T] int64, of the trial. cache: an empty one, which the trial fills.
@@ -150,49 +109,14 @@ def find_stores(
         taken = {name: value for name, value in options.items() if name in takes}
         decoder(input_ids=tokens, use_cache=True, **taken)
 
-    # 2. Where does each keep its state?
-    stores: dict[nn.Module, Store] = {}
+    # 2. In which layer does each keep its states?
+    mixers: list[Mixer] = []
     for module, places in touched.items():
         layers = {layer for layer, _ in places}
         if len(layers) > 1:
             raise InputError(f"{type(module).__name__} carries the states of several layers")
-        stores[module] = InCache(layers.pop(), tuple(sorted({number for _, number in places})))
-    stores |= in_modules(decoder) | in_arguments(decoder)
-    return {module: store for module, store in stores.items() if module in calls}, calls
-
-
-def in_modules(decoder: nn.Module) -> dict[nn.Module, Store]:
-    """Modules with attributes that hold a state: the outermost ones, with all attributes within."""
-    stores: dict[nn.Module, Store] = {}
-    inside: set[nn.Module] = set()
-    for module in decoder.modules():
-        if module in inside or not _state_names(module):
-            continue
-        parts = list(module.modules())
-        inside.update(parts)
-        stores[module] = InModule(
-            tuple((part, name) for part in parts for name in _state_names(part))
-        )
-    return stores
-
-
-def _state_names(module: nn.Module) -> list[str]:
-    """Attributes, no weights or buffers, that are named as states and hold a tensor or nothing."""
-    names = [name for name in vars(module) if name.endswith(("_state", "_states"))]
-    return [name for name in names if isinstance(vars(module)[name], Tensor | None)]
-
-
-def in_arguments(decoder: nn.Module) -> dict[nn.Module, Store]:
-    """Innermost modules with an argument `state`, in a decoder that has one itself."""
-    if "state" not in parameters_of(decoder):
-        return {}
-    takers = [module for module in decoder.modules() if "state" in parameters_of(module)]
-    layers = len({vars(module)["layer_id"] for module in takers if "layer_id" in vars(module)})
-    stores: dict[nn.Module, Store] = {}
-    for module in takers:
-        if not any(part in takers for part in list(module.modules())[1:]):
-            stores[module] = InArgument(vars(module)["layer_id"], layers)
-    return stores
+        mixers.append(Mixer(module, layers.pop(), tuple(sorted({number for _, number in places}))))
+    return mixers, calls
 
 
 def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:

@@ -1,4 +1,7 @@
-"""One mixer over rows of tokens: its own code, with a state of each row lent to it."""
+"""One mixer over rows of tokens: its own code, with a state of each row lent to it.
+
+What that code can do is found by trial (`tried`): nothing in a model says it.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from treespec.model.cache import TreeCache
-from treespec.model.recurrent_dense import input_once
 from treespec.model.recurrent_mixers import Arguments, Mixer, State
+from treespec.model.recurrent_rows import input_once
 
+ALLOWED = 0.02  # of the spread of outputs: some models clamp steps in one of the two ways only
+LENGTH = 3  # tokens of a trial
+EFFECT = 0.25  # of a state's effect on the outputs; code that does not read the state misses all
 CHUNK = 64  # tokens: the usual chunk of a delta rule
 DEEPEST = 32  # tokens of a row whose states are all kept: a tree's rows are shorter
 Code = Callable[..., Any]
@@ -54,9 +60,7 @@ class Call:
 
     def run(self, states: Sequence[State]) -> Ran:
         """states: of each row, to be changed; None before a text."""
-        rows, length = self.input.shape[:2]
-        if length == 1 and rows > 1 and not self.mixer.batches:
-            return self._row_by_row(states)
+        length = self.input.shape[1]
         is_fresh = all(state is None for state in states)
         if self.mixer.continues or length == 1 or is_fresh:
             return self._at_once(states)
@@ -67,12 +71,13 @@ class Call:
         arguments: Arguments = self.constant | self.steps
         if self.mixer.chunks and 1 < length < CHUNK:
             arguments["chunk_size"] = chunk_for(length, device)
-        self.mixer.store.lend(self.cache, arguments, states)
+        layer = self.mixer.state_layer(self.cache)
+        layer.lend(self.mixer.numbers, states)
         try:
             with short_chunks(self.mixer.module, length, device):
                 returned = self.code(**arguments)
         finally:
-            left = self.mixer.store.take_back(self.cache, arguments)
+            left = layer.take_back(self.mixer.numbers)
         parts = returned if isinstance(returned, tuple) else (returned,)
         outputs = {i: part for i, part in enumerate(parts) if is_by_token(part, rows, length)}
         return Ran(outputs, returned, left)
@@ -94,21 +99,6 @@ class Call:
                     trail.append(ran.states)
         joined = {place: torch.cat([one[place] for one in outputs], dim=1) for place in outputs[0]}
         return Ran(joined, ran.returned, list(states), trail)
-
-    def _row_by_row(self, states: Sequence[State]) -> Ran:
-        parts: list[Ran] = []
-        for row in range(len(self.input)):
-            steps = {name: values[row : row + 1] for name, values in self.steps.items()}
-            lent = [state if state is None else state[row : row + 1] for state in states]
-            parts.append(replace(self, steps=steps)._at_once(lent))
-        outputs = {
-            place: torch.cat([part.outputs[place] for part in parts]) for place in parts[0].outputs
-        }
-        joined: list[State] = []
-        for column in zip(*(part.states for part in parts), strict=True):
-            held = [state for state in column if state is not None]
-            joined.append(torch.cat(held) if held else None)
-        return Ran(outputs, parts[-1].returned, joined)
 
 
 def chunk_for(length: int, device: torch.device) -> int:
@@ -151,12 +141,75 @@ def split(arguments: Arguments, texts: int, tokens: int) -> tuple[Arguments, dic
     return constant, steps
 
 
-def answered(returned: Any, outputs: Outputs, state: Any) -> Any:
-    """What the code returned, with these outputs in place of its own.
-
-    state: the caller's own `state` argument, which some code returns.
-    """
+def answered(returned: Any, outputs: Outputs) -> Any:
+    """What the code returned, with these outputs instead of its own."""
     if not isinstance(returned, tuple):
         return outputs[0]
-    parts = [state if isinstance(part, list) else part for part in returned]
-    return tuple(outputs.get(i, part) for i, part in enumerate(parts))
+    return tuple(outputs.get(i, part) for i, part in enumerate(returned))
+
+
+@torch.no_grad()
+def tried(mixer: Mixer, cache: TreeCache, arguments: Arguments, tokens: int) -> Mixer:
+    """The mixer with what its code can do.
+
+    arguments: of a call with that number of tokens of one text.
+    """
+    trial = Trial(mixer, cache, arguments, tokens)
+    single, at_once = replace(mixer, continues=False), replace(mixer, continues=True)
+    continues = trial.same(at_once, single) and trial.same_effects(at_once, single)
+    chunks = continues and trial.same(replace(at_once, chunks=True), single)
+    return replace(mixer, continues=continues, chunks=chunks)
+
+
+@final
+class Trial:
+    """A mixer over three tokens of one text behind a made-up state, larger than a real one."""
+
+    def __init__(self, mixer: Mixer, cache: TreeCache, arguments: Arguments, tokens: int) -> None:
+        self.mixer, self.cache, self.code = mixer, cache, mixer.module.forward
+        self.constant, self.steps = split(arguments, 1, tokens)
+        real = Call(mixer, self.code, cache, self.constant, self.steps).run(mixer.fresh()).states
+        self.steps = {name: values[:, :LENGTH] for name, values in self.steps.items()}
+        generator = torch.Generator().manual_seed(0)
+        self.states: list[State] = []
+        for state in real:
+            if state is None or not state.is_floating_point():
+                self.states.append(state)
+                continue
+            noise = 0.5 + torch.rand(state.shape, generator=generator)
+            self.states.append(10 * state.abs().mean() * noise.to(state))
+
+    def outputs(self, way: Mixer, states: Sequence[State]) -> Tensor | None:
+        """All outputs [X]; None if the code raises."""
+        own = [state if state is None else state.clone() for state in states]
+        try:
+            outputs = Call(way, self.code, self.cache, self.constant, self.steps).run(own).outputs
+            return torch.cat([output.float().flatten() for output in outputs.values()])
+        except Exception:  # a model's own code may raise anything
+            return None
+
+    def same(self, one: Mixer, other: Mixer) -> bool:
+        """Whether two ways have the same outputs."""
+        a, b = self.outputs(one, self.states), self.outputs(other, self.states)
+        if a is None or b is None or len(a) != len(b):
+            return False
+        return bool((a - b).abs().mean() <= ALLOWED * b.std())
+
+    def same_effects(self, one: Mixer, other: Mixer) -> bool:
+        """Whether each state has the same effect on the outputs in two ways."""
+        for number, state in enumerate(self.states):
+            if state is None:
+                continue
+            without = list(self.states)
+            without[number] = torch.zeros_like(state)
+            effects: list[Tensor] = []
+            for way in (one, other):
+                a = self.outputs(way, self.states)
+                b = self.outputs(way, without)
+                if a is None or b is None:
+                    return False
+                effects.append(a - b)
+            difference = (effects[0] - effects[1]).abs().mean()
+            if not difference <= EFFECT * effects[1].abs().mean():
+                return False
+        return True

@@ -10,17 +10,15 @@ the forward has left the states already. Five drafted nodes, of which the path 0
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from treespec.model.recurrent_dense import Known, read_back
+from treespec.model.cache import TreeCache
 from treespec.model.recurrent_mixers import Arguments, Mixer, State
+from treespec.model.recurrent_rows import Known, read_back
 from treespec.model.recurrent_run import Call
-
-if TYPE_CHECKING:
-    from treespec.model.cache import TreeCache
 
 MARKS = 2  # earlier states of a text that are kept
 States = list[list[State]]  # of each mixer, or after each token
@@ -76,12 +74,12 @@ class RecurrentStates:
         size = sum(state.numel() * state.element_size() for state in held)
         return (2 + MARKS) * size // len(self.lengths)
 
-    def of(self, number: int, arguments: Arguments) -> list[State]:
+    def of(self, number: int) -> list[State]:
         """States [B, ...] of a mixer."""
-        return self.now[number] or self.mixers[number].store.fresh(arguments)
+        return self.now[number] or self.mixers[number].fresh()
 
     @torch.no_grad()
-    def commit(self, cache: "TreeCache", nodes: Sequence[Sequence[int]]) -> None:
+    def commit(self, cache: TreeCache, nodes: Sequence[Sequence[int]]) -> None:
         """Bring each text's states behind its accepted nodes of the last forward."""
         if not any(nodes):
             return
@@ -90,7 +88,7 @@ class RecurrentStates:
         self.now, self.lengths = now, lengths
 
     def _committed(
-        self, cache: "TreeCache", number: int, nodes: Sequence[Sequence[int]]
+        self, cache: TreeCache, number: int, nodes: Sequence[Sequence[int]]
     ) -> list[State]:
         """The new states [B, ...] of a mixer."""
         # 1. Texts whose states the forward has left, and texts by the number of accepted nodes.
@@ -105,18 +103,18 @@ class RecurrentStates:
             return forwarded.after
 
         # 2. The others: from the trail, else by the mixer over their accepted nodes.
-        before = self.of(number, forwarded.constant)
+        before = self.of(number)
         states = list(before)
         again = {text for texts in groups.values() for text in texts}
         left = [text for text, kept in enumerate(nodes) if kept and text not in again]
         if forwarded.after and left:
-            states = self._put(mixer, states, left, forwarded.after, left)
+            states = self._put(states, left, forwarded.after, left)
         if forwarded.trail and forwarded.outputs is not None and again:
             texts = sorted(again)
             last = [nodes[text][-1] for text in texts]
             places = forwarded.outputs[torch.tensor(texts), torch.tensor(last)].tolist()
             new = at_places(forwarded.trail, places)
-            return self._put(mixer, states, texts, new, range(len(texts)))
+            return self._put(states, texts, new, range(len(texts)))
         for texts in groups.values():
             rows = torch.tensor(texts)
             columns_kept = torch.tensor([list(nodes[text]) for text in texts])
@@ -128,12 +126,11 @@ class RecurrentStates:
             code, constant = mixer.module.forward, forwarded.constant
             with read_back(forwarded.known, rows, columns_kept):
                 new = Call(mixer, code, cache, constant, steps).run(lent).states
-            states = self._put(mixer, states, texts, new, range(len(texts)))
+            states = self._put(states, texts, new, range(len(texts)))
         return states
 
     def _put(
         self,
-        mixer: Mixer,
         states: list[State],
         texts: Sequence[int],
         new: Sequence[State],
@@ -141,14 +138,13 @@ class RecurrentStates:
     ) -> list[State]:
         """States [B, ...] with those of some texts replaced by rows of others."""
         put: list[State] = []
-        for number, (old, other) in enumerate(zip(states, new, strict=True)):
+        for old, other in zip(states, new, strict=True):
             if other is None:
                 put.append(old)
                 continue
             source = other[torch.tensor(list(rows), device=other.device)]
             if old is None:
-                like = source.new_empty(len(self.lengths), *source.shape[1:])
-                old = mixer.store.blank(number, like)
+                old = source.new_zeros(len(self.lengths), *source.shape[1:])
             put.append(old.index_copy(0, torch.tensor(list(texts), device=old.device), source))
         return put
 
@@ -173,15 +169,12 @@ class RecurrentStates:
             if len(lengths) == 1:
                 self.now = known.states or [[] for _ in self.mixers]
                 continue
-            for number, mixer in enumerate(self.mixers):
-                states = self.now[number]
+            for number, states in enumerate(self.now):
                 blank = [
-                    state if state is None else mixer.store.blank(i, state[:1])
-                    for i, state in enumerate(states)
+                    state if state is None else torch.zeros_like(state[:1]) for state in states
                 ]
                 new = known.states[number] if known.states else blank
-                if states:
-                    self.now[number] = self._put(mixer, states, [row], new, [0])
+                self.now[number] = self._put(states, [row], new, [0]) if states else states
         self.lengths = reached
         return reached
 
@@ -196,7 +189,7 @@ class RecurrentStates:
         """Append the texts of other states of the same model."""
         all_states = [self, *others]
         joined: States = []
-        for number, mixer in enumerate(self.mixers):
+        for number in range(len(self.mixers)):
             parts = [states.now[number] for states in all_states]
             known: list[State] = next((part for part in parts if part), [])
             filled: list[State] = []
@@ -208,8 +201,7 @@ class RecurrentStates:
                 for states, part in zip(all_states, parts, strict=True):
                     shape = (len(states.lengths), *like.shape[1:])
                     state = part[i] if part else None
-                    empty = mixer.store.blank(i, like.new_empty(shape))
-                    tensors.append(empty if state is None else state)
+                    tensors.append(like.new_zeros(shape) if state is None else state)
                 filled.append(torch.cat(tensors))
             joined.append(filled)
         self.marks = [marks for states in all_states for marks in states.marks]

@@ -8,7 +8,7 @@ text's accepted nodes to the text's end and forgets all others:
     | a b c d      | a b c d 0 1 2 3 4          | a b c d 0 2
     | p q          | p q . . 0 1 2 3 4          | p q 0 1 4
 
-Gaps are masked but must stay finite: 0 · NaN is NaN.
+Gaps are masked but stay finite: 0 · NaN is NaN.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,9 +42,9 @@ class TreeLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, KV heads, N, D] at `length`.
+        """Write keys and values [B, KV heads, N, D] at `length`, as transformers' models ask for.
 
-        Returns those of all columns, [B, KV heads, length + N, D]. The call is transformers'.
+        Returns those of all columns, [B, KV heads, length + N, D].
         """
         end = self.length + key_states.shape[-2]
         self.reserve(end)
@@ -72,11 +72,9 @@ class TreeLayer(CacheLayerMixin):
             self.fill([(self, rows)], capacity)
 
     def fill(self, parts: Sequence[tuple["TreeLayer", int]], capacity: int) -> None:
-        """Join layers into this one.
+        """Join layers into this one, all at the end: an interrupt leaves this layer as it was.
 
         parts: (layer, number of its batch rows). Rows of a layer without storage are zeros.
-        Storage and capacity change together at the end, so an interrupt leaves this layer as it
-        was.
         """
         storages = [layer.storage for layer, _ in parts if layer.is_initialized]
         if not storages:
@@ -201,10 +199,7 @@ class TreeCache(Cache):
 
     @torch.no_grad()
     def commit(self, nodes: Sequence[Sequence[int]]) -> None:
-        """Keep each text's accepted nodes of the last forward, and forget all others.
-
-        nodes: for each text the numbers of its accepted nodes, ascending.
-        """
+        """Keep each text's accepted nodes of the last forward, ascending, and forget all others."""
         # 1. List the columns to move: (batch row, from, to). Nodes already in place are not copied.
         end, moves = self.end, []
         for row, (length, kept) in enumerate(zip(self.lengths, nodes, strict=True)):

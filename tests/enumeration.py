@@ -8,15 +8,17 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
+from treespec.eval.acceptance.otm_lp import OtmLp
 from treespec.trees.tree import Draws
-from treespec.verify.registry import SCHEMES
+from treespec.verify import registry
 from treespec.verify.scheme import Scheme
 
 Outcome = tuple[tuple[int, ...], float]  # draws, -1 for none; their probability
 
+SCHEMES = registry.SCHEMES | {"otm-lp": OtmLp()}
 LOSSLESS = [name for name, scheme in SCHEMES.items() if scheme.lossless]
 ENUMERABLE = [name for name in LOSSLESS if name != "optimal"]  # its draws carry scores: see test_optimal.py
-STOCHASTIC = [name for name, scheme in SCHEMES.items() if not scheme.deterministic]
+STOCHASTIC = [name for name, scheme in registry.SCHEMES.items() if not scheme.deterministic]
 
 TINY = 1e-12
 CASES = {
@@ -90,6 +92,10 @@ def hub(q: list[float], k: int) -> Iterator[Outcome]:
             yield (i, a), mass
     for (j,), probability in sequential([0.0 if x == a else mass for x, mass in enumerate(q)], 1):
         yield (a, j), q[a] * probability
+
+
+def scheme_by_name(spec: str, allow_lossy: bool = False) -> Scheme:
+    return SCHEMES[spec] if spec == "otm-lp" else registry.scheme_by_name(spec, allow_lossy)
 
 
 def outcomes(name: str, q: Tensor, k: int) -> list[Outcome]:

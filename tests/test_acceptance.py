@@ -16,24 +16,23 @@ from treespec.api.spec import Spec
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.errors import InputError
-from treespec.eval.acceptance.collect import Logits, logits_of
 from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, Case, cases, sweeps
 from treespec.eval.acceptance.plot import axes, panels
-from treespec.eval.acceptance.rates import rate
-from treespec.eval.acceptance.result import Mean, Row
-from treespec.eval.acceptance.run import accept, average
+from treespec.eval.acceptance.rates import Mean, Row, average, rate
+from treespec.eval.acceptance.run import accept, schemes_of
+from treespec.eval.acceptance.sources import Logits, logits_of
 from treespec.eval.acceptance.table import verdict
 from treespec.eval.texts import Passage
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
-from treespec.verify.registry import SCHEMES, scheme_by_name
+from treespec.verify.registry import scheme_by_name
 
 FIGURE_2 = [  # t1, t2, α*, kseq, rrs
     *[("1/3", 0, 0.8889, 0.8114, 0.7778), ("1/3", 1 / 9, 1, 0.8889, 0.8519), ("1/3", 2 / 9, 1, 0.9576, 0.9259)],
     *[("1/3", 1 / 3, 1, 1, 1), ("1/6", 0, 0.7222, 0.6866, 0.6667), ("1/6", 0.1389, 0.8611, 0.7912, 0.7593)],
     *[("1/6", 0.2778, 1, 0.8889, 0.8519), ("1/6", 0.4167, 1, 0.9625, 0.9444)],
 ]
-LOSSLESS = {name: scheme for name, scheme in SCHEMES.items() if scheme.lossless}
+LOSSLESS = schemes_of("all")
 
 
 def random_laws(number: int, size: int) -> Logits:
@@ -78,7 +77,7 @@ def test_sampled_outputs_confirm_every_rate(draft: tuple[float, ...], k: int) ->
     assert {column.method for column in columns if not column.optimum} == {*LOSSLESS} - {*refused}
     for column in columns:
         if column.hits is not None:
-            errors = torch.zeros(20) if column.errors is None else column.errors
+            errors = column.errors
             variance = (column.hits * (1 - column.hits) / 399 + errors.square()).sum() / 20**2
             assert abs(column.hits.mean() - column.values.mean()) <= 5 * variance.sqrt() + 1e-9, column.method
 
@@ -90,7 +89,7 @@ def test_no_scheme_accepts_more_than_the_optimum_of_its_draws() -> None:
         assert {*optima} == {"with replacement", "without replacement", "greedy", "tops and tail"}
         for column in columns:
             if column.drawn in optima:
-                errors = torch.zeros(20) if column.errors is None else column.errors
+                errors = column.errors
                 assert (column.values <= optima[column.drawn] + 5 * errors + 1e-9).all(), column.method
 
 

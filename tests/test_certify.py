@@ -15,10 +15,10 @@ from treespec.api.spec import Spec
 from treespec.cli import app
 from treespec.errors import InputError
 from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.certify.numbers import Sample, places, starts
-from treespec.eval.certify.plain import greedy_answer, own_settings, plain_texts, seeds
-from treespec.eval.certify.run import certify, examine
-from treespec.eval.certify.witness import Cycle
+from treespec.eval.certify.draws import Cycle
+from treespec.eval.certify.places import places, starts
+from treespec.eval.certify.run import Examination, certify, side_seed
+from treespec.eval.certify.texts import Sample, greedy_answer, own_settings, plain_texts
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams
@@ -35,7 +35,7 @@ def headed():
 
 @pytest.mark.parametrize(("tree", "verifier"), [("3x2", "rrs-wo"), ("chain:3", "block"), ("3x2", "topk")])
 def test_exact_verifiers_are_certified(headed, tree, verifier):
-    found = examine(headed.configured(tree, verifier), PROMPTS, SHORT)
+    found = Examination(headed.configured(tree, verifier), PROMPTS, SHORT).verdict()
     assert found["passed"], found["tests"]
     assert [test["samples"] > 0 for test in found["tests"][1:]] == [True] * (5 if verifier == "topk" else 9)
     assert sum(test["error"] for test in found["tests"][1:]) == pytest.approx(SHORT.error)
@@ -83,7 +83,7 @@ def test_both_sides_end_at_a_templates_stops(tmp_path):
 
 
 def test_plain_texts_are_as_many_as_asked_for_and_have_the_temperature(headed):
-    texts = plain_texts(headed, PROMPTS[0], 4, SamplingParams(1e-3), number=18, seed=3)
+    texts = plain_texts(headed, PROMPTS[0], 4, SamplingParams(1e-3), number=18)
     assert len(texts) == 18
     assert texts == [headed.generate(PROMPTS[0], max_new_tokens=4).token_ids] * 18  # so cold that all are greedy
 
@@ -103,8 +103,7 @@ def test_the_places_are_those_of_the_text(headed):
 
 
 def test_cycles_begin_where_the_ones_before_end():
-    nothing = [torch.empty(0)] * 5
-    cycles = [Cycle(tokens, *nothing, None) for tokens in ([4, 5], [6], [7, 8, 9])]
+    cycles = [Cycle(tokens) for tokens in ([4, 5], [6], [7, 8, 9])]
     params = SamplingParams(1.0)
     assert [at for at, _ in starts(Sample(0, [1], [4, 5, 6, 7], params, cycles))] == [0, 2, 3]
     assert [at for at, _ in starts(Sample(0, [1], [4, 5], params, cycles))] == [0]
@@ -112,7 +111,7 @@ def test_cycles_begin_where_the_ones_before_end():
 
 
 def test_texts_have_seeds_that_torchs_generator_tells_apart():
-    found = [next(numbers) for seed in range(8) for side in (0, 1) for numbers in [seeds(seed, side)]]
+    found = [side_seed(seed, side) for seed in range(8) for side in (0, 1)]
     firsts = {torch.rand(1, generator=torch.Generator().manual_seed(seed)).item() for seed in found}
     assert len(firsts) == 16
 
@@ -152,5 +151,5 @@ def test_numbers_that_say_nothing_are_refused(option, value):
 def test_a_drafter_that_is_a_model_is_asked_with_its_own_law():
     spec = tiny("3x1", "rrs")
     assert spec.head is None
-    found = examine(spec, PROMPTS, SHORT)
+    found = Examination(spec, PROMPTS, SHORT).verdict()
     assert "first tokens of cycles follow it, by p/q as told" in [test["test"] for test in found["tests"]]

@@ -9,9 +9,9 @@ from certifying import CONFIG, PROMPTS, tiny
 from scipy.stats import kstest
 
 from treespec.draft.calibration import Calibration
-from treespec.eval.certify.run import TESTS, judge, sample
-from treespec.eval.certify.run import numbers as places_of
-from treespec.eval.certify.tests import least_gap
+from treespec.eval.certify.places import places
+from treespec.eval.certify.run import TESTS, Examination
+from treespec.eval.certify.statistics import least_gap
 
 DRAWS = "draws follow the law that they are said to"
 POWERS = "draws are not from a power of that law"
@@ -23,8 +23,8 @@ FIRST = "first tokens of cycles follow it, by p/q as told"
 
 def p_values(spec, tokens, seed=0):
     """By question; plain texts are not compared."""
-    texts = sample(spec, PROMPTS, replace(CONFIG, tokens=tokens, seed=seed))
-    return {test["test"]: test["p_value"] for test in judge(spec, [], texts, [], CONFIG)["tests"][1:]}
+    examined = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens, seed=seed))
+    return {test["test"]: test["p_value"] for test in examined.judge([], examined.sample(), [])["tests"][1:]}
 
 
 def wrong_residual(scheme, p, q, draws):
@@ -71,8 +71,8 @@ def test_a_fault_of_the_size_that_the_verdict_names_is_found_and_one_of_a_fifth_
 
         spec = tiny("chain:1", "single")
         faults.change(spec, planning=plan)
-        texts = sample(spec, PROMPTS, replace(CONFIG, tokens=tokens))
-        return torch.cat([place.by_p for place in places_of(spec, texts)]).numpy()
+        texts = Examination(spec, PROMPTS, replace(CONFIG, tokens=tokens)).sample()
+        return torch.cat([place.by_p for place in places(spec, texts)]).numpy()
 
     size = least_gap(500, CONFIG.error / TESTS) / kstest(tested(1.0, 1000), "uniform").statistic
     assert size < 1

@@ -6,7 +6,7 @@ import pytest
 from certifying import CONFIG, PROMPTS, tiny
 
 from treespec.errors import InputError
-from treespec.eval.certify.run import examine
+from treespec.eval.certify.run import Examination
 from treespec.shaping.penalties import Counts
 
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
@@ -16,7 +16,7 @@ SHORT = replace(CONFIG, tokens=120, length=12, greedy_tokens=12, **PENALTIES)
 def test_answers_by_penalties_and_biases_are_certified():
     biased = replace(SHORT, logit_bias=["3=1.5", "4=-inf"])
     assert biased.changes()["logit_bias"] == {3: 1.5, 4: float("-inf")}
-    found = examine(tiny("3x2", "rrs-wo"), PROMPTS, biased)
+    found = Examination(tiny("3x2", "rrs-wo"), PROMPTS, biased).verdict()
     assert found["passed"], found["tests"]
 
 
@@ -33,12 +33,12 @@ def test_greedy_answers_that_leave_out_a_path_are_found(monkeypatch):
         return exact(self, answer, [()] * len(paths) if answer else paths, logits)
 
     monkeypatch.setattr(Counts, "shape", of_the_answer)
-    found = examine(tiny("3x2", "rrs-wo"), PROMPTS, SHORT)
+    found = Examination(tiny("3x2", "rrs-wo"), PROMPTS, SHORT).verdict()
     assert not found["passed"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tree", "verifier"), [("chain:3", "block"), ("3x2", "traversal"), ("3x2", "topk")])
 def test_other_verifiers_get_it_too(tree, verifier):
-    found = examine(tiny(tree, verifier), PROMPTS, replace(SHORT, tokens=400, length=24))
+    found = Examination(tiny(tree, verifier), PROMPTS, replace(SHORT, tokens=400, length=24)).verdict()
     assert found["passed"], found["tests"]

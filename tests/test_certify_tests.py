@@ -4,10 +4,20 @@ import pytest
 import torch
 from scipy.stats import binom, kstest
 
-from treespec.eval.certify.bets import ODDS, POWERS, lost, on_odds, on_powers
-from treespec.eval.certify.numbers import successive
-from treespec.eval.certify.tests import exchangeable, independent, least_correlation, least_gap, uniform
-from treespec.eval.certify.witness import drawn, placed, repeats_among
+from treespec.eval.certify.draws import drawn, placed, repeats_among
+from treespec.eval.certify.places import successive
+from treespec.eval.certify.statistics import (
+    ODDS,
+    POWERS,
+    exchangeable,
+    independent,
+    least_correlation,
+    least_gap,
+    lost,
+    on_odds,
+    on_powers,
+    uniform,
+)
 from treespec.trees.tree import Drafts
 from treespec.verify.registry import SCHEMES
 
@@ -37,8 +47,7 @@ def test_exact_texts_fail_as_often_as_stated():
         by_p, by_number, ranks = texts(generator, 24)
         failures[0] += uniform(by_p.flatten()) < ERROR
         failures[1] += independent(torch.cat([successive(row) for row in by_number])) < ERROR
-        groups = [i % 3 for i in range(12)]
-        failures[2] += exchangeable(list(ranks[:12]), list(ranks[12:]), (groups, groups), ERROR)[0] < ERROR
+        failures[2] += exchangeable(list(ranks[:12]), list(ranks[12:]), ERROR)[0] < ERROR
     low, high = binom.ppf([1e-4, 1 - 1e-4], ROUNDS, ERROR)
     assert ((failures >= low) & (failures <= high)).all(), failures
 
@@ -132,7 +141,5 @@ def test_the_draws_of_every_scheme_follow_the_law_that_is_said_of_them(name):
     assert is_first.sum() == len(q)
     assert uniform(placed(laws, laws, tokens[:, None], generator).flatten()) > 1e-4
     if name in ("rrs", "kseq", "optimal"):
-        places, happened, chance = repeats_among(drafts, generator)
-        assert uniform(places) > 1e-4
-        assert lost(on_odds(happened, chance)) > 1e-4
+        assert lost(on_odds(*repeats_among(drafts, generator))) > 1e-4
     assert lost(on_powers(laws, tokens)) > 1e-4

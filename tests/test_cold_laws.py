@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 import torch
-from enumeration import ENUMERABLE, law, outcomes
+from enumeration import ENUMERABLE, SCHEMES, law, outcomes, scheme_by_name
 from models import TableConfig, TableModel
 from scipy.stats import chi2, chisquare, norm
 from test_sampled import with_tops
@@ -28,7 +28,7 @@ from treespec.trees.static import StaticTree, chain
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.laws import distinct
 from treespec.verify.optimal import Optimal
-from treespec.verify.registry import SCHEMES, scheme_by_name, verifier_by_name
+from treespec.verify.registry import verifier_by_name
 from treespec.verify.scheme import Scheme
 from treespec.verify.traversal import Traversal
 

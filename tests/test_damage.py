@@ -20,7 +20,7 @@ from treespec.draft.model_free.datastore import build, open_datastore
 from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
 from treespec.draft.pace.times import kept_times
 from treespec.draft.vocabulary import load_vocabulary, save_vocabulary
-from treespec.eval.acceptance import collect
+from treespec.eval.acceptance import sources
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.mtbench import answers
 from treespec.eval.mtbench.answers import Answer
@@ -78,7 +78,7 @@ def write_logits(folder):
 
 def read_logits(folder):
     config = AcceptanceConfig(out=str(folder), target="./gone", head="./gone", text="./gone")
-    logits, environment = collect._read(folder / "logits.safetensors", config, {})
+    logits, environment = sources._stored(folder / "logits.safetensors", config, {})
     return asdict(logits), environment
 
 

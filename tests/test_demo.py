@@ -30,8 +30,7 @@ from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.bench.config import BenchConfig
 from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.fit.calibrate_config import CalibrateConfig
-from treespec.eval.fit.tree_config import TreeConfig
+from treespec.eval.fit.config import CalibrateConfig, TreeConfig
 from treespec.eval.mtbench.config import EvalConfig
 from treespec.files.atomic import remove_leftovers
 from treespec.heads import shipped

@@ -16,7 +16,7 @@ from treespec.draft.trained.hydra import HydraProposer
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
-from treespec.eval.acceptance.collect import logits_of
+from treespec.eval.acceptance.sources import logits_of
 from treespec.eval.texts import Passage
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.checksum import sealed

@@ -14,7 +14,8 @@ from treespec.draft.models.skip_set import SkipSet, save_skip_set
 from treespec.draft.sources import SOURCES
 from treespec.draft.trained.kinds import KINDS
 from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.certify.run import numbers, sample
+from treespec.eval.certify.places import places
+from treespec.eval.certify.run import Examination
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
@@ -83,5 +84,5 @@ def test_sampled_answers_have_the_targets_law(home, kind):
     verifier, tree = ("topk", None) if given else ("rrs-wo", "2x2")
     spec = load(str(home / "target"), drafter=drafter, tree=tree, verifier=verifier, dtype="float32")
     config = CertifyConfig(target="target", head="head", tokens=300, length=6, batch=1, top_k=0, top_p=1.0, seed=3)
-    rows = numbers(spec, sample(spec, [spec.encode(TEXT)], config))
+    rows = list(places(spec, Examination(spec, [spec.encode(TEXT)], config).sample()))
     assert kstest(torch.cat([row.by_p for row in rows]).numpy(), "uniform").pvalue >= 1e-4

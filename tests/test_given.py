@@ -25,8 +25,8 @@ from treespec.errors import InputError
 from treespec.eval.bench.config import BenchConfig
 from treespec.eval.bench.run import bench
 from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.certify.numbers import repeats
-from treespec.eval.certify.run import examine
+from treespec.eval.certify.places import repeats
+from treespec.eval.certify.run import Examination
 from treespec.eval.mtbench.run import evaluate
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, sample
@@ -272,11 +272,13 @@ class TestCertificate:
 
     def test_a_drafter_without_a_head_is_certified(self):
         config = CertifyConfig(target="target", drafter="lookup", tokens=80, length=4, batch=1, greedy_tokens=8)
-        found = examine(spec_of("llama", "lookup"), [prompt(), prompt(5)], config)
+        found = Examination(spec_of("llama", "lookup"), [prompt(), prompt(5)], config).verdict()
         assert found["passed"]
         assert found["tree"] == "lookup"
 
     def test_a_verifier_that_takes_what_it_is_given_is_not(self):
         config = CertifyConfig(target="target", drafter="lookup", tokens=300, length=6, batch=1, greedy_tokens=1)
-        found = examine(spec_of("gpt-neox", "lookup", verifier=Credulous(TopK())), [prompt(20) * 2], config)
+        found = Examination(
+            spec_of("gpt-neox", "lookup", verifier=Credulous(TopK())), [prompt(20) * 2], config
+        ).verdict()
         assert [test["passed"] for test in found["tests"]][1] is False

@@ -56,7 +56,7 @@ LISTS = {  # what the help of an option lists, wherever the option is
     "to": {f"{name} ({project})" for name, project in ENGINES.items()},
 }
 OTHERS = {  # options of one name and another meaning
-    ("acceptance", "verifier"): {"all", *LOSSLESS},
+    ("acceptance", "verifier"): {"all", *LOSSLESS, "otm-lp"},
     ("train", "head"): set(TRAINING),
 }
 

@@ -13,9 +13,8 @@ from test_depth_heads import heads_for
 from treespec.cli import main
 from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
-from treespec.eval.fit.accuracies import accuracies
-from treespec.eval.fit.tree import make_tree
-from treespec.eval.fit.tree_config import TreeConfig
+from treespec.eval.fit.config import TreeConfig
+from treespec.eval.fit.head import accuracies, make_tree
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, probs

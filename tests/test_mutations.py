@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from enumeration import CASES, LOSSLESS, Outcome, law, outcomes, random_law, sequential
+from enumeration import CASES, LOSSLESS, SCHEMES, Outcome, law, outcomes, random_law, sequential
 from mutants import mutant
 from scipy.stats import chisquare
 from torch import Tensor
 
+from treespec.eval.acceptance import otm_lp
 from treespec.shaping import sampling
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import Drafts, Draws, TokenTree
-from treespec.verify import greedy, is_lp, kseq, laws, otm_lp, rrs_wo, spechub, topk
-from treespec.verify.registry import SCHEMES
+from treespec.verify import greedy, is_lp, kseq, laws, rrs_wo, spechub, topk
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Walk
 

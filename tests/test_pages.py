@@ -95,7 +95,7 @@ def options_named(block, commands):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_have_the_options_that_a_page_gives_them(page, pages_script):
-    commands = dict(pages_script.commands.named(typer.main.get_command(app)))
+    commands = dict(pages_script.named(typer.main.get_command(app)))
     flags = {
         name: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
         for name, command in commands.items()

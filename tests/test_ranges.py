@@ -20,7 +20,7 @@ MODULES = (
     *(f"treespec.cli.{name}" for name in ("config", "chat_config", "generate", "quickstart", "datastore")),
     "treespec.train.config",
     *(f"treespec.eval.{room}.config" for room in ("mtbench", "bench", "certify", "acceptance")),
-    *(f"treespec.eval.fit.{name}_config" for name in ("tree", "skip", "calibrate")),
+    "treespec.eval.fit.config",
     "treespec.draft.model_free.options",
 )
 LISTS = {"temperature", "draws", "draft_temperature", "contexts", "batches"}  # numbers inside of a string

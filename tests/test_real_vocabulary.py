@@ -8,7 +8,7 @@ import pytest
 from treespec import load
 from treespec.demo.fetch import fetched_folder
 
-DRAFT = os.environ.get("TREESPEC_OTHER_DRAFT", "")  # docs/scripts/other_vocabulary.py makes the folder
+DRAFT = os.environ.get("TREESPEC_OTHER_DRAFT", "")  # docs/drafters.md says how to make the folder
 TARGET = os.environ.get("TREESPEC_OTHER_TARGET") or fetched_folder()
 
 

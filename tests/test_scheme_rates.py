@@ -4,12 +4,21 @@ import math
 
 import pytest
 import torch
-from enumeration import CASES, ENUMERABLE, enumerate_plans, law, optimum, outcomes, random_law
+from enumeration import (
+    CASES,
+    ENUMERABLE,
+    SCHEMES,
+    enumerate_plans,
+    law,
+    optimum,
+    outcomes,
+    random_law,
+    scheme_by_name,
+)
 from torch import Tensor
 
 from treespec.trees.tree import Draws
 from treespec.verify.rates import optimal_iid
-from treespec.verify.registry import SCHEMES, scheme_by_name
 
 
 def tied(q: list[float], number: int) -> bool:

@@ -5,13 +5,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from enumeration import CASES, ENUMERABLE, LOSSLESS, enumerate_plans, law, outcomes, random_law
+from enumeration import (
+    CASES,
+    ENUMERABLE,
+    LOSSLESS,
+    SCHEMES,
+    enumerate_plans,
+    law,
+    outcomes,
+    random_law,
+    scheme_by_name,
+)
 from scipy.stats import chisquare
 
 from treespec.errors import InputError
 from treespec.trees.tree import Draws
+from treespec.verify import registry
 from treespec.verify.is_lp import IsLp
-from treespec.verify.registry import SCHEMES, scheme_by_name
 from treespec.verify.typical import Typical
 
 NAMES = [*ENUMERABLE, "is-lp:s=2", "is-lp:s=1", "is-lp:alphabet=2", "is-lp:s=2,alphabet=3"]
@@ -162,7 +172,8 @@ def test_a_deterministic_draw_takes_scores_and_lists_the_best_first() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("best", ", ".join(SCHEMES)),
+        ("best", ", ".join(registry.SCHEMES)),
+        ("otm-lp", "does not decode: see its rates by treespec acceptance --verifier otm-lp"),
         ("is-lp:t=3", "unknown option 't'; its options are s, alphabet, draft-temperatures"),
         ("single:s=3", "it has no options"),
         ("is-lp:s=many", "s must be a whole number"),
@@ -182,7 +193,7 @@ def test_a_deterministic_draw_takes_scores_and_lists_the_best_first() -> None:
 )
 def test_an_unknown_scheme_or_option_is_named(spec: str, words: str) -> None:
     with pytest.raises(InputError) as error:
-        scheme_by_name(spec, allow_lossy=True)
+        registry.scheme_by_name(spec, allow_lossy=True)
     assert words in str(error.value)
 
 

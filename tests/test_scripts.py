@@ -1,6 +1,7 @@
 """Every script of docs/scripts runs, on models so small that a figure says nothing."""
 
 import json
+import re
 import runpy
 import sys
 from contextlib import suppress
@@ -9,32 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from evaluating import save_models
+from http_serving import serving, tiny_spec
 
 SCRIPTS = Path(__file__).parent.parent / "docs" / "scripts"
-ARGUMENTS = {  # script: its arguments, and a word of what it prints; others are asked for --help
-    "clock_noise": (
-        "target questions.jsonl --evaluations 1 --most 2 --max-new-tokens 2 --busy 1",
-        "0 of 1 evaluations",
-    ),
-    "dtypes": ("target --nodes 1 2 --rounds 1", "| float32 | plain |"),
-    "draft_vocabulary": ("target questions.jsonl head --limit 1 --max-new-tokens 4 --steps 2", "ms a token"),
-    "loss_memory": ("--kinds medusa --losses tv --vocabulary 64 --texts 1 --length 8", "| `tv` |"),
-    "feature_bits": ("target questions.jsonl --tokens 40 --length 20", "| 8 bits, a scale for 64 values |"),
-    "long_context": ("target head 32 --max-new-tokens 4", "verify"),
-    "node_cost": ("--vocabularies 64 --rows 2 --draws 3 --rounds 2", "| 64 | 2 | 3 |"),
-    "packed_products": ("--weights 1 --rounds 1", "packed"),
-    "pages": ("--check", ""),
-    "paired_difference": ("one.jsonl other.jsonl", "+100%"),
-    "picture": ("target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),
-    "quantised": ("--target target --head head --forms none --rounds 1 --max-new-tokens 4", "| `none` | float32 |"),
-    "recurrent_costs": ("--kinds lfm2 --rounds 1 --context 4", "| lfm2 |"),
-    "request_costs": ("target head --tokens 4 --rounds 1", "| a transformers processor |"),
-    "structured": ("target head --rounds 1 --tasks 1 --max-new-tokens 6", "| trees and forced tokens |"),
-    "training_costs": ("target --texts 2 --length 8 --loss-vocab 16 --rounds 1", "`--loss-vocab 16`"),
-    "training_memory": ("--length 16 --width 512", "| eagle3 | `--features`, made |"),
-    "training_profile": ("target --kinds eagle3 --texts 1 --length 8 --rounds 1", "| eagle3 | stored |"),
-    "verify_large": ("--vocabulary 64 --rounds 1", "| `layer:greedy` |"),
-}
+RUNS = [  # a script, its arguments, and what it prints of its figures
+    ("measure", "forwards target --nodes 1,5 --rounds 1", r"\| float32 \| packed \| \d+ \| [\d.]+ \| [\d.]+ \|"),
+    ("measure", "long-context target head 32 --max-new-tokens 4", r"\| 32 \| \+\d+ MiB \|"),
+    ("measure", "paired one.jsonl other.jsonl", r"\+100% \(\+100% to \+100%\)"),
+    ("measure", "recurrent --kinds lfm2 --rounds 1 --context 4", r"\| lfm2 \| [\d.]+ \| [\d.]+ \([\d.]+\) \|"),
+    ("measure", "verify --vocabulary 64 --rounds 1", r"\| `layer:greedy` \| [\d.]+ \|"),
+    ("pages", "--check", ""),
+    ("picture", "target head Hello --max-new-tokens 4 --out chat.svg", "wrote chat.svg"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +36,30 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(script):
-    """As `python script` does; argparse leaves --help by SystemExit."""
-    with suppress(SystemExit):
-        runpy.run_path(str(script), run_name="__main__")
-
-
-@pytest.mark.parametrize("name", sorted(file.stem for file in SCRIPTS.glob("*.py")))
-def test_the_script_runs(name, folder, monkeypatch, capsys):
-    arguments, shown = ARGUMENTS.get(name, ("--help", "usage:"))
-    threads = torch.get_num_threads()
-    monkeypatch.chdir(folder)
+def run(script, arguments, monkeypatch):
+    """As `python SCRIPT ARGUMENTS` does."""
     monkeypatch.syspath_prepend(SCRIPTS)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split()])
-    try:
-        run(SCRIPTS / f"{name}.py")
-    finally:
-        torch.set_num_threads(threads)
-    assert shown in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with suppress(SystemExit):
+        runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize(("script", "arguments", "shown"), RUNS)
+def test_the_script_runs(script, arguments, shown, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    with torch.no_grad():
+        run(script, arguments.split(), monkeypatch)
+    assert re.search(shown, capsys.readouterr().out)
+
+
+def test_every_request_under_load_is_answered(tmp_path, monkeypatch, capsys):
+    """A row for each number of clients, with all of its requests."""
+    data = tmp_path / "asked.jsonl"
+    asked = [{"conversations": [{"from": "human", "value": f"the user asks {n}"}]} for n in range(3)]
+    data.write_text("\n".join(json.dumps(line) for line in asked))
+    with serving(tiny_spec()) as server:
+        few = ["--clients", "1,3", "--requests", "3", "--rate", "50", "--max-new-tokens", "5", "--data"]
+        run("load", [server.url, *few, str(data)], monkeypatch)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| http")]
+    found = [re.match(r"\| \S+ \| (\d+) \| (\d+) \| [\d.]+ \| [\d.]+ s \|", row).groups() for row in rows]
+    assert found == [("1", "8"), ("3", "9")]

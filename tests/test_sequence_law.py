@@ -83,13 +83,12 @@ class TestSequenceLaw:
 
     @pytest.mark.parametrize(
         ("verifier", "tree"),
-        [(name, None) for name in STOCHASTIC if name != "otm-lp"]
+        [(name, None) for name in STOCHASTIC]
         + [("topk", "dynamic:depth=2,topk=3,nodes=6"), ("rrs-wo", "3x2"), ("baseline", None)]
         + [("rrs:draft-temperatures=0.5/1/2", None)]
         + [
             pytest.param(verifier, tree, marks=pytest.mark.slow)
             for verifier, tree in (
-                ("otm-lp", "3x2"),
                 ("topk", "eagle"),
                 ("rrs", "2x2"),
                 ("is-lp:s=2,alphabet=3", "2x2"),

@@ -16,8 +16,7 @@ from treespec.draft.model_free.suffix_memory import Memories
 from treespec.draft.sources import source_of
 from treespec.errors import InputError
 from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.certify.plain import greedy_answer
-from treespec.eval.certify.run import remembers, sample
+from treespec.eval.certify.run import Examination
 from treespec.model.target import Target
 
 KILLED = """
@@ -143,8 +142,7 @@ class TestFiles:
         for drafter, grows in ((f"suffix:{tmp_path}/memory", False), ("suffix", True)):
             spec = spec_of("llama", drafter)
             config = CertifyConfig(target="t", drafter=drafter, tokens=16, length=4, batch=1)
-            sample(spec, [prompt()], config)
-            greedy_answer(spec, prompt(), 4, remember=remembers(config))
+            Examination(spec, [prompt()], config).verdict()
             assert (len(spec.decoder.drafter.drafters[0].memories.named("")) > 0) is grows
         assert not (tmp_path / "memory").exists()
 

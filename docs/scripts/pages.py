@@ -4,35 +4,51 @@ A generated part stands between `<!-- begin: WHAT -->` and `<!-- end -->`. WHAT 
 table (verifiers, trees, drafters, commands), or `file PATH` for a file of the repository.
 """
 
-import argparse
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from tables import commands, reference
+import typer
+from tables import drafters, trees, verifiers
+
+from treespec.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PART = re.compile(r"(<!-- begin: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
-TABLES = {
-    "verifiers": reference.verifiers,
-    "trees": reference.trees,
-    "drafters": reference.drafters,
-    "commands": commands.commands,
+Click = Any  # a command or parameter of the click that typer brings along
+MODEL = "--target meta-llama/Llama-3.1-8B-Instruct"
+EXAMPLES = {
+    "train": f"treespec train {MODEL} --data sharegpt.jsonl --out heads/llama-8b",
+    "regenerate": f"treespec regenerate {MODEL} --data sharegpt --filter english --out answers",
+    "chat": f"treespec chat {MODEL} --head heads/llama-8b",
+    "generate": f"treespec generate {MODEL} --head heads/llama-8b --prompt 'Why is the sky blue?'",
+    "trace": f"treespec trace {MODEL} --head heads/llama-8b --prompt 'Why is the sky blue?' --cycles 4",
+    "eval": f"treespec eval {MODEL} --head heads/llama-8b --questions mt-bench \\\n"
+    "    --verifier auto,topk,rrs-wo --temperature 0,1 --out runs/eval",
+    "bench": f"treespec bench {MODEL} --head heads/llama-8b --out runs/bench",
+    "acceptance": f"treespec acceptance {MODEL} --head heads/llama-8b --draws 2,4 --out runs/lab",
+    "calibrate": f"treespec calibrate {MODEL} --head heads/llama-8b",
+    "tree": f"treespec tree {MODEL} --head heads/llama-8b --nodes 64 --out tree.json",
+    "certify": f"treespec certify {MODEL} --head heads/llama-8b --out runs/certificate.json",
+    "serve": f"treespec serve {MODEL} --head heads/llama-8b --port 8000",
+    "skip": f"treespec skip {MODEL} --text held-out.jsonl --out skip.json",
+    "export": f"treespec export {MODEL} --head heads/llama-8b --to vllm --out exported",
+    "datastore build": f"treespec datastore build {MODEL} --data sharegpt.jsonl --out store",
+    "quickstart": "treespec quickstart",
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 for old parts")
-    options = parser.parse_args()
-    old = [page for page in pages() if filled(page.read_text("utf-8")) != page.read_text("utf-8")]
+def main(check: bool = False) -> None:
+    """check: write nothing; exit 1 for old parts."""
+    texts = {page: page.read_text("utf-8") for page in pages()}
+    old = [page for page, text in texts.items() if filled(text) != text]
     for page in old:
-        print(f"{page.relative_to(ROOT)} is out of date" if options.check else f"filled {page}")
-        if not options.check:
-            page.write_text(filled(page.read_text("utf-8")), "utf-8")
-    if options.check and old:
+        print(f"{page.relative_to(ROOT)} is out of date" if check else f"filled {page}")
+        if not check:
+            page.write_text(filled(texts[page]), "utf-8")
+    if check and old:
         sys.exit("run python docs/scripts/pages.py")
 
 
@@ -50,10 +66,52 @@ def generated(what: str) -> str:
     """One part, with a line break at its end."""
     kind, _, path = what.partition(" ")
     if kind != "file":
-        return TABLES[what]()
+        return {"verifiers": verifiers, "trees": trees, "drafters": drafters, "commands": commands}[
+            what
+        ]()
     language = {".py": "python"}[Path(path).suffix]
     return f"```{language}\n{(ROOT / path).read_text('utf-8')}```\n"
 
 
+def commands() -> str:
+    """A section for each command: what it does, an example, its options."""
+    return "".join(section(name, command) for name, command in named(typer.main.get_command(app)))
+
+
+def named(group: Click, before: str = "") -> Iterator[tuple[str, Click]]:
+    """(name, command) of all commands, in the order of --help; those of a group bear its name."""
+    for name, command in getattr(group, "commands", {}).items():
+        if hasattr(command, "commands"):
+            yield from named(command, f"{before}{name} ")
+        else:
+            yield before + name, command
+
+
+def section(name: str, command: Click) -> str:
+    """The Markdown of one command."""
+    says = "\n".join(line.strip() for line in (command.help or "").strip().splitlines())
+    lines = [f"## treespec {name}", "", says, ""]
+    if name in EXAMPLES:
+        lines += ["```sh", EXAMPLES[name], "```", ""]
+    lines += ["| option | default | meaning |", "|---|---|---|"]
+    lines += [row(option) for option in command.params if "--help" not in option.opts]
+    return "\n".join([*lines, "", ""])
+
+
+def row(option: Click) -> str:
+    """An option's line of the table."""
+    flags = " / ".join(f"`{flag}`" for flag in [*option.opts, *option.secondary_opts])
+    default = "required" if option.required else shown(option.default)
+    help = str(getattr(option, "help", "") or "").replace("|", "\\|").replace("<", "&lt;")
+    return f"| {flags} | {default} | {' '.join(help.split())} |"
+
+
+def shown(default: object) -> str:
+    """A default as a person would write it; nothing where an option is off."""
+    if default is None or default is False or default == "":
+        return ""
+    return "on" if default is True else f"`{default}`"
+
+
 if __name__ == "__main__":
-    main()
+    typer.run(main)

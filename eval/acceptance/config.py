@@ -13,9 +13,9 @@ from treespec.api.options import (
 from treespec.errors import InputError
 from treespec.eval.common import listed, number
 from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
-from treespec.verify.facts import SCHEMES, known_scheme
+from treespec.verify.facts import REFERENCE, SCHEMES, known_scheme
 
-LOSSLESS = tuple(name for name, scheme in SCHEMES.items() if scheme.lossless)
+LOSSLESS = (*(name for name, scheme in SCHEMES.items() if scheme.lossless), REFERENCE)
 
 Settings = dict[str, str | int]
 
@@ -31,34 +31,23 @@ GIVEN: Settings = {"temperature": "1", "draws": "2", "samples": 1000}  # for giv
 
 # The experiments of two papers, each of one or two sweeps: Hu et al. 2025, Figures 1 and 2; Khisti
 # et al. 2025, Section 5 and Figure 2. The papers give the ends of the grids, we the values between.
+_TWO: Settings = {"temperature": "1", "draws": "2", "top_k": 5}
 PRESETS: dict[str, tuple[Settings, ...]] = {
     "hu": (
         {"temperature": "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1", "draws": "2,4"},
         {"temperature": "0.6,1", "draws": "1,2,3,4,5,6,7,8,9,10"},
     ),
-    "khisti-draws": ({"temperature": "1", "draws": "2,4,8", "top_k": 5},),
-    "khisti-temperatures": (
-        {"temperature": "1", "draws": "2", "top_k": 5, "draft_temperature": "1,1.2,1.4,1.6,2,2.4"},
-        {
-            "temperature": "1",
-            "draws": "2",
-            "top_k": 5,
-            "draft_temperature": "1.2/1.2,1.2/1.4,1.2/1.6,1.2/2,1.2/2.4",
-        },
+    "khisti-draws": (_TWO | {"draws": "2,4,8"},),
+    "khisti-temperatures": tuple(
+        _TWO | {"draft_temperature": temperatures}
+        for temperatures in ("1,1.2,1.4,1.6,2,2.4", "1.2/1.2,1.2/1.4,1.2/1.6,1.2/2,1.2/2.4")
     ),
-    "khisti-truncation": (
-        {
-            "temperature": "1",
-            "draws": "2",
-            "top_k": 50,
-            "verifier": ",".join(f"is-lp:s={s}" for s in range(1, 11)),
-        },
-        {
-            "temperature": "1",
-            "draws": "2",
-            "top_k": 50,
-            "verifier": ",".join(f"is-lp:s=5,alphabet={size}" for size in (5, 10, 20, 30, 40, 50)),
-        },
+    "khisti-truncation": tuple(
+        _TWO | {"top_k": 50, "verifier": ",".join(f"is-lp:{options}" for options in swept)}
+        for swept in (
+            [f"s={s}" for s in range(1, 11)],
+            [f"s=5,alphabet={size}" for size in (5, 10, 20, 30, 40, 50)],
+        )
     ),
     "khisti-figure2": (GIVEN,),
 }
@@ -225,9 +214,14 @@ def schemes_in(verifiers: str) -> list[str]:
     Raises InputError for an unknown or lossy scheme, and for one with draft temperatures of its
     own.
     """
-    parts = listed("verifier", verifiers)
-    names = [name for part in parts for name in (LOSSLESS if part == "all" else (part,))]
+    names = [
+        name
+        for part in listed("verifier", verifiers)
+        for name in (LOSSLESS if part == "all" else (part,))
+    ]
     for name in names:
+        if name == REFERENCE:
+            continue
         scheme, options = known_scheme(name, allow_lossy=True)
         if not scheme.lossless:
             raise InputError(
@@ -235,7 +229,6 @@ def schemes_in(verifiers: str) -> list[str]:
             )
         if options.get("draft_temperatures"):
             raise InputError(
-                f"verifier {name}: give the temperatures of its draws by --draft-temperature, "
-                "such as 1.2/2"
+                f"verifier {name}: give the temperatures of its draws by --draft-temperature, such as 1.2/2"
             )
     return list(dict.fromkeys(names))

@@ -4,13 +4,13 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treespec.eval.acceptance.result import Coordinates, Row
+from treespec.eval.acceptance.rates import Row
+from treespec.eval.acceptance.sources import Coordinates
 from treespec.eval.acceptance.table import in_order, label, place_of
 from treespec.files.atomic import writing
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Lines = dict[str, list[Row]]  # the rows of each line, by its name in the legend
@@ -22,15 +22,12 @@ def plot(sweeps: list[list[Row]], out: Path) -> list[str] | None:
 
     Returns the names of the files; None without matplotlib.
     """
-    # 1. Without the library, and plots of an earlier run.
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return None
     for old in out.glob("acceptance-*-by-*.png"):
         old.unlink()
-
-    # 2. The files.
     files = []
     for number, rows in enumerate(sweeps, start=1):
         for axis in axes(rows):
@@ -44,40 +41,38 @@ def plot(sweeps: list[list[Row]], out: Path) -> list[str] | None:
 
 
 def draw(figure: "Figure", titled: dict[str, Lines], axis: str) -> None:
-    """The panels side by side, with one legend and one colour per line."""
-    # 1. Colours.
+    """The panels side by side with error bars, with one legend and one colour per line.
+
+    α* is dashed, and level if it has no place on the axis.
+    """
     from matplotlib import colormaps
 
     names = dict.fromkeys(name for lines in titled.values() for name in lines)
     colours = dict(zip(names, cycle(colormaps["tab20"].colors), strict=False))
-
-    # 2. Panels.
     parts = figure.subplots(1, len(titled), sharey=True, squeeze=False)[0]
     handles: dict[str, Artist] = {}
     for part, (title, lines) in zip(parts, titled.items(), strict=True):
         for name, rows in lines.items():
-            draw_line(part, name, rows, axis, colours[name])
+            rates, colour = [row["rate"]["value"] for row in rows], colours[name]
+            if axis not in rows[0]["at"]:
+                part.axhline(rates[0], color=colour, ls="--", label=name)
+                continue
+            errors = [row["rate"]["error"] or 0 for row in rows]
+            style = "--" if name.startswith("α*") else "o-"
+            part.errorbar(
+                [row["at"][axis] for row in rows],
+                rates,
+                errors,
+                fmt=style,
+                ms=3,
+                color=colour,
+                label=name,
+            )
         drawn, labels = part.get_legend_handles_labels()
         handles |= dict(zip(labels, drawn, strict=True))
         part.set(title=title, xlabel=AXES.get(axis, axis))
-
-    # 3. The legend.
     parts[0].set_ylabel("acceptance rate")
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
-
-
-def draw_line(
-    part: "Axes", name: str, rows: list[Row], axis: str, colour: tuple[float, float, float]
-) -> None:
-    """Rates along the axis with error bars. α* is dashed, and level if it has no place there."""
-    rates = [row["rate"]["value"] for row in rows]
-    if axis not in rows[0]["at"]:
-        part.axhline(rates[0], color=colour, ls="--", label=name)
-        return
-    x = [row["at"][axis] for row in rows]
-    errors = [row["rate"]["error"] or 0 for row in rows]
-    style, size = ("--", None) if name.startswith("α*") else ("o-", 3)
-    part.errorbar(x, rates, errors, fmt=style, ms=size, color=colour, label=name)
 
 
 def axes(rows: list[Row]) -> list[str]:

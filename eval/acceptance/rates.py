@@ -1,14 +1,15 @@
 """Acceptance rates of schemes at collected positions, stated and measured, beside their α*."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.eval.acceptance.collect import Logits
 from treespec.eval.acceptance.config import Case
+from treespec.eval.acceptance.sources import Coordinates, Logits
 from treespec.shaping.sampling import SamplingParams, probs, sample
 from treespec.verify.rates import OPTIMA, measured
 from treespec.verify.scheme import Scheme
@@ -16,20 +17,64 @@ from treespec.verify.scheme import Scheme
 ELEMENTS = 1 << 24  # most elements of a [rows, V] tensor: 64 MiB in float32
 
 
+class Mean(TypedDict):
+    """A mean and its standard error; None where one group gives no error."""
+
+    value: float
+    error: float | None
+
+
+class Row(TypedDict):
+    """One method at one place, as a rate over all positions.
+
+    at: temperature, draft (its temperature), draws and, for given distributions, which. method: a
+    scheme's name, or for α* how its draws are made. optimum: whether the row is α*. drawn: how the
+    method's draws are made, where α* of that is known. positions, groups: their numbers; a group is
+    a question or text. rate: α or α*; its error is over positions, by group, and at least `noise`:
+    the Monte-Carlo error of a rate that no formula states. gap: α* - α of the same draws, with an
+    error alike. measured: the share of sampled outputs that were draws; its error is that of
+    sampling.
+    """
+
+    at: Coordinates
+    method: str
+    optimum: bool
+    drawn: str | None
+    positions: int
+    groups: int
+    rate: Mean
+    noise: float | None
+    gap: Mean | None
+    measured: Mean | None
+
+
+class AcceptanceResult(TypedDict):
+    """What OUT/acceptance.json holds.
+
+    left_out: why each scheme that is missing does not fit. plots: names of the plots; None without
+    matplotlib. sweeps: the rows of each sweep.
+    """
+
+    config: dict[str, object]
+    environment: dict[str, object]
+    left_out: dict[str, str]
+    plots: list[str] | None
+    sweeps: list[list[Row]]
+
+
 @dataclass(frozen=True)
 class MethodRates:
     """The acceptance rates of one scheme, or α*, at n positions.
 
     method: the scheme's name, or for α* how its draws are made. drawn: how the draws are made,
-    where α* of that is known. values: [n] rates. errors: [n] their Monte-Carlo standard errors;
-    None: a formula states them. hits: [n] the share of sampled outputs that were draws; None for
-    α*.
+    where α* of that is known. values: [n] rates. errors: [n] their Monte-Carlo standard errors, 0
+    where a formula states them. hits: [n] the share of sampled outputs that were draws; None for α*.
     """
 
     method: str
     drawn: str | None
     values: Tensor
-    errors: Tensor | None = None
+    errors: Tensor
     hits: Tensor | None = None
 
     @property
@@ -49,31 +94,42 @@ def rate(
     chunks: dict[tuple[str, bool], list[MethodRates]] = {}
     refused: dict[str, str] = {}
     rows = max(1, ELEMENTS // logits.p.shape[1])
-    temperatures = (case.temperature, *case.draft_temperatures)
-    params = [SamplingParams(t, case.top_k, case.top_p) for t in temperatures]
+    target, *of_draws = (
+        SamplingParams(t, case.top_k, case.top_p)
+        for t in (case.temperature, *case.draft_temperatures)
+    )
     for p_logits, q_logits in zip(logits.p.split(rows), logits.q.split(rows), strict=True):
-        p = probs(p_logits.to(generator.device), params[0])  # [B, V]
-        laws = [probs(q_logits.to(generator.device), of_draw) for of_draw in params[1:]]
+        p = probs(p_logits.to(generator.device), target)  # [B, V]
+        laws = [probs(q_logits.to(generator.device), params) for params in of_draws]
         q = laws[0] if len(laws) == 1 else torch.stack(laws, dim=1)  # [B, V] or [B, K, V]
 
-        # 2. The schemes that take such draws and laws.
+        # 2. The schemes that take such draws, and α* of their draws; it is known for draws from one distribution.
         rated = []
         for name, scheme in schemes.items():
             try:
-                rated.append(_rated(name, scheme, p, q, case.draws, samples, generator))
+                found = measured(scheme, p, q, case.draws, generator, samples)
+                hits = trials(scheme, p, q, case.draws, samples, generator)
             except InputError as error:
                 refused[name] = str(error).partition(";")[0]
-
-        # 3. α* of their draws; it is known for draws from one law.
+            else:
+                tensors = (found.value.cpu(), found.error.cpu(), hits.cpu())
+                rated.append(MethodRates(name, scheme.drawing, *tensors))
         drawn = {rates.drawn for rates in rated} if q.dim() == 2 else set()
-        for kind in OPTIMA:
-            if kind in drawn:
-                rated.append(MethodRates(kind, kind, OPTIMA[kind](p, q, case.draws).cpu()))
+        for kind in (kind for kind in OPTIMA if kind in drawn):
+            values = OPTIMA[kind](p, q, case.draws).cpu()
+            rated.append(MethodRates(kind, kind, values, torch.zeros_like(values)))
         for rates in rated:
             chunks.setdefault((rates.method, rates.optimum), []).append(rates)
 
-    # 4. All positions; a scheme refused in one chunk is left out everywhere.
-    joined = [_joined(parts) for (name, _), parts in chunks.items() if name not in refused]
+    # 3. All positions; a scheme refused in one chunk is left out everywhere.
+    joined = []
+    for (name, optimum), parts in chunks.items():
+        if name not in refused:
+            values = torch.cat([part.values for part in parts])
+            errors = torch.cat([part.errors for part in parts])
+            shares = [part.hits for part in parts if part.hits is not None]
+            of_outputs = torch.cat(shares) if shares else None
+            joined.append(MethodRates(name, parts[0].drawn, values, errors, of_outputs))
     return joined, refused
 
 
@@ -93,34 +149,64 @@ def trials(
     return torch.cat(hits).view(len(p), samples).double().mean(1)
 
 
-def _rated(
-    name: str,
-    scheme: Scheme,
-    p: Tensor,
-    q: Tensor,
-    k: int,
-    samples: int,
-    generator: torch.Generator,
-) -> MethodRates:
-    """One scheme's rates, from its formula or by Monte Carlo.
+def rows_of(
+    rated: list[MethodRates], case: Case, group: Tensor, samples: int, names: Sequence[Coordinates]
+) -> Iterator[Row]:
+    """A row per method; with given distributions, a row per pair of them and method.
 
-    Raises InputError if the scheme cannot draw so.
+    group: [n] int64. names: what names each pair; (): all positions are one place.
     """
-    values, errors = scheme.acceptance_rate(p, q, k), None
-    if values is None:
-        estimate = measured(scheme, p, q, k, generator, samples)
-        values, errors = estimate.value, estimate.error.cpu()
-    hits = trials(scheme, p, q, k, samples, generator)
-    return MethodRates(name, scheme.drawing, values.cpu(), errors, hits.cpu())
+    # 1. The places, and the positions [m] of each.
+    here: Coordinates = {"temperature": case.temperature, "draft": case.draft, "draws": case.draws}
+    every = torch.arange(len(group))
+    places = [(name | here, every[i : i + 1]) for i, name in enumerate(names)] or [(here, every)]
+
+    # 2. Each method at each place, beside the α* of its draws.
+    optima = {rates.drawn: rates.values for rates in rated if rates.optimum}
+    for at, positions in places:
+        groups = group[positions]
+        for rates in rated:
+            noise, gap = None, None
+            if rates.errors[positions].any():
+                noise = float(rates.errors[positions].square().sum().sqrt()) / len(positions)
+            if rates.drawn in optima and not rates.optimum:
+                gap = average((optima[rates.drawn] - rates.values)[positions], groups, noise)
+            hits: Mean | None = None
+            if rates.hits is not None:
+                shares = rates.hits[positions]
+                variance = (shares * (1 - shares)).sum() / (samples - 1)
+                hits = {
+                    "value": float(shares.mean()),
+                    "error": float(variance.sqrt() / len(shares)),
+                }
+            yield {
+                "at": at,
+                "method": rates.method,
+                "optimum": rates.optimum,
+                "drawn": rates.drawn,
+                "positions": len(positions),
+                "groups": len(groups.unique()),
+                "rate": average(rates.values[positions], groups, noise),
+                "noise": noise,
+                "gap": gap,
+                "measured": hits,
+            }
 
 
-def _joined(parts: Sequence[MethodRates]) -> MethodRates:
-    """The chunks of one method, end to end."""
+def average(values: Tensor, group: Tensor, noise: float | None = None) -> Mean:
+    """The mean over positions and its standard error.
 
-    def together(tensors: Iterable[Tensor | None]) -> Tensor | None:
-        present = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(present) if present else None
-
-    values = torch.cat([part.values for part in parts])
-    errors, hits = together(p.errors for p in parts), together(p.hits for p in parts)
-    return MethodRates(parts[0].method, parts[0].drawn, values, errors, hits)
+    values: [n]. group: [n] int64; groups differ in size, so the mean is a ratio of totals over
+    groups, and its error follows by linearisation: sqrt(G / (G - 1) · Σ_g (Σ_{i in g} (x_i -
+    mean))²) / n. noise: the Monte-Carlo error of the mean. The groups' spread holds it already, but
+    a few groups may show less: the error is never below it.
+    """
+    values = values.double()
+    mean, groups = values.mean(), len(group.unique())
+    if groups == 1:
+        return {"value": float(mean), "error": noise}
+    sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(
+        0, group, values - mean
+    )
+    error = float((sums.square().sum() * groups / (groups - 1)).sqrt() / len(values))
+    return {"value": float(mean), "error": max(error, noise or 0.0)}

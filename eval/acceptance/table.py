@@ -8,7 +8,7 @@ and a column per method.
 import math
 from collections.abc import Callable, Sequence
 
-from treespec.eval.acceptance.result import AcceptanceResult, Mean, Row
+from treespec.eval.acceptance.rates import AcceptanceResult, Mean, Row
 from treespec.eval.report import Report, Table
 
 WIDTH = 8  # columns side by side
@@ -22,31 +22,26 @@ def report_of(result: AcceptanceResult) -> Report:
 
 def tables_of(rows: Sequence[Row]) -> list[Table]:
     """The rates of one sweep: α, its distance to α*, and the measured rate."""
-    # 1. What stands in a cell of each kind of table, and what names its line and column.
     kinds: dict[str, Callable[[Row], str]] = {
         "Acceptance rate α in %": lambda row: _percent(row["rate"]),
         "Below α* of its own draws, in points": lambda row: _percent(row["gap"], digits=2),
         "Measured on sampled outputs, in %": lambda row: _percent(row["measured"]),
     }
     varies, fixed = coordinates(rows)
+    everywhere = place_of(rows[0], fixed)
     by_law = set(rows[0]["at"]) > {"temperature", "draft", "draws"}
-    places = list(dict.fromkeys(place_of(row, varies, " ") for row in rows))
-    everywhere = place_of(rows[0], fixed, " ")
-
-    # 2. The cells of each kind that hold something.
     tables = []
     for kind, cell in kinds.items():
-        cells = {(label(row), place_of(row, varies, " ")): cell(row) for row in in_order(rows)}
-        cells = {at: text for at, text in cells.items() if text}
-        if not cells:
-            continue
-        methods = list(dict.fromkeys(method for method, _ in cells))
-        lines, columns = methods, places
-        if by_law:
-            cells = {(place, method): text for (method, place), text in cells.items()}
-            lines, columns = places, methods
+        # 1. The cells that hold something, by line and column.
+        cells = {}
+        for row in in_order(rows):
+            line, column = label(row), place_of(row, varies)
+            if text := cell(row):
+                cells[(column, line) if by_law else (line, column)] = text
+        lines = list(dict.fromkeys(line for line, _ in cells))
+        columns = list(dict.fromkeys(column for _, column in cells))
 
-        # 3. Tables of at most WIDTH columns.
+        # 2. Tables of at most WIDTH columns.
         title = kind + (f" ({everywhere})" if everywhere else "")
         for start in range(0, len(columns), WIDTH):
             part = columns[start : start + WIDTH]
@@ -57,10 +52,9 @@ def tables_of(rows: Sequence[Row]) -> list[Table]:
 
 def coordinates(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """(names of coordinates that vary among the rows, names of those that do not)."""
-    first = rows[0]["at"]
     names = dict.fromkeys(name for row in rows for name in row["at"])
     varies = [name for name in names if len({str(row["at"].get(name)) for row in rows}) > 1]
-    fixed = [name for name, value in first.items() if name not in varies and value != "same"]
+    fixed = [n for n, value in rows[0]["at"].items() if n not in varies and value != "same"]
     return (varies, fixed) if varies else (fixed, [])
 
 
@@ -75,8 +69,8 @@ def verdict(sweeps: Sequence[Sequence[Row]]) -> list[str]:
         # 1. The best methods at each place; none if all are equal there.
         varies, _ = coordinates(rows)
         best: dict[tuple[str, ...], list[str]] = {}
-        for place in dict.fromkeys(place_of(row, varies, " ") for row in rows):
-            here = [row for row in rows if place_of(row, varies, " ") == place]
+        for place in dict.fromkeys(place_of(row, varies) for row in rows):
+            here = [row for row in rows if place_of(row, varies) == place]
             optima = {row["drawn"]: row["rate"]["value"] for row in here if row["optimum"]}
             rates = [
                 (min(row["rate"]["value"], optima.get(row["drawn"], 1.0)), row["noise"] or 0.0, row)
@@ -110,11 +104,12 @@ def label(row: Row) -> str:
     return f"α* {row['method']}" if row["optimum"] else row["method"]
 
 
-def place_of(row: Row, names: Sequence[str], gap: str) -> str:
+def place_of(row: Row, names: Sequence[str], gap: str = " ") -> str:
     """The row's coordinates of these names: T=0.6 K=2. gap: the text between them."""
     short = {"temperature": "T", "draws": "K"}
     parts = {short.get(name, name): row["at"][name] for name in names if name in row["at"]}
-    return gap.join(f"{name}={_short(value)}" for name, value in parts.items())
+    shown = {name: f"{at:.3g}" if isinstance(at, float) else str(at) for name, at in parts.items()}
+    return gap.join(f"{name}={at}" for name, at in shown.items())
 
 
 def notes(result: AcceptanceResult) -> list[str]:
@@ -149,10 +144,6 @@ def notes(result: AcceptanceResult) -> list[str]:
     if result["left_out"]:
         lines.append(f"Left out where they do not fit: {'; '.join(result['left_out'].values())}.")
     return lines
-
-
-def _short(value: str | float) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _percent(mean: Mean | None, digits: int = 1) -> str:

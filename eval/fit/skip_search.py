@@ -7,7 +7,7 @@ attention and MLP. It maximises measured tokens a second on prompts of held-out 
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ from treespec.draft.models.skip import SkipProposer, refuse_what_cannot_skip
 from treespec.draft.models.skip_set import SkipSet, save_skip_set
 from treespec.errors import InputError
 from treespec.eval.common import Step
-from treespec.eval.fit.skip_config import SkipConfig
+from treespec.eval.fit.config import SkipConfig
 from treespec.eval.loading import load_models
 from treespec.files.atomic import check_writable
 from treespec.model.target import Target
@@ -29,26 +29,10 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
-class Finding(TypedDict):
-    """What OUT holds. one_at_a_time: tokens/s of one-token decoding. layers: L of the target.
-
-    attention, mlp: numbers of the layers whose attention or MLP drafts skip.
-    """
-
-    target: str
-    architecture: str
-    tokens_per_second: float
-    one_at_a_time: float
-    trials: int
-    layers: int
-    attention: tuple[int, ...]
-    mlp: tuple[int, ...]
-
-
 def search_skip_set(
     config: SkipConfig, report: Callable[[Step], None] = lambda step: None
-) -> Finding:
-    """Write OUT and return what it holds.
+) -> dict[str, Any]:
+    """Write OUT and return what it holds: tokens/s with the skip set and one at a time, and the set.
 
     Raises InputError without optuna, for files and models that cannot be used, and for text without
     a prompt.
@@ -74,7 +58,7 @@ def search_skip_set(
     best, best_speed, tried = search(speed, target.layers, *limits, report)
 
     # 3. The file.
-    finding: Finding = {
+    finding = {
         "target": config.target,
         "architecture": type(target.model).__name__,
         "tokens_per_second": round(best_speed, 3),
@@ -84,7 +68,7 @@ def search_skip_set(
         "attention": best.attention,
         "mlp": best.mlp,
     }
-    save_skip_set(best, config.out, {**finding})
+    save_skip_set(best, config.out, finding)
     return finding
 
 
@@ -131,18 +115,18 @@ def search(
 
 def choices_of(skipped: SkipSet) -> dict[str, int]:
     """A skip set as the parameters of a trial: 1 for a sublayer that is skipped, else 0."""
-    sublayers = {"attention": skipped.attention, "mlp": skipped.mlp}
+    sublayers, layers = {"attention": skipped.attention, "mlp": skipped.mlp}, range(skipped.layers)
     return {
-        f"{part} {layer}": int(layer in numbers)
-        for part, numbers in sublayers.items()
-        for layer in range(skipped.layers)
+        f"{part} {layer}": int(layer in own) for part, own in sublayers.items() for layer in layers
     }
 
 
 def skip_set(layers: int, skips: Callable[[str], int]) -> SkipSet:
     """The skip set of a trial. skips: the name of a parameter -> 1 or 0."""
-    attention = tuple(layer for layer in range(layers) if skips(f"attention {layer}"))
-    mlp = tuple(layer for layer in range(layers) if skips(f"mlp {layer}"))
+    attention, mlp = (
+        tuple(layer for layer in range(layers) if skips(f"{part} {layer}"))
+        for part in ("attention", "mlp")
+    )
     return SkipSet(layers, attention, mlp)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from treespec.cli.early import begin, check_file, check_pairing, check_text
 from treespec.cli.options import takes
-from treespec.eval.fit.skip_config import SkipConfig
+from treespec.eval.fit.config import SkipConfig
 
 
 @takes(SkipConfig)

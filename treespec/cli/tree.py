@@ -2,7 +2,7 @@
 
 from treespec.cli.early import begin, check_file, check_questions, check_text
 from treespec.cli.options import takes
-from treespec.eval.fit.tree_config import TreeConfig
+from treespec.eval.fit.config import TreeConfig
 
 
 @takes(TreeConfig)
@@ -15,7 +15,7 @@ def tree(config: TreeConfig) -> None:
     begin(config, [f"head:{config.head}"])
     from treespec.cli.progress import remark, show_result, with_progress
     from treespec.decoding.stats import TAU
-    from treespec.eval.fit.tree import make_tree
+    from treespec.eval.fit.head import make_tree
     from treespec.eval.report import Report, Table
 
     # 2. Measure, and make the tree.

@@ -12,6 +12,7 @@ from treespec.trees.ranges import Range
 from treespec.trees.shape import Policy
 
 Value = int | float | tuple[float, ...]
+REFERENCE = "otm-lp"  # a scheme of `treespec acceptance` alone
 MOST = 1000  # tokens: the largest value of a draw
 
 
@@ -63,7 +64,6 @@ SCHEMES = {
                 "draft-temperatures": TEMPERATURES,
             },
         ),
-        Facts("otm-lp"),
         Facts(
             "optimal",
             sure_tokens=True,
@@ -138,6 +138,10 @@ def known_scheme(
     """
     # 1. The scheme.
     name, _, rest = spec.partition(":")
+    if name == REFERENCE:
+        raise InputError(
+            f"verifier {name} does not decode: see its rates by treespec acceptance --verifier {name}"
+        )
     if name not in SCHEMES:
         names = [*SCHEMES, *beside]
         raise InputError(

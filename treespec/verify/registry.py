@@ -10,7 +10,6 @@ from treespec.verify.is_lp import IsLp
 from treespec.verify.kseq import KSeq
 from treespec.verify.layer import Layer
 from treespec.verify.optimal import Optimal
-from treespec.verify.otm_lp import OtmLp
 from treespec.verify.partial import takes_layers
 from treespec.verify.rrs import RRS
 from treespec.verify.rrs_wo import RRSWithoutReplacement
@@ -32,7 +31,6 @@ SCHEMES: dict[str, Scheme] = {
         SpecHub(),
         Greedy(),
         IsLp(),
-        OtmLp(),
         Optimal(),
         TopK(),
         Typical(),

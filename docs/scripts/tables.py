@@ -11,12 +11,10 @@ from treespec.draft.model_free.options import OPTIONS
 from treespec.draft.pairing import check_named
 from treespec.draft.sources import SOURCES
 from treespec.errors import InputError
-from treespec.trees import policy as policies
-from treespec.trees.policy import policy
+from treespec.trees.policy import POLICIES, policy
 from treespec.verify.facts import NAMES as VERIFIERS
 from treespec.verify.registry import SCHEMES, verifier_by_name
 
-TREES = getattr(policies, "POLICIES", None) or policies.NAMES  # the table of --tree
 HEAD = "head:ORGANISATION/HEAD"  # on the hub, so of any kind: any verifier and tree may have it
 SHAPES = {  # the column of a tree, and an instance of it
     "chain": "chain:2",
@@ -45,11 +43,6 @@ VERIFIER_WORDS = {  # what it is, and where it is from
     "spechub": ("two draws, one of them the likeliest token", "SpecHub, Sun et al. 2024"),
     "greedy": ("the likeliest tokens, and one draw from the rest", "Hu et al. 2025"),
     "is-lp": ("independent draws, one selected by a linear program", "Khisti et al. 2025"),
-    "otm-lp": (
-        "independent draws, optimal transport by its whole linear program; for tests and "
-        "vocabularies of tens of tokens",
-        "SpecTr, Sun et al. 2023",
-    ),
     "optimal": (
         "the likeliest tokens and independent draws, coupled in closed form to reach the optimal "
         "acceptance rate α*",
@@ -203,9 +196,9 @@ def verifiers() -> str:
 
 def trees() -> str:
     """All values of --tree."""
-    expect("trees", TREES, TREE_WORDS)
+    expect("trees", POLICIES, TREE_WORDS)
     rows = []
-    for name in TREES:
+    for name in POLICIES:
         values, what, source = TREE_WORDS[name]
         tree: Any = policy(values.split("`")[1])
         options = "" if hasattr(tree, "paths") else options_of(tree)

@@ -1,7 +1,4 @@
-"""Optimal transport by its whole linear program (Sun et al. 2023, SpecTr).
-
-It is the reference of all other schemes at small vocabularies.
-"""
+"""Optimal transport by its whole linear program (Sun et al. 2023, SpecTr): the reference at small vocabularies."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -12,6 +9,8 @@ from typing import ClassVar, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
 from torch import Tensor
 
 from treespec.errors import InputError
@@ -48,40 +47,42 @@ def sets_drawn(q: Law, k: int) -> dict[frozenset[int], float]:
     number = sum(comb(len(likely), j) for j in range(1, k + 1))
     if number > LARGEST:
         raise InputError(
-            f"verifier otm-lp: {k} draws of {len(likely)} tokens make {number} sets, its program "
-            f"takes at most {LARGEST}; take optimal, which accepts as much"
+            f"otm-lp: {k} draws of {len(likely)} tokens make {number} sets, its program takes at most "
+            f"{LARGEST}; take optimal, which accepts as much"
         )
     sets = {frozenset[int](): 1.0}
     for _ in range(k):
         longer: dict[frozenset[int], float] = defaultdict(float)
         for drawn, mass in sets.items():
-            for x, chance in likely.items():
-                longer[drawn | {x}] += mass * chance
+            for x, probability in likely.items():
+                longer[drawn | {x}] += mass * probability
         sets = longer
     return sets
 
 
 @lru_cache(maxsize=64)
 def solve(p: Law, q: Law, k: int) -> Transport:
-    """The transport with most mass from k draws of q to their tokens, at most p(x) to token x.
-
-    The solver keeps its bounds within a tolerance only, so each excess is scaled away.
-    """
-    # 1. Solve the program over all pairs of a set and a token of it.
+    """The transport with most mass from k draws of q to their tokens, at most p(x) to token x."""
+    # 1. The program: a variable for each pair of a set (row) and a token of it, a bound for each set and token.
     drawn = sets_drawn(q, k)
-    mass = np.zeros((len(drawn), len(p)))
-    pairs = [(row, x) for row, tokens in enumerate(drawn) for x in tokens if p[x] > 0]
     target, supply = np.array(p), np.array(list(drawn.values()))
-    if pairs:
-        rows, columns = np.array(pairs).T
-        mass[rows, columns] = _program(rows, columns, supply, target)
+    mass = np.zeros((len(drawn), len(p)))
+    if not k:
+        return Transport({frozenset(): mass[0]}, target, 0.0)
+    rows, columns = np.array([(row, x) for row, tokens in enumerate(drawn) for x in tokens]).T
+    pairs = np.arange(len(rows))
+    uses = np.concatenate([rows, len(supply) + columns]), np.concatenate([pairs, pairs])
+    bounds = np.concatenate([supply, target])
+    table = csr_array((np.ones(2 * len(pairs)), uses), shape=(len(bounds), len(pairs)))
+    solution = linprog(-np.ones(len(pairs)), A_ub=table, b_ub=bounds, method="highs-ds")
+    mass[rows, columns] = np.maximum(solution.x, 0)
 
-    # 2. Keep to p and to Pr(set) exactly.
-    mass *= _share(target, mass.sum(0))
-    mass *= _share(supply, mass.sum(1))[:, None]
+    # 2. The solver keeps its bounds within a tolerance only: scale each excess away.
+    mass *= np.minimum(1, target / np.maximum(mass.sum(0), target.clip(min=1e-300)))
+    mass *= np.minimum(1, supply / np.maximum(mass.sum(1), supply))[:, None]
 
     # 3. The plan given a set, and the acceptance rate: the residual may return a draw.
-    accepted = np.divide(mass, supply[:, None], out=np.zeros_like(mass), where=mass > 0)
+    accepted = mass / supply[:, None]
     left = np.maximum(target - mass.sum(0), 0)
     refused = supply * (1 - accepted.sum(1))
     again = sum(refused[row] * left[list(tokens)].sum() for row, tokens in enumerate(drawn))
@@ -89,31 +90,8 @@ def solve(p: Law, q: Law, k: int) -> Transport:
     return Transport(dict(zip(drawn, accepted, strict=True)), left, float(rate))
 
 
-def _program(
-    rows: NDArray[np.int64], columns: NDArray[np.int64], supply: Array, target: Array
-) -> Array:
-    """[M] the mass of each pair of a set (row) and a token (column).
-
-    rows, columns: [M]. supply: [S] Pr(set). target: [V] p.
-    """
-    from scipy.optimize import linprog
-    from scipy.sparse import csr_array
-
-    pairs = np.arange(len(rows))
-    uses = np.concatenate([rows, len(supply) + columns]), np.concatenate([pairs, pairs])
-    bounds = np.concatenate([supply, target])
-    table = csr_array((np.ones(2 * len(pairs)), uses), shape=(len(bounds), len(pairs)))
-    solution = linprog(-np.ones(len(pairs)), A_ub=table, b_ub=bounds, method="highs-ds")
-    return np.maximum(solution.x, 0)
-
-
-def _share(bound: Array, used: Array) -> Array:
-    """min(1, bound / used), with 0/0 = 1."""
-    return np.minimum(1, np.divide(bound, used, out=np.ones_like(used), where=used > 0))
-
-
 def _rows(law: Tensor) -> list[Law]:
-    """The rows of a law [B, V] as tuples of floats, each normalised in float64."""
+    """The rows of probabilities [B, V] as tuples of floats, each normalised in float64."""
     law = law.double()
     return [tuple(row) for row in (law / law.sum(-1, keepdim=True)).tolist()]
 
@@ -144,11 +122,10 @@ class OtmLp(Scheme):
             accepted.append(transport.accepted[frozenset(tokens)])
             left.append(transport.left)
         every_token = torch.arange(p.shape[1], device=p.device).expand_as(p)
-        rest, chances = (torch.tensor(np.stack(rows)).to(p) for rows in (left, accepted))
-        return answer(p, rest, every_token, chances)
+        rest, probabilities = (torch.tensor(np.stack(rows)).to(p) for rows in (left, accepted))
+        return answer(p, rest, every_token, probabilities)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         check(self, q, k)
         rows = zip(_rows(p), _rows(q), strict=True)
-        rates = [solve(row_p, row_q, k).rate for row_p, row_q in rows]
-        return torch.tensor(rates, dtype=p.dtype, device=p.device)
+        return p.new_tensor([solve(row_p, row_q, k).rate for row_p, row_q in rows])

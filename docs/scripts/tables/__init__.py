@@ -1,1 +1,0 @@
-"""Tables that `pages.py` puts into the pages."""

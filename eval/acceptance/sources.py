@@ -1,0 +1,214 @@
+"""Where distributions come from: logits of target and head on text, stored ones, or given probabilities."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treespec.api.spec import Spec
+from treespec.draft.trained.kinds import KINDS, draft_steps
+from treespec.errors import InputError
+from treespec.eval.acceptance.config import AcceptanceConfig
+from treespec.eval.common import Step
+from treespec.eval.environment import describe
+from treespec.eval.loading import load_models
+from treespec.eval.questions import Question, load_questions
+from treespec.eval.texts import Passage, passages_of
+from treespec.files.atomic import read_tensors, write_tensors
+from treespec.model.identity import identity_of, target_identity
+from treespec.shaping.sampling import SamplingParams
+from treespec.text.plain import content_of
+
+Coordinates = dict[str, str | float]
+Collected = tuple["Logits", dict[str, object]]  # and the environment that they come from
+CHANGE_NO_LOGITS = {
+    *("out", "preset", "laws", "verifier", "temperature", "draws", "draft_temperature"),
+    *("top_k", "top_p", "samples", "device_map", "trust_remote_code"),
+}
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Logits of target and draft for the same token, at n positions.
+
+    p, q: [n, V] in the model's dtype. group: [n] int64, the question or text of each position.
+    """
+
+    p: Tensor
+    q: Tensor
+    group: Tensor
+
+
+# --- of models -----------------------------------------------------------------------------------
+
+
+def collected(config: AcceptanceConfig, report: Callable[[Step], None]) -> Collected:
+    """The logits of OUT/logits.safetensors, or new ones, which are written there.
+
+    Raises InputError if the file holds logits of other options, texts or models.
+    """
+    # 1. What the logits follow from.
+    SamplingParams(config.answers_temperature)  # raises for a bad value
+    file, options = Path(config.out) / "logits.safetensors", asdict(config)
+    identity = {name: value for name, value in options.items() if name not in CHANGE_NO_LOGITS}
+    questions: list[Question] = []
+    if config.text is None:
+        questions = load_questions(config.questions)[0][: config.limit]
+        content = json.dumps([asdict(question) for question in questions]).encode()
+    else:
+        content = content_of(config.text)
+    identity["content"] = hashlib.sha256(content).hexdigest()
+    if file.exists():
+        return _stored(file, config, identity)
+
+    # 2. The models' logits.
+    report(Step(0, 1, f"loading {config.target} and {config.head}"))
+    spec = load_models(config, config.head)
+    passages = passages_of(config, spec, questions, report)
+    logits = logits_of(spec, passages, config.step, config.positions, report)
+    environment = describe(spec.target)
+    about = {"identity": json.dumps(identity), "environment": json.dumps(environment)}
+    write_tensors(file, asdict(logits), about | {"models": _models(config) or ""})
+    return logits, environment
+
+
+def _stored(file: Path, config: AcceptanceConfig, identity: dict[str, object]) -> Collected:
+    """Raises InputError for a file that is damaged, or of other options, texts or models.
+
+    identity: the options and text that its logits must come from. Models that are gone are not compared.
+    """
+    tensors, about = read_tensors(
+        file, "delete it to collect the logits again, or choose another --out"
+    )
+    try:
+        theirs, environment = json.loads(about["identity"]), json.loads(about["environment"])
+        logits = Logits(*(tensors[name] for name in ("p", "q", "group")))
+        changed = [name for name, ours in identity.items() if theirs.get(name) != ours]
+        changes = [f"{name} was {theirs.get(name)}, now {identity[name]}" for name in changed]
+        models = about["models"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{file} does not hold logits of an acceptance run: choose another --out"
+        ) from error
+    if changes:
+        raise InputError(
+            f"{file} was made otherwise ({'; '.join(changes)}): choose another --out, or delete it"
+        )
+    if models != (_models(config) or models):
+        raise InputError(
+            f"target or head have changed since {file} was made: choose another --out, or delete it"
+        )
+    return logits, environment
+
+
+def _models(config: AcceptanceConfig) -> str | None:
+    """The identities of target and head; None if their files are gone."""
+    try:
+        return f"{target_identity(config.target or '', config.variant)} {identity_of(config.head or '')}"
+    except InputError:
+        return None
+
+
+def logits_of(
+    spec: Spec,
+    passages: Sequence[Passage],
+    step: int,
+    positions: int = 0,
+    report: Callable[[Step], None] = lambda step: None,
+) -> Logits:
+    """Logits at draft step `step`, on the CPU in the model's dtype.
+
+    positions: their number, evenly spread over all passages; 0 takes all. Raises InputError if the
+    head drafts fewer steps or no passage is long enough. Row t holds both distributions of token
+    t + step + 1. Step 2 on five tokens has two rows:
+
+        token      a    b    c    d    e
+        row 0                     p, q        p from the feature of c, q drafted after b
+        row 1                          p, q   p from the feature of d, q drafted after c
+    """
+    # 1. The rows of each passage's rollout whose token counts.
+    head, target = spec.head, spec.target
+    assert head is not None
+    if draft_steps(head, step) < step:
+        raise InputError(f"{head.known_as} draft {head.max_depth} tokens ahead, --step is {step}")
+    wanted = [passage.counts[step + 1 :].nonzero().squeeze(1) for passage in passages]
+    total = sum(map(len, wanted))
+    if not total:
+        raise InputError(
+            f"no text has a token to draft at step {step}: give longer texts, or a lower --step"
+        )
+
+    # 2. An even spread of them.
+    taken = torch.zeros(total, dtype=torch.bool)
+    spread = torch.linspace(0, total - 1, min(total, positions or total), dtype=torch.float64)
+    taken[spread.round().long()] = True
+    chosen = taken.split([len(rows) for rows in wanted])
+
+    # 3. Both models along each passage.
+    p, q, group = [], [], []
+    for number, passage in enumerate(passages):
+        rows = wanted[number][chosen[number]]
+        if len(rows):
+            features = target.features(passage.tokens[None], head.taps, last=True)[0]  # [T, F]
+            inputs, last = target.parted(features, head.taps)
+            tokens = passage.tokens.to(features.device)
+            *_, draft_logits = KINDS[head.kind].rollout(head, target, tokens, inputs, step)
+            p.append(target.output_logits(last[rows + step]).cpu())
+            q.append(draft_logits[rows].cpu())
+            group.append(torch.full((len(rows),), passage.group))
+        report(Step(number + 1, len(passages), "logits"))
+    return Logits(torch.cat(p), torch.cat(q), torch.cat(group))
+
+
+# --- given ---------------------------------------------------------------------------------------
+
+
+def given(path: str | None) -> tuple[Logits, list[Coordinates]]:
+    """The distributions of a JSON file, or of `figure_2`, and what names each pair in tables.
+
+    Raises InputError for a file that cannot be read or does not hold n pairs of distributions.
+    """
+    # 1. The file.
+    if path is None:
+        p, q, at = figure_2()
+    else:
+        try:
+            laws = json.loads(Path(path).read_text())
+            p, q = (torch.tensor(laws[name], dtype=torch.float64) for name in "pq")
+            at = laws.get("at") or [{"law": number} for number in range(len(p))]
+        except OSError as error:
+            raise InputError(f"cannot read laws from {path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f'{path} must hold {{"p": [[…], …], "q": [[…], …]}}, rows of one length'
+            ) from error
+
+    # 2. Over one vocabulary, without negative numbers, each summing to 1.
+    both = (
+        torch.stack([p, q]) if p.shape == q.shape and p.dim() == 2 and len(p) == len(at) else None
+    )
+    if both is None or (both < 0).any() or (both.sum(-1) - 1).abs().max() > 1e-3:
+        raise InputError(
+            f"{path}: p and q must hold equally many laws over the same tokens, each summing to 1"
+        )
+    return Logits(p.log(), q.log(), torch.arange(len(p))), at
+
+
+def figure_2() -> tuple[Tensor, Tensor, list[Coordinates]]:
+    """p, q and their names of Khisti et al. 2025, Figure 2, and of a toy example.
+
+    A uniform draft on 3 tokens against the target (t1, t2, 1 - t1 - t2), for two t1 and 13 t2.
+    """
+    p, at = [], list[Coordinates]()
+    for name, t1 in {"1/3": 1 / 3, "1/6": 1 / 6}.items():
+        for i in range(13):
+            t2 = (1 - t1) * i / 12
+            p.append([t1, t2, max(0.0, 1 - t1 - t2)])
+            at.append({"t1": name, "t2": t2})
+    q = [[1 / 3] * 3 for _ in p]
+    laws = torch.tensor([[*p, [0.1, 0.6, 0.3]], [*q, [0.5, 0.3, 0.2]]], dtype=torch.float64)
+    return laws[0], laws[1], [*at, {"law": "toy"}]

@@ -1,0 +1,195 @@
+"""The two sides of a certificate: texts of treespec, and of `model.generate` without the model's own settings."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from treespec.api.spec import Spec
+from treespec.eval.certify.draws import Cycle, watched
+from treespec.shaping.law import Law
+from treespec.shaping.sampling import SamplingParams
+from treespec.text.ending import Ending
+from treespec.text.prefix import common_prefix
+
+AT_ONCE = 16  # texts of one prompt in one call of model.generate
+# Fields of a generation config that are options of treespec, or that change no token.
+OWN = {
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "max_length", "max_new_tokens"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("transformers_version", "use_cache", "cache_implementation", "return_dict_in_generate"),
+    *("output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+    *("num_return_sequences", "disable_compile"),
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sampled text.
+
+    group: the number of its pair of prompt and distribution. params: the distribution.
+    cycles: what the witness kept; none for a plain text.
+    """
+
+    group: int
+    prompt: list[int]
+    output: list[int]
+    params: SamplingParams
+    cycles: Sequence[Cycle] = ()
+
+
+def own_texts(
+    spec: Spec,
+    prompts: Sequence[tuple[int, list[int]]],
+    params: SamplingParams,
+    batch: int,
+    **options: Any,
+) -> list[Sample]:
+    """Texts of treespec with their cycles.
+
+    prompts: (group, prompt) of each. options: further ones of `Spec.generate_all`.
+    """
+    with watched(spec) as witness:
+        outputs = spec.generate_all(
+            [prompt for _, prompt in prompts],
+            batch=batch,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            **options,
+        )
+    cycles = list(witness.texts.values()) or [[] for _ in prompts]
+    return [
+        Sample(group, prompt, output.token_ids, params, seen)
+        for (group, prompt), output, seen in zip(prompts, outputs, cycles, strict=True)
+    ]
+
+
+def own_settings(model: PreTrainedModel) -> dict[str, object]:
+    """The settings of the model's generation config that change answers and treespec ignores."""
+    config = getattr(model, "generation_config", None) or GenerationConfig()
+    defaults = GenerationConfig().to_dict() | {"num_beams": 1, "repetition_penalty": 1.0}
+    neutral: tuple[object, ...] = (None, False, 0, [], {})
+    return {
+        name: value
+        for name, value in config.to_dict().items()
+        if not (
+            name in OWN or name.startswith("_") or value in neutral or value == defaults.get(name)
+        )
+    }
+
+
+@contextmanager
+def fresh(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, `model.generate` applies its arguments and nothing else."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+@final
+class Changed(LogitsProcessor):
+    """The processors of a request for `model.generate`: each row's logits from its whole text."""
+
+    def __init__(self, law: Law, prompt: list[int]) -> None:
+        self.law, self.prompt = law, prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        answers = input_ids[:, len(self.prompt) :].tolist()
+        shaped = self.law.shape([tuple(answer) for answer in answers], scores)
+        if self.law.error:
+            raise self.law.error
+        return shaped
+
+
+@torch.no_grad()
+def plain_texts(
+    spec: Spec,
+    prompt: list[int],
+    tokens: int,
+    params: SamplingParams,
+    number: int = 1,
+    **changes: Any,
+) -> list[list[int]]:
+    """Answers of `model.generate`, by torch's own generator, which end where those of `spec` would.
+
+    tokens: the largest length. number: answers to the one prompt.
+    """
+
+    def ending() -> Ending:
+        return spec.request(prompt, max_new_tokens=tokens, **changes).ending
+
+    # 1. The options.
+    model = spec.target.model
+    law = spec.request(prompt, **changes).law
+    processors = [Changed(law, prompt)] if law.shapers else []
+    options: dict[str, object] = {"do_sample": False}
+    if not params.greedy:
+        sampling = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+        options = {"do_sample": True, **sampling}
+    inputs = torch.tensor([prompt], device=spec.target.device)
+
+    # 2. Answers, several at a time, cut where ours would end.
+    texts: list[list[int]] = []
+    with fresh(model):
+        while len(texts) < number:
+            config = GenerationConfig(
+                max_new_tokens=ending().left,
+                num_return_sequences=min(AT_ONCE, number - len(texts)),
+                eos_token_id=sorted(ending().eos) or None,
+                pad_token_id=0,
+                **options,
+            )
+            rows = model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                generation_config=config,
+                logits_processor=LogitsProcessorList(processors),
+            )
+            texts += [ending().take(row)[0] for row in rows[:, len(prompt) :].tolist()]
+    return texts
+
+
+@torch.no_grad()
+def greedy_answer(
+    spec: Spec, prompt: list[int], tokens: int, remember: bool = True, **changes: Any
+) -> dict[str, object]:
+    """Where the greedy answer differs from model.generate's, and whether rounding explains it.
+
+    Rounding explains a difference in a lower precision than float32 if the logits of the two tokens
+    are close: within twice the largest difference that the plain model shows between two shapes of
+    the same forward. remember: whether later answers may be drafted from it.
+    """
+    # 1. The two answers.
+    model = spec.target.model
+    ours = spec.generate(prompt, max_new_tokens=tokens, remember=remember, **changes).token_ids
+    [theirs] = plain_texts(spec, prompt, tokens, SamplingParams(), **changes)
+    if ours == theirs:
+        return {"different_at": None, "explained": True}
+
+    # 2. At the first difference: the two tokens' logits, and the same logits from other shapes.
+    at = common_prefix(ours, theirs)
+    margin = noise = math.inf
+    if at < min(len(ours), len(theirs)) and spec.target.dtype != torch.float32:
+        prefix = torch.tensor([prompt + theirs[:at]], device=spec.target.device)
+        cut = (prefix.shape[1] + 1) // 2
+        cache = model(prefix[:, :cut], use_cache=True).past_key_values
+        shapes = [model(prefix), model(prefix.repeat(3, 1))]
+        if cut < prefix.shape[1]:
+            shapes.append(model(prefix[:, cut:], past_key_values=cache))
+        once, *again = (shape.logits[0, -1].float() for shape in shapes)
+        noise = max(float((once - other).abs().max()) for other in again)
+        shaped = spec.request(prompt, **changes).law.shape([tuple(theirs[:at])], once[None])[0]
+        margin = abs(float(shaped[theirs[at]] - shaped[ours[at]]))
+
+    # 3. Is the margin within rounding?
+    explained = margin <= 2 * noise and math.isfinite(margin)
+    return {"different_at": at, "margin": margin, "noise": noise, "explained": explained}

@@ -1,0 +1,190 @@
+"""What is fitted to a head along a text: its calibration, a draft vocabulary, and a static tree.
+
+The text is that of `--text`, or without it the target's own answers.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treespec.api.spec import Spec
+from treespec.draft.calibration import FILE, save_calibration
+from treespec.draft.fit.calibrate import Row, calibrate
+from treespec.draft.fit.measure import times_for
+from treespec.draft.trained.kinds import KINDS, draft_steps
+from treespec.draft.vocabulary import most_frequent, save_vocabulary
+from treespec.errors import InputError
+from treespec.eval.acceptance.config import AcceptanceConfig
+from treespec.eval.common import Step
+from treespec.eval.fit.config import CalibrateConfig, TreeConfig
+from treespec.eval.loading import load_models
+from treespec.eval.questions import load_questions
+from treespec.eval.texts import Passage, passages_of
+from treespec.files.atomic import check_writable, write_text
+from treespec.heads.head import Head
+from treespec.model.target import Target
+from treespec.shaping.sampling import SamplingParams, largest, probs
+from treespec.text.plain import content_of
+from treespec.trees.medusa import expected_length, measured
+from treespec.trees.path_file import text_of
+from treespec.trees.sequoia import best_shape, best_trees, sequoia
+from treespec.trees.static import StaticTree
+
+LARGEST = 128  # most nodes of a tree whose size follows from times
+
+Report = Callable[[Step], None]
+
+
+def calibrate_head(
+    config: CalibrateConfig, report: Report = lambda step: None
+) -> tuple[Path, float | None]:
+    """Write HEAD/calibration.json; returns its path and the coverage of a new draft vocabulary.
+
+    Raises InputError for a head that is no directory, and for text that cannot be read or is too
+    short.
+    """
+    # 1. Files, before a model is loaded.
+    file = Path(config.head) / FILE
+    if not file.parent.is_dir():
+        raise InputError(f"--head {config.head} is no directory: its calibration is written there")
+    check_files(config, str(file))
+
+    # 2. The draft vocabulary. It comes first: the head takes its rows when it is loaded.
+    coverage = None
+    if config.draft_vocab:
+        report(Step(0, 1, f"loading {config.target}"))
+        spec = load_models(config, None)
+        counted = [one.tokens[one.counts] for one in passages(config, spec, report, limit=None)]
+        tokens, coverage = most_frequent(counted, config.draft_vocab, spec.target)
+        save_vocabulary(tokens, coverage, config.head)
+
+    # 3. The calibration.
+    spec, head = loaded(config, report)
+    rows = list(rows_of(spec, head, passages(config, spec, report, config.limit)))
+    report(Step(1, 1, "calibrating"))
+    fitted = calibrate(head, spec.target, rows, config.depth, config.positions, config.seed)
+    save_calibration(fitted, config.head)
+    return file, coverage
+
+
+def make_tree(
+    config: TreeConfig, report: Report = lambda step: None
+) -> tuple[StaticTree, Tensor, float]:
+    """Write the tree to OUT; returns it, the accuracies [D, R] and the τ that they predict.
+
+    Raises InputError for files and models that cannot be used, for text that is too short, and for
+    a head that is never right on it.
+    """
+    check_files(config, config.out)
+    spec, head = loaded(config, report)
+    rows = rows_of(spec, head, passages(config, spec, report, config.limit, config.temperature))
+    table = accuracies(head, spec.target, rows, config.depth, config.ranks, config.temperature)
+    if not bool(table[0].any()):
+        raise InputError(
+            f"the head {config.head} is never right on this text: no tree is worth its nodes"
+        )
+    tree = fitted_tree(config, spec, table)
+    write_text(config.out, text_of(tree))
+    return tree, table, expected_length(tree, table)
+
+
+def fitted_tree(config: TreeConfig, spec: Spec, table: Tensor) -> StaticTree:
+    """The best tree of the kind and size that `config` names. table: [D, R] accuracies.
+
+    Without a size (sequoia only) it is the one that decodes fastest by the times measured here.
+    """
+    if config.kind == "medusa":
+        return measured(table, config.nodes)
+    rates, depth = table.mean(0), len(table)
+    if config.nodes:
+        return sequoia(rates, config.nodes, depth)
+    assert spec.proposer
+    times = times_for(spec.target, spec.proposer)
+    best = best_trees(rates, LARGEST, depth)
+    nodes, depth, _ = best_shape(
+        best, torch.from_numpy(times.forward(LARGEST)), times.begin, times.step
+    )
+    return best.tree(nodes, depth)
+
+
+def check_files(config: CalibrateConfig | TreeConfig, out: str) -> None:
+    """Raises InputError for a file that cannot be written, and for a text that cannot be read."""
+    check_writable(out)
+    if config.text:
+        content_of(config.text)
+
+
+def loaded(config: CalibrateConfig | TreeConfig, report: Report) -> tuple[Spec, Head]:
+    report(Step(0, 1, f"loading {config.target} and {config.head}"))
+    spec = load_models(config, config.head)
+    assert spec.head
+    return spec, spec.head
+
+
+def passages(
+    config: CalibrateConfig | TreeConfig,
+    spec: Spec,
+    report: Report,
+    limit: int | None,
+    temperature: float = 1.0,
+) -> list[Passage]:
+    """The text to measure on. temperature: of the target's answers."""
+    text = AcceptanceConfig(
+        out=".",
+        target=config.target,
+        head=config.head,
+        text=config.text,
+        limit=limit,
+        max_new_tokens=config.max_new_tokens,
+        answers_temperature=temperature,
+        seed=config.seed,
+        template=config.template,
+    )
+    questions = [] if config.text else load_questions(config.questions)[0][:limit]
+    return passages_of(text, spec, questions, report)
+
+
+def rows_of(spec: Spec, head: Head, passages: list[Passage]) -> Iterator[Row]:
+    """(tokens [T], counts [T], features [T, F]) of each passage, on the features' device.
+
+    The features are those that the head reads, and the state after the final norm.
+    """
+    for passage in passages:
+        features = spec.target.features(passage.tokens[None], head.taps, last=True)[0]
+        yield passage.tokens.to(features.device), passage.counts.to(features.device), features
+
+
+@torch.no_grad()
+def accuracies(
+    head: Head,
+    target: Target,
+    rows: Iterator[Row],
+    depth: int,
+    ranks: int,
+    temperature: float = 0.0,
+) -> Tensor:
+    """[D, R] float64: the target's mean probability of the head's r-th most likely token at step d.
+
+    Steps and ranks count from 0. At temperature 0 it is the share of positions at which that token
+    is the target's choice. D: `depth`, or less if the head drafts less. R: `ranks`, or V if that is
+    less. rows: texts with their features (see `Row`). Raises InputError if they are too short.
+    """
+    depth, ranks = draft_steps(head, depth), min(ranks, target.vocab_size)
+    total, positions = torch.zeros(depth, ranks, dtype=torch.float64), 0
+    for tokens, counts, features in rows:
+        # 1. The target's probabilities of token t + 1 in row t, [T, V].
+        inputs, last = target.parted(features, head.taps)
+        p = probs(target.output_logits(last), SamplingParams(temperature))
+
+        # 2. The positions whose first draft counts; draft step d from t is of token t + d + 2.
+        starts = max(0, len(tokens) - depth - 1)
+        chosen = counts[2 : 2 + starts].nonzero().squeeze(1)
+        positions += len(chosen)
+        for d, logits in enumerate(KINDS[head.kind].rollout(head, target, tokens, inputs, depth)):
+            top = largest(logits[chosen], ranks)[1]
+            total[d] += p[chosen + d + 1].gather(1, top).sum(0).double().cpu()
+    if not positions:
+        raise InputError("the text is too short to measure a head on: give longer conversations")
+    return total / positions

@@ -7,93 +7,47 @@ the pairs of the text (a feature, and the token after it) a forward has a block 
     positions     0 1 2 …        …             that of the last token, and on from it
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from treespec.heads.head import Config, OutputPath, Tensors
+from treespec.heads.head import Embed, Head, OutputPath
 from treespec.heads.layers import KeyValues
 
-Embed = Callable[[Tensor], Tensor]  # [...] tokens -> [..., H] the first layer's input
 
+class Pairs(NamedTuple):
+    """n new pairs of each text, and what a forward over them and a block of S rows sees.
 
-class BlockHead(nn.Module, ABC):
-    """A head that drafts `max_depth` levels at once.
-
-    block: S, the rows that it adds behind the pairs. layers: those with keys and values.
+    tokens: [B, n] int64, each the one after its feature. features: [B, n, F] the target's. places:
+    [B, T] the positions of all T columns. seen: [B, n + S, T] bool; a block row sees its text's
+    pairs and the whole block.
     """
 
-    kind: str
-    known_as: ClassVar[str]
-    optional: ClassVar[frozenset[str]]
-    config: Config
+    tokens: Tensor
+    features: Tensor
+    places: Tensor
+    seen: Tensor
+
+
+class BlockHead(Head):
+    """A head that drafts `max_depth` levels at once.
+
+    block: S, the rows that it adds behind the pairs. layer_count: layers with keys and values.
+    """
+
     max_depth: int
-    taps: tuple[int, ...]
     block: int
     layer_count: int
-    vocab_size: int
-
-    @property
-    @abstractmethod
-    def vocabulary(self) -> Tensor | None:
-        """[N] int64 ascending: the target's token for each draft token; None: all V, in order."""
-
-    @property
-    @abstractmethod
-    def hidden_size(self) -> int:
-        """H, the width of the states that it computes."""
-
-    @property
-    @abstractmethod
-    def feature_size(self) -> int:
-        """F, the width of the target's features, all taps together."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """The dtype of the features that it takes."""
-
-    @property
-    @abstractmethod
-    def lacks_embedding(self) -> bool:
-        """Whether it must be given the target's embedding."""
-
-    @abstractmethod
-    def settle_taps(self, layers: int) -> None:
-        """If the config names no taps, take the published ones for a target of `layers` layers."""
-
-    @abstractmethod
-    def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
-        """Take the target's embedding [V, E] in place of an equal copy of it, or of none."""
-
-    @abstractmethod
-    def restrict(self, tokens: Tensor, target: OutputPath) -> None:
-        """Draft only these of the target's tokens from now on, [N] int64 ascending."""
-
-    @abstractmethod
-    def fill(self, tensors: Tensors) -> None:
-        """Take a checkpoint's tensors. Raises ValueError where they contradict each other."""
 
     @abstractmethod
     def run(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        roots: Tensor | None,
-        places: Tensor,
-        seen: Tensor,
-        caches: Sequence[KeyValues],
-        embed: Embed,
+        self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
     ) -> tuple[Tensor | None, Tensor]:
-        """One forward over n new pairs of each text, and over a block unless `roots` is None.
+        """One forward over new pairs, and over a block unless `roots` is None.
 
-        tokens: [B, n] int64, each the one after its feature. features: [B, n, F] the target's.
-        roots: [B] the texts' last tokens. places: [B, T] the positions of all T columns.
-        seen: [B, n + S, T] bool; a block row sees its text's pairs and the whole block.
-        caches: of each layer. embed: the target's own embedding.
+        roots: [B] the texts' last tokens. caches: of each layer. embed: the target's own embedding.
         Returns the pairs' states [B, n, H], if it has any, and the block's [B, S, H].
         """
 

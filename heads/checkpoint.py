@@ -1,7 +1,8 @@
-"""Head directories: `config.json` with a file of tensors, by the names of `treespec.heads.tensors`.
+"""Head directories: `config.json` with a file of tensors, by the names of `treespec.heads.names`.
 
 Each file carries a checksum, which `load_head` verifies. `save_head` writes each file under a
-temporary name and renames it, so a kill leaves the old file or the new one.
+temporary name and renames it, so a kill leaves the old file or the new one. From a pickle nothing
+but tensors is loaded.
 """
 
 import json
@@ -9,18 +10,18 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from treespec.heads import checksum
-from treespec.heads.head import Config, Head
+from treespec.heads.head import Config, Head, Tensors
 from treespec.heads.known import kind_of
-from treespec.heads.names import HeadError, config_of, head_folder
+from treespec.heads.names import HeadError, config_of, damaged, head_folder, inside, tensor_file
 from treespec.heads.registry import HEADS, HeadKind
-from treespec.heads.tensors import read_tensors
 
 
 def load_head(
@@ -42,21 +43,22 @@ def load_head(
     config, tensors = config_of(folder), read_tensors(folder)
     try:
         kind = HEADS[kind_of(config, tensors)]
-        config, tensors = kind.read(config, tensors)
+        build = kind.build()
+        config, tensors = resolve_name(kind.read)(config, tensors)
     except Exception as error:  # a file may say anything
         raise HeadError(f"{folder}: {_line(error)}") from error
     if norm_output is not None:
         if kind is not HEADS["eagle3"]:
-            raise HeadError(f"{folder}: norm_output is for EAGLE-3 heads, it is {kind.known_as}")
+            raise HeadError(f"{folder}: norm_output is for EAGLE-3 heads, it is {build.known_as}")
         config = config | {"norm_output": norm_output}
 
     # 2. Compare the tensors with those that the config describes.
     try:
         with torch.device("meta"):
-            described = kind.build(config)
+            described = build(config)
     except Exception as error:
         raise HeadError(
-            f"{folder / 'config.json'} does not describe {kind.known_as}: {_line(error)}"
+            f"{folder / 'config.json'} does not describe {build.known_as}: {_line(error)}"
         ) from error
     shapes = {name: value.shape for name, value in described.state_dict().items()}
     if missing := shapes.keys() - tensors.keys() - described.optional:
@@ -75,7 +77,7 @@ def load_head(
         )
 
     # 3. Build the head itself: some of its buffers follow from the config.
-    head = kind.build(config)
+    head: Head = build(config)
     try:
         head.fill(tensors)
     except ValueError as error:
@@ -95,44 +97,49 @@ def save_head(
     leave_out: names of tensors that the target has, from `head.optional`.
     Raises HeadError where it cannot be written.
     """
-    # 1. Tensors and config, each with its checksum.
-    path = Path(path)
     tensors = {
-        name: value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
+        name: value.detach().to("cpu", dtype if value.is_floating_point() else None)
         for name, value in head.state_dict().items()
         if name not in leave_out
     }
+    write_head(Path(path), checksum.sealed(head.config), tensors)
+
+
+def write_head(folder: Path, config: Config, tensors: Tensors) -> None:
+    """Write config.json and the tensors with their checksum. Raises HeadError as `save_head`.
+
+    Each file gets a temporary name first.
+    """
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
     about = {"format": "pt"}
     about[checksum.FIELD] = checksum.of_tensors(tensors, about)
-    config = json.dumps(checksum.sealed(head.config), indent=2) + "\n"
+    text = json.dumps(config, indent=2) + "\n"
     writes: dict[str, Callable[[Path], object]] = {
         "model.safetensors": lambda file: save_file(tensors, file, metadata=about),
-        "config.json": lambda file: file.write_text(config, encoding="utf-8"),
+        "config.json": lambda file: file.write_text(text, encoding="utf-8"),
     }
-
-    # 2. Write each file under a temporary name, then rename it.
     for name, write in writes.items():
-        temporary = path / f".{name}.{os.getpid()}.tmp"
+        temporary = folder / f".{name}.{os.getpid()}.tmp"
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             write(temporary)
-            os.replace(temporary, path / name)
+            os.replace(temporary, folder / name)
         except (OSError, SafetensorError) as error:
             raise HeadError(
-                f"cannot write {path / name}: {getattr(error, 'strerror', None) or error}"
+                f"cannot write {folder / name}: {getattr(error, 'strerror', None) or error}"
             ) from error
         finally:
             with suppress(OSError):  # the folder is a file: nothing was written
                 temporary.unlink(missing_ok=True)
 
 
-def _doubt(config: Config, kind: HeadKind[Any]) -> str:
+def _doubt(config: Config, kind: HeadKind) -> str:
     """Why a head's tensors may be others than its kind's: its architecture, if no reader knows it."""
     named = config.get("architectures") or config.get("model_type") or "llama"
     names = set(map(str, named if isinstance(named, list) else [named]))
     if kind.architectures and (unknown := sorted(names - {*kind.architectures, "llama"})):
-        return f"{unknown[0]} is no architecture of {kind.known_as} that treespec reads"
-    return f"is it {kind.known_as}?"
+        return f"{unknown[0]} is no architecture of {kind.build().known_as} that treespec reads"
+    return f"is it {kind.build().known_as}?"
 
 
 def _line(error: Exception) -> str:
@@ -143,3 +150,67 @@ def _line(error: Exception) -> str:
 def _names(names: Iterable[str]) -> str:
     shown = sorted(names)
     return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a head directory, by name.
+
+    Raises HeadError where there is none, or it holds something else.
+    """
+    file = tensor_file(folder)
+    return _sharded(file) if file.suffix == ".json" else _loaded(file)
+
+
+def _sharded(index: Path) -> dict[str, Tensor]:
+    try:
+        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        of_heads = {places[name] for name in places if name.startswith("medusa_head.")}
+        names = sorted(of_heads or set(places.values()))  # without the model around the heads
+        outside = [name for name in names if not inside(name)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise HeadError(
+            f"{index} is damaged: it names no files of tensors; fetch the head again"
+        ) from error
+    if outside:
+        raise HeadError(
+            f"{index} names {outside[0]!r}, a file outside the head's folder, which is not read; "
+            "fetch the head again"
+        )
+    return {name: value for file in names for name, value in _loaded(index.parent / file).items()}
+
+
+def _loaded(file: Path) -> dict[str, Tensor]:
+    if not file.is_file():
+        raise HeadError(f"{file} is missing; fetch or train the head again")
+    return _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+
+
+def _safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            names = stored.keys()
+            tensors = {name: stored.get_tensor(name) for name in names}
+            about = dict(stored.metadata() or {})
+    except Exception as error:  # safetensors raises what its header's bytes lead to
+        raise damaged(file, error) from error
+    expected = about.pop(checksum.FIELD, None)
+    if expected is not None and expected != checksum.of_tensors(tensors, about):
+        raise HeadError(
+            f"{file} is damaged, its checksum does not match; fetch or train the head again"
+        )
+    return tensors
+
+
+def _pickled(file: Path) -> dict[str, Tensor]:
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise damaged(file, error) from error
+    except Exception as error:
+        raise HeadError(
+            f"{file} holds more than tensors and is not loaded: {type(error).__name__}"
+        ) from error
+    named = isinstance(tensors, dict)
+    if not named or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise HeadError(f"{file} is no file of tensors by name; fetch or train the head again")
+    return tensors

@@ -14,6 +14,7 @@ drafts four levels.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar, cast, final
 
 import torch
@@ -21,17 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from treespec.heads.block import BlockHead, Embed, check_mask_token
-from treespec.heads.draft_map import check_mapping, mapping_of, restricted, tokens_of
-from treespec.heads.eagle3_layer import windows_of
-from treespec.heads.head import Config, OutputPath, Tensors
-from treespec.heads.layers import Attention, KeyValues, NormedLayer, RMSNorm, Rotary, rotate
-
-EMBEDDING = "embed_tokens.weight"
+from treespec.heads.block import BlockHead, Pairs, check_mask_token
+from treespec.heads.draft_map import MappedHead
+from treespec.heads.head import EMBEDDING, Config, Embed, OutputPath
+from treespec.heads.layers import Attention, KeyValues, Layer, RMSNorm, Rotary, windows_of
 
 
 @final
-class DFlashHead(BlockHead):
+class DFlashHead(MappedHead, BlockHead):
     """Parameter names are the published checkpoint's.
 
     config: Llama's fields for Qwen3's layers, and
@@ -67,44 +65,23 @@ class DFlashHead(BlockHead):
         self.layer_count = len(self.windows)
 
         # 2. The modules, by their published names.
-        tapped = len(self.taps) * (config.get("target_hidden_size") or width)
-        self.fc = nn.Linear(tapped, width, bias=False)
+        self.hidden_size = width
+        self.feature_size = len(self.taps) * (config.get("target_hidden_size") or width)
+        self.fc = nn.Linear(self.feature_size, width, bias=False)
         self.hidden_norm, self.norm = RMSNorm(width, eps=eps), RMSNorm(width, eps=eps)
-        layers = [NormedLayer(llama, qk_norm=True) for _ in self.windows]
+        layers = [Layer(llama, qk_norm=True) for _ in self.windows]
         self.layers, self.rotary = nn.ModuleList(layers), Rotary(llama)
         embedding = nn.Embedding(self.vocab_size, width).requires_grad_(False)
         self.embed_tokens: nn.Embedding | None = embedding
-        self.output: nn.Module | None = None
         self.lm_head: nn.Linear | None = None
-        self.d2t: Tensor | None
-        self.t2d: Tensor | None
         drafted = config.get("draft_vocab_size") or self.vocab_size
         if config.get("own_output"):
             self.lm_head = nn.Linear(width, drafted, bias=False)
-        self._draft(None if drafted == self.vocab_size else torch.arange(drafted))
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        return tokens_of(self.d2t)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.fc.out_features
-
-    @property
-    def feature_size(self) -> int:
-        return self.fc.in_features
+        self.draft(None if drafted == self.vocab_size else torch.arange(drafted))
 
     @property
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
-
-    @property
-    def lacks_embedding(self) -> bool:
-        return False  # `run` is given the target's
-
-    def settle_taps(self, layers: int) -> None:
-        """Its config names them."""
 
     def share_embedding(self, weight: nn.Parameter | nn.Module) -> None:
         own = self.embed_tokens  # None: `run` is given the target's, which a target may scale
@@ -113,32 +90,10 @@ class DFlashHead(BlockHead):
         if own.weight.device == weight.device and torch.equal(own.weight, weight):
             own.weight = weight
 
-    def restrict(self, tokens: Tensor, target: OutputPath) -> None:
-        drafted = self.vocabulary
-        if self.lm_head is not None:
-            self.lm_head, kept = restricted(self.lm_head, drafted, tokens)
-            self.config = self.config | {"draft_vocab_size": len(kept)}
-        else:
-            kept = tokens if drafted is None else drafted[torch.isin(drafted, tokens)]
-            self.output = target.output_rows(kept)
-        self._draft(kept)
-
-    def fill(self, tensors: Tensors) -> None:
-        if EMBEDDING not in tensors:
-            self.embed_tokens = None
-        self.load_state_dict(tensors, assign=True)
-        check_mapping(self.d2t, self.t2d, self.vocab_size)
-
     def run(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        roots: Tensor | None,
-        places: Tensor,
-        seen: Tensor,
-        caches: Sequence[KeyValues],
-        embed: Embed,
+        self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
     ) -> tuple[Tensor | None, Tensor]:
+        tokens, features, places, seen = pairs
         # 1. The features as every layer takes them, and the rows of the block.
         n, size = tokens.shape[1], 0 if roots is None else self.block
         context = self.hidden_norm(self.fc(features))
@@ -152,21 +107,13 @@ class DFlashHead(BlockHead):
 
         # 2. The layers. Without a block they take the keys and values of the features alone.
         for number, (module, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            layer = cast(NormedLayer, module)
-            keys, values = self._keys_values(layer.self_attn, context, before)
+            layer = cast(Layer, module)
+            known = layer.self_attn.keys_values(context, before)
             if roots is None:
-                cache.update(keys, values)
+                cache.update(*known)
                 continue
             mask = self._mask(number, places, seen[:, n:])
-            q, k, v = layer.self_attn.project(layer.input_layernorm(x), within)
-            keys, values = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
-            out = F.scaled_dot_product_attention(
-                *(q, *cache.update(keys, values)),
-                attn_mask=mask[:, None],
-                enable_gqa=layer.self_attn.grouped,
-            )
-            x = x + layer.self_attn.o_proj(out.transpose(1, 2).flatten(-2))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = layer(x, partial(attend, layer.self_attn, within, known, cache, mask))
         return None, self.norm(x)
 
     def _mask(self, number: int, places: Tensor, seen: Tensor) -> Tensor:
@@ -180,18 +127,6 @@ class DFlashHead(BlockHead):
             seen = seen & (places[:, None] > places[:, -size:, None] - window)
         return seen
 
-    @staticmethod
-    def _keys_values(
-        attention: Attention, x: Tensor, angles: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """[B, T, H] -> keys, rotated, and values [B, kv heads, T, D], without queries."""
-        keys, values = (
-            proj(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-            for proj in (attention.k_proj, attention.v_proj)
-        )
-        assert attention.k_norm is not None
-        return rotate(attention.k_norm(keys), *angles), values
-
     def drafted(self, last: Tensor | None, block: Tensor) -> Tensor:
         return block if self.from_anchor else block[:, 1:]
 
@@ -200,10 +135,20 @@ class DFlashHead(BlockHead):
             return self.lm_head(states)
         return target.output_logits(states, self.output)
 
-    def _draft(self, tokens: Tensor | None) -> None:
-        """Set d2t and t2d for these tokens of the target, [N]; None: all, without either.
 
-        They are saved with an output layer of the head's own.
-        """
-        for name, value in zip(("d2t", "t2d"), mapping_of(tokens, self.vocab_size), strict=True):
-            self.register_buffer(name, value, persistent=self.lm_head is not None)
+def attend(
+    attention: Attention,
+    angles: tuple[Tensor, Tensor],
+    known: tuple[Tensor, Tensor],
+    cache: KeyValues,
+    mask: Tensor,
+    x: Tensor,
+) -> Tensor:
+    """[B, S, H] rows of the block -> [B, S, H]. known: keys and values of the new features."""
+    q, *own = attention.project(x, angles)
+    keys, values = (torch.cat(pair, dim=2) for pair in zip(known, own, strict=True))
+    columns = cache.update(keys, values)
+    out = F.scaled_dot_product_attention(
+        q, *columns, attn_mask=mask[:, None], enable_gqa=attention.grouped
+    )
+    return attention.joined(out)

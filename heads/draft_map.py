@@ -6,6 +6,50 @@ d2t [Vd] int64 says that draft token i is the target's i + d2t[i], and t2d [V] b
 import torch
 from torch import Tensor, nn
 
+from treespec.heads.head import Head, OutputPath, Tensors
+
+
+class MappedHead(Head):
+    """A head that may have an output layer of its own, `lm_head`, with d2t and t2d for its rows.
+
+    output: rows of the target's output embedding, for a head without one that drafts few tokens.
+    d2t and t2d are saved with an output layer of the head's own.
+    """
+
+    lm_head: nn.Linear | None
+    output: nn.Module | None = None
+    d2t: Tensor | None
+    t2d: Tensor | None
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        if self.d2t is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
+        """Draft only these tokens from now on, [N] int64 ascending: cut lm_head, d2t and t2d."""
+        drafted, layer = self.vocabulary, self.lm_head
+        rows = tokens if drafted is None else torch.isin(drafted, tokens).nonzero().squeeze(1)
+        kept = rows if drafted is None else drafted[rows]
+        if layer is not None:
+            cut = nn.Linear(layer.in_features, len(rows), bias=False, device="meta")
+            cut.weight = nn.Parameter(layer.weight.detach()[rows])
+            self.lm_head, self.config = cut, self.config | {"draft_vocab_size": len(kept)}
+        else:
+            assert target is not None
+            self.output = target.output_rows(kept)
+        self.draft(kept)
+
+    def draft(self, tokens: Tensor | None) -> None:
+        """Set d2t and t2d for these tokens of the target, [N]; None: all, without either."""
+        for name, value in zip(("d2t", "t2d"), mapping_of(tokens, self.vocab_size), strict=True):
+            self.register_buffer(name, value, persistent=self.lm_head is not None)
+
+    def fill(self, tensors: Tensors) -> None:
+        super().fill(tensors)
+        check_mapping(self.d2t, self.t2d, self.vocab_size)
+
 
 def mapping_of(tokens: Tensor | None, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
     """d2t and t2d for these tokens of the target, [Vd] ascending; None twice for all tokens."""
@@ -14,25 +58,6 @@ def mapping_of(tokens: Tensor | None, vocab_size: int) -> tuple[Tensor | None, T
     d2t = tokens - torch.arange(len(tokens), device=tokens.device)
     t2d = torch.zeros(vocab_size, dtype=torch.bool, device=tokens.device)
     return d2t, t2d.index_fill(0, tokens, True)
-
-
-def tokens_of(d2t: Tensor | None) -> Tensor | None:
-    """[Vd] int64 ascending: the target's token for each draft token; None: all V, in order."""
-    return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
-
-
-def restricted(
-    output: nn.Linear, drafted: Tensor | None, tokens: Tensor
-) -> tuple[nn.Linear, Tensor]:
-    """The rows of an output layer for these tokens alone, and the tokens [N] that they draft.
-
-    drafted: [Vd] the target's token for each row; None: all V, in order. tokens: [N] int64
-    ascending; those that no row drafts are left out.
-    """
-    rows = tokens if drafted is None else torch.isin(drafted, tokens).nonzero().squeeze(1)
-    cut = nn.Linear(output.in_features, len(rows), bias=False, device="meta")
-    cut.weight = nn.Parameter(output.weight.detach()[rows])
-    return cut, rows if drafted is None else drafted[rows]
 
 
 def check_mapping(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int) -> None:

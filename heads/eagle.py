@@ -12,17 +12,15 @@ output path turns that into the logits of token t + 2. Five tokens:
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import ClassVar, final
+from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
-from treespec.heads.features import Attend, FeatureHead
+from treespec.heads.features import FeatureHead
 from treespec.heads.head import Config, OutputPath
-from treespec.heads.layers import Attention, DecoderLayer
-from treespec.heads.unrolled import UnrolledAttention
+from treespec.heads.layers import Attend, Attention, Layer
 
 
 @final
@@ -32,8 +30,8 @@ class EagleHead(FeatureHead):
     config: the content of config.json, Llama's fields plus `bias` (of fc, true if absent),
     `qkv_bias` (false if absent) and `embed_scale` (1 if absent; for targets that scale their
     embeddings).
-    drafted: [N] int64 ascending, the target's tokens that it drafts; None is all. output: their
-    rows of the target's output embedding. Neither is saved with the weights.
+    output: rows of the target's output embedding, for a head that is restricted to few tokens. They
+    are not saved with the weights.
     """
 
     kind: str = "eagle"
@@ -42,30 +40,19 @@ class EagleHead(FeatureHead):
     def __init__(self, config: Config) -> None:
         llama = LlamaConfig(**config)
         super().__init__(config, llama)
-        width = llama.hidden_size
+        width = self.feature_size = llama.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.get("bias", True))
-        self.layers = nn.ModuleList([DecoderLayer(llama, config.get("qkv_bias", False))])
+        layer = Layer(llama, qkv_bias=config.get("qkv_bias", False), normed=False)
+        self.layers = nn.ModuleList([layer])
         self.output: nn.Module | None = None
-        self.drafted: Tensor | None = None
-
-    @property
-    def feature_size(self) -> int:
-        return self.hidden_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of features that `step` takes; the embedding may have the target's dtype."""
         return next(self.layers.parameters()).dtype
 
     @property
-    def vocabulary(self) -> Tensor | None:
-        return self.drafted
-
-    @property
-    def layer(self) -> DecoderLayer:
-        (layer,) = self.layers
-        assert isinstance(layer, DecoderLayer)
-        return layer
+    def layer(self) -> Layer:
+        return cast(Layer, self.layers[0])
 
     @property
     def attentions(self) -> list[Attention]:
@@ -79,35 +66,18 @@ class EagleHead(FeatureHead):
         self, embeddings: Tensor, features: Tensor, attends: Sequence[Attend]
     ) -> Tensor:
         """[B, T, H] embeddings and features -> [B, T, H] the features that follow."""
-        (attend,) = attends
-        return self.layers[0](self.fc(torch.cat([embeddings, features], dim=-1)), attend)
+        return self.layer(self.fc(torch.cat([embeddings, features], dim=-1)), attends[0])
 
     def forward(self, tokens: Tensor, features: Tensor, steps: int = 1) -> list[Tensor]:
-        """Draft from every position at once, from step 2 on its own features; for training.
-
-        tokens: [B, T] int64. features: [B, R, H] the target's at the first R = T - 2 positions.
-        steps: at most R are computed.
-        Returns for each step s, from 0, the features [B, R - s, H] that the head gives: row t
-        extrapolates the target's feature at position t + s + 1.
-        """
-        hidden, attention = features, UnrolledAttention(self.layer.self_attn)
-        extrapolated: list[Tensor] = []
-        for step in range(min(steps, features.shape[1])):
-            rows = features.shape[1] - step
-            places = torch.arange(step, step + rows, device=hidden.device)
-            attend = partial(attention, angles=self.rotary(places, hidden.dtype))
-            embeddings = self.embedded(tokens[:, step + 1 : step + 1 + rows], hidden.dtype)
-            hidden = self.extrapolate(embeddings, hidden[:, :rows], [attend])
-            extrapolated.append(hidden)
-        return extrapolated
+        """The features of each draft step, as `unrolled`; for training."""
+        return list(self.unrolled(tokens, features, steps))
 
     def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
         """[..., H] features of `step` -> [..., N] logits, by the target's output path."""
         return target.output_logits(hidden, self.output)
 
     def restrict(self, tokens: Tensor, target: OutputPath) -> None:
-        """Draft only these of the target's tokens from now on, [N] int64 ascending."""
-        self.drafted, self.output = tokens, target.output_rows(tokens)
+        self.restricted, self.output = tokens, target.output_rows(tokens)
 
 
 def config_for(

@@ -16,7 +16,6 @@ Five tokens:
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import ClassVar, cast, final
 
 import torch
@@ -24,18 +23,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from treespec.heads import eagle
-from treespec.heads.draft_map import check_mapping, mapping_of, restricted, tokens_of
-from treespec.heads.eagle3_layer import Eagle3Layer, windows_of
-from treespec.heads.features import Attend, FeatureHead
-from treespec.heads.head import Config, OutputPath, Tensors
-from treespec.heads.layers import Attention, NormedLayer, RMSNorm
-from treespec.heads.unrolled import UnrolledAttention
+from treespec.heads.draft_map import MappedHead
+from treespec.heads.features import FeatureHead
+from treespec.heads.head import Config, OutputPath
+from treespec.heads.layers import Attend, Attention, Eagle3Layer, Layer, RMSNorm, windows_of
 
 TAPS = 3
 
 
 @final
-class Eagle3Head(FeatureHead):
+class Eagle3Head(MappedHead, FeatureHead):
     """Parameter names are the published checkpoint's.
 
     config: the content of config.json, Llama's fields plus
@@ -75,6 +72,7 @@ class Eagle3Head(FeatureHead):
         # 2. The modules, by their published names.
         taps, eps = len(self.taps) or TAPS, llama.rms_norm_eps
         tap_width = config.get("target_hidden_size") or width
+        self.feature_size = taps * tap_width
         self.fc = nn.Linear(taps * tap_width, width, bias=False)
         self.input_norm: RMSNorm | None = None
         self.fc_norm: nn.ModuleList | None = None
@@ -85,45 +83,30 @@ class Eagle3Head(FeatureHead):
         qk_norm = bool(config.get("qk_norm"))
         self.midlayer = Eagle3Layer(
             llama,
-            config.get("qkv_bias", False),
-            config.get("norm_before_residual", False),
+            norm_before_residual=config.get("norm_before_residual", False),
+            qkv_bias=config.get("qkv_bias", False),
             qk_norm=qk_norm,
             window=first_window,
         )
-        self.layers = nn.ModuleDict(
-            {
-                str(number): NormedLayer(llama, qk_norm=qk_norm, window=window)
-                for number, window in enumerate(windows, start=1)
-            }
-        )
+        self.layers = nn.ModuleDict()
+        for number, window in enumerate(windows, start=1):
+            self.layers[str(number)] = Layer(llama, qk_norm=qk_norm, window=window)
         self.norm = RMSNorm(width, eps=eps)
-        self.lm_head = nn.Linear(width, drafted, bias=False)
-        self.d2t: Tensor | None
-        self.t2d: Tensor | None
-        self._draft(None if drafted == self.vocab_size else torch.arange(drafted))
-
-    @property
-    def feature_size(self) -> int:
-        return self.fc.in_features
+        self.lm_head: nn.Linear = nn.Linear(width, drafted, bias=False)
+        self.draft(None if drafted == self.vocab_size else torch.arange(drafted))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of features that `step` takes; the embedding may have the target's dtype."""
         return self.norm.weight.dtype
+
+    @property
+    def later_layers(self) -> list[Layer]:
+        """The layers after the first."""
+        return [cast(Layer, layer) for layer in self.layers.values()]
 
     @property
     def attentions(self) -> list[Attention]:
         return [self.midlayer.self_attn, *(layer.self_attn for layer in self.later_layers)]
-
-    @property
-    def later_layers(self) -> list[NormedLayer]:
-        """The layers after the first."""
-        return [cast(NormedLayer, layer) for layer in self.layers.values()]
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        """[Vd] int64: the target's token for each draft token; None: all V, in order."""
-        return tokens_of(self.d2t)
 
     def forward(self, tokens: Tensor, features: Tensor, counts: Tensor, steps: int) -> list[Tensor]:
         """Draft from every position at once, on its own features (training-time test, section 3.2).
@@ -140,18 +123,8 @@ class Eagle3Head(FeatureHead):
             step 1    d  e          and is wanted where counts[t + s]
             step 2    e
         """
-        hidden = self.fuse(features)
-        unrolled = [UnrolledAttention(attention) for attention in self.attentions]
-        states = []
-        for step in range(min(steps, counts.shape[1])):
-            rows = counts.shape[1] - step
-            positions = torch.arange(step, step + rows, device=hidden.device)
-            angles = self.rotary(positions, hidden.dtype)
-            attends = [partial(attention, angles=angles) for attention in unrolled]
-            embeddings = self.embedded(tokens[:, step + 1 : step + 1 + rows], hidden.dtype)
-            hidden = self.extrapolate(embeddings, hidden[:, :rows], attends)
-            states.append(self.normed(hidden[counts[:, step:]]))
-        return states
+        steps_of = self.unrolled(tokens, self.fuse(features), steps)
+        return [self.normed(hidden[counts[:, step:]]) for step, hidden in enumerate(steps_of)]
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., F] the target's features -> [..., H] the features that a step takes."""
@@ -187,26 +160,6 @@ class Eagle3Head(FeatureHead):
     def settle_taps(self, layers: int) -> None:
         """If the config names no taps, take the published ones for a target of `layers` layers."""
         self.taps = self.taps or default_taps(layers)
-
-    def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
-        """Draft only these tokens from now on, [N] int64 ascending: cut lm_head, d2t and t2d."""
-        self.lm_head, kept = restricted(self.lm_head, self.vocabulary, tokens)
-        self.config = self.config | {"draft_vocab_size": len(kept)}
-        self._draft(kept)
-
-    def fill(self, tensors: Tensors) -> None:
-        """Take a checkpoint's tensors, with or without an embedding.
-
-        Raises ValueError where d2t and t2d disagree.
-        """
-        super().fill(tensors)
-        check_mapping(self.d2t, self.t2d, self.vocab_size)
-
-    def _draft(self, tokens: Tensor | None) -> None:
-        """Set d2t and t2d for these tokens of the target, [Vd]; None: all, without either."""
-        d2t, t2d = mapping_of(tokens, self.vocab_size)
-        self.register_buffer("d2t", d2t)
-        self.register_buffer("t2d", t2d)
 
 
 def config_for(

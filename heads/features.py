@@ -4,8 +4,8 @@ A step takes the feature at position t and the embedding of token t + 1, and ret
 t + 1. To draft deeper, the head takes the features that it returned.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -13,61 +13,32 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from treespec.heads.head import Config, OutputPath, Tensors
-from treespec.heads.layers import Attention, KeyValues, Rotary
-
-EMBEDDING = "embed_tokens.weight"
-
-Attend = Callable[[Tensor], Tensor]  # [B, T, in] -> [B, T, H]: a layer's attention at a step
+from treespec.heads.head import EMBEDDING, Config, Head, OutputPath
+from treespec.heads.layers import Attend, Attention, KeyValues, Rotary
+from treespec.heads.unrolled import UnrolledAttention
 
 
-class FeatureHead(nn.Module, ABC):
+class FeatureHead(Head):
     """A head that drafts by features. Its subclass has one decoder layer or more behind `fc`.
 
     config: the content of config.json, with Llama's fields and `embed_scale` (1 if absent; for
     targets that scale their embeddings).
-    embed_tokens: None where the checkpoint has none and no target has given its own yet.
     """
 
-    kind: str
-    known_as: ClassVar[str]
     optional: ClassVar[frozenset[str]] = frozenset({EMBEDDING})
-    max_depth: int | None = None
-    taps: tuple[int, ...] = ()
-    embed_tokens: nn.Module | None
-    fc: nn.Linear
 
     def __init__(self, config: Config, llama: LlamaConfig) -> None:
         super().__init__()
         self.config, self.vocab_size = config, llama.vocab_size
+        self.hidden_size = llama.hidden_size
         self.embed_scale = float(config.get("embed_scale", 1.0))
         self.rotary = Rotary(llama)
         embedding = nn.Embedding(llama.vocab_size, llama.hidden_size)
         self.embed_tokens = embedding.requires_grad_(False)
 
     @property
-    def hidden_size(self) -> int:
-        """H, the width of the features that `step` takes and gives."""
-        return self.fc.out_features
-
-    @property
     def lacks_embedding(self) -> bool:
         return self.embed_tokens is None
-
-    @property
-    @abstractmethod
-    def feature_size(self) -> int:
-        """F, the width of the target's features, all taps together."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """The dtype of features that `step` takes; the embedding may have the target's dtype."""
-
-    @property
-    @abstractmethod
-    def vocabulary(self) -> Tensor | None:
-        """[N] int64 ascending: the target's token for each draft token; None: all V, in order."""
 
     @property
     @abstractmethod
@@ -91,21 +62,22 @@ class FeatureHead(nn.Module, ABC):
     def logits(self, hidden: Tensor, target: OutputPath) -> Tensor:
         """[..., H] features of `step` -> [..., N] logits of the draft tokens."""
 
-    @abstractmethod
-    def restrict(self, tokens: Tensor, target: OutputPath) -> None:
-        """Draft only these of the target's tokens from now on, [N] int64 ascending."""
+    def unrolled(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """Draft from every position at once, from step 2 on the head's own features; for training.
 
-    def settle_taps(self, layers: int) -> None:
-        """If the config names no taps, take the published ones for a target of `layers` layers."""
-
-    def fill(self, tensors: Tensors) -> None:
-        """Take a checkpoint's tensors, whose names and shapes are right, with or without embedding.
-
-        Raises ValueError where they contradict each other.
+        tokens: [B, T] int64. features: [B, R, H] fused, of the first R = T - 2 positions. steps: at
+        most R are computed. Yields for each step s, from 0, the features [B, R - s, H] that follow:
+        row t stands for position t + s + 1.
         """
-        if EMBEDDING not in tensors:
-            self.embed_tokens = None
-        self.load_state_dict(tensors, assign=True)
+        attentions = [UnrolledAttention(attention) for attention in self.attentions]
+        for step in range(min(steps, features.shape[1])):
+            rows = tokens.shape[1] - 2 - step
+            positions = torch.arange(step, step + rows, device=features.device)
+            angles = self.rotary(positions, features.dtype)
+            attends = [partial(attention, angles=angles) for attention in attentions]
+            embeddings = self.embedded(tokens[:, step + 1 : step + 1 + rows], features.dtype)
+            features = self.extrapolate(embeddings, features[:, :rows], attends)
+            yield features
 
     def step(
         self,

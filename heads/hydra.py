@@ -13,16 +13,16 @@ norm. It runs over all hidden states up to position t, and its output takes the 
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, final
+from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from treespec.heads.depths import DepthHeads, ResBlock, last_linear
 from treespec.heads.head import Config
 from treespec.heads.known import ARCHITECTURES
-from treespec.heads.layers import KeyValues, NormedLayer, RMSNorm, Rotary
+from treespec.heads.layers import KeyValues, Layer, RMSNorm, Rotary
+from treespec.heads.medusa import DepthHeads, ResBlock, last_linear
 
 
 @final
@@ -31,7 +31,7 @@ class Prefix(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([NormedLayer(config)])
+        self.layers = nn.ModuleList([Layer(config)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config)
 
@@ -46,8 +46,7 @@ class Prefix(nn.Module):
 
         mask, cache: as for `EagleHead.step`.
         """
-        (layer,) = self.layers
-        assert isinstance(layer, NormedLayer)
+        layer = cast(Layer, self.layers[0])
         angles = self.rotary(positions, states.dtype)
 
         def attend(x: Tensor) -> Tensor:
@@ -93,7 +92,6 @@ class HydraHead(DepthHeads):
 
     @property
     def output_layers(self) -> list[nn.Linear]:
-        """The last layer of each head, H -> V."""
         return [last_linear(head) for head in self.hydra_lm_head]
 
     def states(

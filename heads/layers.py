@@ -4,15 +4,20 @@ Keys and values go to a cache that is an argument: any object with
 `update(keys, values) -> (keys, values)`.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+
+from treespec.heads.head import Config
+
+Attend = Callable[[Tensor], Tensor]  # [B, T, in] -> [B, T, H]: a layer's attention at a step
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class KeyValues(Protocol):
@@ -61,9 +66,9 @@ class Attention(nn.Module):
     def __init__(
         self,
         config: LlamaConfig,
-        qkv_bias: bool,
         in_features: int,
         *,
+        qkv_bias: bool = False,
         qk_norm: bool = False,
         window: int | None = None,
     ) -> None:
@@ -98,20 +103,32 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
         )
-        return self.o_proj(out.transpose(1, 2).flatten(-2))
+        return self.joined(out)
 
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, in] -> queries [B, heads, T, D], keys and values [B, kv heads, T, D].
 
         Queries and keys are rotated by the angles.
         """
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, *angles), rotate(k, *angles), v
+        q = self._split(self.q_proj(x))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        return rotate(q, *angles), *self.keys_values(x, angles)
+
+    def keys_values(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """`project` without the queries."""
+        k, v = self._split(self.k_proj(x)), self._split(self.v_proj(x))
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return rotate(k, *angles), v
+
+    def joined(self, out: Tensor) -> Tensor:
+        """[B, heads, T, D] -> [B, T, H] the layer's output."""
+        return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, T, heads D] -> [B, heads, T, D]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 def last_seen(seen: Tensor, window: int) -> Tensor:
@@ -137,47 +154,65 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-class MLP(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.activation: Callable[[Tensor], Tensor] = ACT2FN[config.hidden_act]
+class Layer(nn.Module):
+    """Llama's layer, or Qwen3's: a norm before the attention and one before the MLP.
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
-class DecoderLayer(nn.Module):
-    """EAGLE's layer: no norm before the attention."""
-
-    def __init__(self, config: LlamaConfig, qkv_bias: bool) -> None:
-        super().__init__()
-        self.self_attn = Attention(config, qkv_bias, config.hidden_size)
-        self.mlp = MLP(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """[B, T, H] -> [B, T, H]. attend: `self_attn` at given positions, with mask and cache."""
-        x = x + attend(x)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class NormedLayer(nn.Module):
-    """Llama's layer, or Qwen3's: a norm before the attention and one before the MLP."""
+    inputs: width of the attention's input, in H. normed: false in EAGLE's, whose attention has no
+    norm before it. qkv_bias, qk_norm, window: as for `Attention`.
+    """
 
     def __init__(
-        self, config: LlamaConfig, *, qk_norm: bool = False, window: int | None = None
+        self, config: LlamaConfig, *, inputs: int = 1, normed: bool = True, **attention: Any
     ) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, eps=eps)
-        self.self_attn = Attention(config, False, width, qk_norm=qk_norm, window=window)
+        self.input_layernorm = RMSNorm(width, eps=eps) if normed else nn.Identity()
+        self.self_attn = Attention(config, inputs * width, **attention)
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
-        self.mlp = MLP(config)
+        self.mlp = LlamaMLP(config)
 
-    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """[B, T, H] -> [B, T, H]. attend: as for `DecoderLayer`."""
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """[B, T, H] -> [B, T, H]. attend: `self_attn` at given positions, with mask and cache."""
         x = x + attend(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@final
+class Eagle3Layer(Layer):
+    """EAGLE-3's first: over normed embedding and normed feature; the raw feature is the residual.
+
+    norm_before_residual: the normed feature is the residual, as in some of speculators' heads.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, *, norm_before_residual: bool = False, **attention: Any
+    ) -> None:
+        super().__init__(config, inputs=2, **attention)
+        self.norm_before_residual = norm_before_residual
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, embeddings: Tensor, features: Tensor, attend: Attend) -> Tensor:  # type: ignore[override]
+        """[B, T, H] embeddings and features -> [B, T, H]. attend: [B, T, 2H] -> [B, T, H]."""
+        normed = self.hidden_norm(features)
+        x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        x = (normed if self.norm_before_residual else features) + attend(x)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def windows_of(config: Config) -> list[int | None]:
+    """For each layer the positions that it sees, its own included; None: all before it.
+
+    Raises ValueError for layer types that no EAGLE-3 head has, and for a window that is missing.
+    """
+    layers = config.get("num_hidden_layers", 1)
+    if not isinstance(layers, int) or layers < 1:
+        raise ValueError(f"num_hidden_layers is {layers!r}, must be at least 1")
+    types: Sequence[str] = config.get("layer_types") or [FULL] * layers
+    if len(types) != layers:
+        raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers is {layers}")
+    if other := [kind for kind in types if kind not in (FULL, SLIDING)]:
+        raise ValueError(f"layer_types has {other[0]!r}, must be {FULL} or {SLIDING}")
+    window = config.get("sliding_window")
+    if SLIDING in types and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"layer_types has {SLIDING}, and sliding_window is {window!r}")
+    return [window if kind == SLIDING else None for kind in types]

@@ -8,14 +8,88 @@ position t is token t + 1, so head i, from 0, drafts token t + 2 + i. Five token
     state         h0    h1    h2    .     .
     head 0 of     c:h0  d:h1  e:h2
     head 1 of     d:h0  e:h1
+
+Hydra's heads share `DepthHeads`: for each depth residual blocks and an output layer.
 """
 
+from abc import abstractmethod
 from typing import ClassVar, final
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from treespec.heads.depths import DepthHeads, ResBlock, last_linear
-from treespec.heads.head import Config
+from treespec.heads.head import Config, Head, OutputPath
+
+
+@final
+class ResBlock(nn.Module):
+    """x + SiLU(W x + b) with W zero at the start.
+
+    For several inputs side by side: R x + r + SiLU(W x + b), where R passes on the first input at
+    the start.
+    """
+
+    def __init__(self, width: int, inputs: int = 1) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs * width, width)
+        nn.init.zeros_(self.linear.weight)
+        self.res_connection: nn.Module = nn.Identity()
+        if inputs > 1:
+            first = nn.Linear(inputs * width, width)
+            with torch.no_grad():
+                first.weight.copy_(torch.eye(width, inputs * width))
+            nn.init.zeros_(first.bias)
+            self.res_connection = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs * H] -> [..., H]."""
+        return self.res_connection(x) + F.silu(self.linear(x))
+
+
+class DepthHeads(Head):
+    """K heads: head i, from 0, drafts the token at depth i + 1. They store no embedding.
+
+    config: the content of config.json. It has the fields `NAME_num_heads`, `NAME_num_layers` (1 if
+    absent), `hidden_size` and `vocab_size`. name: "medusa" or "hydra".
+    Raises ValueError for a config without heads or blocks.
+    """
+
+    max_depth: int
+
+    def __init__(self, config: Config, name: str) -> None:
+        super().__init__()
+        heads, blocks = f"{name}_num_heads", f"{name}_num_layers"
+        for field in (heads, "hidden_size", "vocab_size"):
+            if field not in config:
+                raise ValueError(f"{field} is missing")
+        self.config = config
+        self.max_depth, self.blocks = int(config[heads]), int(config.get(blocks, 1))
+        self.hidden_size, self.vocab_size = int(config["hidden_size"]), int(config["vocab_size"])
+        self.feature_size = self.hidden_size
+        if min(self.max_depth, self.blocks) < 1:
+            raise ValueError(f"{heads} and {blocks} must be at least 1")
+
+    @property
+    @abstractmethod
+    def output_layers(self) -> list[nn.Linear]:
+        """The heads' last layers, H -> V."""
+
+    def restrict(self, tokens: Tensor, target: OutputPath | None = None) -> None:
+        """Draft only these tokens from now on, [N] int64 ascending: cut the output layers."""
+        self.restricted = tokens
+        for layer in self.output_layers:
+            layer.out_features = len(tokens)
+            for name, value in list(layer.named_parameters()):
+                rows = value.detach()[tokens.to(value.device)]
+                setattr(layer, name, nn.Parameter(rows, requires_grad=False))
+
+
+def last_linear(head: nn.Module) -> nn.Linear:
+    """The output layer of a head: the head itself, or the last of its modules in line."""
+    last = head[-1] if isinstance(head, nn.Sequential) else head
+    assert isinstance(last, nn.Linear)
+    return last
 
 
 @final
@@ -37,7 +111,6 @@ class MedusaHead(DepthHeads):
 
     @property
     def output_layers(self) -> list[nn.Linear]:
-        """The heads' last layers, H -> V."""
         return [last_linear(self.get_submodule(str(i))) for i in range(self.max_depth)]
 
     def step(self, i: int, states: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from treespec.heads.block import BlockHead, Embed, check_mask_token
+from treespec.heads.block import BlockHead, Pairs, check_mask_token
 from treespec.heads.eagle3 import Eagle3Head
-from treespec.heads.head import Config, OutputPath, Tensors
+from treespec.heads.head import EMBEDDING, Config, Embed, OutputPath, Tensors
 from treespec.heads.layers import KeyValues
 
 INNER = "eagle3."  # before the names of EAGLE-3's own tensors
@@ -30,7 +30,7 @@ class PEagleHead(BlockHead):
 
     kind: str = "p-eagle"
     known_as: ClassVar[str] = "a P-EAGLE head"
-    optional: ClassVar[frozenset[str]] = frozenset({INNER + "embed_tokens.weight"})
+    optional: ClassVar[frozenset[str]] = frozenset({INNER + EMBEDDING})
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -38,7 +38,8 @@ class PEagleHead(BlockHead):
         inner = {name: value for name, value in config.items() if name != "model_type"}
         self.eagle3 = Eagle3Head(inner)
         self.vocab_size, self.block = self.eagle3.vocab_size, self.max_depth - 1
-        self.taps = self.eagle3.taps
+        self.taps, self.hidden_size = self.eagle3.taps, self.eagle3.hidden_size
+        self.feature_size = self.eagle3.feature_size
         self.layer_count, self.mask_token = len(self.eagle3.attentions), config["mask_token_id"]
         if self.max_depth < 1:
             raise ValueError(f"it drafts {self.max_depth} levels, must be at least 1")
@@ -48,14 +49,6 @@ class PEagleHead(BlockHead):
     @property
     def vocabulary(self) -> Tensor | None:
         return self.eagle3.vocabulary
-
-    @property
-    def hidden_size(self) -> int:
-        return self.eagle3.hidden_size
-
-    @property
-    def feature_size(self) -> int:
-        return self.eagle3.feature_size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,15 +75,9 @@ class PEagleHead(BlockHead):
         self.eagle3.fill({name.removeprefix(INNER): value for name, value in tensors.items()})
 
     def run(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        roots: Tensor | None,
-        places: Tensor,
-        seen: Tensor,
-        caches: Sequence[KeyValues],
-        embed: Embed,
+        self, pairs: Pairs, roots: Tensor | None, caches: Sequence[KeyValues], embed: Embed
     ) -> tuple[Tensor | None, Tensor]:
+        tokens, features, places, seen = pairs
         # 1. The rows of the block: the mask token and the learnt feature; no row sees a later one.
         b, n = tokens.shape
         size = 0 if roots is None else self.block

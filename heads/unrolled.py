@@ -57,7 +57,7 @@ class UnrolledAttention:
                 [self._block(q, first, min(first + self.rows, q.shape[2])) for first in blocks],
                 dim=2,
             )
-        return self.attention.o_proj(out.transpose(1, 2).flatten(-2))
+        return self.attention.joined(out)
 
     def _block(self, q: Tensor, first: int, end: int) -> Tensor:
         (keys, values), *later = self.steps

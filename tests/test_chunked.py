@@ -6,14 +6,11 @@ import torch.nn.functional as F
 from models import random_eagle3, random_head, target
 from test_losses import plain as losses_of
 
-from treespec.train.chunked import Guess, Laws, token_losses
 from treespec.train.config import TrainConfig
-from treespec.train.eagle import eagle_objective
-from treespec.train.loss import Batch
-from treespec.train.losses import LOSSES, chosen_loss
-from treespec.train.teacher import target_laws
-from treespec.train.tokens import LawTokens
-from treespec.train.unrolled import eagle3_objective
+from treespec.train.losses.chunked import Guess, Laws, token_losses
+from treespec.train.losses.eagle import eagle3_objective, eagle_objective
+from treespec.train.losses.teacher import Batch, LawTokens, target_laws
+from treespec.train.losses.tokens import LOSSES, chosen_loss
 
 
 def plain(hidden, wanted, output_logits):
@@ -64,7 +61,7 @@ def test_states_and_output_weights_get_autograds_gradient_over_several_steps(nam
         torch.randn(int((places >= i).sum()), 8, generator=generator, dtype=torch.float64).requires_grad_()
         for i in range(3)
     ]
-    loss = chosen_loss(TrainConfig(target="target", data="data", out="out", loss=name))
+    loss = chosen_loss(name)
     guesses = [Guess.by_layer(own, layer, 0.5**i) for i, (own, layer) in enumerate(zip(states, layers, strict=True))]
     found = token_losses(guesses, Laws(10, 20, lambda chunk: p[chunk]), places, loss, rows=4)
     expected = [

@@ -12,9 +12,8 @@ from wheels import write_wheel
 from treespec.errors import InputError
 from treespec.files.atomic import locked
 from treespec.text.conversations import read_conversations
-from treespec.train import datasets
-from treespec.train.datasets import data_file, whole_objects
-from treespec.train.known import DATA_SETS
+from treespec.train.data import known as datasets
+from treespec.train.data.known import DATA_SETS, data_file, whole_objects
 
 
 def talk(name):

@@ -121,7 +121,7 @@ def test_a_config_that_is_not_understood_is_one_line(kind, changes, complaint, t
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_heads_of_another_width_or_vocabulary_are_refused(kind):
     head = heads_for(target("llama"), kind)
-    for name in ("hidden_size", "vocab_size"):
+    for name in ("feature_size", "vocab_size"):
         setattr(head, name, getattr(head, name) + 1)
         with pytest.raises(InputError, match="the target's"):
             fit(head, target("llama"), "h")

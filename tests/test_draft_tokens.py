@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from treespec.heads.checkpoint import load_head
 from treespec.model.target import Target
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
-from treespec.train.data import vocabulary_size
+from treespec.train.data.prepare import vocabulary_size
 from treespec.train.run import train
 
 

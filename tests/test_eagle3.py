@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from models import CONFIGS, follow, random_eagle3, random_model, save_model, target
+from models import CONFIGS, random_eagle3, random_model, save_model, target
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
@@ -13,11 +13,8 @@ from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.pace.times import Times
-from treespec.draft.proposer import Frontier
 from treespec.draft.sources import fit, source_of
-from treespec.draft.trained.eagle import EagleProposer
-from treespec.draft.trained.kinds import KINDS
-from treespec.draft.vocabulary import save_vocabulary, whole
+from treespec.draft.vocabulary import save_vocabulary
 from treespec.errors import InputError
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.eagle3 import default_taps
@@ -109,7 +106,7 @@ def test_a_head_without_embedding_and_taps_takes_its_targets(published):
     assert torch.equal(head.embed_tokens.weight, model.model.get_input_embeddings().weight)
     assert head.vocabulary.tolist() == HALF.tolist()
     wide = Target(random_model(LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)))
-    head.embed_tokens, head.fc = None, torch.nn.Linear(192, 32, bias=False)
+    head.embed_tokens, head.feature_size = None, 192
     with pytest.raises(InputError, match=r"lacks embed_tokens\.weight, and the target's embedding is 64 wide, not 32"):
         fit(head, wide, "h")
 
@@ -185,39 +182,6 @@ def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, tmp
     assert torch.equal(one, two)
 
 
-@torch.no_grad()
-def test_tree_drafting_equals_drafting_each_path_alone():
-    """Two levels of a tree against the head run over each path, with its own features along the path: to 1e-4."""
-    model = target("llama")
-    head = random_eagle3(model, drafted=HALF)
-    text = torch.randint(3, 64, (7,), generator=torch.Generator().manual_seed(2))
-    features = model.features(text[None], head.taps)[0]
-    proposer = EagleProposer(head, model)
-    follow(proposer, features[:4], text[:4])
-    proposer.begin()
-    proposer.extend([Frontier(torch.tensor([9, 8, 7]), torch.tensor([0, 0, 0]))])  # drafted, then forgotten
-    follow(proposer, features[4:], text[4:])
-    (at_root,) = proposer.begin()
-    first, second = torch.tensor([5, 6, 7]), torch.tensor([8, 9, 10, 11])
-    rows = torch.tensor([0, 2, 2, 1])
-    (level1,) = proposer.extend([Frontier(first, torch.tensor([0, 0, 0]))])
-    (level2,) = proposer.extend([Frontier(second, rows)])
-
-    def alone(drafted):
-        tokens, known = text, head.fc(features)
-        for token in [*HALF[drafted].tolist(), None]:
-            hidden = head.step(tokens[None], known[None], torch.arange(len(known)))[0, -1:]
-            if token is not None:
-                tokens, known = torch.cat([tokens, torch.tensor([token])]), torch.cat([known, hidden])
-        return head.lm_head(head.norm(hidden[0]))
-
-    torch.testing.assert_close(at_root[0], alone([]), rtol=0, atol=1e-4)
-    for i, token in enumerate(first.tolist()):
-        torch.testing.assert_close(level1[i], alone([token]), rtol=0, atol=1e-4)
-    for i, token in enumerate(second.tolist()):
-        torch.testing.assert_close(level2[i], alone([int(first[rows[i]]), token]), rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("drafted", [None, HALF])
 @pytest.mark.parametrize(
     ("verifier", "tree"),
@@ -244,24 +208,6 @@ def test_greedy_text_is_the_targets_for_every_architecture(name):
     spec = Spec(model, random_eagle3(model), "dynamic:depth=3,topk=4,nodes=9")
     wanted = spec.baseline().generate(PROMPTS[0], max_new_tokens=16).token_ids
     assert spec.generate(PROMPTS[0], max_new_tokens=16).token_ids == wanted
-
-
-@torch.no_grad()
-def test_a_rollout_is_what_the_head_drafts_from_each_position_alone():
-    model, steps = target("llama"), 4
-    head = random_eagle3(model, drafted=HALF)
-    tokens = torch.randint(3, 64, (13,), generator=torch.Generator().manual_seed(5))
-    features = model.features(tokens[None], head.taps)[0]
-    together = list(KINDS["eagle3"].rollout(head, model, tokens, features, steps))
-    for start in range(len(together[0])):
-        known = head.fc(features[: start + 1])
-        for logits in together:
-            n = len(known)
-            hidden = head.step(tokens[1 : n + 1][None], known[None], torch.arange(n))[0, -1:]
-            torch.testing.assert_close(
-                logits[start], whole(head.logits(hidden[0], model), head, model), rtol=0, atol=1e-4
-            )
-            known = torch.cat([known, hidden])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -14,7 +14,7 @@ from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.draft.trained.kinds import KINDS
 from treespec.heads.checkpoint import HeadError, load_head
-from treespec.heads.formats.eagle3_parts import PARTS, parts_of
+from treespec.heads.formats.eagle3 import PARTS, parts_of
 from treespec.heads.formats.export import export, outputs
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 8}

@@ -13,7 +13,7 @@ from models import save_model
 from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.model.variant import Variant
-from treespec.train.sharded import shard
+from treespec.train.machine import shard
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,9 @@ def test_a_pickled_checkpoint_loads_as_tensors_only(published):
     torch.save({"fc.weight": print}, published / "pytorch_model.bin")
     with pytest.raises(HeadError, match="more than tensors"):
         load_head(published)
+    torch.save([torch.zeros(2)], published / "pytorch_model.bin")
+    with pytest.raises(HeadError, match="no file of tensors by name"):
+        load_head(published)
 
 
 def test_a_head_without_fc_bias_says_so_in_its_config(published):

@@ -19,9 +19,8 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.eval.acceptance.config import PRESETS
 from treespec.eval.questions import SETS
 from treespec.heads import known
-from treespec.heads.registry import HEADS
-from treespec.train.config import FLAGS, TRACKERS
-from treespec.train.kinds import TRAINING
+from treespec.heads.registry import HEADS, TRAINING
+from treespec.train.config import TRACKERS, TrainConfig
 from treespec.trees import policy
 from treespec.verify import facts
 from treespec.verify.facts import NAMES
@@ -112,7 +111,8 @@ def test_what_is_known_without_torch_is_what_the_parts_say():
         name: set(kind.writers) for name, kind in HEADS.items()
     }
     assert set(TRACKERS) == set(map(str, LOGGER_TYPE_TO_CLASS))
-    assert set(FLAGS) == set(TRAINING)
+    named = {name for training in TRAINING.values() for name in training.options}
+    assert named <= {field.name for field in fields(TrainConfig)}
 
 
 def test_every_tree_and_precision_that_help_names_is_one():

@@ -7,8 +7,8 @@ from regenerating import by_row, config_for, killed_after, lines_of, save_words_
 
 from treespec import load
 from treespec.errors import InputError
-from treespec.train.regenerate.own_questions import normal, problem_of, user_turn
-from treespec.train.regenerate.rows import drawn
+from treespec.train.regenerate.local import normal, problem_of, user_turn
+from treespec.train.regenerate.questions import drawn
 from treespec.train.regenerate.run import QUESTIONS, regenerate
 
 CHATML = (

@@ -17,7 +17,7 @@ from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
 from treespec.train.config import TrainConfig
 from treespec.train.regenerate.english import passes
-from treespec.train.regenerate.rows import Answer, Answered, drawn, row_of
+from treespec.train.regenerate.questions import Answer, Answered, drawn, row_of
 from treespec.train.regenerate.run import LEFT_OUT, OUT, UNFINISHED, regenerate
 from treespec.train.run import train
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_asked_is_left_out_with_its_reason_once(model, tmp_path):
 def test_an_empty_answer_ends_its_conversation():
     one = Answered(row_of("a", None, ["why", "the sky", "the sea"]), greedy=True)
     one = one.taking(Answer("blue", 2, "model")).taking(Answer(" \n", 1, "model"))
-    assert one.next_question is None
+    assert not one.asks
     assert [message["content"] for message in one.messages] == ["why", "blue"]
 
 

@@ -13,8 +13,8 @@ from training import same_weights, small_run, weights, write_data
 from treespec.errors import InputError
 from treespec.model.ends import load_ends
 from treespec.model.target import Target
-from treespec.train.batches import read_ahead
-from treespec.train.eight_bits import packed, unpacked
+from treespec.train.data.batches import read_ahead
+from treespec.train.data.features import packed, unpacked
 from treespec.train.run import train
 
 
@@ -77,8 +77,6 @@ def test_eight_bits_take_a_byte_a_value_and_train_nearly_the_same_head(config, c
         assert torch.allclose(value.float(), exact[name].float(), atol=5e-3), name
     with pytest.raises(InputError, match="holds features of another target or data"):
         train(replace(eight, feature_dtype="auto", out=config.out + "-other"))
-    with pytest.raises(InputError, match="--feature-dtype is of stored features"):
-        train(replace(eight, features=None, out=config.out + "-other"))
 
 
 def test_eight_bits_are_within_half_a_step_of_each_rows_largest_value():

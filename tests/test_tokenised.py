@@ -11,10 +11,9 @@ from chat_templates import CHATML, byte_tokenizer, turns
 
 from treespec.errors import InputError
 from treespec.text.sources import digest
-from treespec.train import tokenise
-from treespec.train.batches import epoch_batches, padding
-from treespec.train.tokenise import by_processes, kept, merged, tokenised
-from treespec.train.tokenise_part import Job, blocks, save
+from treespec.train.data import tokens as tokenise
+from treespec.train.data.batches import epoch_batches, padding
+from treespec.train.data.tokens import Job, blocks, by_processes, kept, merged, save, tokenised
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def test_several_processes_make_the_tokens_of_one(job, tmp_path):
     assert whole.encoded.cut
     assert same(merged(by_processes(replace(job, parts=2))), whole)
     save(tmp_path / "kept.safetensors", [whole])
-    assert same(merged(kept(tmp_path / "kept.safetensors")), whole)
+    assert same(kept(tmp_path / "kept.safetensors"), whole)
     with pytest.raises(InputError, match="No such file"):
         by_processes(replace(job, source=str(tmp_path / "absent.jsonl"), parts=1))
 

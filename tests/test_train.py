@@ -22,14 +22,12 @@ from treespec.errors import InputError
 from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import export
 from treespec.model.target import Target
-from treespec.train.batches import epoch_batches
-from treespec.train.clock import Clock, learning_rate
 from treespec.train.config import TrainConfig
-from treespec.train.eagle import eagle_objective
-from treespec.train.loss import Batch
+from treespec.train.data.batches import epoch_batches
+from treespec.train.loop.validate import rollout_agreement, validate
+from treespec.train.losses.eagle import eagle_objective
+from treespec.train.losses.teacher import Batch, counted
 from treespec.train.run import train
-from treespec.train.teacher import counted
-from treespec.train.validate import rollout_agreement, validate
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,7 @@ def config(model_folder, data_file, tmp_path):
 
 
 def test_the_drawn_five_token_shift():
-    """Token d and e are the assistant's: the pairs (f1, c) and (f2, d) count, drawn in train/eagle.py."""
+    """Token d and e are the assistant's: the pairs (f1, c) and (f2, d) count, drawn in train/losses/eagle.py."""
     mask = torch.tensor([[False, False, False, True, True]])
     assert counted(mask).tolist() == [[False, True, True]]
     features = torch.arange(5.0)[None, :, None].expand(1, 5, 8)
@@ -101,7 +99,7 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
     assert result.acceptance_length == pytest.approx(1 + sum(runs) / 56)
 
 
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}])
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"head": "eagle3", "draft_vocab": 40}])
 def test_a_killed_run_goes_on_to_the_same_weights(config, tmp_path, changes):
     whole = replace(config, out=str(tmp_path / "whole"), **changes)
     train(whole)
@@ -120,18 +118,6 @@ def test_a_finished_run_is_not_repeated_and_another_config_is_refused(config):
     assert again == first
     with pytest.raises(InputError, match=r"noise = 0\.1, not 0\.2"):
         train(replace(config, max_steps=9, noise=0.2))
-
-
-def test_stored_features_train_the_same_head(config, tmp_path):
-    live = replace(config, out=str(tmp_path / "live"))
-    stored = replace(config, out=str(tmp_path / "stored"), features=str(tmp_path / "features"))
-    train(live)
-    train(stored)
-    for name, value in weights(live).items():
-        assert torch.allclose(value, weights(stored)[name], atol=1e-5)
-    other = replace(stored, out=str(tmp_path / "other"), held_out=0.5)
-    with pytest.raises(InputError, match="another target or data"):
-        train(other)
 
 
 def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, monkeypatch):
@@ -229,11 +215,3 @@ def test_batches_cover_an_epoch_once_in_a_settled_order():
     assert len(seen) == len(set(seen)) == 100
     padding = sum(4 * max(lengths[i] for i in batch) - sum(lengths[i] for i in batch) for batch in batches)
     assert padding < 0.05 * sum(lengths)
-
-
-def test_the_learning_rate_rises_then_falls_to_nothing():
-    config = TrainConfig(target="target", data="data", out="out", learning_rate=1.0, warm_up=10)
-    rates = [learning_rate(config, Clock(1000), step, 0.0) for step in range(1000)]
-    assert rates[9] == pytest.approx(1.0, abs=1e-2)
-    assert rates.index(max(rates)) in range(9, 12)
-    assert rates[-1] < 0.002

@@ -16,7 +16,6 @@ from treespec.errors import InputError
 from treespec.heads.names import HeadError
 from treespec.model.target import Target
 from treespec.train.run import train
-from treespec.train.validate import describe
 
 
 @pytest.fixture
@@ -50,7 +49,15 @@ def refused(config, **changes):
         ({"data": "nowhere.jsonl"}, "cannot read nowhere.jsonl"),
         ({"template": "vicunia"}, "vicunia"),
         ({"head": "medusa", "bias": False}, "--no-bias is for --head eagle"),
-        ({"draft_heads": 3}, "--draft-heads is for --head medusa"),
+        ({"draft_heads": 3}, "--draft-heads is for --head medusa, hydra, hydra++: leave it out for eagle"),
+        ({"head": "meduza"}, "--head is 'meduza', must be one of eagle, eagle3, medusa"),
+        ({"head": "medusa", "draft_heads": 0}, "--draft-heads is 0"),
+        ({"head": "medusa", "head_layers": 2}, "--head-layers is for --head eagle3: leave it out for medusa"),
+        ({"head": "eagle3", "layer_family": "qwen2"}, "--layer-family is 'qwen2', must be llama or qwen3"),
+        ({"head": "eagle3", "norm_before_fc": True, "fc_norm": True}, "exclude each other"),
+        ({"patience": 3}, "--patience 3 needs --validate-every"),
+        ({"first_weights": "fitted", "from_head": "head"}, "leave --first-weights out"),
+        ({"feature_dtype": "int8"}, "--feature-dtype is of stored features"),
     ],
 )
 @pytest.mark.usefixtures("no_target")
@@ -102,7 +109,7 @@ def test_without_held_out_conversations_no_numbers_are_made_up(config, tmp_path,
     assert "none is held out, so the head is neither validated nor calibrated" in said
     assert "the head was not validated" in said
     assert "0.0%" not in said
-    assert "not validated" in describe(result)
+    assert "not validated" in str(result)
 
 
 def test_a_token_that_the_target_lacks_is_one_line(config, model_folder, tmp_path):

@@ -17,13 +17,13 @@ from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.text.conversations import Conversation, read_conversations
 from treespec.text.encoding import encode_conversations
-from treespec.train import datasets
-from treespec.train.clock import draft_steps_at
-from treespec.train.data import prepare
-from treespec.train.first_weights import RIDGE, fit_feature, sides
-from treespec.train.known import DATA_SETS
+from treespec.train.data import known as datasets
+from treespec.train.data.known import DATA_SETS
+from treespec.train.data.prepare import prepare
+from treespec.train.loop.schedule import draft_steps_at
 from treespec.train.machine import make_accelerator
-from treespec.train.run import stored_dtype, train, untrained
+from treespec.train.run import stored_dtype, train
+from treespec.train.start import RIDGE, fit_feature, sides, untrained
 
 
 @pytest.fixture
@@ -193,16 +193,11 @@ def test_a_run_that_goes_on_has_the_weights_of_its_checkpoint_and_not_fitted_one
     assert same_weights(weights(whole), weights(parts))
 
 
-def test_a_trained_head_takes_no_first_weights(config):
-    with pytest.raises(InputError, match="leave --first-weights out"):
-        train(replace(config, first_weights="fitted", from_head=config.out))
-
-
 def test_later_draft_steps_are_trained_in_the_second_half(config):
     for growing in (replace(config, unrolled_steps=3), replace(config, head="eagle3")):
-        assert [draft_steps_at(growing, behind) for behind in (0.0, 0.49, 0.5, 1.0)] == [1, 1, 3, 3]
+        assert [draft_steps_at(growing.recipe, behind) for behind in (0.0, 0.49, 0.5, 1.0)] == [1, 1, 3, 3]
     published = replace(config, head="eagle3", unrolled_steps=7, grow_at=0.0)
-    assert draft_steps_at(published, 0.0) == 7
+    assert draft_steps_at(published.recipe, 0.0) == 7
     result = train(replace(config, unrolled_steps=3, max_steps=4, loss_vocab=20))
     assert result.positions > 0
 

@@ -22,9 +22,10 @@ from training import (
 from treespec.errors import InputError
 from treespec.files.atomic import read_tensors, write_tensors
 from treespec.heads import checksum
-from treespec.train.batches import epoch_batches
-from treespec.train.checkpoints import latest_step
-from treespec.train.finite import IN_A_ROW, Skips, check_weights
+from treespec.train.data.batches import epoch_batches
+from treespec.train.files.checkpoints import latest_step
+from treespec.train.loop.gradient import IN_A_ROW, Skips
+from treespec.train.loop.run import check_weights
 from treespec.train.run import train
 
 

@@ -26,10 +26,10 @@ from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import export
 from treespec.heads.names import head_folder
-from treespec.train import gradient
-from treespec.train.batches import batches_from
-from treespec.train.checkpoints import all_in
-from treespec.train.gradient import forwards, forwards_each
+from treespec.train.data.batches import batches_from
+from treespec.train.files.checkpoints import all_in
+from treespec.train.loop import gradient
+from treespec.train.loop.gradient import forwards, forwards_each
 from treespec.train.run import train
 
 

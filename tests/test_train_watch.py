@@ -11,16 +11,14 @@ from training import folder_of, small_run, weights, write_data
 
 from treespec.api.load import load
 from treespec.draft.trained.kinds import KINDS
-from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
 from treespec.text.examples import Example
-from treespec.train import watch
-from treespec.train.averages import Averages
-from treespec.train.decoding import decoded_length, prompts_of
-from treespec.train.loss import Loss
+from treespec.train.loop import validate as watch
+from treespec.train.loop.meter import Averages
+from treespec.train.loop.validate import Validation, decoded_length, prompts_of
+from treespec.train.losses.teacher import Loss
 from treespec.train.run import train
-from treespec.train.validate import Validation, describe
 
 
 @pytest.fixture
@@ -56,7 +54,7 @@ def test_a_prompt_is_all_before_the_first_answer():
 def test_validations_hold_what_was_decoded_beside_what_was_predicted(config):
     result = train(replace(config, decode_on=2, decode_tokens=8, validate_every=3))
     assert result.decoded_length >= 1
-    assert f"decoding accepts {result.decoded_length:.2f}" in describe(result)
+    assert f"decoding accepts {result.decoded_length:.2f}" in str(result)
     (line,) = [line for line in lines_of(config) if "acceptance_length" in line]
     assert line["step"] == 3
     assert line["decoded_length"] >= 1
@@ -92,11 +90,6 @@ def test_a_run_without_progress_ends_early_and_saves_its_best_head(config, monke
     assert lines_of(config)[-1]["step"] == 4
     best = load_file(folder_of(config) / "best" / "model.safetensors")
     assert all(torch.equal(value, best[name]) for name, value in weights(config).items())
-
-
-def test_patience_without_validations_is_refused(config):
-    with pytest.raises(InputError, match="--patience 3 needs --validate-every"):
-        train(replace(config, patience=3))
 
 
 def test_reported_losses_are_means_over_the_steps_since_the_last_report():

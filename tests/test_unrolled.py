@@ -1,29 +1,25 @@
 """EAGLE-3's training: drafts from every position at once are those of each alone, and the loss counts what it says."""
 
-import json
 import math
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from models import random_eagle3, save_model, target
-from safetensors.torch import load_file
+from models import random_eagle3, target
 from torch.nn.functional import softmax
+from training import small_run, write_data
 from transformers import LlamaConfig
 
 from treespec.api.load import load
-from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.layers import Attention, Rotary
 from treespec.heads.unrolled import UnrolledAttention, attend_rows
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.kinds import recipe_of
-from treespec.train.loss import Batch
+from treespec.train.losses.eagle import eagle3_objective
+from treespec.train.losses.teacher import Batch, drafted_laws
 from treespec.train.run import train
-from treespec.train.teacher import drafted_laws
-from treespec.train.unrolled import eagle3_objective
 
 SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds likeliest, not all
 SEEN = """
@@ -59,7 +55,7 @@ def test_rows_in_blocks_equal_one_attention_over_all_columns(block):
     """Grouped heads, three steps, against a softmax over all steps' columns under the drawn mask: to 1e-6."""
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, vocab_size=8)
-    attention, rotary = Attention(config, False, 16), Rotary(config)
+    attention, rotary = Attention(config, 16), Rotary(config)
     unrolled, keys, values, masks = UnrolledAttention(attention, block), [], [], []
     for step in range(3):
         rows = 7 - step
@@ -79,7 +75,7 @@ def test_rows_in_blocks_equal_one_attention_over_all_columns(block):
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_what_the_backward_pass_keeps_grows_with_the_rows_and_not_their_square(kv_heads):
     config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=kv_heads, vocab_size=8)
-    attention, rotary = Attention(config, False, 16), Rotary(config)
+    attention, rotary = Attention(config, 16), Rotary(config)
 
     def kept(rows):
         unrolled, x, storages = UnrolledAttention(attention, 16), torch.randn(1, rows, 16), {}
@@ -197,89 +193,18 @@ def test_a_batch_in_which_nothing_counts_has_no_loss_and_a_gradient_for_every_we
     assert all(p.grad is not None and not p.grad.any() for p in head.parameters() if p.requires_grad)
 
 
-def test_a_kind_of_head_has_its_published_recipe_where_nothing_is_said():
-    made = {kind: TrainConfig(target="target", data="data", out="out", head=kind) for kind in ("eagle", "eagle3")}
-    assert recipe_of(made["eagle"]).learning_rate == 3e-5
-    assert recipe_of(made["eagle3"]).learning_rate == 5e-5
-    assert recipe_of(replace(made["eagle3"], learning_rate=0.0)).learning_rate == 0.0
-    with pytest.raises(InputError, match=r"--head is 'eagle9', must be one of eagle, eagle3"):
-        replace(made["eagle"], head="eagle9")
-    for name in ("unrolled_steps", "batch_size", "accumulate", "checkpoint_every", "draft_steps"):
-        with pytest.raises(InputError, match=f"--{name.replace('_', '-')} is 0, must be a whole number from 1"):
-            replace(made["eagle3"], **{name: 0})
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("unrolled")
-    answers = ["the answer 0", "the answer 1", "the answer 2", "the answer 3"]
-    lines = (
-        {"conversations": [{"from": "human", "value": f"question {i:03}"}, {"from": "gpt", "value": answers[i % 4]}]}
-        for i in range(24)
-    )
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return TrainConfig(
-        target=str(save_model(folder / "model")),
-        data=str(folder / "data.jsonl"),
-        out=str(folder / "head"),
-        head="eagle3",
-        dtype="float32",
-        max_steps=150,
-        batch_size=8,
-        warm_up=2,
-        learning_rate=3e-3,
-        held_out=0.2,
-        draft_steps=3,
-        validate_every=0,
-        calibrate=False,
-    )
-
-
-def test_training_raises_agreement_at_every_step(config, tmp_path):
-    untrained = train(replace(config, out=str(tmp_path / "untrained"), max_steps=1, learning_rate=0.0))
-    trained = train(config)
-    gained = [after - before for after, before in zip(trained.agreement, untrained.agreement, strict=True)]
-    assert min(gained) > 0.25
-    assert trained.acceptance_length > untrained.acceptance_length + 0.5
-    assert load_head(config.out).vocabulary is None
-
-
-def test_a_draft_vocabulary_is_part_of_the_head_and_its_rows_begin_as_the_targets(config, tmp_path, capsys):
-    train(
-        replace(
-            config, out=str(tmp_path), max_steps=1, learning_rate=0.0, draft_vocab=40, calibrate=True, validate_on=2
-        )
-    )
+def test_a_draft_vocabulary_is_part_of_the_head_and_its_rows_begin_as_the_targets(model_folder, tmp_path, capsys):
+    options = {"head": "eagle3", "max_steps": 1, "learning_rate": 0.0, "draft_vocab": 40, "calibrate": True}
+    config = small_run(model_folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head", **options)
+    train(config)
     assert "draft vocabulary: 40 tokens, 100.0% of the answers" in capsys.readouterr().out
-    assert not (tmp_path / "draft_vocab.json").exists()
-    head, model = load_head(tmp_path), Target.load(config.target, dtype="float32")
+    assert not Path(config.out, "draft_vocab.json").exists()
+    head, model = load_head(config.out), Target.load(config.target, dtype="float32")
     assert isinstance(head, Eagle3Head)
     assert len(head.vocabulary) == head.config["draft_vocab_size"] == 40
     assert model.eos <= set(head.vocabulary.tolist())
     assert torch.equal(head.lm_head.weight, model.model.get_output_embeddings().weight[head.vocabulary])
     assert head.lacks_embedding
-    spec = load(config.target, str(tmp_path), "sampled:nodes=8,depth=3", "traversal", dtype="float32")
+    spec = load(config.target, config.out, "sampled:nodes=8,depth=3", "traversal", dtype="float32")
     out = spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1)
     assert out.stats.drafted[0] > 0
-
-
-def test_a_killed_run_and_one_with_stored_features_give_the_same_head(config, tmp_path):
-    """Checkpoints hold the restricted output layer; stored features hold what is tapped and the last hidden state."""
-
-    class Killed(Exception):
-        pass
-
-    def kill(done):
-        if done == 3:
-            raise Killed
-
-    short = replace(config, draft_vocab=40, max_steps=4, checkpoint_every=2)
-    whole, killed = replace(short, out=str(tmp_path / "whole")), replace(short, out=str(tmp_path / "killed"))
-    train(whole)
-    with pytest.raises(Killed):
-        train(killed, kill)
-    train(killed)
-    train(stored := replace(short, out=str(tmp_path / "stored"), features=str(tmp_path / "features")))
-    weights = [load_file(f"{one.out}/model.safetensors") for one in (whole, killed, stored)]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-    assert all(torch.allclose(value.float(), weights[2][name].float(), atol=1e-5) for name, value in weights[0].items())

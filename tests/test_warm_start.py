@@ -14,9 +14,8 @@ from treespec.draft.vocabulary import load_vocabulary, restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
-from treespec.train.dropout import drop_out
 from treespec.train.run import train
-from treespec.train.warm_start import start_from
+from treespec.train.start import drop_out, start_from
 
 
 @pytest.fixture

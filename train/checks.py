@@ -1,13 +1,14 @@
 """Checks before the target is loaded: options of the kind of head, trackers, folders."""
 
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
 from treespec.errors import InputError
 from treespec.files.atomic import check_folder
+from treespec.heads.registry import TRAINING
 from treespec.text import templates
-from treespec.train.config import FLAGS, TrainConfig
-from treespec.train.eagle3_options import EAGLE3_FLAGS, Eagle3Options
+from treespec.train.config import TrainConfig
 
 
 def check(config: TrainConfig) -> None:
@@ -38,23 +39,14 @@ def check(config: TrainConfig) -> None:
 
 def check_kind(config: TrainConfig) -> None:
     """Raises InputError for an option that the kind of head does not take."""
-    chosen = {
-        "--no-bias": not config.bias,
-        "--draft-heads": config.draft_heads is not None,
-        "--unrolled-steps": config.unrolled_steps is not None,
-        "--grow-at": config.grow_at is not None,
-        "--freeze-output": config.freeze_output,
-        "--dropout": config.dropout is not None,
-        "--loss-vocab": config.loss_vocab is not None,
-        "--first-weights": config.first_weights != "random",
-    }
-    published = Eagle3Options()
-    for name, flag in EAGLE3_FLAGS.items():
-        chosen[flag] = getattr(config, name) != getattr(published, name)
-    for flag in [flag for flag, is_chosen in chosen.items() if is_chosen]:
-        if flag not in FLAGS[config.head]:
-            able = ", ".join(name for name, flags in FLAGS.items() if flag in flags)
-            raise InputError(f"{flag} is for --head {able}: leave it out for {config.head}")
+    for option in fields(config):
+        able = [kind for kind, training in TRAINING.items() if option.name in training.options]
+        if able and config.head not in able and getattr(config, option.name) != option.default:
+            no = "no-" if option.default is True else ""
+            raise InputError(
+                f"--{no}{option.name.replace('_', '-')} is for --head {', '.join(able)}: leave it "
+                f"out for {config.head}"
+            )
 
 
 def check_tracker(name: str | None) -> None:

@@ -1,11 +1,12 @@
 """The options of a training run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from treespec.api.options import TargetOptions
 from treespec.errors import InputError
+from treespec.heads.registry import HEADS, Recipe, Training
 from treespec.options import DTYPES, MANY, TOKENS, TRAINED, check_place, either, nearest, option
-from treespec.train.eagle3_options import EAGLE3_FLAGS, Eagle3Options
+from treespec.train.eagle3_options import Eagle3Options
 
 LOSSES = ("published", "cross-entropy", "tv", "log-acceptance", "lk", "acceptance:K")
 DRAFT_VOCAB = 32_000  # eagle3's default, that of its published heads
@@ -17,19 +18,11 @@ TRACKERS = (
     *("aim", "clearml", "comet_ml", "dvclive", "mlflow"),
     *("swanlab", "tensorboard", "trackio", "wandb"),
 )
-# Options that are refused for the kinds of head that do not name them.
-FLAGS: dict[str, tuple[str, ...]] = {
-    "eagle": ("--no-bias", "--unrolled-steps", "--grow-at", "--loss-vocab", "--first-weights"),
-    "eagle3": ("--unrolled-steps", "--grow-at", "--freeze-output", *EAGLE3_FLAGS.values()),
-    "medusa": ("--draft-heads",),
-    "hydra": ("--draft-heads",),
-    "hydra++": ("--draft-heads", "--dropout"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TargetOptions, Eagle3Options):
-    """Defaults are those of the papers and their code; None is the kind's own (`train.kinds`).
+    """Defaults are those of the papers and their code; None is the kind's own (`heads.registry`).
 
     Kinds: Li et al. 2024 (2401.15077) and 2025 (2503.01840), Cai et al. 2024 (2401.10774), Ankner
     et al. 2024 (2402.05109).
@@ -238,6 +231,27 @@ class TrainConfig(TargetOptions, Eagle3Options):
         super().__post_init__()
         draws_of(self.loss)
         check_place(self.device_map)
+
+    @property
+    def training(self) -> Training:
+        """How its kind of head is trained."""
+        training = HEADS[self.head].training
+        assert training is not None
+        return training
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe's options as the run sets them, and the kind's own for the rest."""
+        options = {field.name: getattr(self, field.name, None) for field in fields(Recipe)}
+        chosen = {name: value for name, value in options.items() if value is not None}
+        return replace(self.training.recipe, **chosen)
+
+    def forwards(self, processes: int) -> int:
+        """Forwards of a process per optimizer step: as set, or what the recipe's batch needs."""
+        if self.accumulate is not None:
+            return self.accumulate
+        batch = self.recipe.batch
+        return max(1, round(batch / (self.batch_size * processes))) if batch else 1
 
 
 def draws_of(loss: str) -> int | None:

@@ -1,6 +1,6 @@
 """The parts of an EAGLE-3 head that a run chooses: EAGLE-3.1's norms, and the decoder layers."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from treespec.api.options import CommandOptions
 from treespec.errors import InputError
@@ -51,8 +51,3 @@ class Eagle3Options(CommandOptions):
             parts["sliding_window"] = self.sliding_window
             parts["layer_types"] = ["sliding_attention"] * self.head_layers
         return parts
-
-
-EAGLE3_FLAGS = {  # by the option's name
-    known.name: "--" + known.name.replace("_", "-") for known in fields(Eagle3Options)
-}

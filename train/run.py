@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from treespec.draft.calibration import save_calibration
 from treespec.draft.fit.calibrate import calibrate
 from treespec.draft.fit.dtype import dtype_of_file
-from treespec.draft.trained.kinds import KINDS
-from treespec.draft.trained.trained_tokens import with_tokens
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.files.atomic import locked, remove_leftovers, write_json
@@ -26,32 +24,28 @@ from treespec.heads.eagle import EagleHead
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.text.examples import Example
-from treespec.train.card import write_card
-from treespec.train.checkpoints import latest_step
 from treespec.train.checks import check
 from treespec.train.config import SAVED, TrainConfig
-from treespec.train.data import draft_vocabulary, law_tokens, prepare, read
-from treespec.train.dropout import drop_out
-from treespec.train.finite import check_weights
-from treespec.train.first_weights import fit_feature, pass_feature
-from treespec.train.kinds import recipe_of
-from treespec.train.machine import make_accelerator, precision_of, start_tracker
-from treespec.train.record import Record, begun, continued, finished, keep, record_of
-from treespec.train.running import Run
-from treespec.train.steps import fit
-from treespec.train.validate import Validation, describe
-from treespec.train.warm_start import start_from, take_vocabulary
-from treespec.train.watch import Watch, figures, take_best, validation
-from treespec.train.whole import load_target, whole
+from treespec.train.data.prepare import draft_vocabulary, law_tokens, prepare, read
+from treespec.train.files.checkpoints import latest_step
+from treespec.train.files.record import (
+    Record,
+    Validation,
+    begun,
+    finished,
+    keep,
+    record_of,
+    write_card,
+)
+from treespec.train.loop.run import Run, check_weights
+from treespec.train.loop.steps import fit
+from treespec.train.loop.validate import Watch, take_best, validation
+from treespec.train.machine import load_target, make_accelerator, precision_of, start_tracker, whole
+from treespec.train.start import drop_out, fit_feature, moved, start_from, untrained
 
 UNWRITABLE = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),
+    *(errno.EACCES, errno.EPERM, errno.ENOTDIR),
 }
 
 
@@ -65,12 +59,13 @@ def train(config: TrainConfig, after_step: Callable[[int], None] = lambda step: 
     check(config)
     folder = Path(config.out) / "training"
     before = begun(folder)
-    config = continued(config, before)
+    if before and config.mixed_precision is None:  # the default differs by machine
+        config = replace(config, mixed_precision=before["mixed_precision"])
     config = replace(config, mixed_precision=precision_of(config))
     accelerator = make_accelerator(config)
     record = record_of(config)
     if done := finished(folder, before, record):
-        accelerator.print(f"{config.out} holds this head already: {describe(done)}")
+        accelerator.print(f"{config.out} holds this head already: {done}")
         return done
     examples = read(config, record["contents"], accelerator)
 
@@ -98,17 +93,14 @@ def trained(
     target = load_target(config, accelerator, ends=config.features is not None)
     head = moved(untrained(config, target), target.output_device)
     data = prepare(config, target, head.taps, examples, accelerator)
-    folder = Path(config.out) / "training"
-    if config.first_weights == "fitted" and latest_step(folder) is None:
+    if config.first_weights == "fitted" and latest_step(Path(config.out) / "training") is None:
         fit_feature(cast(EagleHead, head), data, config.seed)
-    if config.from_head is not None and config.draft_vocab is None:
-        take_vocabulary(config.from_head, head, target)
     vocabulary = draft_vocabulary(config, target, head, data, accelerator)
-    recipe = recipe_of(config)
     if config.from_head is not None:
         start_from(config.from_head, head)
     if config.freeze_output:
         cast(nn.Module, head).get_submodule("lm_head").requires_grad_(False)
+    recipe = config.recipe
     drop_out(head, recipe.dropout)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in head.parameters() if parameter.requires_grad],
@@ -127,13 +119,12 @@ def trained(
 
     # 3. the head as it will be served, without what mixed precision wraps around its forward
     accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
-    served = run.served()
-    check_weights(served, f"the head in {target.dtype}", run.folder)
+    check_weights(run.served(), f"the head in {target.dtype}", run.folder)
     with whole(target, config, accelerator, "validate and calibrate the head") as target:
         result = finish(replace(run, target=target), watch, last, vocabulary)
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    accelerator.print(describe(result))
+    accelerator.print(str(result))
     return result
 
 
@@ -151,7 +142,7 @@ def finish(run: Run, watch: Watch, last: int, vocabulary: Tensor | None) -> Vali
         take_best(run)
         accelerator.print(f"the best head is that of step {watch.best_step}: it is saved")
         served, result = run.served(), validation(run)
-    accelerator.log(figures(result), step=last)
+    accelerator.log(result.figures(), step=last)
 
     # 2. It is saved.
     if accelerator.is_main_process:
@@ -179,33 +170,6 @@ def no_room_is_one_line(out: str) -> Iterator[None]:
         if error.errno not in UNWRITABLE:
             raise
         raise InputError(f"cannot write into {out}: {error.strerror}") from error
-
-
-def untrained(config: TrainConfig, target: Target) -> Head:
-    """A head of the chosen kind with its first weights."""
-    kind = KINDS[config.head]
-    if not config.bias:
-        head = kind.new(target, bias=False)
-    elif config.draft_heads is not None:
-        head = kind.new(target, config.draft_heads)
-    elif parts := config.parts():
-        head = kind.new(target, parts)
-    else:
-        head = kind.new(target)
-    if config.first_weights == "feature":
-        pass_feature(head)
-    head.config = with_tokens(head.config, target)
-    return head
-
-
-def moved(head: Head, device: torch.device) -> Head:
-    """The head on a device. What it shares with a target elsewhere is copied and not moved."""
-    model = cast(nn.Module, head)
-    for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
-            if not weight.requires_grad and weight.device != device:
-                setattr(module, name, nn.Parameter(weight.to(device), requires_grad=False))
-    return head.to(device)
 
 
 def stored_dtype(config: TrainConfig, target: Target) -> torch.dtype:

@@ -21,7 +21,7 @@ import httpx
 import typer
 
 from treespec.text.conversations import read_conversations
-from treespec.train.datasets import data_file
+from treespec.train.data.known import data_file
 
 COLUMNS = (
     "server",

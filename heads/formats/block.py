@@ -4,10 +4,11 @@ DFlash numbers the tapped layers in two ways, as EAGLE-3 does: speculators names
 tap enters, z-lab and SpecForge the layer that it leaves.
 """
 
-from treespec.heads.eagle3_layer import SLIDING
-from treespec.heads.formats import eagle3, speculators
+from treespec.heads.formats import eagle3
+from treespec.heads.formats.engines import without_whole_map
 from treespec.heads.head import Config, Stored, Tensors
 from treespec.heads.known import DFLASH, KIND, P_EAGLE, p_eagle_levels
+from treespec.heads.layers import SLIDING
 from treespec.heads.p_eagle import INNER
 
 VERIFIERS = ("verifier_lm_head.weight", "verifier_norm.weight")  # copies of the target's, not used
@@ -29,9 +30,7 @@ def read_dflash(config: Config, tensors: Tensors) -> Stored:
 
     # 2. The output layer of its own, and its tokens.
     fields["own_output"] = "lm_head.weight" in tensors
-    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if d2t is not None and t2d is not None and not d2t.any() and t2d.all():
-        del tensors["d2t"], tensors["t2d"]
+    tensors = without_whole_map(tensors)
     drafted, known = fields.get("draft_vocab_size"), fields.get("vocab_size")
     if drafted not in (None, known) and not fields["own_output"]:
         raise ValueError(f"draft_vocab_size is {drafted}, and lm_head.weight is missing")
@@ -119,7 +118,7 @@ def read_p_eagle(config: Config, tensors: Tensors) -> Stored:
 
     # 2. EAGLE-3's part.
     if KIND in config:
-        fields, inner = speculators.read(config | {KIND: "eagle3"}, tensors)
+        fields, inner = eagle3.read_speculators(config | {KIND: "eagle3"}, tensors)
     else:
         fields, inner = eagle3.read(config, tensors)
     fields |= {"model_type": P_EAGLE, "mask_token_id": token, "levels": p_eagle_levels(config)}

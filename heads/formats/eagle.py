@@ -9,7 +9,6 @@ from treespec.heads.features import FeatureHead
 from treespec.heads.formats.engines import Served, check_layer, check_norms, llama_fields
 from treespec.heads.head import Config, Stored, Tensors
 
-ARCHITECTURES = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 ROTARY = ("default", "linear", "dynamic")  # the types that SafeAILab/EAGLE computes
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of SafeAILab/EAGLE, SpecForge, SGLang and vLLM.
+"""EAGLE-3 heads of SafeAILab/EAGLE, SpecForge, SGLang, vLLM and vllm-project/speculators.
 
 Formats number the tapped layers in two ways. A tap k is the input of layer k, which is
 transformers' hidden_states[k]. vLLM, speculators and treespec name the layer that it enters, SGLang
@@ -9,33 +9,53 @@ the layer that it leaves. In a target of five layers:
     eagle_config. …_layer_ids               0   1   2   3   4   left: SGLang
 """
 
-import re
-from collections.abc import Collection
-
 from transformers import Qwen3Config
 
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.formats.eagle import check_project
-from treespec.heads.formats.eagle3_parts import check_parts, layer_fields, norm_fields
-from treespec.heads.formats.engines import Served, check_layer, check_norms, llama_fields
+from treespec.heads.formats.engines import (
+    SIZES,
+    Served,
+    check_layer,
+    check_norms,
+    dtype_of,
+    llama_fields,
+    renamed,
+    without_whole_map,
+)
 from treespec.heads.head import Config, Stored, Tensors
+from treespec.heads.layers import FULL, SLIDING
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's architecture for layers of Qwen3
-ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", QWEN3)
 QUERY_NORM = "midlayer.self_attn.q_norm.weight"
-SIZES = (
-    *("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "hidden_act"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-)
 NESTED = {  # in eagle_config, as vLLM and TensorRT-LLM read it: at the top level
     "norm_before_fc": "norm_before_fc",
     "return_hidden_post_norm": "norm_output",
 }
-OLDER = {  # tensors that SGLang renames too
-    "aux_norm_low.": "fc_norm.0.",
-    "aux_norm_mid.": "fc_norm.1.",
-    "aux_norm_high.": "fc_norm.2.",
+NAMES = (  # of published tensors: treespec's; the last three are older, and SGLang renames them too
+    (r"^layers\.0\.", "midlayer."),
+    (r"^aux_norm_low\.", "fc_norm.0."),
+    (r"^aux_norm_mid\.", "fc_norm.1."),
+    (r"^aux_norm_high\.", "fc_norm.2."),
+)
+# The norm of later layers, as SGLang calls it, and back.
+FROM_SGLANG = (r"^(layers\.\d+\.)hidden_norm\.", r"\1input_layernorm.")
+TO_SGLANG = (r"^(layers\.\d+\.)input_layernorm\.", r"\1hidden_norm.")
+
+NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+VLLM = ("vllm", "speculators")
+ENGINES = ("sglang", *VLLM)
+# The parts that newer heads have, by their names in config.json: in words, and the formats that
+# have a place for each. EAGLE-3.1 is `fc_norm` and `norm_output`.
+PARTS = {
+    "norm_before_residual": ("its residual is normed", VLLM),
+    "norm_before_fc": ("a norm takes all its taps together", VLLM),
+    "fc_norm": ("each of its taps has a norm", ENGINES),
+    "norm_output": ("its next feature is the normed state", ENGINES),
+    "qk_norm": ("its layers are Qwen3's", VLLM),
+    "num_hidden_layers": ("it has several layers", ENGINES),
+    "sliding_window": ("its layers look back over a window alone", VLLM),
 }
 
 
@@ -45,25 +65,20 @@ def read(config: Config, tensors: Tensors) -> Stored:
     A layer is Qwen3's by its architecture or its tensors. Raises ValueError for taps that
     contradict each other, and for norms that the head does not have.
     """
-    # 1. The fields.
     check_norms(config, Eagle3Head.known_as, has=True)
     if "eagle_config" in config:
         config = _untangled(config)
     if config.get("use_aux_norm"):
         config = config | {"fc_norm": True}
-    tensors = {_renamed(name, tensors): value for name, value in tensors.items()}
+    tensors = renamed(tensors, *NAMES)
+    plain = renamed(tensors, FROM_SGLANG)
+    if len(plain) == len(tensors):  # no layer has both names
+        tensors = plain
     if QWEN3 in (config.get("architectures") or ()):
         config = as_qwen3(config)
     elif QUERY_NORM in tensors:
         config = config | {"qk_norm": True}
-
-    # 2. The draft vocabulary.
-    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if d2t is None or t2d is None or d2t.shape != t2d.shape:
-        return config, tensors
-    if not d2t.any() and t2d.all():
-        del tensors["d2t"], tensors["t2d"]
-    return config, tensors
+    return config, without_whole_map(tensors)
 
 
 def as_qwen3(config: Config) -> Config:
@@ -72,19 +87,8 @@ def as_qwen3(config: Config) -> Config:
     transformers of earlier versions leave out what equals a default, and Llama's differ.
     """
     defaults = Qwen3Config().to_dict()
-    known = {name: defaults[name] for name in SIZES}
+    known = {name: defaults[name] for name in (*SIZES, "max_position_embeddings")}
     return known | config | {"model_type": "llama", "qk_norm": True}
-
-
-def _renamed(name: str, names: Collection[str]) -> str:
-    """treespec's name of a tensor. SGLang calls the norm of later layers hidden_norm."""
-    if name.startswith("layers.0."):
-        return name.replace("layers.0.", "midlayer.", 1)
-    plain = name.replace(".hidden_norm.", ".input_layernorm.")
-    if re.match(r"layers\.\d+\.hidden_norm\.", name) and plain not in names:
-        return plain
-    older = next((start for start in OLDER if name.startswith(start)), None)
-    return name if older is None else name.replace(older, OLDER[older], 1)
 
 
 def _untangled(config: Config) -> Config:
@@ -144,10 +148,7 @@ def to_sglang(head: Eagle3Head, served: Served) -> Stored:
     check_parts(head, "sglang")
     taps = {"eagle_config": {IDS: to_sglang_ids(head.taps), "use_aux_hidden_state": True}}
     norms = {name: value for name, value in norm_fields(head).items() if name != "norm_before_fc"}
-    tensors = {
-        re.sub(r"^(layers\.\d+\.)input_layernorm\.", r"\1hidden_norm.", name): value
-        for name, value in head.state_dict().items()
-    }
+    tensors = renamed(head.state_dict(), TO_SGLANG)
     return _config(head, served, "LlamaForCausalLMEagle3") | taps | norms, tensors
 
 
@@ -169,3 +170,117 @@ def _config(head: Eagle3Head, served: Served, architecture: str) -> Config:
     own = {"draft_vocab_size": head.lm_head.out_features, "target_hidden_size": served.hidden_size}
     layers = llama_fields(head, served) | layer_fields(head)
     return {"architectures": [architecture]} | layers | own
+
+
+def parts_of(head: Eagle3Head) -> set[str]:
+    """The names in PARTS of what a head has."""
+    attentions = head.attentions
+    has = {
+        "norm_before_residual": head.midlayer.norm_before_residual,
+        "norm_before_fc": head.input_norm is not None,
+        "fc_norm": head.fc_norm is not None,
+        "norm_output": head.norm_output,
+        "qk_norm": attentions[0].q_norm is not None,
+        "num_hidden_layers": len(attentions) > 1,
+        "sliding_window": any(attention.window is not None for attention in attentions),
+    }
+    return {name for name, there in has.items() if there}
+
+
+def check_parts(head: Eagle3Head, to: str) -> None:
+    """Raises ValueError for a part that the format `to` has no place for."""
+    for name in sorted(parts_of(head)):
+        words, formats = PARTS[name]
+        if to not in formats:
+            *before, last = formats
+            known = f"{', '.join(before)} and {last}"
+            raise ValueError(f"{words} ({name}), which only {known} know")
+
+
+def norm_fields(head: Eagle3Head) -> Config:
+    """Whether a head has each of NORMS."""
+    parts = parts_of(head)
+    return {name: name in parts for name in NORMS}
+
+
+def layer_fields(head: Eagle3Head) -> Config:
+    """The number of layers, their family, and their windows if any has one."""
+    windows = [attention.window for attention in head.attentions]
+    family = "qwen3" if "qk_norm" in parts_of(head) else "llama"
+    fields: Config = {"model_type": family, "num_hidden_layers": len(windows)}
+    if not any(windows):
+        return fields
+    return fields | {
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "sliding_window": next(window for window in windows if window is not None),
+        "use_sliding_window": True,
+    }
+
+
+OWN = ("draft_vocab_size", "target_hidden_size", IDS, *NORMS)
+VERSION = "0.9.0"  # of speculators, whose logits tests/test_upstream.py compares
+DRAFTED = 3  # tokens a cycle, vLLM's default for such a directory
+
+
+def read_any(config: Config, tensors: Tensors) -> Stored:
+    """An EAGLE-3 directory of this project or of the others."""
+    return (read_speculators if "speculators_model_type" in config else read)(config, tensors)
+
+
+def read_speculators(config: Config, tensors: Tensors) -> Stored:
+    """Flatten the config. Raises ValueError for other speculators, and for layers of others."""
+    if (kind := config["speculators_model_type"]) != "eagle3":
+        raise ValueError(
+            f"speculators_model_type is {kind!r}: treespec reads 'dflash', 'eagle3' and 'peagle'"
+        )
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ValueError("transformer_layer_config is missing")
+    family = layer.get("model_type", "qwen3")
+    if family not in ("llama", "qwen3"):
+        raise ValueError(
+            f"transformer_layer_config is of model_type {family!r}, of which only 'llama' and "
+            "'qwen3' are known"
+        )
+    fields = {name: config[name] for name in OWN if config.get(name) is not None}
+    fields["norm_before_residual"] = config.get("norm_before_residual", True)
+    architecture = QWEN3 if family == "qwen3" else "LlamaForCausalLMEagle3"
+    return read(layer | fields | {"architectures": [architecture]}, tensors)
+
+
+def to_speculators(head: Eagle3Head, served: Served) -> Stored:
+    """The directory that `vllm serve` loads together with the target that it names."""
+    check_layer(head)
+    # 1. How `vllm serve` shall draft with it.
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": DRAFTED,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+
+    # 2. The nested config, and the tensors by the name of its layer.
+    layers = layer_fields(head)
+    family = "Qwen3ForCausalLM" if layers["model_type"] == "qwen3" else "LlamaForCausalLM"
+    config = {
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": head.lm_head.out_features,
+        "target_hidden_size": served.hidden_size,
+        IDS: list(head.taps),
+        "norm_before_residual": head.midlayer.norm_before_residual,
+        **norm_fields(head),
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype_of(head),
+        "transformer_layer_config": {"architectures": [family]}
+        | llama_fields(head, served)
+        | layers,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [greedy],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": served.name, "architectures": list(served.architectures)},
+        },
+    }
+    return config, renamed(head.state_dict(), (r"^midlayer\.", "layers.0."))

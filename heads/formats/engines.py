@@ -1,11 +1,17 @@
-"""What the engines' formats share: the served target, and Llama's fields for all versions."""
+"""What formats share: names of tensors, the served target, and Llama's fields for all versions."""
 
+import re
 from dataclasses import dataclass
 
 from transformers import LlamaConfig, PretrainedConfig
 
 from treespec.heads.features import FeatureHead
-from treespec.heads.head import Config
+from treespec.heads.head import Config, Head, Tensors
+
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,29 @@ class Served:
             text.vocab_size,
             getattr(text, "max_position_embeddings", None) or 0,
         )
+
+
+def renamed(tensors: Tensors, *patterns: tuple[str, str]) -> Tensors:
+    """The tensors under the names that (pattern, replacement) after the other give."""
+    found: Tensors = {}
+    for name, value in tensors.items():
+        for pattern, replacement in patterns:
+            name = re.sub(pattern, replacement, name)
+        found[name] = value
+    return found
+
+
+def without_whole_map(tensors: Tensors) -> Tensors:
+    """The tensors without d2t and t2d, if these name all tokens of the target in order."""
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if d2t is None or t2d is None or d2t.shape != t2d.shape or d2t.any() or not t2d.all():
+        return tensors
+    return {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+
+
+def dtype_of(head: Head) -> str:
+    """The dtype of a head's weights, as config.json names it."""
+    return str(head.dtype).removeprefix("torch.")
 
 
 def check_norms(config: Config, known_as: str, has: bool) -> None:
@@ -84,15 +113,8 @@ def llama_fields(head: FeatureHead, served: Served) -> Config:
     # 2. All fields.
     return {
         "model_type": "llama",
-        "hidden_size": llama.hidden_size,
-        "intermediate_size": llama.intermediate_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": llama.num_attention_heads,
-        "num_key_value_heads": llama.num_key_value_heads,
-        "head_dim": llama.head_dim,
-        "vocab_size": llama.vocab_size,
-        "hidden_act": llama.hidden_act,
-        "rms_norm_eps": llama.rms_norm_eps,
+        **{name: getattr(llama, name) for name in SIZES},
         "max_position_embeddings": max(llama.max_position_embeddings, served.context_length),
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else scaling,
@@ -101,5 +123,5 @@ def llama_fields(head: FeatureHead, served: Served) -> Config:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "torch_dtype": str(head.dtype).removeprefix("torch."),
+        "torch_dtype": dtype_of(head),
     }

@@ -7,15 +7,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from treespec.heads import checksum
-from treespec.heads.checkpoint import HeadError, load_head
-from treespec.heads.formats import speculators
+from treespec.heads.checkpoint import HeadError, load_head, write_head
+from treespec.heads.formats.eagle3 import DRAFTED
 from treespec.heads.formats.engines import Served
 from treespec.heads.head import Head
 from treespec.heads.known import check_export
@@ -63,23 +61,15 @@ def export(
         check(head, served, engine=to != "treespec")
         if head.lacks_embedding and to in HEADS[head.kind].embedded:
             head.share_embedding(as_stored(embedding, head))
-        config, tensors = HEADS[head.kind].writers[to](head, served)
+        config, tensors = resolve_name(HEADS[head.kind].writers[to])(head, served)
         temporary.mkdir(parents=True)
-        tensors = {name: value.contiguous() for name, value in tensors.items()}
-        about = {"format": "pt"}
-        about[checksum.FIELD] = checksum.of_tensors(
-            tensors, about
-        )  # config.json has none: engines may refuse fields
-        save_file(tensors, temporary / "model.safetensors", about)
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_head(temporary, config, tensors)  # no checksum: engines may refuse fields
         compared = compare(head, load_head(temporary))
         os.replace(temporary, out)
     except ValueError as error:
         raise HeadError(f"{head_path} is not exported to {to}: {error}") from error
-    except (OSError, SafetensorError) as error:
-        raise HeadError(
-            f"cannot write {out}: {getattr(error, 'strerror', None) or error}"
-        ) from error
+    except OSError as error:
+        raise HeadError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Exported(head.kind, compared, command(to, head, served, out))
@@ -113,7 +103,7 @@ def command(to: str, head: Head, served: Served, out: Path) -> str:
     if to == "speculators":
         return f"vllm serve {folder}"
     if to == "vllm":
-        number = head.max_depth or speculators.DRAFTED
+        number = head.max_depth or DRAFTED
         drafts = {"method": head.kind, "model": str(out), "num_speculative_tokens": number}
         speculative = shlex.quote(json.dumps(drafts, separators=(",", ":")))
         return f"vllm serve {target} --speculative-config {speculative}"
@@ -148,9 +138,8 @@ def outputs(head: Head) -> Tensor:
     """[steps, TOKENS, N] logits of a head in float32 on random text; of EAGLE-1 the features."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1, TOKENS, head.feature_size, generator=generator)
-    compute = HEADS[head.kind].outputs
-    assert compute, "a head with a writer has outputs to compare"
-    return compute(head, features, generator)
+    logits: Tensor = resolve_name(HEADS[head.kind].outputs)(head, features, generator)
+    return logits
 
 
 def check(head: Head, served: Served, engine: bool = True) -> None:

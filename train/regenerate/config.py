@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from treespec.api.options import ModelOptions, SamplingOptions
 from treespec.errors import InputError
 from treespec.options import MANY, SEEDS, TOKENS, either, option
-from treespec.train.known import DATA_SETS
+from treespec.train.data.known import DATA_SETS
 from treespec.train.regenerate.english import FILTERS
 
 if TYPE_CHECKING:
@@ -74,44 +74,34 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.data is None and self.from_template is None:
-            raise InputError("give --data or --from-template")
-        if self.data is not None and self.from_template is not None:
-            raise InputError("give only one of --data and --from-template")
-        if self.head is not None and self.drafter is not None:
-            raise InputError(
-                f"both --head {self.head} and --drafter {self.drafter} are given: leave out one"
-            )
-        if self.allow_lossy:
-            raise InputError("a head learns the target's own law: leave out --allow-lossy")
-        if self.endpoint is not None:
-            self._check_endpoint(self.endpoint)
-        if self.from_template is not None:
-            self._check_own_questions()
-        part_of(self.part)
-
-    def _check_endpoint(self, endpoint: str) -> None:
-        if not endpoint.startswith(("http://", "https://")):
-            raise InputError(
-                f"--endpoint is {endpoint!r}, must be a URL such as http://localhost:8000/v1"
-            )
-        if self.from_template is not None:
-            raise InputError(
-                "--endpoint cannot continue a user's turn: give --data, or leave out --endpoint"
-            )
+        own, endpoint = self.from_template is not None, self.endpoint
+        wrong = {
+            "give --data or --from-template": self.data is None and not own,
+            "give only one of --data and --from-template": self.data is not None and own,
+            f"both --head {self.head} and --drafter {self.drafter} are given: leave out one": (
+                self.head is not None and self.drafter is not None
+            ),
+            "a head learns the target's own law: leave out --allow-lossy": self.allow_lossy,
+            f"--endpoint is {endpoint!r}, must be a URL such as http://localhost:8000/v1": (
+                endpoint is not None and not endpoint.startswith(("http://", "https://"))
+            ),
+            "--endpoint cannot continue a user's turn: give --data, or leave out --endpoint": (
+                endpoint is not None and own
+            ),
+            "--from-template samples questions: --temperature 0 would write one again and again": (
+                own and self.temperature == 0
+            ),
+            "--part is for --data: give each process of --from-template another --seed instead": (
+                own and self.part != "1/1"
+            ),
+        }
         for name in ("head", "drafter", "tree", "template"):
-            if getattr(self, name) is not None:
-                raise InputError(f"--endpoint answers by itself: leave out --{name}")
-
-    def _check_own_questions(self) -> None:
-        if self.temperature == 0:
-            raise InputError(
-                "--from-template samples questions: --temperature 0 would write one again and again"
-            )
-        if self.part != "1/1":
-            raise InputError(
-                "--part is for --data: give each process of --from-template another --seed instead"
-            )
+            given = getattr(self, name) is not None
+            wrong[f"--endpoint answers by itself: leave out --{name}"] = bool(endpoint) and given
+        for complaint, holds in wrong.items():
+            if holds:
+                raise InputError(complaint)
+        part_of(self.part)
 
     def sampling(self, greedy: bool) -> "Options":
         """The options of `Spec.request`. greedy: at temperature 0."""

@@ -1,4 +1,4 @@
-"""Rows answered by a server with OpenAI's interface, such as vLLM or SGLang, several at a time."""
+"""Questions answered by a server with OpenAI's interface, such as vLLM or SGLang, several at a time."""
 
 import http.client
 import json
@@ -6,6 +6,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any, final
@@ -13,7 +14,7 @@ from typing import Any, final
 from treespec.errors import InputError
 from treespec.text.printable import one_line
 from treespec.train.regenerate.config import RegenerateConfig
-from treespec.train.regenerate.rows import Answer, Answered, drawn
+from treespec.train.regenerate.questions import Answer, Answered, drawn
 
 KEY = "OPENAI_API_KEY"  # the environment variable of the server's key
 TRIES = 6
@@ -25,117 +26,93 @@ REFUSED = {400, 413, 422}  # statuses that mean this conversation
 CHARACTERS = 4  # of a token, about: the server alone has the tokenizer
 
 
-class Refused(Exception):
-    """The server takes this conversation not at all."""
-
-
 @final
 class Endpoint:
-    """Answers by a server, conversations side by side, the turns of each one after another.
-
-    A server that takes seeds draws each answer from one of its own.
-    """
+    """Answers by a server. One that takes seeds draws each answer from one of its own."""
 
     def __init__(self, config: RegenerateConfig) -> None:
-        self.config, self.tokens, self.answers = config, 0, 0
+        self.config = config
         assert config.endpoint is not None
         self.url = config.endpoint.rstrip("/") + "/chat/completions"
 
-    def answered(self, rows: Sequence[Answered]) -> Iterator[Answered]:
-        """The rows, each time that one has another answer or is refused.
+    def answers(self, rows: Sequence[Answered]) -> Iterator[tuple[Answered, Answer | str]]:
+        """Each row with the answer to its next question, or why there is none.
 
         Raises InputError where the server does not answer any more.
         """
-        # 1. as many threads as requests at a time; they end with the process
+        # 1. As many threads as requests at a time; they end with the process.
         waiting: SimpleQueue[Answered] = SimpleQueue()
-        events: SimpleQueue[Answered | BaseException] = SimpleQueue()
+        said: SimpleQueue[tuple[Answered, Answer | str | BaseException]] = SimpleQueue()
         stopped = Event()
         for row in rows:
             waiting.put(row)
 
         def work() -> None:
-            try:
+            with suppress(Empty):
                 while not stopped.is_set():
                     one = waiting.get_nowait()
-                    while one.next_question is not None:
-                        one = self._asked(one, stopped)
-                        events.put(one)
-            except Empty:
-                return
-            except BaseException as error:
-                events.put(error)
+                    try:
+                        said.put((one, self._answer(one, stopped)))
+                    except BaseException as error:
+                        said.put((one, error))
 
         for _ in range(min(self.config.batch, len(rows))):
             Thread(target=work, daemon=True).start()
 
-        # 2. what they report
-        finished = 0
+        # 2. What they report.
         try:
-            while finished < len(rows):
-                event = events.get()
-                if isinstance(event, BaseException):
-                    raise event
-                if not event.problem:
-                    self.tokens += event.answers[-1].tokens
-                    self.answers += 1
-                finished += event.next_question is None
-                yield event
+            for _ in rows:
+                one, answer = said.get()
+                if isinstance(answer, BaseException):
+                    raise answer
+                yield one, answer
         finally:
             stopped.set()
 
-    def _asked(self, one: Answered, stopped: Event) -> Answered:
-        """A row with one more answer, or with what speaks against it."""
+    def _answer(self, one: Answered, stopped: Event) -> Answer | str:
+        # 1. The question, if the server will take it.
         messages = one.next_question
-        assert messages is not None
         if len(messages[-1]["content"]) > CHARACTERS * self.config.question_tokens:
-            return one.ending("a question is too long")
+            return "a question is too long"
         length = sum(len(message["content"]) for message in messages)
         if length > CHARACTERS * (self.config.max_length - self.config.max_new_tokens):
-            return one.ending("a conversation is too long")
-        seed = drawn(self.config.seed, one.row.key, len(one.answers))
-        try:
-            return one.taking(self._answer(self._body(messages, one.greedy, seed), stopped))
-        except Refused as error:
-            return one.ending(f"refused: {error}")
-
-    def _body(self, messages: Sequence[dict[str, str]], greedy: bool, seed: int) -> bytes:
-        """A request for the next answer."""
-        options = self.config.sampling(greedy)
+            return "a conversation is too long"
+        options = self.config.sampling(one.greedy)
         body: dict[str, Any] = {
             "model": self.config.target,
-            "messages": list(messages),
+            "messages": messages,
             "temperature": options["temperature"],
             "top_p": options["top_p"],
             "max_tokens": options["max_new_tokens"],
-            "seed": seed % 2**31,
+            "seed": drawn(self.config.seed, one.row.key, len(one.answers)) % 2**31,
         }
         if options["top_k"]:  # not OpenAI's, but vLLM's and SGLang's
             body["top_k"] = options["top_k"]
-        return json.dumps(body).encode()
 
-    def _answer(self, body: bytes, stopped: Event) -> Answer:
-        reply = self._reply(body, stopped)
+        # 2. Its reply.
+        reply = self._reply(json.dumps(body).encode(), stopped)
+        if isinstance(reply, str):
+            return f"refused: {reply}"
         try:
             choice = reply["choices"][0]
-            answer = choice["message"]["content"] or ""
-            tokens = (reply.get("usage") or {}).get("completion_tokens") or len(
-                answer
-            ) // CHARACTERS
+            text = choice["message"]["content"] or ""
+            usage = reply.get("usage") or {}
+            tokens = usage.get("completion_tokens") or len(text) // CHARACTERS
             ended = "max_new_tokens" if choice.get("finish_reason") == "length" else "model"
-            return Answer(str(answer), int(tokens), ended)
+            return Answer(str(text), int(tokens), ended)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise InputError(
                 f"{self.url} answers with no chat completion: {one_line(str(reply))[:200]}"
             ) from error
 
     def _reply(self, body: bytes, stopped: Event) -> Any:
-        """The server's reply. A request that fails for a while is repeated."""
-        # 1. The request.
+        """The server's reply, or why it refuses this conversation.
+
+        A request is repeated where the server is busy or the connection breaks.
+        """
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"
-
-        # 2. Ask, and ask again where the server is busy or the connection breaks.
         why = ""
         for attempt in range(TRIES):
             if attempt and stopped.wait(PAUSE * 2 ** (attempt - 1)):
@@ -148,7 +125,7 @@ class Endpoint:
                 said = one_line(error.read(2000).decode(errors="replace"))[:200]
                 why = f"HTTP {error.code} {said}"
                 if error.code in REFUSED:
-                    raise Refused(why) from error
+                    return why
                 if error.code not in BUSY:
                     hint = f"; its key is taken from {KEY}" if error.code in (401, 403) else ""
                     raise InputError(f"{self.url} refuses requests: {why}{hint}") from error

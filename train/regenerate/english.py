@@ -13,31 +13,20 @@ ENGLISH = """
     the and is of to that this it for with you your are what how can be was as not have which from write
     please my if do does we they will should would there about when where why who into than then these those i
 """
-GERMAN = "der das und ist nicht ein eine mit von auf zu den dem wie ich sie"
-FRENCH = "le la les et est une des pour dans que qui avec sur pas vous je du"
-SPANISH = "el los las es por con para una como del lo su"
-PORTUGUESE = "os um uma com em mais como seu ao"
-ITALIAN = "il che di della per sono gli nel non come"
-DUTCH = "de het een van niet dat voor zijn ik je"
-INDONESIAN = "yang dan untuk dengan dari ini itu adalah ke"
-TURKISH = "bir ve icin"
-POLISH = "jest nie sie"
-SCANDINAVIAN = "och att det som pa ikke og"
-OTHERS = (
-    GERMAN,
-    FRENCH,
-    SPANISH,
-    PORTUGUESE,
-    ITALIAN,
-    DUTCH,
-    INDONESIAN,
-    TURKISH,
-    POLISH,
-    SCANDINAVIAN,
-)
-
-ENGLISH_WORDS = frozenset(ENGLISH.split())
-OTHER_WORDS = frozenset(" ".join(OTHERS).split())
+# German, French, Spanish, Portuguese, Italian, Dutch, Indonesian, Turkish, Polish, Scandinavian
+OTHERS = """
+    der das und ist nicht ein eine mit von auf zu den dem wie ich sie
+    le la les et est une des pour dans que qui avec sur pas vous je du
+    el los las es por con para una como del lo su
+    os um uma com em mais como seu ao
+    il che di della per sono gli nel non come
+    de het een van niet dat voor zijn ik je
+    yang dan untuk dengan dari ini itu adalah ke
+    bir ve icin
+    jest nie sie
+    och att det som pa ikke og
+"""
+ENGLISH_WORDS, OTHER_WORDS = frozenset(ENGLISH.split()), frozenset(OTHERS.split())
 
 
 def passes(text: str, filter: str) -> bool:

@@ -3,21 +3,23 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 from treespec.errors import InputError
-from treespec.files.atomic import locked
+from treespec.files.atomic import locked, read_json, write_json
 from treespec.files.lines import Lines, opened
+from treespec.model.identity import target_identity
 from treespec.text.conversations import read_conversations
-from treespec.train.regenerate.answers import Local
+from treespec.text.sources import digest
+from treespec.train.data.known import data_file
+from treespec.train.files.record import Record, changes
 from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.endpoint import Endpoint
-from treespec.train.regenerate.own_questions import own_rows
-from treespec.train.regenerate.record import check_record, record_of
-from treespec.train.regenerate.rows import (
+from treespec.train.regenerate.local import Local, own_rows
+from treespec.train.regenerate.questions import (
     Answer,
     Answered,
     Row,
@@ -30,16 +32,20 @@ from treespec.train.regenerate.rows import (
 OUT, LEFT_OUT = "conversations.jsonl", "left-out.jsonl"
 UNFINISHED, QUESTIONS = "unfinished.jsonl", "questions.jsonl"
 BLOCK = 16  # batches of rows that are sorted by length together, and answered before the next ones
+FORMAT = 1  # of config.json
+# Options that change no row, only which are answered, how fast and where. Every lossless drafter gives the
+# target's law, so a head may be added on the way.
+FREE = {
+    *("out", "limit", "part", "batch", "head", "drafter", "tree", "verifier", "device_map"),
+    *("allow_lossy", "trust_remote_code", "endpoint"),
+}
 
 
 class Answerer(Protocol):
-    """What answers rows: the target here, or a server. tokens, answers: how many there are so far."""
+    """What answers: the target here, or a server."""
 
-    tokens: int
-    answers: int
-
-    def answered(self, rows: Sequence[Answered]) -> Iterator[Answered]:
-        """The rows, all greedy or none, each time that one has another answer or nothing more to ask."""
+    def answers(self, rows: Sequence[Answered]) -> Iterator[tuple[Answered, Answer | str]]:
+        """Each row with the answer to its next question, or why there is none."""
         ...
 
 
@@ -49,8 +55,8 @@ class Progress:
 
     done: int
     total: int
-    rate: float
-    left: float | None
+    rate: float = 0.0
+    left: float | None = None
 
     @property
     def text(self) -> str:
@@ -87,24 +93,60 @@ def regenerate(
     runs; with --from-template OUT/questions.jsonl. say: is told what is known of the data. Raises InputError for
     input that cannot be used, and where OUT holds rows of other options or models.
     """
-    out, record, data = Path(config.out), *record_of(config, say)
-    with locked(out):
-        with (
-            opened(out / OUT) as kept,
-            opened(out / LEFT_OUT) as left_out,
-            opened(out / UNFINISHED) as unfinished,
-        ):
-            begun = any(lines.done for lines in (kept, left_out, unfinished))
-            check_record(out / "config.json", record, begun)
-            work = Work(config, kept, left_out, unfinished, report)
-            if data is not None:
-                rows = rows_in(config, data, say)
-            else:
-                with opened(out / QUESTIONS) as questions:
-                    rows = own_rows(work.local.spec, config, questions)
-            work.on(rows)
+    out, data = Path(config.out), None if config.data is None else data_file(config.data, say)
+    record = record_of(config, data)
+    with locked(out), ExitStack() as stack:
+        names = (OUT, LEFT_OUT, UNFINISHED)
+        files = Files(*(stack.enter_context(opened(out / name)) for name in names))
+        if any(lines.done for lines in (files.kept, files.left_out, files.unfinished)):
+            check_record(out / "config.json", record)
+        write_json(out / "config.json", record)
+        answerer: Answerer | None = Endpoint(config) if config.endpoint else None
+        if data is not None:
+            rows = rows_in(config, data, say)
+        else:
+            answerer = local(config)
+            questions = stack.enter_context(opened(out / QUESTIONS))
+            rows = own_rows(answerer.spec, config, questions)
+        waiting = files.waiting(rows, config)
+        report(Progress(len(rows) - len(waiting), len(rows)))
+        if waiting:
+            work(config, waiting, files, answerer or local(config), len(rows), report)
         (out / UNFINISHED).unlink(missing_ok=True)
-        return result_of(out / OUT, kept, left_out)
+        reasons = Counter(str(line.get("problem")) for line in files.left_out.done)
+        tokens = sum(sum(line["tokens"]) for line in files.kept.done)
+        return Result(out / OUT, len(files.kept.done), tokens, reasons)
+
+
+def local(config: RegenerateConfig) -> Local:
+    """The target, loaded."""
+    from treespec.api.load import load_options
+
+    return Local(load_options(config), config)
+
+
+def record_of(config: RegenerateConfig, data: Path | None) -> Record:
+    """The options, with digests of target and data under "contents".
+
+    Raises InputError where one of them is not there.
+    """
+    contents = {}
+    if config.endpoint is None:
+        contents["target"] = target_identity(config.target, config.variant)
+    if data is not None:
+        contents["data"] = digest(data)
+    by = "a server" if config.endpoint else "the target"
+    return {"format": FORMAT, "answers_by": by, **asdict(config), "contents": contents}
+
+
+def check_record(path: Path, record: Record) -> None:
+    """Raises InputError where the rows of a run that has begun are of other options or models."""
+    before = read_json(path, f"delete {path.parent} to begin anew", FORMAT)
+    for name, difference in changes(before, record):
+        if name not in FREE:
+            raise InputError(
+                f"{path.parent} holds rows with {difference}; name another --out, or delete it"
+            )
 
 
 def rows_in(config: RegenerateConfig, data: Path, say: Callable[[str], None]) -> list[Row]:
@@ -121,110 +163,78 @@ def rows_in(config: RegenerateConfig, data: Path, say: Callable[[str], None]) ->
     return in_order(asked, config.seed, config.part)[: config.limit]
 
 
-@final
-class Work:
-    """Rows on their way into the files of a run."""
+@dataclass(frozen=True)
+class Files:
+    """unfinished: the answers of rows that have further questions."""
 
-    def __init__(
-        self,
-        config: RegenerateConfig,
-        kept: Lines,
-        left_out: Lines,
-        unfinished: Lines,
-        report: Callable[[Progress], None],
-    ) -> None:
-        """unfinished: the answers of rows that have further questions."""
-        self.config, self.kept, self.left_out, self.unfinished = config, kept, left_out, unfinished
-        self.report = report
+    kept: Lines
+    left_out: Lines
+    unfinished: Lines
 
-    @cached_property
-    def local(self) -> Local:
-        """The target, loaded when it is asked for."""
-        from treespec.api.load import load_options
-
-        return Local(load_options(self.config), self.config)
-
-    def on(self, rows: Sequence[Row]) -> None:
-        """Answer the rows that are not in the files."""
-        # 1. what is left
+    def waiting(self, rows: Sequence[Row], config: RegenerateConfig) -> list[Answered]:
+        """The rows that are not finished, with the answers that a run before had for them."""
         done = {line.get("row") for line in (*self.kept.done, *self.left_out.done)}
-        waiting = self._begun([row for row in rows if row.key not in done])
-        there = len(rows) - len(waiting)
-        questions = sum(len(one.row.questions) - len(one.answers) for one in waiting)
-        self.report(Progress(there, len(rows), 0.0, None))
-        if not waiting:
-            return
-        answerer: Answerer = Endpoint(self.config) if self.config.endpoint else self.local
-        started = time.perf_counter()
-
-        # 2. block by block, so that the first rows of a run are a sample of all
-        for block in blocks(waiting, BLOCK * self.config.batch):
-            for one in answerer.answered(block):
-                finished = self._keep(one)
-                there += finished
-                if one.problem:
-                    questions -= len(one.row.questions) - len(one.answers)
-                seconds = time.perf_counter() - started
-                left = seconds * max(0.0, questions / max(answerer.answers, 1) - 1)
-                self.report(Progress(there, len(rows), answerer.tokens / seconds, left))
-
-    def _begun(self, rows: Sequence[Row]) -> list[Answered]:
-        """The rows, with the answers that a run before had for them."""
         known = {
             (line["row"], line["turn"]): Answer(*line["answer"]) for line in self.unfinished.done
         }
-        begun = []
+        waiting = []
         for row in rows:
-            one = Answered(row, is_greedy(row, self.config.seed, self.config.greedy))
+            one = Answered(row, is_greedy(row, config.seed, config.greedy))
             while answer := known.get((row.key, len(one.answers))):
                 one = one.taking(answer)
-            begun.append(one)
-        return begun
+            if row.key not in done:
+                waiting.append(one)
+        return waiting
 
-    def _keep(self, one: Answered) -> bool:
-        """Write what is new of a row. Returns whether it is finished."""
-        if finished := one.next_question is None:
-            lines, line = (self.kept if one.answers else self.left_out), line_of(one, self.config)
-        else:
+    def keep(self, one: Answered, temperature: float) -> None:
+        """Write what is new of a row. temperature: as for `Answered.line`."""
+        line: dict[str, Any] = {"row": one.row.key}
+        if one.asks:
             answer = [*asdict(one.answers[-1]).values()]
-            lines, line = (
-                self.unfinished,
-                {"row": one.row.key, "turn": len(one.answers) - 1, "answer": answer},
-            )
+            lines, line = self.unfinished, line | {"turn": len(one.answers) - 1, "answer": answer}
+        else:
+            lines, line = (self.kept if one.answers else self.left_out), one.line(temperature)
         lines.append(line)
         lines.done.append(line)
-        return finished
+
+
+def work(
+    config: RegenerateConfig,
+    waiting: list[Answered],
+    files: Files,
+    answerer: Answerer,
+    total: int,
+    report: Callable[[Progress], None],
+) -> None:
+    """Answer the rows block by block, so that the first rows of a run are a sample of all.
+
+    Of a block all first turns are answered, then all second ones. total: rows with finished ones.
+    """
+    questions = sum(one.left for one in waiting)
+    done, answered, tokens, started = total - len(waiting), 0, 0, time.perf_counter()
+    for going in blocks(waiting, BLOCK * config.batch):
+        while going:
+            further = []
+            for row, said in answerer.answers(going):
+                if isinstance(said, str):
+                    one = row.ending(said)
+                else:
+                    one = row.taking(said)
+                    answered, tokens = answered + 1, tokens + said.tokens
+                files.keep(one, config.temperature)
+                if one.asks:
+                    further.append(one)
+                done += not one.asks
+                questions -= one.left if one.problem else 0
+                seconds = time.perf_counter() - started
+                left = seconds * max(0.0, questions / max(answered, 1) - 1)
+                report(Progress(done, total, tokens / seconds, left))
+            going = further
 
 
 def blocks(rows: Sequence[Answered], size: int) -> Iterator[list[Answered]]:
     """Blocks of rows, of each first those that are answered at temperature 0, then the others."""
     for first in range(0, len(rows), size):
         block = rows[first : first + size]
-        for greedy in (True, False):
-            if group := [one for one in block if one.greedy == greedy]:
-                yield group
-
-
-def line_of(one: Answered, config: RegenerateConfig) -> dict[str, Any]:
-    """A line of conversations.jsonl, or of left-out.jsonl where no question could be answered."""
-    line: dict[str, Any] = {"id": one.row.source, "row": one.row.key}
-    if one.answers:
-        temperature = 0.0 if one.greedy else config.temperature
-        tokens, ended = (
-            [answer.tokens for answer in one.answers],
-            [answer.ended for answer in one.answers],
-        )
-        line |= {
-            "messages": one.messages,
-            "temperature": temperature,
-            "tokens": tokens,
-            "ended": ended,
-        }
-    return line | ({"problem": one.problem} if one.problem else {})
-
-
-def result_of(path: Path, kept: Lines, left_out: Lines) -> Result:
-    tokens = sum(sum(line["tokens"]) for line in kept.done)
-    return Result(
-        path, len(kept.done), tokens, Counter(str(line.get("problem")) for line in left_out.done)
-    )
+        yield [one for one in block if one.greedy]
+        yield [one for one in block if not one.greedy]

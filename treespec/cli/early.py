@@ -242,7 +242,7 @@ def check_data(name: str, answered: bool = True) -> None:
     from treespec.text.conversations import check_conversations
     from treespec.text.hub_rows import load_library
     from treespec.text.sources import hub_name, size
-    from treespec.train.known import DATA_SETS
+    from treespec.train.data.known import DATA_SETS
 
     if hub_name(name):
         load_library(name)

@@ -35,7 +35,7 @@ def train(config: TrainConfig) -> None:
 
 def stopped(config: TrainConfig) -> str:
     """What the same command does after an interrupt."""
-    from treespec.train.checkpoints import latest_step
+    from treespec.train.files.checkpoints import latest_step
 
     step = latest_step(Path(config.out) / "training")
     if step is None:

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.pairs import PairProposer
-from treespec.heads.block import BlockHead
+from treespec.heads.block import BlockHead, Pairs
 from treespec.model.cache import TreeCache
 from treespec.model.chunks import Chunk, causal_chunks
 from treespec.model.masks import together
@@ -89,11 +89,8 @@ class BlockProposer(PairProposer):
             # 2. One forward.
             features = together([f[chunk.columns] for f, _ in pairs])  # [B, n, F]
             tokens = together([t[chunk.columns] for _, t in pairs])  # [B, n]
-            own, block = self.head.run(
-                *(tokens, features.to(self.head.dtype), below, places, seen),
-                self.cache.tree_layers,
-                self.target.embeddings,
-            )
+            new = Pairs(tokens, features.to(self.head.dtype), places, seen)
+            own, block = self.head.run(new, below, self.cache.tree_layers, self.target.embeddings)
 
             # 3. The states that levels are drafted from.
             if own is not None:

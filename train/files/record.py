@@ -1,0 +1,227 @@
+"""What the folder of a run says of it: its options, its target and data by content, its result, and the
+model card, README.md.
+
+config.json is written with the first checkpoint. A run that failed before it left nothing that
+another run must agree with.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from treespec.errors import InputError
+from treespec.files.atomic import read_json, write_json, write_text
+from treespec.model.identity import target_identity
+from treespec.options import command_line
+from treespec.text.sources import digest
+from treespec.train.config import TrainConfig
+from treespec.train.data.known import data_file
+from treespec.train.files.checkpoints import latest_step
+
+FORMAT = 1
+Record = dict[str, Any]  # the options of a run, and digests under "contents"
+ENDS = {"epochs", "max_steps", "minutes", "patience"}  # when a run ends
+MAY_CHANGE = ENDS | {
+    *("validate_every", "validate_on", "draft_steps", "decode_on", "decode_tokens"),
+    *("checkpoint_every", "tracker", "calibrate", "out"),
+}
+
+
+@dataclass(frozen=True)
+class Validation:
+    """agreement: for draft step 1, 2, … the share of positions with the target's most likely token.
+
+    acceptance_length: 1 + the mean run of agreeing steps, in tokens a cycle: what a chain of these
+    steps would commit where the target follows the text.
+    positions: the number of positions behind both figures.
+    decoded_length: tokens a cycle while the target answers held-out prompts with such chains; None
+    where none was asked.
+    """
+
+    agreement: list[float]
+    acceptance_length: float
+    positions: int
+    decoded_length: float | None = None
+
+    def __str__(self) -> str:
+        if not self.positions:
+            return "the head was not validated: no held-out conversation is long enough"
+        steps = " ".join(f"{share:.1%}" for share in self.agreement)
+        length = self.decoded_length
+        return (
+            f"top-1 agreement by draft step {steps}; "
+            f"a chain would accept {self.acceptance_length:.2f} tokens a cycle "
+            f"({self.positions} held-out positions)"
+            + ("" if length is None else f"; decoding accepts {length:.2f}")
+        )
+
+    def figures(self) -> dict[str, float]:
+        """As a tracker takes it: numbers by name."""
+        named = {f"agreement_{step}": share for step, share in enumerate(self.agreement, start=1)}
+        named["predicted_length"] = self.acceptance_length
+        if self.decoded_length is not None:
+            named["decoded_length"] = self.decoded_length
+        return {f"held_out/{name}": value for name, value in named.items()}
+
+
+def record_of(config: TrainConfig) -> Record:
+    """The options of a run as its recipe settles them, and the digests of its target and data.
+
+    Raises InputError where one of them is not there.
+    """
+    options, recipe = asdict(config), asdict(config.recipe)
+    if config.features is not None:
+        options["features"] = str(Path(config.features).resolve())
+    contents = {
+        "target": target_identity(config.target, config.variant),
+        "data": digest(data_file(config.data)),
+    }
+    settled = {name: recipe.get(name, value) for name, value in options.items()}
+    return settled | {"contents": contents, "format": FORMAT}
+
+
+def begun(folder: Path) -> Record | None:
+    """The record of a run that left a checkpoint or a result; None where there is none.
+
+    folder: OUT/training. Raises InputError for a damaged record.
+    """
+    if not (folder / "result.json").exists() and latest_step(folder) is None:
+        return None
+    return read_json(folder / "config.json", f"delete {folder} to begin anew", FORMAT)
+
+
+def finished(folder: Path, before: Record | None, record: Record) -> Validation | None:
+    """The result of a finished run of the same record; None where there is still something to do.
+
+    before: what `begun` read. Raises InputError where a run of other options, target or data lies
+    there, and for a damaged file.
+    """
+    if before is None:
+        return None
+    changed = dict(changes(before, record))
+    for name, difference in changed.items():
+        if name not in MAY_CHANGE:
+            raise InputError(
+                f"{folder.parent} holds a run with {difference}; name another --out, or delete it"
+            )
+    result = folder / "result.json"
+    there = result.exists() and (folder.parent / "model.safetensors").exists()
+    if ENDS & changed.keys() or not there:
+        return None
+    remedy = "delete it, and the same command ends the run again"
+    try:
+        return Validation(**read_json(result, remedy))
+    except TypeError as error:
+        raise InputError(f"{result} is damaged: {remedy}") from error
+
+
+def keep(folder: Path, record: Record) -> None:
+    """Write what `finished` compares with."""
+    write_json(folder / "config.json", record)
+
+
+def changes(before: Record, record: Record) -> Iterator[tuple[str, str]]:
+    """How an earlier run differs, an option at a time: its name, and the difference in words.
+
+    Of what has a digest the content counts, and not the path.
+    """
+    for name, now in record.items():
+        then = before.get(name)
+        old, new = before["contents"].get(name), record["contents"].get(name)
+        if name == "contents" or (old == new if old and new else then == now):
+            continue
+        different = f"{name} = {then!r}, not {now!r}"
+        yield name, different if then != now else f"another content of {name} = {now!r}"
+
+
+UNFILLED = "FILL IN"  # stands in a card until someone completes it
+CARD = """\
+---
+base_model: {target}
+tags: [treespec, speculative-decoding, {kind}]
+license: {unfilled} (the data and the target bind it)
+---
+
+# A draft head of kind {kind} for {target}
+
+`treespec chat --target {target} --head {folder}`
+
+It drafts for this target alone, whose embedding and output it uses. Drafts are verified, so the
+answers keep the target's own law.
+
+## Data
+
+{data}: {conversations:,} conversations, {tokens:,} tokens, {answers:,} of them in answers;
+{held_out:,} conversations held out.
+
+## Recipe
+
+{steps:,} optimizer steps in {minutes:.1f} minutes. {recipe}
+
+    {command}
+
+## Figures
+
+{figures}
+"""
+
+
+def write_card(config: TrainConfig, counts: dict[str, int], result: Validation) -> None:
+    """Write OUT/README.md, unless someone has completed the card of an earlier end of the run.
+
+    counts: conversations, tokens, answers (tokens of answers) and held_out (conversations).
+    """
+    # 1. A completed card stays.
+    file = Path(config.out) / "README.md"
+    with suppress(OSError):
+        if UNFILLED not in file.read_text(encoding="utf-8", errors="replace"):
+            return
+
+    # 2. What the run used and gave.
+    last = last_line(Path(config.out) / "training" / "metrics.jsonl")
+    recipe = ", ".join(
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in asdict(config.recipe).items()
+        if value is not None
+    )
+    card = CARD.format(
+        unfilled=UNFILLED,
+        target=config.target,
+        kind=config.head,
+        folder=Path(config.out).name,
+        data=config.data,
+        **counts,
+        steps=int(last.get("step", 0)),
+        minutes=last.get("seconds", 0.0) / 60,
+        recipe=recipe[:1].upper() + recipe[1:] + ".",
+        command=command_line("train", TrainConfig, asdict(config)),
+        figures=figures(last, result),
+    )
+    write_text(file, card)
+
+
+def figures(last: dict[str, float], result: Validation) -> str:
+    """Loss at the end, and agreement by draft step on held-out conversations."""
+    lines = [f"- loss at the end: {last['total']:.3f}"] if "total" in last else []
+    if result.positions:
+        steps = ", ".join(f"{share:.1%}" for share in result.agreement)
+        lines += [
+            f"- agreement with the target's likeliest token, by draft step: {steps}",
+            f"- a chain would accept {result.acceptance_length:.2f} tokens a cycle",
+        ]
+        if (length := result.decoded_length) is not None:
+            lines.append(f"- decoding held-out prompts, it accepts {length:.2f} tokens a cycle")
+        lines.append(f"- held-out positions: {result.positions:,}")
+    return "\n".join(lines or ["- no conversation was held out"])
+
+
+def last_line(metrics: Path) -> dict[str, float]:
+    """The last line of metrics.jsonl that has a loss; {} without one."""
+    try:
+        lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {metrics}: {error}") from error
+    return next((line for line in reversed(lines) if "total" in line), {})

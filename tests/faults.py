@@ -9,6 +9,7 @@ from mutants import mutant
 
 from treespec.api.spec import Spec
 from treespec.draft.grow import confident
+from treespec.model.cache import TreeCache
 from treespec.trees.tree import Drafts, TokenTree, root_only
 
 
@@ -128,6 +129,26 @@ def doubted_token_dropped(monkeypatch: Any) -> None:
     )
     broken.root_only = root_only
     monkeypatch.setattr(confident, "grow_confident", broken.grow_confident)
+
+
+def commits_a_sibling(spec: Spec) -> None:
+    """The cache keeps the node before each accepted one."""
+    step = spec.decoder.step
+
+    def shifted(entering: Any) -> Any:
+        commit = TreeCache.commit
+        TreeCache.commit = lambda cache, paths: commit(cache, [[max(node - 1, 0) for node in path] for path in paths])
+        try:
+            return step(entering)
+        finally:
+            TreeCache.commit = commit
+
+    spec.decoder.step = shifted
+
+
+def plan_of_another_law(spec: Spec) -> None:
+    """The draws are answered by the draft law with its tokens moved by one."""
+    change(spec, planning=lambda scheme, p, q, draws: scheme.plan(p, q.roll(1, -1), draws))
 
 
 def normal(law: torch.Tensor) -> torch.Tensor:

@@ -5,17 +5,14 @@ from math import prod
 
 import numpy as np
 import pytest
-import test_sequence_law
 import torch
-from models import TableConfig, TableModel, draft_tree, follow, random_head, target
+from models import draft_tree, follow, random_head, target
 
 from treespec.api.spec import Spec
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.block import BlockProposer
 from treespec.draft.trained.block_heads import block_rollout, new_dflash, new_p_eagle
-from treespec.draft.trained.medusa import new_medusa
 from treespec.errors import InputError
-from treespec.model.target import Target
 from treespec.shaping.law import node_paths
 from treespec.shaping.sampling import SamplingParams
 from treespec.trees.ddtree import likeliest_shape
@@ -199,20 +196,6 @@ def test_the_tree_of_the_likeliest_has_the_best_products_of_the_levels_laws():
         for path in product(*levels[:length])
     }
     assert set(node_paths(tree)[1:]) == set(sorted(worth, key=lambda path: -worth[path])[:19])
-
-
-@pytest.mark.parametrize(
-    ("verifier", "tree"),
-    [("topk", None), ("rrs", None), ("rrs-wo", None), ("traversal", "2x2"), ("block", "chain:3"), ("optimal", None)],
-)
-@pytest.mark.parametrize("new", [new_dflash, new_p_eagle, new_medusa])
-def test_texts_have_the_targets_law_under_every_temperature(new, verifier, tree):
-    """By χ², with trees whose shape changes from cycle to cycle."""
-    model = Target(TableModel(TableConfig(4, seed=1)))
-    torch.manual_seed(2)
-    head = sharp(new(model, 4))
-    spec = Spec(model, head, tree or "ddtree:nodes=8", verifier)
-    test_sequence_law.TestSequenceLaw().check(spec, SamplingParams(temperature=0.8), texts=2)
 
 
 def test_a_tree_of_draws_is_settled_by_the_levels_laws_alone():

@@ -5,7 +5,6 @@ import torch
 from models import TableConfig, TableModel, target
 from test_decode import prompt
 from test_draft_model import small
-from test_sequence_law import TestSequenceLaw as Law
 
 from treespec.api.spec import Spec
 from treespec.draft.models.model import ModelProposer
@@ -89,13 +88,6 @@ def test_a_model_that_is_the_target_is_accepted_whole_however_long_the_chain():
     stats = spec.generate(prompt(), max_new_tokens=40, temperature=1.0, seed=1).stats
     assert 0 <= sum(stats.drafted) - sum(stats.accepted) <= 8  # the last chain is cut where the text ends
     assert len(set(stats.accepted)) > 2
-
-
-@pytest.mark.parametrize("verifier", ["single", "block"])
-def test_the_law_of_texts_is_the_targets(tables, verifier):
-    """χ², error 1e-4."""
-    spec = Spec(tables[0], ModelProposer(tables[1], tables[0]), "confident:depth=4,threshold=.5", verifier)
-    Law().check(spec, SamplingParams(temperature=0.8), texts=2, batch=2)
 
 
 def test_every_scheme_may_have_it_as_it_makes_one_draw():

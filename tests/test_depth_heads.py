@@ -3,9 +3,8 @@
 import json
 
 import pytest
-import test_sequence_law
 import torch
-from models import TableConfig, TableModel, follow, random_model, target
+from models import follow, random_model, target
 from safetensors.torch import load_file, save_file
 
 from treespec.api.spec import Spec
@@ -21,7 +20,6 @@ from treespec.eval.texts import Passage
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.checksum import sealed
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams
 
 SEVERAL = ["medusa", "hydra", "hydra++"]
 
@@ -175,23 +173,6 @@ def test_a_sampled_batch_equals_each_text_alone(kind, verifier, tree):
     for i, (text, out) in enumerate(zip(prompts(), together, strict=True)):
         alone = spec.configured(tree, verifier).generate(text, seed=5 + i, **options)
         assert (out.token_ids, out.stats.accepted) == (alone.token_ids, alone.stats.accepted)
-
-
-@pytest.mark.parametrize(
-    ("kind", "verifier", "tree", "batch"),
-    [
-        ("medusa", "topk", "medusa", 1),
-        ("medusa", "rrs", "2x2", 1),
-        ("hydra", "topk", "dynamic:depth=3,topk=3,nodes=8", 1),
-        ("hydra++", "rrs", "2x2", 1),
-        *((kind, "rrs-wo", "3x2", 3) for kind in SEVERAL),
-    ],
-)
-def test_the_law_of_texts_is_the_targets(kind, verifier, tree, batch):
-    model = Target(TableModel(TableConfig(4, seed=1)))
-    spec = Spec(model, heads_for(model, kind, seed=2), tree, verifier)
-    texts = test_sequence_law.TestSequenceLaw()
-    texts.check(spec, SamplingParams(temperature=0.8), texts=batch if batch > 1 else 2, batch=batch)
 
 
 @torch.no_grad()

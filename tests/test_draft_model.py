@@ -6,10 +6,9 @@ import pytest
 import torch
 import transformers as hf
 from growing import TEXTS, contents, joined, level_logits, same
-from models import CONFIGS, GROUPED, TableConfig, TableModel, random_model, save_model, target, tokenizer
+from models import CONFIGS, GROUPED, random_model, save_model, target, tokenizer
 from test_batch import prompts, what
 from test_decode import plain_generate, prompt
-from test_sequence_law import TestSequenceLaw as Law
 
 from treespec import load
 from treespec.api.spec import Spec
@@ -160,21 +159,3 @@ class TestSeveral:
         for verifier in ("rrs-wo", "block", "traversal"):
             with pytest.raises(InputError, match="--verifier rrs"):
                 Spec(target("llama"), two, "chain:2", verifier)
-
-
-class TestLaw:
-    """χ² of long texts, error 1e-4 each."""
-
-    @pytest.fixture(scope="class")
-    def tables(self):
-        return [Target(TableModel(TableConfig(4, seed=seed))) for seed in (1, 2, 3)]
-
-    @pytest.mark.parametrize(("verifier", "tree"), [("rrs-wo", "2x2"), ("topk", "dynamic:depth=2,topk=3,nodes=6")])
-    def test_a_draft_model_leaves_the_law_as_it_is(self, tables, verifier, tree):
-        spec = Spec(tables[0], ModelProposer(tables[1], tables[0]), tree, verifier)
-        Law().check(spec, SamplingParams(temperature=0.8), texts=2, batch=2)
-
-    @pytest.mark.parametrize(("verifier", "tree"), [("rrs", "3x2"), ("rrs:draft-temperatures=0.7/1.5", "2x2")])
-    def test_several_draft_models_leave_it_too(self, tables, verifier, tree):
-        several = SeveralModels([ModelProposer(table, tables[0]) for table in tables[1:]])
-        Law().check(Spec(tables[0], several, tree, verifier), SamplingParams(temperature=0.8), texts=2, batch=2)

@@ -10,7 +10,6 @@ from evaluating import FILES, config_in, page_of, save_models
 from models import CONFIGS, TableConfig, TableModel, target
 from test_batch import prompts, what
 from test_decode import plain_generate, prompt
-from test_sequence_law import TestSequenceLaw as SequenceLaw
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from treespec import load
@@ -29,7 +28,7 @@ from treespec.eval.certify.places import repeats
 from treespec.eval.certify.run import Examination
 from treespec.eval.mtbench.run import evaluate
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams, sample
+from treespec.shaping.sampling import sample
 from treespec.verify.facts import NAMES
 from treespec.verify.topk import TopK
 from treespec.verify.walk import Verdict
@@ -154,13 +153,6 @@ def test_a_later_turn_and_the_end_of_the_context_change_nothing(drafter):
     assert second.stats.cached_tokens >= len(prompt()) + len(first) - 2
     full = prompt(length=120)
     assert spec.generate(full, max_new_tokens=50).token_ids == plain_generate(spec.target, full, 8)
-
-
-@pytest.mark.parametrize("drafter", [*DRAFTERS[1:3], DRAFTERS[4]])
-def test_sampled_texts_have_the_targets_law(drafter):
-    """χ² with the error of test_sequence_law; texts of different lengths, decoded together."""
-    spec = spec_of(Target(TableModel(TableConfig(4, seed=1))), drafter)
-    SequenceLaw().check(spec, SamplingParams(temperature=1.0), texts=2, batch=2)
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "lookahead"])

@@ -8,7 +8,6 @@ from models import GROUPED, random_eagle3, random_head, random_model, save_model
 from other_words import sentence_piece, without_shared_tokens
 from test_batch import what
 from test_decode import plain_generate
-from test_sequence_law import TestSequenceLaw as SequenceLaw
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
@@ -20,7 +19,6 @@ from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams
 
 PROMPTS = ["the user asks", "the answer is short: zürich \N{SNOWMAN}", "a"]
 
@@ -158,21 +156,6 @@ class TestProposer:
         for temperature in (0.0, 1.0):
             stats = spec.generate("the user", max_new_tokens=20, temperature=temperature, seed=1).stats
             assert stats.acceptance_length == 5
-
-
-@pytest.mark.parametrize(
-    ("verifier", "tree"), [("rrs-wo", "2x2"), ("traversal", "2x2"), ("topk", "dynamic:depth=2,topk=3,nodes=6")]
-)
-def test_sampled_texts_have_the_targets_law(verifier, tree):
-    """A target of four tokens, and a draft model of five in another order that shares three of them."""
-    from models import TableConfig, TableModel
-
-    target, draft = (Target(TableModel(TableConfig(size, seed=size))) for size in (4, 5))
-    words = SharedVocabulary(
-        torch.tensor([0, 2, 3]), torch.tensor([4, 1, 0]), {n: bytes([97 + n]) for n in range(4)}, {b"b": 2}
-    )
-    spec = Spec(target, OtherVocabulary(draft, target, words), tree, verifier)
-    SequenceLaw().check(spec, SamplingParams(temperature=0.8), texts=2, batch=2)
 
 
 def test_the_command_names_the_share_and_refuses_several(tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""Logits that depend on the text: the law of whole answers is the shaped one, through the real loop."""
+"""Logits that depend on the text, at temperature 0 and in one batch; sampled ones are in test_enumerated.py."""
 
 import itertools
 import math
@@ -6,9 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from models import TableConfig, TableModel, random_eagle3, random_head
-from scipy.stats import chi2
-from test_sequence_law import ERROR, chi_square
+from models import TableConfig, TableModel, random_head
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from treespec.api.spec import Spec
@@ -18,7 +16,6 @@ from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, probs
 
 VOCAB, PROMPT, NEW = 4, [1, 2], 4
-WARM = SamplingParams(0.8)
 
 
 def habits(input_ids, scores):
@@ -72,51 +69,6 @@ def law_of_answers(model, shaped, params, end=None):
 def table():
     model = Target(TableModel(TableConfig(VOCAB, seed=1, eos_token_id=0)))
     return Spec(model, random_head(model, seed=2))
-
-
-def check(spec, options, shaped, params=WARM, runs=200, end=0):
-    """Answers to PROMPT and to others beside it in the batch, by χ² against the law of all answers."""
-    wanted = law_of_answers(spec.target, shaped, params, end)
-    law = {"temperature": params.temperature, "top_k": params.top_k}
-    outputs = spec.generate([PROMPT] * runs, batch=50, seed=0, max_new_tokens=NEW, **law, **options)
-    seen = Counter(tuple(output.token_ids) for output in outputs)
-    assert all(wanted[answer] > 0 for answer in seen)
-    statistic, freedom = chi_square([seen[answer] for answer in wanted], list(wanted.values()))
-    assert freedom > 8
-    assert statistic < chi2.isf(ERROR, freedom)
-
-
-SLOW = [("block", "chain:3"), ("topk", "dynamic:depth=2,topk=3,nodes=6"), ("is-lp", "2x2"), ("greedy", "2x2")]
-
-
-@pytest.mark.parametrize(
-    ("verifier", "tree"),
-    [("rrs-wo", "2x2"), ("traversal", "3x2")] + [pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW],
-)
-def test_answers_by_penalties_and_biases_have_their_law(table, verifier, tree):
-    check(table.configured(tree, verifier), ALL, all_at_once)
-
-
-@pytest.mark.parametrize(
-    ("verifier", "tree"),
-    [("block", "chain:3")] + [pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW[1:]],
-)
-def test_answers_by_a_processor_have_its_law(table, verifier, tree):
-    options = {"logits_processor": habits, "ignore_eos": True}
-    check(table.configured(tree, verifier), options, by_habits, SamplingParams(1.2, top_k=3), end=None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("drafted", "tree"), [([1, 3], "2x2"), ([0, 1, 2, 3], "eagle")])
-def test_a_draft_vocabulary_changes_nothing_about_it(table, drafted, tree):
-    head = random_eagle3(table.target, seed=2, drafted=torch.tensor(drafted))
-    check(Spec(table.target, head, tree, "rrs-wo"), ALL, all_at_once)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["lookup", "lookahead:window=3,ngram=3"])
-def test_drafters_without_a_law_change_nothing_about_it(table, drafter):
-    check(Spec(table.target, source_of(drafter, table.target)), ALL, all_at_once)
 
 
 @pytest.mark.parametrize(("options", "shaped"), [(ALL, all_at_once), ({"logits_processor": habits}, by_habits)])

@@ -8,7 +8,6 @@ import torch
 import transformers as hf
 from growing import TEXTS, contents, joined, level_logits, same
 from models import CONFIGS, TableConfig, TableModel, save_model, target
-from short_texts import check_law, four_tokens
 from test_batch import prompts, what
 from test_decode import plain_generate, prompt
 
@@ -76,11 +75,6 @@ def test_an_empty_skip_set_is_accepted_whole(temperature):
     spec = Spec(target("llama"), SkipProposer(target("llama"), SkipSet(3)), "chain:4", "single")
     stats = spec.generate(prompt(), max_new_tokens=40, temperature=temperature, seed=1, ignore_eos=True).stats
     assert stats.accepted == [4] * 8
-
-
-@pytest.mark.parametrize(("verifier", "tree"), [("rrs-wo", "2x2"), ("single", "confident:threshold=.4")])
-def test_the_law_of_texts_is_the_targets(verifier, tree):
-    check_law(SkipProposer(four_tokens(), SOME), tree, verifier, [1, 3])
 
 
 class TestSkipSet:

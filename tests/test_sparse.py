@@ -7,7 +7,6 @@ import torch
 import transformers as hf
 from growing import TEXTS, contents, joined, level_logits, same
 from models import CONFIGS, random_model, save_model, target
-from short_texts import check_law, four_tokens
 from test_batch import prompts, what
 from test_decode import plain_generate, prompt
 from test_draft_model import small
@@ -130,11 +129,6 @@ def test_a_budget_for_the_whole_text_is_accepted_whole(name, temperature, window
     spec = Spec(target(name), SparseProposer(target(name), 64, window), "chain:4", "single")
     stats = spec.generate(prompt(), max_new_tokens=40, temperature=temperature, seed=1, ignore_eos=True).stats
     assert stats.accepted == [4] * 8
-
-
-@pytest.mark.parametrize(("budget", "window"), BOTH)
-def test_the_law_of_texts_is_the_targets(budget, window):
-    check_law(SparseProposer(four_tokens(), budget, window), "2x2", "rrs-wo", [1, 3, 0, 2] * 5)
 
 
 class TestSnapKV:

@@ -8,7 +8,6 @@ import torch
 from models import TableConfig, TableModel, target
 from test_decode import plain_generate, prompt
 from test_given import paths_of, spec_of
-from test_sequence_law import TestSequenceLaw as SequenceLaw
 
 from treespec.api.engine import Engine
 from treespec.draft.model_free.options import SuffixOptions
@@ -20,7 +19,6 @@ from treespec.draft.model_free.suffix_tree import guess
 from treespec.draft.sources import source_of
 from treespec.errors import InputError
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams
 
 SURE = [1.0]  # rates by which a guess is always right
 
@@ -115,11 +113,6 @@ class TestAnswers:
         for _ in range(2):  # the second time each answer is in the memory
             outputs = spec.generate(texts, max_new_tokens=20, batch=2)
             assert [output.token_ids for output in outputs] == wanted
-
-    @pytest.mark.parametrize("options", ["", ":percent=1,growth=9,nodes=6"])
-    def test_sampled_texts_have_the_targets_law_whatever_is_remembered(self, options):
-        spec = spec_of(table(), f"suffix{options}")
-        SequenceLaw().check(spec, SamplingParams(temperature=1.0), texts=3, batch=2, seed=torch.Generator())
 
     def test_what_was_answered_before_is_drafted_whole(self):
         spec = spec_of("llama", "suffix")

@@ -1,10 +1,8 @@
 """A memory and a draft model that take turns: no token changes its law by them."""
 
 import pytest
-import torch
 from models import TableConfig, TableModel, random_head, target
 from test_decode import plain_generate, prompt
-from test_sequence_law import TestSequenceLaw as SequenceLaw
 
 from treespec.api.spec import Spec
 from treespec.draft.joint import Joint
@@ -16,7 +14,6 @@ from treespec.draft.sources import source_of
 from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.options import members_of
-from treespec.shaping.sampling import SamplingParams
 
 TIMES = Times((1, 4, 16), (1.0, 1.5, 4.0), 0.1, 0.25, (0.1, 0.02), (0.1, 0.02))
 
@@ -29,36 +26,6 @@ def spec_of(model, tree=None, verifier="auto", times=None):
 
 class TestLaw:
     """χ² of long texts of a target of four tokens, error 1e-4 each; each text is drafted from those before."""
-
-    def check(self, verifier, tree=None, times=None):
-        model = Target(TableModel(TableConfig(4, seed=1)))
-        spec = spec_of(model, tree, verifier, times)
-        SequenceLaw().check(spec, SamplingParams(0.9), texts=3, batch=2, seed=torch.Generator())
-
-    @pytest.mark.parametrize(
-        ("verifier", "tree"),
-        [("rrs-wo", "2x2"), ("traversal", "2x2")]
-        + [
-            pytest.param(verifier, tree, marks=pytest.mark.slow)
-            for verifier, tree in (
-                ("single", "chain:3"),
-                ("block", "chain:3"),
-                ("rrs", "2x2"),
-                ("kseq", "2x2"),
-                ("spechub", "2x2"),
-                ("greedy", "2x2"),
-                ("is-lp", "2x2"),
-                ("optimal", "2x2"),
-                ("layer:greedy", "2x2"),
-                ("topk", "dynamic:depth=2,topk=3,nodes=6"),
-            )
-        ],
-    )
-    def test_every_verifier_keeps_it(self, verifier, tree):
-        self.check(verifier, tree)
-
-    def test_trees_chosen_by_their_cost_keep_it(self):
-        self.check("auto", "auto:depth=3,topk=3", TIMES)
 
     def test_the_same_request_gives_the_same_answer_whatever_the_memory_has_learned(self):
         """The answer, and what follows from it, tell of the draws that are repeated: drafts from them would bias it."""

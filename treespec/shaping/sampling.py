@@ -1,8 +1,12 @@
-"""Logits to probabilities, one function for target, head and verifier, and draws from a law."""
+"""Logits to probabilities, one function for target, head and verifier, and all draws of a sequence.
+
+`sample`, `sample_each`, `happens`, `Coins` and `uniforms` are the only places where a sequence's
+generator is used: a test replaces them by an oracle that tries every outcome.
+"""
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -150,10 +154,34 @@ def sample(law: Tensor, generator: torch.Generator) -> Tensor:
 
     law: [..., V] non-negative, any sum. Returns [...] int64; V for a row of zeros or with NaN.
     """
-    uniform = torch.rand(
-        (*law.shape[:-1], 1), generator=generator, dtype=torch.float64, device=law.device
-    )
-    return invert(law, uniform).squeeze(-1)
+    return invert(law, uniforms((*law.shape[:-1], 1), generator, law.device)).squeeze(-1)
+
+
+def sample_each(law: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """[B, number] independent tokens from each row of the law [B, V]; V as in `sample`."""
+    return invert(law, uniforms((len(law), number), generator, law.device))
+
+
+def happens(probability: Tensor, generator: torch.Generator) -> Tensor:
+    """Bool of the same shape: independent events of these probabilities (float64)."""
+    return uniforms(probability.shape, generator, probability.device) < probability
+
+
+@final
+class Coins:
+    """Coins tossed at once on the device, for events whose probabilities the host learns later."""
+
+    def __init__(self, number: int, generator: torch.Generator, device: torch.device) -> None:
+        self.tossed = iter(uniforms((number,), generator, device).tolist())
+
+    def happens(self, probability: float) -> bool:
+        """By the next coin: an event of this probability."""
+        return next(self.tossed) < probability
+
+
+def uniforms(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Tensor:
+    """Independent float64 numbers, uniform in [0, 1)."""
+    return torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
 
 
 def invert(law: Tensor, uniform: Tensor) -> Tensor:

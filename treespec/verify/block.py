@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.shaping.sampling import TargetLaws, sample
+from treespec.shaping.sampling import TargetLaws, happens, sample
 from treespec.trees.tree import TokenTree
 from treespec.verify.laws import check, normalise
 from treespec.verify.scheme import Scheme
@@ -58,8 +58,8 @@ class Block:
         keep = torch.cat([keep, weight[-1:]])  # below the last node: a draw without a node
 
         # 3. The deepest node whose coin succeeds, and a token from its residual.
-        coins = torch.rand(len(keep), generator=generator, dtype=keep.dtype, device=keep.device)
-        depth = ((coins < keep) * torch.arange(len(keep), device=keep.device)).amax()[None]
+        kept_here = happens(keep, generator)
+        depth = (kept_here * torch.arange(len(keep), device=keep.device)).amax()[None]
         stop = depth.clamp(max=len(p) - 1)
         last = sample(normalise(rest[stop], p[stop]), generator)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.errors import InputError
-from treespec.shaping.sampling import invert, largest, sample
+from treespec.shaping.sampling import largest, sample, sample_each
 from treespec.trees.tree import Draws
 from treespec.verify.scheme import Scheme
 
@@ -50,12 +50,8 @@ def keep_first(tokens: Tensor, number: Tensor) -> Tensor:
 def independent(q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
     """k independent draws at each node; tokens may repeat. q: [B, V], or [B, K, V]."""
     width, number = counts(q, k)
-    if q.dim() == 3:
-        tokens = sample(first_laws(q, width), generator)
-    else:
-        shape = (len(q), width)
-        uniforms = torch.rand(shape, generator=generator, dtype=torch.float64, device=q.device)
-        tokens = invert(q, uniforms)
+    each = q.dim() == 3
+    tokens = sample(first_laws(q, width), generator) if each else sample_each(q, width, generator)
     # A law of NaN or of no mass gives V: the draw is absent.
     tokens = tokens.masked_fill_(tokens >= q.shape[-1], -1)
     return Draws(keep_first(tokens, number))

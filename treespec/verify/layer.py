@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import TargetLaws, sample
+from treespec.shaping.sampling import TargetLaws, happens, sample
 from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.laws import normalise
 from treespec.verify.partial import LayerScheme
@@ -62,8 +62,7 @@ class Layer:
 
         # 3. The deepest layer whose coin succeeds.
         keep = mass / (mass + (1 - total).clamp(min=0)).clamp(min=torch.finfo(mass.dtype).tiny)
-        coins = torch.rand(n + 1, generator=generator, dtype=keep.dtype, device=keep.device)
-        layer = ((coins < keep) * torch.arange(n + 1, device=keep.device)).amax()
+        layer = (happens(keep, generator) * torch.arange(n + 1, device=keep.device)).amax()
 
         # 4. Its node and the next token. NaN logits: fall back to the root, where decode reports
         #    them.

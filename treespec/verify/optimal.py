@@ -15,6 +15,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from treespec.shaping.sampling import uniforms
 from treespec.trees.tree import Draws
 from treespec.verify.coupling import TINY, Coupling, couple, scores
 from treespec.verify.facts import check_options
@@ -83,14 +84,13 @@ class Optimal(SureScheme, LayerScheme):
         tops, number_drawn, rest = self.allot(q, number, width)
         drawn = independent(rest, self.most(width), generator).tokens
         tokens = torch.cat([tops, keep_first(drawn, number_drawn)], dim=1)
-        shape = (*tokens.shape, 2)
-        uniforms = torch.rand(shape, generator=generator, dtype=torch.float64, device=q.device)
+        scores_by = uniforms((*tokens.shape, 2), generator, q.device)
         sure = (torch.arange(tokens.shape[1], device=q.device) < tops.shape[1]).expand_as(tokens)
 
         # 2. Distinct tokens first, then absent ones, then repeats.
         repeats = (tokens[:, :, None] == tokens[:, None]).tril(-1).any(-1)
         order = (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)
-        return Draws(tokens, sure, uniforms).columns(order)
+        return Draws(tokens, sure, scores_by).columns(order)
 
     def draw_with_sure(
         self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator
@@ -111,14 +111,14 @@ class Optimal(SureScheme, LayerScheme):
         tokens = torch.cat([others.tokens[:, :width], tops, others.tokens[:, width:]], dim=1)
         unused = others.uniforms.new_zeros((*tops.shape, 2))
         with_node, without_node = others.uniforms[:, :width], others.uniforms[:, width:]
-        uniforms = torch.cat([with_node, unused, without_node], dim=1)
+        scores_by = torch.cat([with_node, unused, without_node], dim=1)
         place = torch.arange(tokens.shape[1], device=q.device)
         is_sure = ((place >= width) & (place < end)).expand_as(tokens)
 
         # 3. Draws with a node, then absent ones, then draws without a node.
         beyond = (place >= drawn[:, None].to(q.device)) & ~is_sure
         order = (2 * beyond).masked_fill((tokens < 0) & ~beyond, 1).argsort(dim=-1, stable=True)
-        return Draws(tokens, is_sure, uniforms).columns(order)
+        return Draws(tokens, is_sure, scores_by).columns(order)
 
     @property
     def equal_draws(self) -> bool:

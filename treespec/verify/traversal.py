@@ -10,14 +10,13 @@ The verdict is the path to the first accepted node. A refused child gives its ma
 continues with the residual of p, from which its next child gets a new chance.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import TargetLaws, sample
+from treespec.shaping.sampling import Coins, TargetLaws, sample
 from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.laws import check, normalise
 from treespec.verify.rrs_wo import RRSWithoutReplacement, without_sure
@@ -86,10 +85,7 @@ class _Judge:
         self.child_of = children_by_token(tree)
 
         # 3. One coin for each node and each draw.
-        coins = torch.rand(
-            len(p) + tokens.numel(), generator=generator, dtype=torch.float64, device=p.device
-        )
-        self.coins: Iterator[float] = iter(coins.tolist())
+        self.coins = Coins(len(p) + tokens.numel(), generator, p.device)
         self.generator = generator
 
     def verdict(self, node: int | None, weight: float) -> Verdict | None:
@@ -99,7 +95,7 @@ class _Judge:
         """
         # 1. A draw without a node is a leaf.
         if node is None:
-            return Verdict([], []) if next(self.coins) < weight else None
+            return Verdict([], []) if self.coins.happens(weight) else None
 
         # 2. The children come first. Where all are refused they change the node's p and w.
         row = self.row_of.get(node)
@@ -111,7 +107,7 @@ class _Judge:
                 return below
 
         # 3. Then the node itself, with a token from its residual. The root is never refused.
-        if node == 0 or next(self.coins) < weight:
+        if node == 0 or self.coins.happens(weight):
             law = normalise(rest[None].clone(), p[None])
             return Verdict([], sample(law, self.generator).tolist())
         return None

@@ -12,6 +12,7 @@ import torch
 from treespec.draft.model_free.options import JacobiOptions
 from treespec.draft.model_free.trie import trie
 from treespec.model.target import TreeOutput
+from treespec.shaping.sampling import sample_each
 from treespec.trees.tree import TokenTree
 
 
@@ -42,5 +43,5 @@ class Jacobi:
 
 def picks(text: np.ndarray, number: int, generator: torch.Generator) -> list[int]:
     """`number` random tokens of the text."""
-    places = torch.randint(len(text), (number,), generator=generator, device=generator.device)
-    return text[places.cpu().numpy()].tolist()
+    each = torch.ones(1, len(text), device=generator.device)
+    return text[sample_each(each, number, generator)[0].cpu().numpy()].tolist()

@@ -1,0 +1,222 @@
+"""Every text that a decoding can give, with its exact probability: an oracle makes the draws.
+
+The oracle stands behind each function that uses a sequence's generator (`treespec.shaping.sampling`) and follows a script
+of outcomes. Past its end it takes the first possible outcome and notes the others, which are replayed later, depth
+first, through the real loop. Sequences with equal tokens whose cycles had equal sizes and paths go on as one: a
+drafter's state is a function of these (`merged`).
+"""
+
+import itertools
+import math
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from treespec import decode, sampling
+from treespec.api.spec import Spec
+from treespec.shaping.sampling import SamplingParams, probs
+from treespec.trees.tree import Draws
+from treespec.verify import rrs_wo
+from treespec.verify.laws import counts, keep_first, without
+
+Text = tuple[int, ...]
+State = tuple[Text, tuple[Text, ...], Text]  # the text, its cycles, and all outcomes where these count too
+START: State = ((), (), ())
+NEVER = 1e-10  # outcomes below it are rounding
+BATCH = 64  # sequences replayed together
+
+
+class Oracle(torch.Generator):
+    """The draws of one sequence: those of its script, then the first possible ones."""
+
+    def __new__(cls, _: Text) -> "Oracle":
+        return super().__new__(cls)
+
+    def __init__(self, script: Text) -> None:
+        self.script, self.taken, self.forks = script, [], []
+        self.probability = self.before = 1.0  # of all outcomes so far, and of those before this cycle
+        self.cycles: tuple[Text, ...] = ()  # nodes and path of each
+        self.state = START
+
+    def choose(self, masses: Sequence[float]) -> int:
+        """The number of an outcome; that of no outcome, len(masses), where none has mass."""
+        total = math.fsum(masses)
+        if not total > 0:
+            return len(masses)
+        at = len(self.taken)
+        if at < len(self.script):
+            outcome = self.script[at]
+        else:
+            outcome, *others = (i for i, mass in enumerate(masses) if mass > NEVER * total)
+            self.forks += [(*self.taken, other) for other in others]
+        assert masses[outcome] > 0, "the same draws led elsewhere"
+        self.taken.append(outcome)
+        self.probability *= masses[outcome] / total
+        return outcome
+
+
+def sample(law: Tensor, generator: Oracle) -> Tensor:
+    rows = law.double().reshape(-1, law.shape[-1]).tolist()
+    return torch.tensor([generator.choose(row) for row in rows], dtype=torch.int64).view(law.shape[:-1])
+
+
+def sample_each(law: Tensor, number: int, generator: Oracle) -> Tensor:
+    return sample(law[:, None].expand(-1, number, -1), generator)
+
+
+def happens(probability: Tensor, generator: Oracle) -> Tensor:
+    return sample(torch.stack([1 - probability, probability], dim=-1).clamp(0, 1), generator) > 0
+
+
+class Coins:
+    def __init__(self, number: int, generator: Oracle, device: torch.device) -> None:
+        self.generator = generator
+
+    def happens(self, probability: float) -> bool:
+        chance = min(max(probability, 0.0), 1.0)
+        return self.generator.choose([1 - chance, chance]) == 1
+
+
+def judge_all(verifier: Any, trees: Any, logits: Any, laws: Any, generators: Sequence[Oracle]) -> Any:
+    verdicts = JUDGE(verifier, trees, logits, laws, generators)
+    for tree, verdict, oracle in zip(trees, verdicts, generators, strict=True):
+        if isinstance(verdict, Exception):
+            raise verdict
+        oracle.cycles += ((len(tree.tokens), *verdict.path),)
+    return verdicts
+
+
+JUDGE = decode.judge_all
+
+
+def in_turn(q: Tensor, k: int | Tensor, generator: Oracle) -> Draws:
+    """Distinct draws for `rrs-wo`, which itself makes independent ones and drops repeats."""
+    width, number = counts(q, k)
+    tokens = torch.empty(len(q), 0, dtype=torch.int64)
+    for _ in range(width):
+        token = sample(without(q, tokens), generator)[:, None]
+        tokens = torch.cat([tokens, token.masked_fill(token >= q.shape[-1], -1)], dim=1)
+    return Draws(keep_first(tokens, number))
+
+
+@contextmanager
+def behind_every_draw() -> Iterator[None]:
+    """Inside, all draws of the package are the oracle's."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("treespec.")]
+    with ExitStack() as stack:
+        for ours in (sample, sample_each, happens, Coins):
+            theirs = vars(sampling)[ours.__name__]
+            for module in modules:
+                if vars(module).get(ours.__name__) is theirs:
+                    stack.enter_context(mock.patch.object(module, ours.__name__, ours))
+        stack.enter_context(mock.patch.multiple(rrs_wo, SPARE=1, independent=in_turn))
+        stack.enter_context(mock.patch.object(decode, "judge_all", judge_all))
+        yield
+
+
+@dataclass(frozen=True)
+class End:
+    text: Text
+
+
+@dataclass
+class Outcomes:
+    """All cycles that can happen: from each state [(probability, the state or the end that it leads to)]."""
+
+    states: dict[State, list[tuple[float, State | End]]] = field(default_factory=lambda: {START: []})
+    replays: int = 0
+
+    def distribution(self) -> tuple[Counter[Text], float]:
+        """{text: probability}, and the mean number of cycles."""
+        texts, mean, weights = Counter(), 0.0, defaultdict(float, {START: 1.0})
+        for state in sorted(self.states, key=lambda state: len(state[0])):
+            for probability, after in self.states[state]:
+                mass = weights[state] * probability
+                mean += mass
+                if isinstance(after, End):
+                    texts[after.text] += mass
+                else:
+                    weights[after] += mass
+        return texts, mean
+
+    def note(self, text: decode.Text, merged: bool) -> list[Text]:
+        """What the latest cycle of a sequence led to. Returns the scripts of its other outcomes."""
+        oracle = text.generator
+        first = len(text.prompt)
+        tokens = tuple([*text.committed, text.root][first : first + text.stats.new_tokens])
+        after = tokens, oracle.cycles, () if merged else tuple(oracle.taken)
+        forks, share = oracle.forks, oracle.probability / oracle.before
+        state, oracle.state, oracle.before, oracle.forks = oracle.state, after, oracle.probability, []
+        if len(oracle.taken) >= len(oracle.script):
+            self.states[state].append((share, End(tokens) if text.ended else after))
+            if not text.ended:
+                text.cancelled = after in self.states
+                self.states.setdefault(after, [])
+        return forks
+
+
+def outcomes(
+    spec: Spec,
+    prompt: list[int],
+    batch: int = BATCH,
+    merged: bool = True,
+    recall: bool = False,
+    reuse: bool = True,
+    **options: Any,
+) -> Outcomes:
+    """Replay all that can happen to a completion.
+
+    merged: whether a cycle depends on what was committed alone. recall: whether it is drafted from the suffix cache.
+    reuse: whether a sequence takes over the cache of one that has ended.
+    """
+    found, scripts, running, decoder = Outcomes(), [()], [], spec.decoder
+    with behind_every_draw(), torch.inference_mode():
+        while scripts or running:
+            # 1. Sequences whose scripts end in an outcome that none has had.
+            entering = []
+            while scripts and len(entering) + len(running) < batch:
+                text = spec.request(prompt, seed=0, remember=False, **options)
+                text.generator, text.law.seeded = Oracle(scripts.pop()), not recall
+                entering.append(text)
+                found.replays += 1
+
+            # 2. A cycle of all.
+            decoder.rows.kept = decoder.rows.kept if reuse else []
+            decoder.step(entering)
+            running += entering
+            for text in running:
+                if text.error:
+                    raise text.error
+                scripts += found.note(text, merged)
+            running = [text for text in running if not text.ended]
+    return found
+
+
+def distribution(
+    model: Any,
+    prompt: list[int],
+    new: int,
+    params: SamplingParams,
+    change: Callable | None = None,
+    end: int | None = None,
+) -> Counter[Text]:
+    """{text: probability} of a table target, each text computed by itself.
+
+    change: what the tokens so far and the logits [V] become, before temperature. end: a token that ends texts.
+    """
+    texts = Counter()
+    for text in itertools.product(range(model.vocab_size), repeat=new):
+        logits = model.model(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1].double()
+        probability = 1.0
+        for at, token in enumerate(text):
+            row = change([*prompt, *text[:at]], logits[at]) if change else logits[at]
+            probability *= float(probs(row, params)[token])
+        texts[text[: text.index(end) + 1] if end in text else text] += probability
+    return +texts

@@ -1,0 +1,208 @@
+"""Whole texts have the target's distribution, exactly, and drafters accept what they accepted: by enumeration."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+from oracle import distribution, outcomes
+from tiny_pairs import NEW, PROMPT, WAYS, spec_of
+
+from treespec.draft import tree_drafter
+from treespec.shaping.sampling import SamplingParams
+from treespec.trees.static import StaticTree
+
+EXACT, SAME = 1e-6, 1e-4
+PARAMS = {"temperature", "top_k", "top_p", "min_p"}
+FROZEN = Path(__file__).with_name("enumerated.json")  # mean cycles of each set-up below
+CYCLES = json.loads(FROZEN.read_text()) if FROZEN.exists() else {}
+
+SHAPED = ("top-k", "penalties", "processor", "end")
+WIDE = [(name, "2x2") for name in ("topk", "rrs-wo", "traversal", "greedy", "spechub", "layer:greedy")]
+REPLACED = [(name, "2x1") for name in ("rrs", "kseq", "is-lp", "rrs:draft-temperatures=0.5/2")]
+CHAINS = [(name, "chain:2") for name in ("single", "block", "layer:single", "rrs", "is-lp:s=2,alphabet=3")]
+HEADS = ["eagle", "eagle, half the tokens", "eagle3", "medusa", "hydra", "hydra++", "dflash", "p-eagle"]
+MODELS = ["other vocabulary", "skip", "sparse", "snapkv", "suffix+model"]
+FOUND = ["rest", "suffix", "lookup", "jacobi:window=2", "lookahead:window=1,ngram=3"]
+GROWN = [
+    ("model", "auto", "auto:depth=2,topk=2"),
+    ("model", "topk", "auto:depth=2,topk=2"),
+    ("model", "traversal", "auto:depth=2,topk=2"),
+    ("suffix+model", "auto", "auto:depth=2,topk=2"),
+    ("suffix+eagle", "topk", "dynamic:depth=2,topk=3,nodes=6"),
+    ("model", "topk", "dynamic:depth=2,topk=3,nodes=6"),
+    ("model", "topk", "eagle"),
+    ("model", "single", "confident:depth=3,threshold=.5,step=.3"),
+    ("model", "rrs-wo", "confident:depth=3,threshold=.5,step=.3"),
+    ("eagle", "rrs-wo", "sampled:price=.1,depth=2"),
+    ("eagle", "traversal", "sampled:price=.1,depth=2"),
+    ("medusa", "topk", "medusa"),
+    ("medusa", "rrs-wo", "ddtree:nodes=5"),
+    ("dflash", "traversal", "ddtree:nodes=5"),
+    ("p-eagle", "topk", "ddtree:nodes=5"),
+]
+SETUPS = [
+    *(("model", verifier, tree, way, 64) for (verifier, tree), way in product([*WIDE, *REPLACED, *CHAINS], SHAPED)),
+    *(("model", verifier, tree, way, 64) for (verifier, tree), way in product(CHAINS[:2], ("top-p", "min-p"))),
+    *(("model", "topk", "2x2", way, 64) for way in ("warm", "greedy")),
+    *((drafter, *pair, "top-k", 64) for drafter, pair in product([*HEADS, *MODELS], WIDE[:2])),
+    *((drafter, "traversal", "2x2", "penalties", 64) for drafter in (*HEADS, *MODELS)),
+    *((drafter, "topk", None, way, 64) for drafter, way in product(FOUND, ("top-k", "greedy"))),
+    *((drafter, "topk", None, "penalties", 64) for drafter in FOUND[:3]),
+    *((*grown, way, 64) for grown, way in product(GROWN, ("top-k", "penalties"))),
+    *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED[:3], *CHAINS[:2], *WIDE[3:])),
+    *(
+        ("models", verifier, tree, "top-k", 64)
+        for verifier, tree in (("rrs", "2x1"), ("is-lp", "2x1"), ("topk", "2x2"))
+    ),
+    *(("model", *pair, "processor", 1) for pair in (WIDE[0], WIDE[2], CHAINS[1])),
+    *(("none", "topk", None, way, 64) for way in WAYS),
+]
+
+
+def enumerate_texts(spec, way="top-k", batch=64, **how):
+    """The largest deviation of a text's probability, and the mean number of cycles."""
+    by = WAYS[way]
+    texts, cycles = outcomes(spec, PROMPT, batch, max_new_tokens=NEW, **how, **by.options).distribution()
+    params = SamplingParams(**{name: by.options[name] for name in PARAMS & by.options.keys()})
+    wanted = distribution(spec.target, PROMPT, NEW, params, by.change, by.end)
+    return max(abs(texts[text] - wanted[text]) for text in {*texts, *wanted}), cycles
+
+
+def enumerate_setup(drafter, verifier, tree, way, batch, **how):
+    how |= {"merged": not drafter.startswith(("jacobi", "lookahead"))}
+    if drafter.startswith("suffix"):
+        how |= {"recall": True, "memory": "texts"}
+    return enumerate_texts(spec_of(drafter, tree, verifier, WAYS[way].end), way, batch, **how)
+
+
+def named(setup):
+    return " | ".join(str(part) for part in setup if part is not None)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=named)
+def test_texts_have_the_targets_distribution_and_cycles_their_length(setup):
+    """A change of a drafter that is meant to change its acceptance writes the new mean into enumerated.json."""
+    error, cycles = enumerate_setup(*setup)
+    assert error < EXACT
+    assert cycles == pytest.approx(CYCLES.get(named(setup)), abs=SAME)
+
+
+@pytest.mark.parametrize(
+    ("fault", "tree", "verifier"),
+    [
+        (faults.draws_from_a_hotter_law, "2x2", "rrs-wo"),
+        (faults.draws_from_a_hotter_law, "chain:2", "single"),
+        (faults.phantoms_dropped, StaticTree(((1,),)), "rrs-wo"),
+        (faults.commits_a_sibling, "2x2", "topk"),
+        (faults.plan_of_another_law, "2x2", "rrs-wo"),
+    ],
+)
+def test_faults_of_exactness_are_found(fault, tree, verifier):
+    assert enumerate_texts(spec_of("model", tree, verifier))[0] < EXACT
+    spec = spec_of("model", tree, verifier)
+    fault(spec)
+    assert enumerate_texts(spec, reuse=False)[0] > 1e-3
+
+
+def test_a_chain_that_drops_its_doubted_token_is_found(monkeypatch):
+    faults.doubted_token_dropped(monkeypatch)
+    assert enumerate_texts(spec_of("model", "confident:depth=3,threshold=.5", "single"))[0] > 1e-3
+
+
+def unshaped_below_the_first_level(monkeypatch):
+    shape = tree_drafter.shape_drafts
+
+    def first_level(law, paths, rows, *rest):
+        return rows if paths[0] else shape(law, paths, rows, *rest)
+
+    monkeypatch.setattr(tree_drafter, "shape_drafts", first_level)
+
+
+def draws_one_node_off(monkeypatch):
+    shape = tree_drafter.shape_drafts
+
+    def rolled(law, paths, rows, *rest):
+        return shape(law, [*paths[-1:], *paths[:-1]], rows, *rest)
+
+    monkeypatch.setattr(tree_drafter, "shape_drafts", rolled)
+
+
+def features_of_the_token_before(monkeypatch):
+    observe = tree_drafter.TreeDrafter.observe
+
+    def shifted(drafter, features, tokens):
+        observe(drafter, [rows.roll(1, 0) for rows in features], tokens)
+
+    monkeypatch.setattr(tree_drafter.TreeDrafter, "observe", shifted)
+
+
+@pytest.mark.parametrize(
+    ("fault", "setup"),
+    [
+        (unshaped_below_the_first_level, ("model", "topk", "2x2", "processor", 64)),
+        (draws_one_node_off, ("model", "topk", "2x2", "processor", 64)),
+        (features_of_the_token_before, ("eagle", "topk", "2x2", "top-k", 64)),
+        (features_of_the_token_before, ("p-eagle", "topk", "2x2", "top-k", 64)),
+    ],
+)
+def test_faults_that_only_cost_acceptance_are_found(fault, setup, monkeypatch):
+    fault(monkeypatch)
+    error, cycles = enumerate_setup(*setup, reuse=False)
+    assert error < EXACT
+    assert abs(cycles - CYCLES[named(setup)]) > 10 * SAME
+
+
+LONG = [
+    ("model", "single", "confident:depth=6,threshold=.9,step=.1"),
+    ("eagle", "single", "confident:depth=6,threshold=.5,step=.1"),
+    ("model", "auto", "auto:depth=4,topk=3"),
+    ("eagle", "auto", "auto:depth=4,topk=3"),
+    ("suffix", "topk", None),
+    ("suffix+model", "topk", "2x2"),
+    ("suffix+eagle", "rrs-wo", "2x2"),
+    ("lookup", "topk", None),
+    ("lookahead:window=3,ngram=3", "topk", None),
+    ("jacobi:window=4", "topk", None),
+]
+
+
+def long_text(drafter, verifier, tree):
+    """Cycles of a text of 80 tokens that is drawn with one seed, and its tokens at temperature 0."""
+    spec = spec_of(drafter, tree, verifier)
+    options = {"max_new_tokens": 80, "memory": "texts", "remember": False}
+    greedy = spec.generate(PROMPT, seed=5, **options)
+    assert greedy.token_ids == spec.baseline().generate(PROMPT, max_new_tokens=80).token_ids
+    drawn = spec.generate([PROMPT], seed=5, temperature=1.0, **options)[0]
+    return [greedy.stats.cycles, drawn.stats.cycles]
+
+
+@pytest.mark.parametrize("setup", LONG, ids=named)
+def test_long_texts_take_the_cycles_that_they_took(setup):
+    """Growers and caches learn over many cycles."""
+    assert long_text(*setup) == CYCLES["long | " + named(setup)]
+
+
+def test_a_grower_without_feedback_is_found(monkeypatch):
+    monkeypatch.setattr(tree_drafter.TreeDrafter, "settle", lambda *_: None)
+    for setup in (LONG[1], LONG[3]):
+        assert long_text(*setup) != CYCLES["long | " + named(setup)]
+
+
+def test_a_completion_that_is_cancelled_as_it_ends_is_not_remembered():
+    def cycles_after(cancelled):
+        spec = spec_of("suffix")
+        text = spec.request(PROMPT, max_new_tokens=60, memory="new")
+        text.listener = lambda _: setattr(text, "cancelled", cancelled and text.ending.finished)
+        assert sum(len(piece.token_ids) for _, piece in spec.decoder.run([text])) == 60
+        return spec.generate(PROMPT, max_new_tokens=60, memory="new").stats.cycles
+
+    assert cycles_after(cancelled=True) > cycles_after(cancelled=False)
+
+
+def test_there_are_150_setups_of_their_own():
+    assert len(SETUPS) >= 150
+    assert {*map(named, SETUPS), *("long | " + named(setup) for setup in LONG)} == CYCLES.keys()
+    assert torch.get_num_threads() == 1

@@ -1,0 +1,176 @@
+"""Tiny pairs of a target and a drafter, whose texts of 3 tokens of 4 an oracle enumerates."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as hf
+from models import GROUPED, TableConfig, TableModel, random_eagle3, random_head, random_model
+
+from treespec.api.spec import Spec
+from treespec.draft.calibration import Calibration
+from treespec.draft.joint import Joint
+from treespec.draft.model_free.datastore import ORDER, Datastore
+from treespec.draft.model_free.given import GivenDrafter
+from treespec.draft.model_free.options import RestOptions, SuffixOptions
+from treespec.draft.model_free.rest import Rest
+from treespec.draft.model_free.suffix import Suffix
+from treespec.draft.model_free.suffix_memory import Memories
+from treespec.draft.model_free.suffixes import suffix_array
+from treespec.draft.models.model import ModelProposer
+from treespec.draft.models.other_vocabulary import OtherVocabulary
+from treespec.draft.models.several import SeveralModels
+from treespec.draft.models.shared_vocabulary import SharedVocabulary
+from treespec.draft.models.skip import SkipProposer
+from treespec.draft.models.skip_set import SkipSet
+from treespec.draft.models.sparse import SparseProposer
+from treespec.draft.pace.times import Times
+from treespec.draft.sources import source_of
+from treespec.draft.trained.kinds import KINDS
+from treespec.draft.vocabulary import restrict
+from treespec.model.target import Target
+
+VOCAB, PROMPT, NEW, END = 4, [1, 0, 2, 1, 0, 1, 2], 3, 3
+TIMES = Times((1, 4, 16), (1.0, 1.5, 4.0), 0.1, 0.25, (0.1, 0.02), (0.1, 0.02))
+RATES = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0)]}, rates={"1": (0.5, 0.3)})
+
+
+@cache
+def table(seed: int = 1, size: int = VOCAB, end: int | None = None) -> Target:
+    return Target(TableModel(TableConfig(size, seed=seed, eos_token_id=end)))
+
+
+@cache
+def near(seed: int) -> Target:
+    """A table near that of the target."""
+    model = TableModel(TableConfig(VOCAB, seed=1))
+    noise = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+    model.model.table.data += noise
+    return Target(model)
+
+
+@cache
+def attentive(end: int | None) -> Target:
+    """A model of three layers, for drafters that leave some out or see some of the keys."""
+    return Target(random_model(hf.LlamaConfig(**GROUPED | {"vocab_size": VOCAB, "eos_token_id": end}), seed=2))
+
+
+def trained(kind: str, target: Target) -> Any:
+    """A head far from its start, so that a wrong input or order shows."""
+    torch.manual_seed(2)
+    head = KINDS[kind].new(target, 4).eval()
+    for parameter in head.parameters():
+        if parameter.requires_grad and parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.4)
+    return head
+
+
+def half(target: Target) -> Any:
+    head = random_head(target, seed=2)
+    restrict(head, target, torch.tensor([1, 3]))
+    return head
+
+
+def retrieved() -> GivenDrafter:
+    tokens = np.random.default_rng(1).integers(VOCAB, size=200).astype(np.uint16)
+    store = Datastore(tokens, suffix_array(tokens, ORDER), VOCAB)
+    return GivenDrafter(Rest(store, RestOptions(nodes=8, tokens=3)), "rest")
+
+
+def other_words(target: Target) -> OtherVocabulary:
+    """A draft model of five tokens in another order, three of which the target has."""
+    places = torch.tensor([0, 2, 3]), torch.tensor([4, 1, 0])
+    words = SharedVocabulary(*places, {n: bytes([97 + n]) for n in range(VOCAB)}, {b"b": 2})
+    return OtherVocabulary(table(5, 5), target, words)
+
+
+def suffix_cache() -> Suffix:
+    chosen = SuffixOptions(percent=1, growth=9, nodes=8)
+    return Suffix(chosen, Memories(chosen.tokens))
+
+
+DRAFTERS: dict[str, Callable[[Target], Any]] = {
+    "none": lambda target: None,
+    "eagle": lambda target: random_head(target, seed=2),
+    "eagle, half the tokens": half,
+    "eagle3": lambda target: random_eagle3(target, seed=2, drafted=torch.tensor([0, 1, 3])),
+    **{kind: lambda target, kind=kind: trained(kind, target) for kind in KINDS if not kind.startswith("eagle")},
+    "model": lambda target: ModelProposer(near(2), target),
+    "models": lambda target: SeveralModels([ModelProposer(near(seed), target) for seed in (2, 3)]),
+    "other vocabulary": other_words,
+    "skip": lambda target: SkipProposer(target, SkipSet(3, attention=(1,), mlp=(0, 1))),
+    "sparse": lambda target: SparseProposer(target, 5, None),
+    "snapkv": lambda target: SparseProposer(target, 5, 4),
+    "rest": lambda target: retrieved(),
+    "suffix": lambda target: source_of("suffix:percent=1,growth=9,nodes=8", target),
+    "suffix+model": lambda target: Joint(suffix_cache(), ModelProposer(near(2), target)),
+    "suffix+eagle": lambda target: Joint(suffix_cache(), random_head(target, seed=2)),
+}
+
+
+def spec_of(drafter: str, tree: str | None = None, verifier: str = "topk", end: int | None = None) -> Spec:
+    """Each Spec has a cache of suffixes of its own, which holds some texts of the target."""
+    target = attentive(end) if drafter in ("skip", "sparse", "snapkv") else table(end=end)
+    make = DRAFTERS.get(drafter) or (lambda target: source_of(drafter, target))
+    timed = isinstance(tree, str) and tree.split(":")[0] in ("auto", "sampled")
+    spec = Spec(target, make(target), tree, verifier, **{"calibration": RATES, "times": TIMES} if timed else {})
+    if drafter.startswith("suffix"):
+        spec.generate([PROMPT] * 6, seed=list(range(6)), max_new_tokens=8, temperature=1.0, memory="texts")
+    return spec
+
+
+def habits(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor: each token counts against itself, and the sum of all decides which one is forbidden."""
+    counts = torch.stack([row.bincount(minlength=VOCAB) for row in input_ids])
+    return (scores - 0.9 * counts).scatter(1, input_ids.sum(1, keepdim=True) % VOCAB, -torch.inf)
+
+
+def by_habits(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    return habits(torch.tensor([tokens]), logits[None])[0]
+
+
+PENALTIES = {
+    "logit_bias": {1: 0.7},
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.6,
+    "min_tokens": 2,
+}
+
+
+def penalised(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    """What PENALTIES ask for, by the definitions in OpenAI's reference and of transformers; one row."""
+    row, answer = logits.clone(), tokens[len(PROMPT) :]
+    row[1] += 0.7
+    for token in set(tokens):
+        row[token] = row[token] / 1.4 if row[token] > 0 else row[token] * 1.4
+    for token, count in Counter(answer).items():
+        row[token] -= 0.6 * count + 0.5
+    if len(answer) < 2:
+        row[END] = -torch.inf
+    return row
+
+
+@dataclass(frozen=True)
+class Way:
+    """How texts are sampled. change: of the logits after the tokens so far. end: of texts."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    change: Callable | None = None
+    end: int | None = None
+
+
+WAYS = {
+    "top-k": Way({"temperature": 1.5, "top_k": 2}),
+    "top-p": Way({"temperature": 1.0, "top_p": 0.8}),
+    "min-p": Way({"temperature": 1.2, "min_p": 0.3}),
+    "warm": Way({"temperature": 0.8}),
+    "greedy": Way({"temperature": 0.0}),
+    "end": Way({"temperature": 1.5, "top_k": 2}, end=END),
+    "penalties": Way({"temperature": 1.5, "top_k": 2, **PENALTIES}, penalised, END),
+    "processor": Way({"temperature": 1.5, "top_k": 2, "logits_processor": habits}, by_habits),
+}

@@ -92,7 +92,7 @@ def paired(
     verifier: str, tree: str | None, drafter: str | None, allow_lossy: bool = False
 ) -> tuple[Policy | None, "Verifier"]:
     """The tree and verifier as objects. Raises InputError as `check_paired`."""
-    from treespec.draft.default_tree import verifier_for  # loads torch
+    from treespec.draft.fits import verifier_for  # loads torch
     from treespec.verify.registry import verifier_by_name
 
     chosen = check_paired(verifier, tree, drafter, allow_lossy)

@@ -8,9 +8,9 @@ import torch
 from mutants import mutant
 
 from treespec.api.spec import Spec
-from treespec.draft.grow import confident
+from treespec.draft.grow import builder, drawn
 from treespec.model.cache import TreeCache
-from treespec.trees.tree import Drafts, TokenTree, root_only
+from treespec.trees.tree import Drafts, TokenTree
 
 
 @dataclass(frozen=True)
@@ -115,20 +115,14 @@ def seeded_anew(spec: Spec) -> None:
 
 def doubted_token_dropped(monkeypatch: Any) -> None:
     """A confident chain ends before the token that it doubts: whether there is a draw depends on the draw."""
-    whole = "        laws.append(q)\n        draws.append(drawn)\n        tokens.append(drawn.tokens[:, 0])\n"
+    whole = "        nodes.add(drawn.tokens[:, 0], parent)\n"
     stop = (
-        "        if level == depth or not float(logits.float().softmax(-1)[0, last]) >= threshold:\n            break\n"
+        "        if level == by.depth or not float(logits.float().softmax(-1)[0, last]) >= by.threshold:\n"
+        "            break\n"
     )
-    early = stop.replace("level == depth or not ", "not ").replace("last]", "drawn.tokens[0, 0].clamp_min(0)]")
-    end = "    number = torch.arange(len(tokens), device=logits.device)\n"
-    broken = mutant(
-        confident,
-        (whole, early + whole),
-        (stop, "        if level == depth:\n            break\n"),
-        (end, "    if not draws:\n        return root_only(root)\n" + end),
-    )
-    broken.root_only = root_only
-    monkeypatch.setattr(confident, "grow_confident", broken.grow_confident)
+    early = stop.replace("level == by.depth or not ", "not ").replace("last]", "drawn.tokens[0, 0].clamp_min(0)]")
+    broken = mutant(drawn, (whole, early + whole), (stop, "        if level == by.depth:\n            break\n"))
+    monkeypatch.setattr(builder, "grow_confident", broken.grow_confident)
 
 
 def commits_a_sibling(spec: Spec) -> None:

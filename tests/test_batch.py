@@ -8,7 +8,7 @@ from models import CONFIGS, random_head, random_model, target
 
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
-from treespec.draft.pace.times import Times
+from treespec.draft.cost.model import Cost
 from treespec.errors import InputError
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
@@ -17,8 +17,8 @@ from treespec.trees.static import StaticTree
 from treespec.trees.tree import TokenTree
 
 LENGTHS = (7, 60, 1, 19)  # tokens of the prompts; one token leaves nothing to draft from
-CALIBRATION = Calibration((0.0,) * 4, (0.0,) * 7, {"1": [(0.1, 4.0), (0.01, 30.0)]})
-TIMES = Times((1, 8, 64), (1e-3, 1.2e-3, 4e-3), 2e-4, 2e-4, (2e-4, 2e-4), (2e-4, 2e-4))
+CALIBRATION = Calibration((0.0,) * 4, (0.0,) * 7)
+TIMES = Cost((1, 8, 64), (1e-3, 1.2e-3, 4e-3), 2e-4)
 TOLERANCE = 2e-4  # float32, logits of order 1 to 10
 
 

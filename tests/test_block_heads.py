@@ -15,7 +15,7 @@ from treespec.draft.trained.block_heads import block_rollout, new_dflash, new_p_
 from treespec.errors import InputError
 from treespec.shaping.law import node_paths
 from treespec.shaping.sampling import SamplingParams
-from treespec.trees.ddtree import likeliest_shape
+from treespec.trees.likeliest import likeliest
 
 TEXT = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33])
 
@@ -172,14 +172,14 @@ def test_the_likeliest_shape_is_a_slow_enumeration_of_the_best_products():
             for path in product(range(ranks), repeat=length)
         }
         best = sorted(worth, key=lambda path: -worth[path])[: nodes - 1]
-        assert set(likeliest_shape(chances, nodes).paths[1:]) == set(best)
+        assert set(likeliest(chances, nodes).paths[1:]) == set(best)
 
 
 def test_a_path_that_no_draw_gives_has_no_node():
     """As many nodes as there are paths that q gives, however many are asked for."""
     chances = np.array([[0.9, 0.1, 0.0], [1.0, 0.0, 0.0], [0.6, 0.4, 0.0]])
     paths = [(0,), (0, 0), (0, 0, 0), (0, 0, 1), (1,), (1, 0), (1, 0, 0), (1, 0, 1)]
-    assert sorted(likeliest_shape(chances, 60).paths[1:]) == paths
+    assert sorted(likeliest(chances, 60).paths[1:]) == paths
 
 
 @torch.no_grad()

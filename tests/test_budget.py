@@ -6,21 +6,19 @@ import torch
 from models import CONFIGS, TableConfig, TableModel, random_model
 
 from treespec.api.spec import Spec
+from treespec.draft.cost.model import Cost
+from treespec.draft.cost.running import CostModel
 from treespec.draft.model_free.budget import RATES, part, rests
 from treespec.draft.model_free.given import GivenDrafter
 from treespec.draft.model_free.kinds import given_by
 from treespec.draft.model_free.trie import trie
-from treespec.draft.pace.pace import Pace
-from treespec.draft.pace.times import Times
 from treespec.model.target import Target
 
-LEVEL = (0.0, 0.0)
 
-
-def times(node: float) -> Times:
+def times(node: float) -> Cost:
     """A forward of 10 ms, and what every further node adds, in seconds."""
     nodes = (1, 2, 4, 8, 16, 32, 64)
-    return Times(nodes, tuple(0.01 + node * (n - 1) for n in nodes), 0.0, 0.0, LEVEL, LEVEL)
+    return Cost(nodes, tuple(0.01 + node * (n - 1) for n in nodes))
 
 
 def tree():
@@ -29,13 +27,13 @@ def tree():
 
 
 def test_cheap_nodes_are_all_kept_and_dear_ones_none():
-    assert len(part(tree(), Pace(times(1e-6))).tokens) == 9
-    assert part(tree(), Pace(times(0.05))).tokens.tolist() == [7]
+    assert len(part(tree(), CostModel(times(1e-6))).tokens) == 9
+    assert part(tree(), CostModel(times(0.05))).tokens.tolist() == [7]
 
 
 def test_what_is_kept_is_a_part_of_the_tree_with_its_own_ancestors():
     for node in (5e-4, 1e-3, 2e-3, 4e-3):
-        whole, pace = tree(), Pace(times(node))
+        whole, pace = tree(), CostModel(times(node))
         kept = part(whole, pace)
         assert 1 <= len(kept.tokens) <= 9
         for i, parent in enumerate(kept.parents.tolist()):
@@ -47,21 +45,21 @@ def test_what_is_kept_is_a_part_of_the_tree_with_its_own_ancestors():
 
 
 def test_a_drafter_that_is_always_wrong_is_left_alone_and_one_that_is_right_is_not():
-    wrong, right = Pace(times(2e-3)), Pace(times(2e-3))
+    wrong, right = CostModel(times(2e-3)), CostModel(times(2e-3))
     assert not rests(wrong, 0)
     for _ in range(30):
         for pace, path in ((wrong, []), (right, [1])):
             if not rests(pace, 0):
                 part(tree(), pace)
-                pace.settle(path)
+                pace.update(path)
     assert rests(wrong, 0)
     assert not rests(right, 0)
     assert wrong.by_law.factors[0, 0] < RATES[0] < right.by_law.factors[0, 0]
 
 
 def test_rows_that_cost_more_than_they_can_bring_are_never_asked_for():
-    assert rests(Pace(times(1e-3)), 120)
-    assert not rests(Pace(times(1e-6)), 60)
+    assert rests(CostModel(times(1e-3)), 120)
+    assert not rests(CostModel(times(1e-6)), 60)
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "lookahead", "jacobi", "suffix"])

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 from enumeration import law
 from models import TableConfig, TableModel, random_head
 
-from treespec.draft.calibration import FILE, Calibration, load_calibration, save_calibration
-from treespec.draft.fit.calibrate import Row, calibrate, logistic
-from treespec.draft.fit.own_rates import own_rates
+from treespec.draft.calibration import FILE, FORMAT, Calibration, load_calibration, save_calibration
+from treespec.draft.cost.calibrate import Row, calibrate, logistic, outcomes, own_rates
 from treespec.draft.models.model import ModelProposer
 from treespec.draft.outlines import features, outline
 from treespec.draft.trained.eagle import EagleProposer
@@ -21,8 +19,8 @@ from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
 from treespec.model.target import Target
 
-SIZES = {"0.5": [(0.1, 3.5), (0.05, 7.0), (0.006, 40.0)], "1": [(0.1, 2.5), (0.05, 6.0), (0.006, 90.0)]}
-USUAL = Calibration((0, 0.9, -0.3, 0), (0.3, 0.2, -0.1, 0, -0.4, 0, 0), SIZES)
+RATES = {"0.01": (0.5, 0.2), "1": (0.4, 0.2, 0.1)}
+USUAL = Calibration((0, 0.9, -0.3, 0), (0.3, 0.2, -0.1, 0, -0.4, 0, 0), (0.1, 0.8, -1, 0), RATES)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +31,7 @@ def table() -> tuple[Target, EagleHead]:
 
 def test_a_calibration_is_read_as_it_was_saved(tmp_path: Path) -> None:
     weights = torch.randn(11, generator=torch.Generator().manual_seed(6), dtype=torch.float64).tolist()
-    calibration = Calibration(tuple(weights[:4]), tuple(weights[4:]), SIZES)
+    calibration = Calibration(tuple(weights[:4]), tuple(weights[4:]), (), RATES)
     assert load_calibration(tmp_path) is None
     save_calibration(calibration, tmp_path)
     assert load_calibration(tmp_path) == calibration
@@ -43,20 +41,15 @@ def test_a_calibration_is_read_as_it_was_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        *(b"", b"{", b"\xff\xfe", b"[]", "tops", "draws", "sizes", {"tops": [1.0]}, {"draws": "x"}, {"sizes": {}}),
-        *({"greedy": [math.nan] * 4}, {"sizes": {"1": [(0.1, math.inf)]}}, {"sizes": {"1": [(-0.1, 4.0)]}}),
-        *(
-            {"sizes": {"warm": [(0.1, 4.0)]}},
-            {"sizes": {"1": [0.1]}},
-            {"rates": {"0": [0.5]}},
-            {"sizes": {"1": [(1,)]}},
-        ),
+        *(b"", b"{", b"\xff\xfe", b"[]", "tops", "draws", "rates", "format", {"tops": [1.0]}, {"draws": "x"}),
+        *({"format": 0}, {"greedy": [math.nan] * 4}, {"rates": {"1": [math.inf]}}, {"rates": {"warm": [0.1]}}),
+        *({"rates": {"1": 0.1}}, {"rates": {"0": [0.5]}}, {"rates": {"1": []}}),
     ],
 )
 def test_a_damaged_calibration_is_refused_with_a_remedy(
     tmp_path: Path, damage: bytes | str | dict[str, object]
 ) -> None:
-    whole = dataclasses.asdict(USUAL)
+    whole = {"format": FORMAT} | dataclasses.asdict(USUAL)
     if isinstance(damage, bytes):
         content = damage
     elif isinstance(damage, str):
@@ -67,31 +60,6 @@ def test_a_damaged_calibration_is_refused_with_a_remedy(
     with pytest.raises(InputError, match="treespec calibrate") as error:
         load_calibration(tmp_path)
     assert error.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        SIZES["1"],
-        [(0.1, 1.0), (0.05, 1.0), (0.02, 4.0), (0.006, 40.0)],  # nothing is worth the two highest prices
-        [(0.1, 2.0), (0.05, 9.0), (0.02, 9.0)],
-        [(0.1, 5.0), (0.05, 5.0)],
-    ],
-)
-def test_more_nodes_have_a_lower_price(pairs: list[tuple[float, float]]) -> None:
-    calibration = Calibration(USUAL.tops, USUAL.draws, {"1": pairs})
-    prices = [calibration.price(nodes, 1.0) for nodes in range(2, 300)]
-    assert all(0 < after <= before for before, after in pairwise(prices))
-    cheapest = {size: price for price, size in sorted(pairs, reverse=True)}
-    for size, price in cheapest.items():
-        if size >= 2:
-            assert calibration.price(int(size), 1.0) >= price * (1 - 1e-9)
-    assert calibration.price(300, 1.0) <= min(cheapest.values()) * (1 + 1e-9)
-
-
-def test_the_price_is_that_of_the_nearest_temperature() -> None:
-    assert USUAL.price(6, 1.2) == pytest.approx(0.05)
-    assert USUAL.price(7, 0.2) == pytest.approx(0.05)
 
 
 def test_a_logistic_regression_recovers_its_weights() -> None:
@@ -127,21 +95,21 @@ def rows_of(model: Target, lengths: list[int], counted: bool = True) -> list[Row
     return [(text, torch.full_like(text, counted, dtype=torch.bool), model.features(text[None])[0]) for text in texts]
 
 
-def test_calibrating_gives_finite_weights_and_larger_trees_at_lower_prices(table: tuple[Target, EagleHead]) -> None:
+def test_calibrating_gives_finite_weights_and_rates_at_each_temperature(table: tuple[Target, EagleHead]) -> None:
     model, head = table
-    found = calibrate(head, model, rows_of(model, [60, 4, 40]), depth=3, positions=60, temperatures=(0.6, 1.0))
-    assert len(found.tops) == len(USUAL.tops)
-    assert len(found.draws) == len(USUAL.draws)
-    assert all(map(math.isfinite, found.tops + found.draws))
-    assert [*found.sizes] == ["0.6", "1"]
-    for points in found.sizes.values():
-        prices, sizes = zip(*points, strict=True)
-        assert sorted(prices, reverse=True) == [*prices]
-        assert sizes[0] < sizes[-1]
-        assert min(sizes) >= 1
+    found = calibrate(head, model, rows_of(model, [60, 4, 40]), depth=3, positions=60)
+    assert [*map(len, (found.tops, found.draws, found.greedy))] == [4, 7, 4]
+    assert [*found.rates] == ["0.01", "0.3", "0.6", "1"]
     for rates in found.rates.values():
         assert rates[0] > 0
         assert sum(rates) <= 1
+
+
+def test_at_temperature_0_the_outcome_is_the_targets_choice(table: tuple[Target, EagleHead]) -> None:
+    model, head = table
+    for _, hits, *_ in outcomes(head, model, rows_of(model, [40]), (3, 40), 0.0, torch.Generator()):
+        assert set(hits.unique().tolist()) <= {0.0, 1.0}
+        assert (hits.sum(-1) == 1).all()  # a vocabulary of 4 tokens lies in the tops
 
 
 def test_a_draft_model_that_is_the_target_has_its_first_draw_always_accepted() -> None:
@@ -173,7 +141,7 @@ def test_chances_are_the_fitted_models_of_the_features() -> None:
     """Pr(token r) = σ(u · features), scaled to 1 at most; Pr(draw i) = what the tops leave, times refused, times σ."""
     generator = torch.Generator().manual_seed(0)
     q = (3 * torch.randn(6, 40, generator=generator)).softmax(-1)
-    calibration = Calibration((-0.2, 0.9, -0.1, 0.05), (0.3, 0.2, -0.3, 0.1, -0.2, 0.05, -0.1), {})
+    calibration = Calibration((-0.2, 0.9, -0.1, 0.05), (0.3, 0.2, -0.3, 0.1, -0.2, 0.05, -0.1))
     of_tops, of_draws = features(q, 2)
     tops = torch.sigmoid(of_tops @ torch.tensor(calibration.tops, dtype=torch.float64))
     tops = tops / tops.sum(-1, keepdim=True).clamp(min=1)

@@ -83,7 +83,7 @@ def test_a_fault_of_the_size_that_the_verdict_names_is_found_and_one_of_a_fifth_
 def test_phantoms_dropped_from_a_tree_that_rarely_repeats_a_draw_are_found():
     """Those of `optimal` on a sampled tree, which takes likely tokens for sure."""
     chances = (0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0)
-    spec = tiny("sampled:price=0.02", "optimal", Calibration(*chances, {}))
+    spec = tiny("sampled:price=0.02", "optimal", Calibration(*chances))
     faults.phantoms_dropped(spec)
     assert p_values(spec, 96)[REPEATS] < CONFIG.error / TESTS
 

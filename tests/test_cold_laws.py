@@ -20,7 +20,7 @@ from torch import Tensor
 from verdicts import Shape, Tables, trees
 
 from treespec.api.spec import Spec
-from treespec.draft.grow.static import draft_laws, stack
+from treespec.draft.grow.fixed import draft_laws, stack
 from treespec.draft.models.model import ModelProposer
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, probs

@@ -12,13 +12,13 @@ import pytest
 import torch
 from evaluating import config_in
 from models import random_eagle3, random_head, target, tokenizer
-from test_auto import times
 from test_calibration import USUAL
+from test_cost import times
 
 from treespec.draft.calibration import load_calibration, save_calibration
+from treespec.draft.cost.timing import FORMAT, costs_in
 from treespec.draft.model_free.datastore import build, open_datastore
 from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
-from treespec.draft.pace.times import kept_times
 from treespec.draft.vocabulary import load_vocabulary, save_vocabulary
 from treespec.eval.acceptance import sources
 from treespec.eval.acceptance.config import AcceptanceConfig
@@ -29,8 +29,7 @@ from treespec.files.atomic import write_json, write_tensors, write_text
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import export
-from treespec.trees.path_file import from_file, text_of
-from treespec.trees.static import eagle
+from treespec.trees.static import eagle, from_file, text_of
 
 FLIPS = 40  # of a file
 SERVED = Served("some/target", ("LlamaForCausalLM",), 6, 32, 64, 128)
@@ -106,8 +105,8 @@ FILES = {
         lambda folder: from_file(folder / "tree.json"),
     ),
     "times.json": (
-        lambda folder: write_json(folder / "times.json", asdict(times())),
-        lambda folder: kept_times(folder / "times.json") or times(),  # measured again
+        lambda folder: write_json(folder / "times.json", {"format": FORMAT, "cost": asdict(times())}),
+        lambda folder: costs_in(folder / "times.json", ["cost"]) or {"cost": times()},  # measured again
     ),
     **{
         f"store/{name}": (lambda folder: build([[5, 6, 7] * 9, [8, 9]], WORDS, folder / "store"), read_store)

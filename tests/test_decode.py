@@ -10,8 +10,8 @@ from models import CONFIGS, random_head, random_model, target
 
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
-from treespec.draft.default_tree import default_tree
-from treespec.draft.pace.times import Times
+from treespec.draft.cost.model import Cost
+from treespec.draft.fits import default_tree
 from treespec.draft.pairing import check_pair
 from treespec.errors import InputError
 from treespec.model.target import Target
@@ -57,8 +57,8 @@ def test_greedy_is_the_same_under_every_verifier(llama, verifier):
 @pytest.mark.parametrize("verifier", ["rrs-wo", "traversal", "optimal"])
 def test_greedy_is_the_same_with_a_sampled_tree_and_one_chosen_by_its_cost(llama, verifier, tree):
     rates = {"1": (0.5, 0.2)}
-    calibration = Calibration((0.0,) * 4, (0.0,) * 7, {"1": [(0.1, 4.0), (0.01, 30.0)]}, rates=rates)
-    times = Times((1, 4, 16), (1.0, 1.1, 1.4), 0.01, 0.02, (0.01, 0.02), (0.01, 0.02))
+    calibration = Calibration((0.0,) * 4, (0.0,) * 7, rates=rates)
+    times = Cost((1, 4, 16), (1.0, 1.1, 1.4), 0.02)
     spec = Spec(llama.target, llama.head, tree, verifier, calibration=calibration, times=times)
     out = spec.generate(prompt(), max_new_tokens=24)
     assert out.token_ids == plain_generate(llama.target, prompt(), 24)

@@ -8,7 +8,7 @@ from models import follow, random_model, target
 from safetensors.torch import load_file, save_file
 
 from treespec.api.spec import Spec
-from treespec.draft.pace.times import Times
+from treespec.draft.cost.model import Cost
 from treespec.draft.proposer import Frontier
 from treespec.draft.sources import fit, source_of
 from treespec.draft.trained.hydra import HydraProposer
@@ -152,9 +152,7 @@ def test_new_heads_draft_by_the_targets_output_embedding():
 )
 def test_greedy_is_exact_for_one_text_and_for_three_together(kind, name):
     model = target(name)
-    spec = Spec(
-        model, heads_for(model, kind), times=Times((1, 4, 16), (1.0, 1.1, 1.4), 0.01, 0.02, (0.01, 0.02), (0.01, 0.02))
-    )
+    spec = Spec(model, heads_for(model, kind), times=Cost((1, 4, 16), (1.0, 1.1, 1.4), 0.02))
     wanted = [spec.baseline().generate(text, max_new_tokens=16).token_ids for text in prompts()]
     for tree in (None, "medusa", "2x3", "auto:depth=4,topk=3,nodes=9"):
         one = spec.configured(tree)

@@ -12,7 +12,7 @@ from test_decode import plain_generate, prompt
 
 from treespec import load
 from treespec.api.spec import Spec
-from treespec.draft.grow.static import in_turns
+from treespec.draft.grow.fixed import in_turns
 from treespec.draft.models.model import ModelProposer, tokens_differ
 from treespec.draft.models.several import SeveralModels
 from treespec.errors import InputError

@@ -1,10 +1,9 @@
 """The small examples that docstrings draw are what the code gives."""
 
-import numpy as np
 import torch
 
-from treespec.draft.grow.nodes import Nodes
-from treespec.draft.grow.static import in_turns, table
+from treespec.draft.grow.fixed import in_turns, table
+from treespec.draft.grow.growth import Nodes
 from treespec.model.cache import TreeCache
 from treespec.model.masks import additive_masks
 from treespec.model.recurrent_rows import path_rows
@@ -38,8 +37,8 @@ def test_a_draw_has_its_nodes_place_or_one_of_its_own() -> None:
 
 def test_levels_are_numbered_as_they_are_added() -> None:
     nodes = Nodes(torch.tensor([ROOT]))
-    nodes.add(np.array([A, B]), np.array([0, 0]))
-    nodes.add(np.array([C, D]), np.array([1, 2]))
+    nodes.add(torch.tensor([A, B]), torch.tensor([0, 0]))
+    nodes.add(torch.tensor([C, D]), torch.tensor([1, 2]))
     tree, drawn = nodes.tree(), five_nodes(ROOT, A, B, C, D)
     for name in ("tokens", "parents", "depth", "ancestors"):
         assert torch.equal(getattr(tree, name), getattr(drawn, name))

@@ -5,7 +5,7 @@ import logging
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import psutil
 import pytest
@@ -16,21 +16,20 @@ from models import GROUPED, random_model, save_model
 
 from treespec.api.load import load
 from treespec.draft.calibration import Calibration
-from treespec.draft.fit import dtype as choice
-from treespec.draft.fit.dtype import (
+from treespec.draft.cost import timing
+from treespec.draft.cost.dtype import (
     GUESS,
     NODES,
+    costs_by_dtype,
     dtype_for,
     fastest,
     has_room,
-    kept_or_measured,
-    key,
     rates_of,
-    tokens_a_second,
-    told,
+    reported,
+    speed,
 )
-from treespec.draft.fit.timing import measured_and_kept
-from treespec.draft.pace import times
+from treespec.draft.cost.model import Cost
+from treespec.draft.cost.timing import FORMAT, costs_in, kept_costs
 from treespec.eval.mtbench.run import evaluate
 from treespec.files.atomic import read_json, write_json
 from treespec.files.packages import cache_folder
@@ -41,6 +40,12 @@ from treespec.model.weights import load_config
 
 FLAT, STEEP = (0.060, 0.064, 0.075, 0.090, 0.120), (0.050, 0.075, 0.120, 0.200, 0.360)  # seconds over NODES
 LLAMA = hf.LlamaConfig(**GROUPED | {"dtype": "bfloat16"})
+DTYPES = ("bfloat16", "float32")
+
+
+def costs(**seconds):
+    """Forwards over NODES by dtype, as costs."""
+    return {dtype: Cost(NODES, tuple(forward)) for dtype, forward in seconds.items()}
 
 
 @pytest.fixture
@@ -58,9 +63,13 @@ def half(tmp_path):
 
 
 def keep(folder, **seconds):
-    """Times of a directory's model, as if measured here before."""
-    size = size_of(load_config(str(folder)))
-    write_json(cache_folder() / f"dtypes-{key(size, ('bfloat16', 'float32'))}.json", seconds)
+    """Costs of a directory's model, as if measured here before."""
+    before = timing.LEAST
+    timing.LEAST = 1e9  # other tests may keep the machine busy
+    costs_by_dtype(size_of(load_config(str(folder))), DTYPES)
+    timing.LEAST = before
+    for file in files(cache_folder()):
+        write_json(file, {"format": FORMAT} | {name: asdict(cost) for name, cost in costs(**seconds).items()})
 
 
 def files(cache):
@@ -79,7 +88,7 @@ def files(cache):
     ],
 )
 def test_the_choice_follows_the_measured_times(half, full, chosen):
-    assert fastest({"bfloat16": half, "float32": full}, "bfloat16") == chosen
+    assert fastest(costs(bfloat16=half, float32=full), "bfloat16") == chosen
 
 
 @pytest.mark.parametrize(
@@ -91,81 +100,68 @@ def test_the_choice_follows_the_measured_times(half, full, chosen):
     ],
 )
 def test_the_choice_follows_what_the_drafts_bring(rates, chosen):
-    assert fastest({"bfloat16": STEEP, "float32": FLAT}, "bfloat16", rates) == chosen
+    assert fastest(costs(bfloat16=STEEP, float32=FLAT), "bfloat16", rates) == chosen
 
 
 def test_the_rates_are_those_of_the_first_head_that_has_any_and_a_modest_guess_for_others():
-    known = Calibration((0.0,), (0.0,), {}, rates={"0.01": (0.3, 0.1), "1": (0.2,)})
+    known = Calibration((0.0,) * 4, (0.0,) * 7, rates={"0.01": (0.3, 0.1), "1": (0.2,)})
     assert rates_of([]) == ()
     assert rates_of([known]) == (0.3, 0.1)
     assert rates_of([None, known, replace(known, rates={"1": (0.9,)})]) == (0.3, 0.1)
-    assert rates_of([None]) == rates_of([Calibration((), (), {})]) == GUESS
+    assert rates_of([None]) == rates_of([replace(known, rates={})]) == GUESS
 
 
 def test_the_drawing():
-    assert [round(1 / STEEP[0]), round(tokens_a_second(STEEP)), round(tokens_a_second(FLAT))] == [20, 20, 22]
-    assert [round(tokens_a_second(spent, rates=())) for spent in (STEEP, FLAT)] == [20, 17]
-    line = told("float32", "bfloat16", {"bfloat16": STEEP, "float32": FLAT})
+    steep, flat = costs(bfloat16=STEEP, float32=FLAT).values()
+    assert [round(steep.plain), round(speed(steep)), round(speed(flat))] == [20, 20, 22]
+    assert [round(speed(cost, rates=())) for cost in (steep, flat)] == [20, 17]
+    line = reported("float32", "bfloat16", costs(bfloat16=STEEP, float32=FLAT))
     assert "over 1, 2, 4, 8 and 16 nodes takes 60, 64, 75, 90, 120 ms" in line
     assert "\n" not in line
 
 
-def test_times_are_measured_once_for_a_processor_and_a_model(tmp_path, monkeypatch):
-    runs = []
+def test_dtypes_are_measured_once_for_a_processor_and_a_model(tmp_path, monkeypatch):
+    def measures(size, dtypes=DTYPES):
+        """Whether it brings a file."""
+        before = set(files(tmp_path))
+        found = costs_by_dtype(size, dtypes, tmp_path)
+        for file in (new := set(files(tmp_path)) - before):
+            assert costs_in(file, dtypes) == found
+            assert read_json(file, "")["machine"][0] == timing.processor()
+        return bool(new)
 
-    def measured(size, dtypes, nodes):
-        runs.append(nodes)
-        return dict(zip(dtypes, (STEEP, FLAT), strict=True))
-
-    def again(size, dtypes=("bfloat16", "float32")):
-        assert kept_or_measured(size, dtypes, tmp_path, measured) == dict(zip(dtypes, (STEEP, FLAT), strict=True))
-        return len(runs)
-
+    monkeypatch.setattr(timing, "LEAST", 1e9)  # other tests may keep the machine busy
     size = size_of(LLAMA)
-    assert [again(size), again(size)] == [1, 1]
-    assert runs[0] == NODES
-    for file in files(tmp_path):
-        assert read_json(file, "")["processor"] == processor()
-        file.write_text("{")
-    assert [again(size), again(size)] == [2, 2]
-    assert again(size_of(hf.LlamaConfig(**GROUPED | {"intermediate_size": 32}))) == 3
-    assert again(size, ("float16", "float32")) == 4
-    monkeypatch.setattr(choice, "processor", lambda: "AMD EPYC, 2 cores, AVX512, avx2 avx512f")
-    assert [again(size), again(size)] == [5, 5]
+    assert [measures(size), measures(size)] == [True, False]
+    assert measures(size_of(hf.LlamaConfig(**GROUPED | {"intermediate_size": 32})))
+    assert measures(size, ("float16", "float32"))
+    monkeypatch.setattr(timing, "processor", lambda: "AMD EPYC, 2 cores, AVX512, avx2 avx512f")
+    assert [measures(size), measures(size)] == [True, False]
 
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_times_that_a_busy_machine_made_are_not_kept(tmp_path, caplog, busy):
     """By two loops a core, for 3 s. What takes 0.3 s is kept, however busy the machine is."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * psutil.cpu_count() * busy)]
-    found = measured_and_kept(tmp_path / "kept.json", lambda: spent(3.0 if busy else 0.3), lambda found: {"n": found})
+    cost = Cost((1, 2), (1.0, 1.0))
+
+    def measured():
+        spin(3.0 if busy else 0.3)
+        return {"cost": cost}
+
+    assert kept_costs("busy", ["cost"], [], measured, tmp_path) == {"cost": cost}
     for loop in loops:
         loop.kill()
         loop.wait()
-    assert found > 0
-    assert (tmp_path / "kept.json").exists() != busy
+    assert bool(list(tmp_path.glob("busy-*.json"))) != busy
     assert ("other programs were busy" in caplog.text) == busy
 
 
-def spent(seconds):
-    """How often a loop runs in some seconds."""
-    until, n = time.perf_counter() + seconds, 0
+def spin(seconds):
+    """A loop that runs for some seconds."""
+    until = time.perf_counter() + seconds
     while time.perf_counter() < until:
-        n += 1
-    return n
-
-
-def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path):
-    (tmp_path / "file").write_text("")
-    found = kept_or_measured(size_of(LLAMA), ("bfloat16", "float32"), tmp_path / "file" / "below")
-    assert all(spent > 0 for own in found.values() for spent in own)
-
-
-def test_times_kept_for_trees_are_of_this_processor_too(monkeypatch):
-    model = Target(random_model(LLAMA))
-    here = times.key(model, None)
-    monkeypatch.setattr(times, "processor", lambda: "AMD EPYC, 2 cores, AVX512, avx2 avx512f")
-    assert times.key(model, None) != here
+        pass
 
 
 def test_a_processor_is_its_name_and_its_instruction_sets(tmp_path):
@@ -214,7 +210,7 @@ def test_a_containers_limit_counts_as_its_memory(tmp_path):
 def test_a_target_is_measured_at_its_first_load_and_runs_in_the_faster_dtype(half, cache, caplog):
     chosen = dtype_for(str(half), "auto")
     (file,) = files(cache)
-    measured = {name: read_json(file, "")[name] for name in ("bfloat16", "float32")}
+    measured = costs_in(file, DTYPES)
     assert chosen == fastest(measured, "bfloat16")
     spec, chosen = load(str(half)), fastest(measured, "bfloat16", rates=())
     assert str(spec.target.dtype) == f"torch.{chosen}"
@@ -228,7 +224,7 @@ def test_the_dtype_is_told_and_gives_what_the_same_dtype_gives_when_asked_for(ha
         spec = load(half, drafter="lookup")
     assert "float32" in repr(spec)
     assert [record.getMessage() for record in caplog.records] == [
-        told("float32", "bfloat16", {"bfloat16": STEEP, "float32": FLAT})
+        reported("float32", "bfloat16", costs(bfloat16=STEEP, float32=FLAT))
     ]
     answer = spec.generate([5, 9, 3], max_new_tokens=12).token_ids
     assert answer == load(half, drafter="lookup", dtype="float32").generate([5, 9, 3], max_new_tokens=12).token_ids

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
-from treespec.draft.pace.times import Times
+from treespec.draft.cost.model import Cost
 from treespec.draft.sources import fit, source_of
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.errors import InputError
@@ -21,8 +21,8 @@ from treespec.heads.eagle3 import default_taps
 from treespec.model.target import Target
 
 HALF = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
-CALIBRATION = Calibration((0.2, 0.1, -0.5, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0), (0.01, 30.0)]})
-TIMES = Times((1, 8, 64), (1.0, 1.0, 1.2), 0.01, 0.01, (0.01, 0.01), (0.01, 0.01))
+CALIBRATION = Calibration((0.2, 0.1, -0.5, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0))
+TIMES = Cost((1, 8, 64), (1.0, 1.0, 1.2), 0.01)
 PROMPTS = [[5, 9, 33, 12, 7], [8, 4], [11, 60, 3, 3, 21, 40, 17, 9]]
 PUBLISHED = {
     "architectures": ["LlamaForCausalLM"],

@@ -92,7 +92,6 @@ def test_the_names_that_help_lists_are_those_of_the_registries():
     assert set(facts.BEYOND_THE_NODE) == set(BEYOND_THE_NODE)
     assert set(options.DRAFTERS) == set(SOURCES)
     assert set(options.HEADS) == {"head", *KINDS}
-    assert set(options.TREE_FORMS) == set(policy.NAMES)
     assert tuple(SETS) == options.QUESTIONS
     assert set(ENGINES) == {engine for kind in HEADS.values() for engine in kind.writers}
 

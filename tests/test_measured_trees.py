@@ -18,9 +18,9 @@ from treespec.eval.fit.head import accuracies, make_tree
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, probs
-from treespec.trees.medusa import expected_length, measured
+from treespec.trees.likeliest import expected_length, likeliest
 from treespec.trees.policy import policy
-from treespec.trees.sequoia import best_shape, best_trees, sequoia, with_root
+from treespec.trees.sequoia import best_trees, sequoia
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, medusa
 
 
@@ -42,19 +42,19 @@ def all_trees(nodes, depth, ranks):
 def table_of(seed, depth=3, ranks=3, descending=True):
     table = torch.rand(depth, ranks, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     table = table / (1.3 * table.sum(1, keepdim=True))
-    return table.sort(1, descending=True).values if descending else table
+    return (table.sort(1, descending=True).values if descending else table).numpy()
 
 
 def test_the_drawn_five_nodes():
-    """Drawn in trees/medusa.py and trees/sequoia.py."""
-    table = torch.tensor([[0.6, 0.2], [0.5, 0.2]])
-    tree = measured(table, 5)
+    """Drawn in trees/likeliest.py and trees/sequoia.py."""
+    table = [[0.6, 0.2], [0.5, 0.2]]
+    tree = likeliest(table, 5)
     assert set(tree.paths[1:]) == {(0,), (0, 0), (1,), (0, 1)}
     assert expected_length(tree, table) == pytest.approx(1 + 0.6 + 0.2 + 0.3 + 0.12)
-    best = best_trees(torch.tensor([0.6, 0.3]), 3, 2)
+    best = best_trees([0.6, 0.3], 3, 2)
     assert best.tokens[2, 1:].tolist() == pytest.approx([1, 1.6, 1.96])
     assert float(best.tokens[1, 3]) == pytest.approx(1.9)
-    unlike = with_root(best, torch.tensor([0.5, 0.4]))
+    unlike = best_trees([0.6, 0.3], 3, 2, [0.5, 0.4])
     assert float(unlike.tokens[2, 3]) == pytest.approx(1.9)
 
 
@@ -62,7 +62,7 @@ def test_the_drawn_five_nodes():
 def test_the_expected_length_is_that_of_enumerated_outcomes(seed):
     """At each depth one rank is right, or none; a path is accepted while it holds the right ranks."""
     table = table_of(seed)
-    tree, wanted = measured(table, 9), 0.0
+    tree, wanted = likeliest(table, 9), 0.0
     for ranks in itertools.product(range(4), repeat=3):
         chance, accepted = 1.0, 0
         for d, rank in enumerate(ranks):
@@ -78,7 +78,7 @@ def test_measured_trees_are_the_best_of_all(nodes):
     for seed in range(3):
         table = table_of(seed)
         best = max(expected_length(StaticTree(paths), table) for paths in all_trees(nodes, 3, 3))
-        tree = measured(table, nodes)
+        tree = likeliest(table, nodes)
         assert tree.size == nodes
         assert expected_length(tree, table) == pytest.approx(best)
 
@@ -89,7 +89,7 @@ def test_sequoias_trees_are_the_best_of_all(nodes, depth, descending):
     """Also where a later child is likelier than an earlier one, which greedy choices miss."""
     for seed in range(3):
         rates = table_of(seed, 1, 3, descending)[0]
-        table = rates.expand(depth, 3)
+        table = [rates] * depth
         best = max(expected_length(StaticTree(paths), table) for paths in all_trees(nodes, depth, 3))
         tree = sequoia(rates, nodes, depth)
         assert (tree.size, tree.max_depth <= depth) == (nodes, True)
@@ -101,17 +101,17 @@ def test_sequoias_trees_are_the_best_of_all(nodes, depth, descending):
 def test_trees_with_rates_of_their_own_at_the_root_are_the_best_of_all(nodes, depth):
     for seed in range(3):
         at_root, below = table_of(seed, 2)
-        table = torch.stack([at_root, *[below] * (depth - 1)])
-        solved = with_root(best_trees(below, nodes, depth), at_root)
+        table = [at_root, *[below] * (depth - 1)]
+        solved = best_trees(below, nodes, depth, at_root)
         best = max(expected_length(StaticTree(paths), table) for paths in all_trees(nodes, depth, 3))
         assert expected_length(solved.tree(nodes, depth), table) == pytest.approx(best)
         assert float(solved.tokens[depth, nodes]) == pytest.approx(best)
 
 
 def test_sequoia_beats_chains_balanced_trees_and_medusas_of_the_same_size():
-    rates = torch.tensor([0.55, 0.15, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01, 0.01], dtype=torch.float64)
+    rates = [0.55, 0.15, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01, 0.01]
     for other in (chain(6), balanced(2, 4), balanced(3, 3), medusa()):
-        table = rates.expand(other.max_depth, 10)
+        table = [rates] * other.max_depth
         own = sequoia(rates, other.size, other.max_depth)
         assert own.size == other.size
         assert expected_length(own, table) >= expected_length(other, table) - 1e-12
@@ -119,34 +119,13 @@ def test_sequoia_beats_chains_balanced_trees_and_medusas_of_the_same_size():
 
 
 def test_a_tree_that_has_no_room_is_smaller_and_none_at_all_is_refused():
-    assert sequoia(torch.tensor([0.5, 0.2]), 9, 2).size == 7
-    assert measured(torch.tensor([[0.5, 0.2], [0.4, 0.0]]), 9).size == 5
-    assert sequoia(torch.tensor([0.0, 0.0]), 3, 2).size == 3
+    assert sequoia([0.5, 0.2], 9, 2).size == 7
+    assert likeliest([[0.5, 0.2], [0.4, 0.0]], 9).size == 5
+    assert sequoia([0.0, 0.0], 3, 2).size == 3
     with pytest.raises(TreeError, match="never right"):
-        measured(torch.zeros(2, 2), 9)
+        likeliest([[0.0, 0.0]] * 2, 9)
     with pytest.raises(TreeError, match="at least 2 nodes"):
-        sequoia(torch.tensor([0.5]), 1, 2)
-
-
-@pytest.mark.parametrize("step", [0.0, 0.1, 1.0])
-def test_the_shape_is_the_fastest_of_all_sizes_and_depths(step):
-    rates, begin = table_of(4, 1, 4)[0], 0.2
-    forward = 1 + 0.03 * torch.arange(20.0) ** 1.3
-    best = best_trees(rates, 16, 6)
-    nodes, depth, fastest = best_shape(best, forward, begin, step)
-    speeds = {
-        (n, d): float(best.tokens[d, n]) / (float(forward[n - 1]) + begin + step * (d - 1))
-        for n in range(2, 17)
-        for d in range(1, 7)
-    }
-    assert speeds[nodes, depth] == pytest.approx(fastest) == pytest.approx(max(speeds.values()))
-
-
-def test_slower_draft_steps_give_shallower_trees_and_slower_targets_larger_ones():
-    best = best_trees(torch.tensor([0.6, 0.15, 0.1]), 64, 8)
-    flat, steep = torch.ones(64), 1 + 0.2 * torch.arange(64.0)
-    assert best_shape(best, flat, 0.0, 0.5)[1] < best_shape(best, flat, 0.0, 0.01)[1]
-    assert best_shape(best, steep, 0.0, 0.01)[0] < best_shape(best, flat, 0.0, 0.01)[0] == 64
+        sequoia([0.5], 1, 2)
 
 
 def test_medusas_published_tree_has_its_63_nodes():
@@ -238,4 +217,4 @@ def test_bad_options_are_one_line(changes, complaint):
 
 
 def test_a_rank_that_is_never_right_leaves_its_siblings():
-    assert measured(torch.tensor([[0, 0.5], [0.3, 0.1]]), 3).paths == ((), (1,), (1, 0))
+    assert likeliest([[0, 0.5], [0.3, 0.1]], 3).paths == ((), (1,), (1, 0))

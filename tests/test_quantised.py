@@ -13,7 +13,7 @@ from models import CONFIGS, random_model, save_model
 from torch import nn
 
 from treespec.api.load import load
-from treespec.draft.pace.times import key
+from treespec.draft.cost.measure import dependencies
 from treespec.draft.trained.eagle import embedding_of, new_head
 from treespec.draft.trained.eagle3 import new_head as new_eagle3
 from treespec.draft.trained.medusa import new_medusa
@@ -88,7 +88,7 @@ def test_forms_have_identities_and_times_of_their_own(folder):
     variants = [Variant(), *(Variant(form) for form in FORMS)]
     assert len({target_identity(str(folder), variant) for variant in variants}) == 3
     targets = [Target.load(str(folder), variant=variant, dtype="float32") for variant in variants]
-    assert len({key(target, None) for target in targets}) == 3
+    assert len({str(dependencies(target, None)) for target in targets}) == 3
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,7 @@ import pytest
 from treespec.cli import main
 from treespec.errors import InputError
 from treespec.options import check_ranges, numbers_in, option, range_of
-from treespec.trees.policy import policy
 from treespec.trees.ranges import Range
-from treespec.trees.static import TreeError
 from treespec.verify.registry import SCHEMES, scheme_by_name
 
 MODULES = (
@@ -106,21 +104,6 @@ def test_the_first_number_that_is_wrong_is_named_with_its_range():
 
     with pytest.raises(InputError, match=r"^--some-number is nan, must be a number at least 0 and below 2$"):
         check_ranges(Own(math.nan))
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        *("chain:0", "chain:1000", "1x100", "2x20", "5000x1", "dynamic:nodes=1000000", "dynamic:topk=100000"),
-        *("auto:nodes=5000", "auto:depth=65", "auto:topk=0", "sampled:nodes=4097", "sampled:price=0"),
-        *("sampled:price=nan", "sampled:price=1e-9", "sampled:price=inf", "dynamic:depth=1000", "dynamic:nodes=nan"),
-        *("confident:threshold=nan", "confident:threshold=2", "confident:depth=100", "confident:goal=-1"),
-    ],
-)
-def test_a_tree_beyond_all_measure_is_refused(tree):
-    with pytest.raises(TreeError) as caught:
-        policy(tree)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams
 from treespec.trees.policy import policy
 from treespec.trees.sampled import SampledTree, allot
-from treespec.trees.static import TreeError
 from treespec.trees.tree import Draws, TokenTree
 from treespec.verify.facts import NAMES
 from treespec.verify.registry import verifier_by_name
@@ -32,9 +31,9 @@ ERROR = 1e-4  # probability that a χ² fails by chance
 COUNTS = [(draws, tops) for draws in range(3) for tops in range(3)]
 
 # At every node .6 by the top, and .4 of what it leaves by the first draw: .2 (.5 without the top); no others.
-DRAWN = Calibration((math.log(0.6 / 0.4), 0, -50, 0), (0, 0, 0, 0, -50, 0, 0), {})
-USUAL = Calibration((0, 0.9, -0.3, 0), (0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 2.5), (0.006, 90.0)]})
-MIXED = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {})  # tops and draws at a node
+DRAWN = Calibration((math.log(0.6 / 0.4), 0, -50, 0), (0, 0, 0, 0, -50, 0, 0))
+USUAL = Calibration((0, 0.9, -0.3, 0), (0.3, 0.2, -0.1, 0, -0.4, 0, 0))
+MIXED = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0))  # tops and draws at a node
 
 
 def table_of(vocabulary: int) -> tuple[Target, EagleHead]:
@@ -155,7 +154,7 @@ def test_children_are_reached_no_more_often_than_their_parent(price: float) -> N
     q = torch.stack([random_law(20, generator) for _ in range(200)])
     for _ in range(5):
         weights = torch.randn(11, generator=generator).tolist()
-        calibration = Calibration(tuple(weights[:4]), tuple(weights[4:]), {})
+        calibration = Calibration(tuple(weights[:4]), tuple(weights[4:]))
         tops, draws = calibration.chances(outline(q), depth=2)
         assert tops.shape == (200, TOPS)
         assert draws.shape == (200, TOPS + 1, DRAWS)
@@ -257,18 +256,3 @@ def test_the_sampled_tree_goes_with_verifiers_that_take_tokens_for_sure(name: st
     else:
         with pytest.raises(InputError, match=f"the sampled tree cannot go with verifier {scheme.name}"):
             check_pair(SampledTree(), scheme)
-
-
-def test_a_sampled_tree_is_named_with_its_options() -> None:
-    assert policy("sampled") == SampledTree()
-    assert policy("sampled:nodes=12,depth=3") == SampledTree(nodes=12, depth=3)
-    assert policy("sampled:price=.05") == SampledTree(price=0.05)
-    assert policy("sampled:depth=2,price=0.05") == SampledTree(depth=2, price=0.05)
-
-
-@pytest.mark.parametrize(
-    "options", ["nodes", "nodes=1", "nodes=12.5", "nodes=.5", "depth=0", "width=3", "price=0", "price=-1", "price=x"]
-)
-def test_a_bad_sampled_tree_is_refused(options: str) -> None:
-    with pytest.raises(TreeError, match="sampled"):
-        policy(f"sampled:{options}")

@@ -11,7 +11,7 @@ from scipy.stats import chi2
 
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
-from treespec.draft.pace.times import Times
+from treespec.draft.cost.model import Cost
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, probs
 
@@ -82,10 +82,8 @@ class TestSequenceLaw:
     @pytest.mark.parametrize("tree", ["2x2", "sampled:price=.1,depth=2", "auto:depth=3,topk=3"])
     def test_optimal_gives_the_targets_distribution(self, table, tree):
         """Its scores are continuous, which no oracle enumerates."""
-        calibration = Calibration(
-            (0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0)]}, rates={"1": (0.5, 0.3, 0.1)}
-        )
-        times = Times((1, 4, 16), (1.0, 1.5, 4.0), 0.1, 0.25, (0.1, 0.02), (0.1, 0.02))
+        calibration = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), rates={"1": (0.5, 0.3, 0.1)})
+        times = Cost((1, 4, 16), (1.0, 1.5, 4.0), 0.1, 0.25, (0.1, 0.02))
         spec = Spec(table.target, table.head, tree, "optimal", calibration=calibration, times=times)
         self.check(spec, SamplingParams(temperature=0.8), texts=2)
 

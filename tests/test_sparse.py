@@ -13,7 +13,7 @@ from test_draft_model import small
 
 from treespec import load
 from treespec.api.spec import Spec
-from treespec.draft.fit.measure import measure
+from treespec.draft.cost.measure import measure
 from treespec.draft.models.model import ModelProposer
 from treespec.draft.models.skip import SkipProposer
 from treespec.draft.models.skip_set import SkipSet
@@ -187,9 +187,9 @@ class TestSnapKV:
 )
 def test_drafts_by_language_models_can_be_timed_for_trees_chosen_by_their_cost(proposer):
     model = target("llama")
-    times = measure(model, proposer(model))
-    assert times.begin > 0
-    spec = Spec(model, proposer(model), "auto:nodes=12,depth=4", times=times)
+    cost = measure(model, proposer(model))
+    assert cost.level + cost.begin > 0
+    spec = Spec(model, proposer(model), "auto:nodes=12,depth=4", times=cost)
     assert spec.generate(prompt(), max_new_tokens=16).token_ids == plain_generate(model, prompt(), 16)
 
 

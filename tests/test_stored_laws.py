@@ -15,11 +15,10 @@ from mutants import mutant
 from torch import Tensor
 
 from treespec.draft.calibration import Calibration
-from treespec.draft.grow import sampled, static
-from treespec.draft.grow.confident import grow_confident
+from treespec.draft.grow import drawn, fixed
+from treespec.draft.grow.drawn import Sampled
+from treespec.draft.grow.fixed import draft_laws
 from treespec.draft.grow.growth import Growth
-from treespec.draft.grow.sampled import Sampled
-from treespec.draft.grow.static import draft_laws
 from treespec.draft.outlines import outline
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
@@ -36,7 +35,7 @@ from treespec.verify.scheme import Scheme
 
 PARAMS = SamplingParams(0.9, top_k=5)
 VOCABULARY, SEEDS = 8, range(4)
-MIXED = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {})  # tops and draws at a node
+MIXED = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0))  # tops and draws at a node
 STATIC = ["chain:3", "3x2", "2x3", "eagle"]
 TEMPERATURES = "draft-temperatures=0.5/1/2"
 SCHEMES = [*STOCHASTIC, f"rrs:{TEMPERATURES}", f"is-lp:{TEMPERATURES}", "optimal:threshold=1"]
@@ -109,7 +108,7 @@ def test_a_static_tree_stores_the_laws_that_its_tokens_were_drawn_from(name: str
     shape = shape_of(tree, scheme)
     for seed in SEEDS:
         one, two = generators(seed)
-        found = grown(static.grow_static(torch.tensor([0]), TABLE[:1], shape, scheme, PARAMS, one))
+        found = grown(fixed.grow_fixed(torch.tensor([0]), TABLE[:1], shape, scheme, PARAMS, one))
         check_static(found, shape, scheme, two)
         check_laws(found, scheme, shape.max_draws)
 
@@ -117,9 +116,10 @@ def test_a_static_tree_stores_the_laws_that_its_tokens_were_drawn_from(name: str
 @pytest.mark.parametrize("name", SCHEMES)
 def test_so_does_a_chain_that_ends_where_the_draft_is_unsure(name: str) -> None:
     scheme, depths = scheme_by_name(name), set()
+    by = drawn.Confident(scheme, 4, 0.3)
     for seed in range(8):
         one, two = generators(seed)
-        found = grown(grow_confident(torch.tensor([0]), TABLE[:1], 4, 0.3, scheme, PARAMS, one))
+        found = grown(drawn.grow_confident(torch.tensor([0]), TABLE[:1], by, PARAMS, one))
         depths.add(len(found.tokens) - 1)
         check_static(found, shape_of(f"chain:{len(found.tokens) - 1}", scheme), scheme, two)
         check_laws(found, scheme, 1)
@@ -153,7 +153,7 @@ def test_so_does_a_sampled_tree(name: str, price: float) -> None:
     by = Sampled(scheme_by_name(name), MIXED, 3, price)
     for seed in SEEDS:
         one, two = generators(seed)
-        found = grown(sampled.grow_sampled(torch.tensor([0]), TABLE[:1], by, PARAMS, one))
+        found = grown(drawn.grow_sampled(torch.tensor([0]), TABLE[:1], by, PARAMS, one))
         assert found.depth.max() > 1
         check_sampled(found, by, two)
         check_laws(found, by.scheme, 1)
@@ -177,26 +177,26 @@ def test_in_a_draft_vocabulary_it_is_the_law_over_the_targets_tokens(tree: str, 
         assert found.drafts.q[..., [0, 3, 5]].sum() == 0
 
 
+LEVEL = "levels.append((level.nodes, q, drawn))"
 MUTANTS = {
-    "a flatter law": ("laws.append(q)", "laws.append(q.sqrt())"),
-    "the law of a sibling": ("laws.append(q)", "laws.append(q.roll(1, 0))"),
-    "the nodes in another order": ("nodes.append(level.nodes)", "nodes.append(level.nodes.flip(0))"),
-    "what another seed draws": ("draws.append(drawn)", "draws.append(scheme.draw(q, level.draws, generator))"),
+    "a flatter law": "q.sqrt(), drawn",
+    "the law of a sibling": "q.roll(1, 0), drawn",
+    "what another seed draws": "q, scheme.draw(q, level.draws, generator)",
 }
 
 
 @pytest.mark.parametrize("change", MUTANTS)
 def test_the_same_checks_find_mutants(change: str) -> None:
-    other = mutant(static, MUTANTS[change])
+    other = mutant(fixed, (LEVEL, f"levels.append((level.nodes, {MUTANTS[change]}))"))
     scheme, shape = scheme_by_name("rrs-wo"), policy("3x2")
     one, two = generators(0)
-    found = grown(other.grow_static(torch.tensor([0]), TABLE[:1], shape, scheme, PARAMS, one))
+    found = grown(other.grow_fixed(torch.tensor([0]), TABLE[:1], shape, scheme, PARAMS, one))
     with pytest.raises(AssertionError):
         check_static(found, shape, scheme, two)
 
 
 def test_the_same_checks_find_laws_of_the_wrong_rows_of_a_sampled_tree() -> None:
-    other = mutant(sampled, ("laws.append(q)", "laws.append(q.roll(1, 0))"))
+    other = mutant(drawn, ("to(q.device), q, drawn", "to(q.device), q.roll(1, 0), drawn"))
     by = Sampled(scheme_by_name("rrs-wo"), MIXED, 3, 0.02)
     one, two = generators(0)
     found = grown(other.grow_sampled(torch.tensor([0]), TABLE[:1], by, PARAMS, one))

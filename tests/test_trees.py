@@ -6,15 +6,18 @@ import json
 import pytest
 import torch
 
-from treespec.draft.grow.dynamic import expand
+from treespec.draft.grow.growth import grow_together
+from treespec.draft.grow.ranked import Ranked, grow_ranked
+from treespec.trees.auto import AutoTree
+from treespec.trees.confident import ConfidentChain
+from treespec.trees.ddtree import DDTree
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.layout import layout
 from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask, positions, window_mask
-from treespec.trees.path_file import text_of
-from treespec.trees.policy import policy
-from treespec.trees.ranked import best_first, connect
-from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle
-from treespec.trees.tree import Rows, TokenTree
+from treespec.trees.policy import POLICIES, policy
+from treespec.trees.sampled import SampledTree
+from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, text_of
+from treespec.trees.tree import Rows, TokenTree, best_first, connect
 
 CPU = torch.device("cpu")
 FIVE = torch.tensor([-1, 0, 0, 1, 2])  # the example drawn in trees/mask.py
@@ -141,10 +144,10 @@ def test_a_tree_file_means_its_paths(tmp_path):
         ("[[0, 1]]", "no parent"),
         ("{", "not JSON"),
         ("[]", "no node"),
-        ('[["a"]]', r'entry 1, \["a"\], must hold whole numbers from 0'),
-        ("[[true]]", r"entry 1, \[true\], must hold whole numbers"),
-        ("[[0], [-1]]", r"entry 2, \[-1\], must hold whole numbers"),
-        ("[[0], [0.0]]", r"entry 2, \[0.0\], must hold"),
+        ('[["a"]]', r'entry 1, \["a"\], is no path: write a list of whole numbers from 0'),
+        ("[[true]]", r"entry 1, \[true\], is no path"),
+        ("[[0], [-1]]", r"entry 2, \[-1\], is no path"),
+        ("[[0], [0.0]]", r"entry 2, \[0.0\], is no path"),
         ("[[0], [1], [0]]", r"entry 3, \[0\], stands there twice"),
         ("[[0], []]", r"entry 2, \[\], is no path"),
         ("[[0], 7]", "entry 2, 7, is no path"),
@@ -168,51 +171,67 @@ def test_a_bad_tree_file_is_named_with_the_reason(tmp_path, content, complaint):
 
 @pytest.mark.parametrize(
     "spec",
-    ["bush", "chain", "chain:0", "0x3", "9x9", "dynamic:depth", "dynamic:width=3", "dynamic:nodes=1", "chain:1000"],
+    [
+        *("bush", "chain", "chain:0", "chain:1000", "0x3", "9x9", "1x100", "2x20", "5000x1", "eagle:2"),
+        *("dynamic:depth", "dynamic:width=3", "dynamic:nodes=1", "dynamic:nodes=1000000", "dynamic:topk=100000"),
+        *("dynamic:depth=1000", "dynamic:nodes=nan", "auto:nodes=1", "auto:depth=65", "auto:topk=0", "auto:price=2"),
+        *("sampled:nodes", "sampled:nodes=12.5", "sampled:depth=0", "sampled:width=3", "sampled:price=0"),
+        *("sampled:price=-1", "sampled:price=nan", "sampled:price=1e-9", "sampled:price=inf", "ddtree:nodes=258"),
+        *("confident:depth=0", "confident:threshold=nan", "confident:threshold=1.5", "confident:goal=-1"),
+    ],
 )
-def test_an_unknown_tree_is_an_error_that_says_what_there_is(spec):
-    with pytest.raises(TreeError, match=r"choose|from \d|over 4,096|options"):
+def test_a_tree_that_is_none_is_one_line_that_says_what_there_is(spec):
+    with pytest.raises(TreeError, match=r"choose|from \d|over 4,096|options") as caught:
         policy(spec)
+    assert "\n" not in str(caught.value)
 
 
 def test_policies_by_name():
     assert policy("2x3") == policy("balanced:2x3") == balanced(2, 3)
+    assert policy("eagle") == eagle()
     assert policy("dynamic:nodes=9,depth=2") == DynamicTree(depth=2, nodes=9)
+    assert policy("auto:nodes=20,depth=4,topk=3") == AutoTree(20, 4, 3)
+    assert policy("sampled:depth=2,price=0.05") == SampledTree(depth=2, price=0.05)
+    assert policy("confident:depth=12,threshold=0.6") == ConfidentChain(12, 0.6)
+    assert policy("ddtree") == DDTree()
+    assert all(policy(form.example) for form in POLICIES.values())
+
+
+def test_the_price_of_a_sampled_tree_follows_its_sizes_to_the_wanted_mean():
+    """Of a sequence whose trees have 3 / price nodes; a given price stays."""
+    tree = SampledTree(nodes=30)
+    price = tree.first
+    for _ in range(60):
+        price = tree.update(price, 0, round(3 / price) - 1)
+    assert 3 / price == pytest.approx(30, rel=0.05)
+    assert SampledTree(price=0.05).update(0.05, 0, 99) == SampledTree(price=0.05).first == 0.05
 
 
 def test_reranking_keeps_the_best_closed_part_of_all_candidates():
-    """Against a search over all connected trees of a full expansion: same total probability, closed under parents."""
+    """Against all paths of a full expansion: the likeliest of them, closed under parents."""
     generator = torch.Generator().manual_seed(0)
     vocab, depth, nodes = 3, 3, 7
-    laws = {
-        path: torch.randn(vocab, generator=generator)
-        for d in range(depth)
-        for path in itertools.product(range(vocab), repeat=d)
-    }
-    tokens, parents, scores = [torch.tensor([0])], [torch.tensor([0])], [torch.zeros(1)]
-    paths = [()]
-    frontier, above, numbers = [()], torch.zeros(1), torch.tensor([0])
-    for _ in range(depth):
-        children, path_scores = expand(above, torch.stack([laws[path] for path in frontier]), topk=vocab)
-        tokens.append(children.flatten())
-        parents.append(numbers.repeat_interleave(vocab))
-        scores.append(path_scores.flatten())
-        frontier = [(*path, int(t)) for path, row in zip(frontier, children, strict=True) for t in row]
-        numbers = torch.arange(len(paths), len(paths) + len(frontier))
-        paths += frontier
-        above = path_scores.flatten()
-    everything = torch.cat(scores)
-    kept = torch.cat([torch.tensor([0]), (1 + best_first(everything[1:], nodes - 1)).sort().values])
-    links = connect(kept, torch.cat(parents))
-    chosen = {paths[i] for i in kept}
-    assert all(path[:-1] in chosen for path in chosen if path)
-    assert [paths[kept[int(links[i])]] for i in range(1, nodes)] == [paths[k][:-1] for k in kept[1:]]
-    probability = {
-        path: float(torch.stack([laws[path[:i]].log_softmax(-1)[path[i]] for i in range(len(path))]).sum().exp())
-        for path in paths[1:]
-    }
-    best = sorted(probability.values(), reverse=True)[: nodes - 1]
-    assert sum(probability[path] for path in chosen if path) == pytest.approx(sum(best), rel=1e-5)
+    every = [path for d in range(1, depth + 1) for path in itertools.product(range(vocab), repeat=d)]
+    laws = {path: torch.randn(vocab, generator=generator) for path in [(), *every]}
+    likelihood = {path: sum(float(laws[path[:i]].log_softmax(-1)[path[i]]) for i in range(len(path))) for path in every}
+
+    class Table:
+        """Draft logits by the path of a node."""
+
+        paths = ((),)
+
+        def extend(self, frontiers):
+            (frontier,) = frontiers
+            links = zip(frontier.parent_rows.tolist(), frontier.tokens.tolist(), strict=True)
+            self.paths = [(*self.paths[row], token) for row, token in links]
+            return [torch.stack([laws[path] for path in self.paths])]
+
+    growth = grow_ranked(torch.tensor([0]), laws[()][None], Ranked(depth, vocab**2, nodes))
+    ((tree, kept),) = grow_together(Table(), [growth])
+    chosen = [tuple(tree.tokens[row][1:].tolist()) for row in tree.ancestors]
+    assert set(chosen) == {(), *sorted(likelihood, key=likelihood.__getitem__, reverse=True)[: nodes - 1]}
+    assert [chosen[parent] for parent in tree.parents.tolist()[1:]] == [path[:-1] for path in chosen[1:]]
+    assert len(kept) == nodes
 
 
 def test_ties_go_to_the_shallower_candidate():

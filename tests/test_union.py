@@ -5,17 +5,17 @@ from models import TableConfig, TableModel, random_head, target
 from test_decode import plain_generate, prompt
 
 from treespec.api.spec import Spec
+from treespec.draft.cost.model import Cost
 from treespec.draft.joint import Joint
 from treespec.draft.model_free.options import SuffixOptions
 from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.model_free.suffix_memory import Memories
-from treespec.draft.pace.times import Times
 from treespec.draft.sources import source_of
 from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.options import members_of
 
-TIMES = Times((1, 4, 16), (1.0, 1.5, 4.0), 0.1, 0.25, (0.1, 0.02), (0.1, 0.02))
+TIMES = Cost((1, 4, 16), (1.0, 1.5, 4.0), 0.05)
 
 
 def spec_of(model, tree=None, verifier="auto", times=None):

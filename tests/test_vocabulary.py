@@ -11,8 +11,8 @@ from transformers import PhiConfig
 from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
-from treespec.draft.fit.calibrate import outcomes
-from treespec.draft.pace.times import Times
+from treespec.draft.cost.calibrate import outcomes
+from treespec.draft.cost.model import Cost
 from treespec.draft.trained.eagle import EagleProposer, new_head
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.draft.vocabulary import FILE, load_vocabulary, most_frequent, restrict, save_vocabulary, whole
@@ -23,9 +23,9 @@ from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.policy import policy
 from treespec.verify.registry import verifier_by_name
 
-CALIBRATION = Calibration((0.2, 0.1, -0.5, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0), (0.01, 30.0)]})
+CALIBRATION = Calibration((0.2, 0.1, -0.5, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0))
 SAMPLED = ("traversal", "sampled:price=.02,depth=3")
-TIMES = Times((1, 8, 64), (1.0, 1.0, 1.2), 0.01, 0.01, (0.01, 0.01), (0.01, 0.01))
+TIMES = Cost((1, 8, 64), (1.0, 1.0, 1.2), 0.01)
 PROMPT = [5, 9, 33, 12, 7]
 
 
@@ -107,7 +107,7 @@ def test_a_calibration_counts_only_tokens_that_are_drafted(half):
     text = torch.randint(64, (40,), generator=torch.Generator().manual_seed(5))
     known = model.features(text[None])[0]
     row = (text, torch.ones(40, dtype=torch.bool), known)
-    found = outcomes(head, model, [row], 1, 40, 1.0, torch.Generator().manual_seed(6))
+    found = outcomes(head, model, [row], (1, 40), 1.0, torch.Generator().manual_seed(6))
     mass = model.output_logits(known).softmax(-1)[1:39:2, 10:15].sum(-1)
     torch.testing.assert_close(found[0][1].sum(-1), mass)
 

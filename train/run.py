@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from treespec.draft.calibration import save_calibration
-from treespec.draft.fit.calibrate import calibrate
-from treespec.draft.fit.dtype import dtype_of_file
+from treespec.draft.cost.calibrate import calibrate
+from treespec.draft.cost.dtype import dtype_of_file
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.files.atomic import locked, remove_leftovers, write_json

@@ -19,16 +19,13 @@ the acceptance rates so far.
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from treespec.trees.ranges import CHILDREN, DEPTH, NODES, outside
+from treespec.trees.ranges import CHILDREN, DEPTH, NODES
 from treespec.trees.shape import Policy
-from treespec.trees.static import TreeError
 
 
 @dataclass(frozen=True)
 class AutoTree(Policy):
-    """Limits of the trees that the text's speed may choose.
+    """Limits of the trees that the cost model may choose (`treespec.draft.grow.auto`).
 
     nodes: the largest N, root included.
     depth: the largest number of levels of drafted tokens.
@@ -36,31 +33,9 @@ class AutoTree(Policy):
     and of children per node.
     """
 
-    name: ClassVar[str] = "auto"
-    timed: ClassVar[bool] = True
+    name, timed = "auto", True
+    ranges: ClassVar = {"nodes": NODES, "depth": DEPTH, "topk": CHILDREN}
 
     nodes: int = 64
     depth: int = 12
     topk: int = 10
-
-    def __post_init__(self) -> None:
-        if wrong := outside(self, nodes=NODES, depth=DEPTH, topk=CHILDREN):
-            raise TreeError(f"auto tree: {wrong}")
-
-    @property
-    def max_depth(self) -> int:
-        return self.depth
-
-
-def best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> tuple[int, float]:
-    """The number of nodes, root included, with the largest E - R T, and that value in tokens.
-
-    reach: [M] Pr(a node is on the accepted path), descending, without the root.
-    forward: seconds of the target's forward over 1, 2, … nodes.
-    rate: R, tokens a second.
-    """
-    expected = np.ones(len(reach) + 1)
-    expected[1:] += reach.cumsum()
-    worth = expected[: len(forward)] - rate * forward[: len(expected)]
-    best = int(worth.argmax())
-    return best + 1, float(worth[best])

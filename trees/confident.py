@@ -2,8 +2,8 @@
 
 Section 3.3: drafting continues while the draft gave the last token at least probability γ. The
 unsure token stays in the chain. So the tokens above a node settle whether it gets a draw, before
-that draw is made, and the output keeps the target's law. After each verification γ moves towards a
-goal for the acceptance rate α:
+that draw is made, and the output keeps the target's distribution. After each verification γ moves
+towards a goal for the acceptance rate α:
 
     α ← β₁ α + (1 - β₁) accepted / drafted
     γ ← β₂ γ + (1 - β₂) γ'      γ' = γ + ε   where α is below the goal
@@ -14,9 +14,10 @@ goal for the acceptance rate α:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from treespec.trees.ranges import DEPTH, Range, outside
-from treespec.trees.shape import Policy
-from treespec.trees.static import TreeError
+from treespec.trees.ranges import DEPTH, Range
+from treespec.trees.shape import Builder, Growth, Policy
+
+SHARE = Range(least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class ConfidentChain(Policy):
     starts with γ = .5.
     """
 
-    name: ClassVar[str] = "confident"
+    name, max_draws = "confident", 1
+    shares = ("threshold", "goal", "step", "rate_memory", "memory")
+    ranges: ClassVar = {"depth": DEPTH} | dict.fromkeys(shares, SHARE)
 
     depth: int = 8
     threshold: float = 0.8
@@ -41,27 +44,20 @@ class ConfidentChain(Policy):
     rate_memory: float = 0.5
     memory: float = 0.9
 
-    def __post_init__(self) -> None:
-        shares = ("threshold", "goal", "step", "rate_memory", "memory")
-        wrong = outside(self, depth=DEPTH, **dict.fromkeys(shares, Range(least=0, most=1)))
-        if wrong:
-            raise TreeError(f"confident chain: {wrong}")
-
     @property
-    def max_depth(self) -> int:
-        return self.depth
+    def first(self) -> tuple[float, float]:
+        """γ and α."""
+        return self.threshold, 0.0
 
-    @property
-    def max_draws(self) -> int:
-        return 1
+    def grow(self, build: Builder, known: tuple[float, float]) -> Growth:
+        return build.chain(self.depth, known[0])
 
     def update(
-        self, threshold: float, rate: float, accepted: int, drafted: int
+        self, known: tuple[float, float], accepted: int, drafted: int
     ) -> tuple[float, float]:
-        """γ and α after a verification.
-
-        threshold, rate: γ and α before. accepted, drafted: tokens of the cycle's chain.
-        """
+        if not drafted:
+            return known
+        threshold, rate = known
         rate = self.rate_memory * rate + (1 - self.rate_memory) * accepted / drafted
         step = self.step if rate < self.goal else -self.step if drafted < self.depth else 0.0
         return threshold + (1 - self.memory) * step, rate

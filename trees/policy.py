@@ -1,4 +1,4 @@
-"""Tree policies by name, as `--tree` takes them."""
+"""Tree policies by name, as `--tree` takes them. It loads neither torch nor numpy."""
 
 import difflib
 import re
@@ -9,10 +9,9 @@ from treespec.trees.auto import AutoTree
 from treespec.trees.confident import ConfidentChain
 from treespec.trees.ddtree import DDTree
 from treespec.trees.dynamic import DynamicTree
-from treespec.trees.path_file import from_file
 from treespec.trees.sampled import SampledTree
-from treespec.trees.shape import Policy
-from treespec.trees.static import TreeError, balanced, chain, eagle, medusa
+from treespec.trees.shape import Policy, TreeError
+from treespec.trees.static import balanced, chain, eagle, from_file, medusa
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,10 @@ class Form:
     read: Callable[[str], Policy | None]
 
 
-def with_options(kind: type[Policy]) -> Form:
-    """`dynamic`, or `dynamic:depth=6,topk=10`; the example shows the defaults."""
-    options = [option for option in fields(kind) if option.default is not None]
-    defaults = ",".join(f"{option.name}={option.default}" for option in options)
-    return Form(f"{kind.name}[:{defaults}]", lambda text: kind(**options_of(kind, text)))
+def with_options(kind: type[Policy], shown: str = "") -> Form:
+    """`dynamic`, or `dynamic:depth=6,topk=10`. shown: the option of the example."""
+    example = f"{kind.name}:{shown}={getattr(kind, shown)}" if shown else kind.name
+    return Form(example, lambda text: kind(**options_of(kind, text)))
 
 
 def fixed(name: str, tree: Callable[[], Policy]) -> Form:
@@ -39,40 +37,39 @@ def fixed(name: str, tree: Callable[[], Policy]) -> Form:
     return Form(name, lambda text: None if text else tree())
 
 
-def chain_of(text: str) -> Policy | None:
-    """The chain for `5`, its depth."""
-    return chain(int(text)) if text.isdecimal() else None
+def sized(example: str, form: str, tree: Callable[..., Policy]) -> Form:
+    """A tree by its sizes. form: a pattern with a group for each."""
 
+    def read(text: str) -> Policy | None:
+        sizes = re.fullmatch(form, text)
+        return tree(*map(int, sizes.groups())) if sizes else None
 
-def balanced_of(text: str) -> Policy | None:
-    """The balanced tree for `2x4`, its children a node and its depth."""
-    sizes = re.fullmatch(r"(\d+)x(\d+)", text)
-    return balanced(int(sizes[1]), int(sizes[2])) if sizes else None
+    return Form(example, read)
 
 
 POLICIES: dict[str, Form] = {
     "auto": with_options(AutoTree),
     "eagle": fixed("eagle", eagle),
     "medusa": fixed("medusa", medusa),
-    "chain": Form("chain:5", chain_of),
-    "balanced": Form("balanced:2x4", balanced_of),
-    "dynamic": with_options(DynamicTree),
-    "sampled": with_options(SampledTree),
+    "chain": sized("chain:5", r"(\d+)", chain),
+    "balanced": sized("2x4", r"(\d+)x(\d+)", balanced),
+    "dynamic": with_options(DynamicTree, "nodes"),
+    "sampled": with_options(SampledTree, "nodes"),
     "confident": with_options(ConfidentChain),
-    "ddtree": with_options(DDTree),
+    "ddtree": with_options(DDTree, "nodes"),
 }
-NAMES = tuple(POLICIES)
-FORMS = f"{', '.join(form.example for form in POLICIES.values())}, or a JSON file of paths"
+EXAMPLES = {name: form.example for name, form in POLICIES.items()}
+FORMS = f"{', '.join(EXAMPLES.values())}, or a JSON file of paths"
 
 
 def policy(spec: str) -> Policy:
-    """The policy that a `--tree` value names; `FORMS` lists the forms.
+    """The policy that a `--tree` value names; `FORMS` lists the forms. 2x4 is short for balanced:2x4.
 
     Raises TreeError for an unknown name, a malformed value or a bad tree file.
     """
     name, _, text = spec.partition(":")
     form = POLICIES.get(name)
-    found = form.read(text) if form else balanced_of(spec)
+    found = form.read(text) if form else POLICIES["balanced"].read(spec)
     if found:
         return found
     if spec.endswith(".json"):
@@ -91,9 +88,8 @@ def options_of(kind: type[Policy], text: str) -> dict[str, float]:
     values: dict[str, float] = {}
     for part in text.split(",") if text else ():
         name, _, number = part.partition("=")
-        read = int if name in known and known[name].type is int else float
         try:
-            values[known[name].name] = read(number)
+            values[name] = (int if known[name].type is int else float)(number)
         except (KeyError, ValueError):
             choice = ", ".join(f"{option.name}={option.default}" for option in known.values())
             raise TreeError(

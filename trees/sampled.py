@@ -14,46 +14,61 @@ tree too.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
+from treespec.trees.ranges import DEPTH, NODES, Range
+from treespec.trees.shape import Builder, Growth, Policy
 
-from treespec.trees.ranges import DEPTH, NODES, Range, outside
-from treespec.trees.shape import Policy
-from treespec.trees.static import TreeError
+if TYPE_CHECKING:
+    import numpy as np
 
-LEAST_PRICE = 1e-4  # tokens a node; a lower price gives trees larger than any machine pays for
+# Tokens a node; a lower price gives trees larger than any machine pays for.
+PRICE = Range(least=1e-4, most=1.0)
+FIRST = 0.4  # the first price times `nodes`: trees of that size had 0.3 to 0.6 by heads of ours
+SPEED = 0.2  # of the logarithm of a tree's size over `nodes`, by which the price follows
+
+
+def clipped(price: float) -> float:
+    """A price in PRICE."""
+    return min(max(price, PRICE.least or 0), PRICE.most or 1)
 
 
 @dataclass(frozen=True)
 class SampledTree(Policy):
-    """The tree's mean size, or the price of a node.
+    """The tree's mean size, or the price of a node. At temperature 0 it is a dynamic tree.
 
     nodes: mean N, root included.
     depth: the largest number of levels of drafted tokens.
-    price: of a node, in expected tokens. Default: the price at which trees have `nodes` nodes on
-    average, by the head's calibration.
+    price: of a node, in expected tokens. Default: it follows the sequence's trees, so that they have
+    `nodes` nodes on average.
     """
 
-    name: ClassVar[str] = "sampled"
+    name, sure_tokens = "sampled", True
+    ranges: ClassVar = {"nodes": NODES, "depth": DEPTH, "price": PRICE}
 
     nodes: int = 26
     depth: int = 6
     price: float | None = None
 
-    def __post_init__(self) -> None:
-        prices = Range(least=LEAST_PRICE, most=1.0)
-        if wrong := outside(self, nodes=NODES, depth=DEPTH, price=prices):
-            raise TreeError(f"sampled tree: {wrong}")
-
     @property
-    def max_depth(self) -> int:
-        return self.depth
+    def first(self) -> float:
+        """The price of the first tree."""
+        return self.price or clipped(FIRST / self.nodes)
+
+    def grow(self, build: Builder, known: float) -> Growth:
+        if build.one_hot:
+            return build.ranked(self.depth, topk=10, nodes=self.nodes)
+        return build.drawn(self.depth, known)
+
+    def update(self, known: float, accepted: int, drafted: int) -> float:
+        if self.price:
+            return self.price
+        return clipped(known * ((1 + drafted) / self.nodes) ** SPEED)
 
 
 def allot(
-    reach: np.ndarray, tops: np.ndarray, draws: np.ndarray, price: float, even: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+    reach: "np.ndarray", tops: "np.ndarray", draws: "np.ndarray", price: float, even: bool = False
+) -> "tuple[np.ndarray, np.ndarray]":
     """The numbers of draws and sure tokens at F nodes, and the reach of their children.
 
     All arrays lie on the host. For three draws and two sure tokens at one node, J = M = 4:
@@ -71,6 +86,8 @@ def allot(
     Returns [F, 2] int64, the number of draws and the number of sure tokens, and [F, J + M] the
     probabilities that each child is reached.
     """
+    import numpy as np  # the names of trees are read without it
+
     # 1. The worth of each pair (sure tokens, draws), and the best pair of each node.
     (f, j), m = tops.shape, draws.shape[2]
     worth = np.zeros((f, j + 1, m + 1))

@@ -11,19 +11,20 @@ of n nodes, root included, and of depth at most d yields G(n, d) tokens a cycle 
     rates .6 .3      G(1, d) = 1                G(3, 1) = 1 + .6 + .3
                      G(2, d) = 1 + .6           G(3, 2) = 1 + .6 (1 + .6) = 1.96
 
-The root's children may have rates of their own (`with_root`); the last step alone takes them.
+The root's children may have rates of their own; the last step alone takes them.
 
     at the root .5 .4                           G(3, 1) = 1 + .5 + .4        = 1.9
                                                 G(3, 2) = max(1.9, 1 + .5 (1 + .6)) = 1.9
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from treespec.trees.static import StaticTree, TreeError
+from treespec.trees.shape import TreeError
+from treespec.trees.static import StaticTree
 
 
 @dataclass(frozen=True)
@@ -31,25 +32,16 @@ class Best:
     """The solved programme, for every size up to N and every depth up to D.
 
     tokens: [D + 1, N + 1] G(n, d); -inf where no such tree exists, as for n = 0.
-    first: [D + 1, R, N] int64, the nodes of child r's subtree in C(m, r, d).
+    first: [D + 1, R, N] the nodes of child r's subtree in C(m, r, d).
     deeper: the programme of the nodes below the root; None: this one.
     """
 
-    tokens: Tensor
-    first: Tensor
+    tokens: np.ndarray
+    first: np.ndarray
     deeper: "Best | None" = None
 
     def tree(self, nodes: int, depth: int) -> StaticTree:
-        """The tree that attains G(nodes, depth).
-
-        nodes: N, root included. depth: limit on levels of drafted tokens.
-        Raises TreeError where no such tree exists.
-        """
-        if nodes < 2 or not self.tokens[depth, nodes].isfinite():
-            children = self.first.shape[1]
-            raise TreeError(
-                f"no tree of {nodes} nodes is {depth} deep with {children} children a node"
-            )
+        """The tree that attains G(nodes, depth), if it is finite. nodes: N, root included."""
         return StaticTree(tuple(self._below((), nodes, depth)))
 
     def _below(self, path: tuple[int, ...], nodes: int, depth: int) -> list[tuple[int, ...]]:
@@ -65,33 +57,38 @@ class Best:
         return paths
 
 
-def best_trees(rates: Tensor, nodes: int, depth: int) -> Best:
+def best_trees(
+    rates: Sequence[float] | np.ndarray,
+    nodes: int,
+    depth: int,
+    at_root: Sequence[float] | np.ndarray | None = None,
+) -> Best:
     """Solve the programme for all sizes up to `nodes`, root included, and depths up to `depth`.
 
-    rates: [R] acceptance rates (probabilities) by rank.
+    rates: [R] acceptance rates by rank. at_root: those of the root's children; None: `rates`.
     """
-    # 1. Start with roots alone.
-    rank_rates = rates.double().tolist()
-    worth = np.full((depth + 1, nodes + 1), -np.inf)
-    worth[:, 1] = 1
-    first = np.zeros((depth + 1, len(rank_rates), nodes), dtype=np.int64)
+    best = _solved(tuple(map(float, rates)), nodes, depth)
+    if at_root is None:
+        return best
+    tokens, first = best.tokens.copy(), best.first.copy()
+    after, first[1:] = _children(list(map(float, at_root)), tokens[:-1, 1:-1])
+    tokens[1:, 1:] = 1 + after
+    return Best(tokens, first, best)
 
-    # 2. Each depth from the one below it.
+
+@lru_cache(1024)
+def _solved(rates: tuple[float, ...], nodes: int, depth: int) -> Best:
+    """`best_trees` with the same rates everywhere: each depth from the one below it."""
+    tokens = np.full((depth + 1, nodes + 1), -np.inf)
+    tokens[:, 1] = 1
+    first = np.zeros((depth + 1, len(rates), nodes), dtype=np.int64)
     for d in range(1, depth + 1):
-        after, first[d : d + 1] = _children(rank_rates, worth[d - 1 : d, 1:nodes])
-        worth[d, 1:] = 1 + after[0]
-    return Best(torch.from_numpy(worth), torch.from_numpy(first))
+        after, first[d : d + 1] = _children(rates, tokens[d - 1 : d, 1:nodes])
+        tokens[d, 1:] = 1 + after[0]
+    return Best(tokens, first)
 
 
-def with_root(best: Best, rates: Tensor) -> Best:
-    """The programme whose root has children of its own rates [R]; below them it is `best`."""
-    worth, first = best.tokens.numpy().copy(), best.first.numpy().copy()
-    after, first[1:] = _children(rates.double().tolist(), worth[:-1, 1:-1])
-    worth[1:, 1:] = 1 + after
-    return Best(torch.from_numpy(worth), torch.from_numpy(first), best)
-
-
-def _children(rates: list[float], below: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _children(rates: Sequence[float], below: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """C(m, 0, d) [D, N] for the depths at hand and m < N, and the nodes of subtrees [D, R, N].
 
     below: [D, N - 1] G(j, d - 1) for 1 <= j < N.
@@ -115,34 +112,15 @@ def _children(rates: list[float], below: np.ndarray) -> tuple[np.ndarray, np.nda
     return after, first
 
 
-def sequoia(rates: Tensor, nodes: int, depth: int) -> StaticTree:
+def sequoia(rates: Sequence[float] | np.ndarray, nodes: int, depth: int) -> StaticTree:
     """The best tree of `nodes` nodes, root included, and of depth at most `depth`.
 
     The tree has fewer nodes where R children a node and `depth` levels hold fewer.
-    rates: [R] acceptance rates by rank.
-    Raises TreeError for less than two nodes or one level.
+    rates: [R] acceptance rates by rank. Raises TreeError for less than two nodes or one level.
     """
     if nodes < 2 or depth < 1:
         raise TreeError(
             f"a tree of {nodes} nodes and depth {depth}: take at least 2 nodes and depth 1"
         )
     best = best_trees(rates, nodes, depth)
-    return best.tree(int(best.tokens[depth].isfinite().nonzero().max()), depth)
-
-
-def best_shape(
-    best: Best, forward: Tensor, begin: float, step: float, trust: float = 1.0
-) -> tuple[int, int, float]:
-    """The nodes and depth with most tokens a second, and those tokens a second (section 3.3).
-
-    The speed is G(n, d) / (T(n) + time to draft d levels).
-    forward: [N] seconds T of the target's forward over 1, 2, … nodes.
-    begin, step: seconds of the first level of drafts and of each further one.
-    trust: accepted tokens for each one that G expects.
-    """
-    depth, nodes = best.tokens.shape[0] - 1, min(best.tokens.shape[1] - 1, len(forward))
-    drafting = begin + step * torch.arange(depth, dtype=torch.float64)
-    tokens = 1 + trust * (best.tokens[1:, 2 : nodes + 1] - 1)
-    speed = tokens / (forward[1:nodes].double() + drafting[:, None])
-    place = int(speed.argmax())
-    return place % (nodes - 1) + 2, place // (nodes - 1) + 1, float(speed.max())
+    return best.tree(int(np.isfinite(best.tokens[depth]).nonzero()[0].max()), depth)

@@ -1,35 +1,108 @@
-"""The seam of tree policies: the capabilities that each policy states."""
+"""The seam of tree policies: what each declares, and what it grows a tree with."""
 
-from dataclasses import Field
-from typing import ClassVar, Protocol
+from collections.abc import Generator
+from dataclasses import Field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+
+from treespec.trees.ranges import Range, outside
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from treespec.trees.tree import TokenTree
+
+# Yields the nodes whose children are to be drafted and is sent the draft logits [F, V] below them.
+Growth: TypeAlias = "Generator[Any, Any, TokenTree]"
 
 
-class Policy(Protocol):
-    """How many draws each node gets, and where the tree stops.
+class TreeError(ValueError):
+    """A tree that cannot be built. The message names the tree and the remedy."""
 
-    A policy is a frozen dataclass; its fields are its options. It inherits the defaults below.
-    name: the policy's name on the command line (`--tree`).
+    exit_code = 2
+
+
+class Builder(Protocol):
+    """Builds one cycle's tree in any of these ways; each is the growth of that tree.
+
+    one_hot: whether this cycle's children are the most likely tokens, not draws.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
+    @property
+    def one_hot(self) -> bool: ...
+
+    def levels(self, depth: int, ranks: int) -> "np.ndarray":
+        """[D, R] the largest probabilities of up to `depth` levels, of a head that has all at once."""
+        ...
+
+    def fixed(self, shape: Any) -> Growth:
+        """A `StaticTree`."""
+        ...
+
+    def ranked(self, depth: int, topk: int, nodes: int) -> Growth:
+        """The `nodes` most likely nodes, the root included; each level expands `topk` nodes."""
+        ...
+
+    def drawn(self, depth: int, price: float) -> Growth:
+        """Draws and sure tokens, as many at each node as are worth `price` (`trees.sampled.allot`)."""
+        ...
+
+    def chain(self, depth: int, threshold: float) -> Growth:
+        """A chain that ends below a token of less than `threshold` draft probability."""
+        ...
+
+
+class Policy:
+    """How many draws each node gets, and where the tree stops.
+
+    A policy is a frozen dataclass; its fields are its options, and `ranges` says what they may be.
+    Raises TreeError for an option out of its range.
+
+    name: on the command line (`--tree`). reranks: it keeps nodes by the drafted tokens where they
+    are the most likely ones. timed: it needs the measured cost of a cycle. one_law: it needs one
+    draft distribution for all draws of a node. may_draw: its children may be draws. sure_tokens: it
+    mixes draws with sure tokens, by a calibration. at_once: it needs the distributions of all levels
+    before the first. max_draws: at a node; None: no more than the scheme answers.
+    first: what it knows at a sequence's first cycle. depth: the largest number of levels.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     name: ClassVar[str]
+    ranges: ClassVar[dict[str, Range]] = {}
+    reranks: ClassVar[bool] = False
+    timed: ClassVar[bool] = False
+    one_law: ClassVar[bool] = True
+    may_draw: ClassVar[bool] = True
+    sure_tokens: ClassVar[bool] = False
+    at_once: ClassVar[bool] = False
+    depth: int
+
+    @property
+    def max_draws(self) -> int | None:
+        return None
+
+    @property
+    def first(self) -> Any:
+        return None
+
+    def __post_init__(self) -> None:
+        if wrong := outside(self, **self.ranges):
+            raise TreeError(f"{self.name} tree: {wrong}")
 
     @property
     def max_depth(self) -> int:
         """The largest number of levels of drafted tokens."""
-        ...
+        return self.depth
 
-    @property
-    def reranks(self) -> bool:
-        """Whether it keeps nodes by the drafted tokens, which only deterministic draws allow."""
-        return False
+    def grow(self, build: Builder, known: Any) -> Growth:
+        """One cycle's tree. known: what it knows of the sequence."""
+        raise NotImplementedError
 
-    @property
-    def timed(self) -> bool:
-        """Whether it needs the measured times of forwards and draft steps."""
-        return False
+    def update(self, known: Any, accepted: int, drafted: int) -> Any:
+        """What it knows after a verification. accepted, drafted: tokens of the cycle's tree."""
+        return known
 
     def __str__(self) -> str:
         """The kind of tree and its options."""
-        options = [f"{name}={value}" for name, value in vars(self).items() if value is not None]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        options = [f"{name}={value}" for name, value in values.items() if value is not None]
         return f"{self.name} tree ({', '.join(options)})"

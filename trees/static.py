@@ -1,11 +1,21 @@
-"""Trees of a fixed shape: chains, balanced trees, EAGLE-1's and Medusa's trees, lists of paths."""
+"""Trees of a fixed shape: chains, balanced trees, EAGLE-1's and Medusa's trees, lists of paths.
 
+A tree file is a JSON list of paths, as people write them, or paths with a checksum.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
+from pathlib import Path
+from typing import Any
 
 from treespec.trees.ranges import DEPTH, NODES
-from treespec.trees.shape import Policy
+from treespec.trees.shape import Builder, Growth, Policy
+from treespec.trees.shape import TreeError as TreeError
+
+LARGEST = 4096  # nodes of a tree file, and draws at a node
 
 # EAGLE-1's default tree: levels of 4, 8, 8, 3, 2 nodes (Li et al. 2024, figure 7, and the released
 # configuration).
@@ -14,18 +24,12 @@ EAGLE_CHILDREN = {
 }  # fmt: skip
 
 # Medusa's 63 nodes for Vicuna-7B (Cai et al. 2024, the released configuration).
-# `treespec.trees.medusa` is the method that chose them.
+# `treespec.trees.likeliest` is the method that chose them.
 MEDUSA_CHILDREN = {
     "": 10, "0": 10, "1": 7, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1, "8": 1, "9": 1,
     "00": 10, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1, "10": 2, "20": 1,
     "000": 2,
 }  # fmt: skip
-
-
-class TreeError(ValueError):
-    """A tree that cannot be built. The message names the tree and the remedy."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class StaticTree(Policy):
     too large or too deep.
     """
 
-    name: ClassVar[str] = "static"
+    name, one_law = "static", False
 
     paths: tuple[tuple[int, ...], ...]
 
@@ -62,6 +66,9 @@ class StaticTree(Policy):
 
     def __str__(self) -> str:
         return f"static tree of {self.size - 1} nodes, {self.max_depth} deep"
+
+    def grow(self, build: Builder, known: None) -> Growth:
+        return build.fixed(self)
 
     @property
     def max_depth(self) -> int:
@@ -130,3 +137,65 @@ def by_children(children: dict[str, int]) -> StaticTree:
         parent = tuple(map(int, digits))
         paths += [(*parent, ordinal) for ordinal in range(count)]
     return StaticTree(tuple(paths))
+
+
+def from_file(path: str | Path) -> StaticTree:
+    """The tree in a file that holds a list such as [[0], [1], [0, 0]], or `text_of` a tree.
+
+    Raises TreeError, which names the file and the wrong path.
+    """
+    # 1. Read the JSON.
+    try:
+        content: object = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TreeError(f"cannot read tree file {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise TreeError(f"tree file {path} is not JSON: {error}") from error
+
+    # 2. Take the paths, and compare their checksum where the file has one.
+    paths = content.get("paths") if isinstance(content, dict) else content
+    if not isinstance(paths, list):
+        raise TreeError(f"tree file {path} must hold a list of paths such as [[0], [1], [0, 0]]")
+    if isinstance(content, dict) and content.get("checksum", digest(paths)) != digest(paths):
+        raise TreeError(
+            f"tree file {path} is not as it was written, its checksum does not match: make it "
+            "again with treespec tree, or, if you have edited it, delete its field 'checksum'"
+        )
+
+    # 3. Check each path and build the tree.
+    try:
+        return StaticTree(tuple(checked(paths)))
+    except TreeError as error:
+        raise TreeError(f"tree file {path}: {error}") from error
+
+
+def text_of(tree: StaticTree) -> str:
+    """The content of a tree's file: its paths and their checksum."""
+    paths = [list(path) for path in tree.paths[1:]]
+    return json.dumps({"paths": paths, "checksum": digest(paths)}) + "\n"
+
+
+def digest(paths: Sequence[object]) -> str:
+    """The checksum of the paths, SHA-256 of their JSON."""
+    return hashlib.sha256(json.dumps(paths).encode()).hexdigest()
+
+
+def checked(paths: Sequence[object]) -> Iterable[tuple[int, ...]]:
+    """The paths of a file as tuples. Raises TreeError, which counts to the first bad entry."""
+    if len(paths) >= LARGEST:
+        raise TreeError(f"{len(paths)} paths are over {LARGEST} nodes with the root: take fewer")
+    seen: set[tuple[int, ...]] = set()
+    for number, path in enumerate(paths, 1):
+        ordinals: list[Any] = path if isinstance(path, list) and path else [None]
+        whole = all(type(ordinal) is int and 0 <= ordinal < LARGEST for ordinal in ordinals)
+        if not whole or tuple(ordinals) in seen:
+            shown = json.dumps(path)
+            shown = shown if len(shown) <= 40 else f"{shown[:40]}…"
+            wrong = (
+                "stands there twice: delete one"
+                if whole
+                else f"is no path: write a list of whole numbers from 0 to {LARGEST - 1}, as [0, 0]"
+            )
+            raise TreeError(f"entry {number}, {shown}, {wrong}")
+        seen.add(tuple(ordinals))
+    return seen

@@ -1,7 +1,7 @@
 """A token tree: the draft that a target scores in one forward and a verifier judges."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -121,3 +121,60 @@ def root_only(token: Tensor) -> TokenTree:
     """The tree of one-token-at-a-time decoding: a root without children. token: [1] int64."""
     zero = torch.zeros(1, dtype=torch.int64, device=token.device)
     return TokenTree(token, zero - 1, zero, torch.ones(1, 1, dtype=torch.bool, device=token.device))
+
+
+def hung_below(root: Tensor, chain: Sequence[int], tree: TokenTree) -> TokenTree:
+    """The tree below the last token of a chain, which hangs below the root.
+
+    A root r, the chain a b, and a tree below b. The chain's nodes have no draws.
+
+        r ─── a ─── b ─┬─ c        nodes 0 1 2 3 4
+                       └─ d
+
+    root: [1] int64. chain: n ≥ 1 tokens; the tree's root carries the last one.
+    """
+    # 1. The chain's nodes come first.
+    n, device = len(chain), tree.tokens.device
+    nodes = torch.arange(n, device=device)
+    tokens = torch.cat([root.to(device), tree.tokens.new_tensor(chain[:-1]), tree.tokens])
+    parents = torch.cat([nodes - 1, tree.parents + n])
+    depth = torch.cat([nodes, tree.depth + n])
+    chained = pad(nodes[:, None] >= nodes, (0, len(tree.tokens)))
+    ancestors = torch.cat([chained, pad(tree.ancestors, (n, 0), value=True)])
+
+    # 2. Laws and draws move with their nodes. Extra rows see the chain as they see the text.
+    drafts, rows = tree.drafts, tree.rows
+    if drafts:
+        drafts = replace(drafts, nodes=drafts.nodes + n)
+    if rows:
+        rows = Rows(rows.tokens, rows.depth + n, pad(rows.mask, (n, 0), value=True), rows.asked)
+    return TokenTree(tokens, parents, depth, ancestors, drafts, rows)
+
+
+def best_first(scores: Tensor, count: int) -> Tensor:
+    """[min(count, M)] numbers of the best candidates, best first. scores: [M].
+
+    Of equal scores the earlier candidate wins, which is the shallower one.
+    """
+    return scores.sort(descending=True, stable=True).indices[:count]
+
+
+def connect(kept: Tensor, parents: Tensor) -> Tensor:
+    """[N] int64 the parents of the kept candidates, in their new numbers; -1 for the root.
+
+    Five of seven candidates, those in brackets. They get the numbers 0 to 4 in their order:
+
+             [0]              candidate   0  1  2  3  4  5  6        new number   0  1  2  3  4
+           /  |  \\            parent      0  0  0  0  1  1  3        kept         0  1  3  5  6
+        [1]   2   [3]                                                parents     -1  0  0  1  2
+        / \\        |
+       4   [5]    [6]
+
+    kept: [N] ascending candidate numbers, first the root's 0; with a node its parent is kept.
+    parents: [M] candidate numbers.
+    """
+    number = torch.full_like(parents, -1)
+    number[kept] = torch.arange(len(kept), device=kept.device)
+    result = number[parents[kept]]
+    result[0] = -1
+    return result

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from treespec.demo.known import head_of
 from treespec.errors import InputError
+from treespec.trees.policy import EXAMPLES
 from treespec.trees.ranges import Range
 
 if TYPE_CHECKING:
@@ -55,18 +56,7 @@ JOINED = re.compile(  # suffix:DIR+eagle:HEAD; the first + before a drafter's na
 )
 DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in sparse:512,snapkv
 
-# How each tree is written; 2x4 is short for balanced:2x4.
-TREE_FORMS = {
-    "auto": "auto",
-    "eagle": "eagle",
-    "medusa": "medusa",
-    "chain": "chain:5",
-    "balanced": "2x4",
-    "dynamic": "dynamic:nodes=60",
-    "sampled": "sampled:nodes=26",
-    "confident": "confident",
-    "ddtree": "ddtree:nodes=60",
-}
+TREE_FORMS = EXAMPLES
 TREE_FILE = "a JSON file of paths"
 
 # Forms that a target is quantised to at loading: bitsandbytes' two, then torchao's.

@@ -6,13 +6,14 @@ The text is that of `--text`, or without it the target's own answers.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from treespec.api.spec import Spec
 from treespec.draft.calibration import FILE, save_calibration
-from treespec.draft.fit.calibrate import Row, calibrate
-from treespec.draft.fit.measure import times_for
+from treespec.draft.cost.calibrate import Row, calibrate
+from treespec.draft.cost.measure import cost_for
 from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.draft.vocabulary import most_frequent, save_vocabulary
 from treespec.errors import InputError
@@ -27,10 +28,9 @@ from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.text.plain import content_of
-from treespec.trees.medusa import expected_length, measured
-from treespec.trees.path_file import text_of
-from treespec.trees.sequoia import best_shape, best_trees, sequoia
-from treespec.trees.static import StaticTree
+from treespec.trees.likeliest import expected_length, likeliest
+from treespec.trees.sequoia import sequoia
+from treespec.trees.static import StaticTree, text_of
 
 LARGEST = 128  # most nodes of a tree whose size follows from times
 
@@ -87,7 +87,7 @@ def make_tree(
         )
     tree = fitted_tree(config, spec, table)
     write_text(config.out, text_of(tree))
-    return tree, table, expected_length(tree, table)
+    return tree, table, expected_length(tree, table.tolist())
 
 
 def fitted_tree(config: TreeConfig, spec: Spec, table: Tensor) -> StaticTree:
@@ -96,17 +96,13 @@ def fitted_tree(config: TreeConfig, spec: Spec, table: Tensor) -> StaticTree:
     Without a size (sequoia only) it is the one that decodes fastest by the times measured here.
     """
     if config.kind == "medusa":
-        return measured(table, config.nodes)
-    rates, depth = table.mean(0), len(table)
+        return likeliest(table.tolist(), config.nodes)
+    rates, depth = table.mean(0).numpy(), len(table)
     if config.nodes:
         return sequoia(rates, config.nodes, depth)
     assert spec.proposer
-    times = times_for(spec.target, spec.proposer)
-    best = best_trees(rates, LARGEST, depth)
-    nodes, depth, _ = best_shape(
-        best, torch.from_numpy(times.forward(LARGEST)), times.begin, times.step
-    )
-    return best.tree(nodes, depth)
+    cost = cost_for(spec.target, spec.proposer)
+    return cost.best(np.array([rates, rates]), LARGEST, depth)[0]
 
 
 def check_files(config: CalibrateConfig | TreeConfig, out: str) -> None:

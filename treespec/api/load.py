@@ -47,7 +47,7 @@ def load(
     verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
     template: of chats, default the tokenizer's own. device_map, dtype, max_memory: as transformers
     take them, but that on a CPU dtype "auto" is the checkpoint's or float32, whichever these drafts
-    are faster in (`treespec.draft.fit.dtype`); repr(spec) names it.
+    are faster in (`treespec.draft.cost.dtype`); repr(spec) names it.
     trust_remote_code: run Python files from the target's or a draft model's directory.
     load_in: the form of the target's weights, one of `treespec.options.LOAD_IN_FORMS`. Default: as
     its files hold them, a quantised checkpoint included. revision: of the target's hub repository.

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.draft.calibration import Calibration, load_calibration
-from treespec.draft.fit.dtype import dtype_for, rates_of
+from treespec.draft.cost.dtype import dtype_for, rates_of
 from treespec.draft.source import Source, source_for
 from treespec.draft.sources import HEADS, source_of
 from treespec.errors import InputError

@@ -8,9 +8,9 @@ from typing import Unpack, cast, final, overload
 from treespec.decoding.decode import Decoder
 from treespec.decoding.sequence import Text
 from treespec.draft.calibration import Calibration
-from treespec.draft.default_tree import verifier_for
-from treespec.draft.fit.measure import measure_up_to, measured_times
-from treespec.draft.pace.times import Times, TimesBy
+from treespec.draft.cost.measure import measure_up_to, measured_costs
+from treespec.draft.cost.model import Cost, CostBy
+from treespec.draft.fits import verifier_for
 from treespec.draft.proposer import Proposer
 from treespec.draft.source import Drafting, Source, source_for
 from treespec.files.locks import alone_with
@@ -55,14 +55,14 @@ class Spec:
         template: str | None = None,
         allow_lossy: bool = False,
         calibration: Calibration | None = None,
-        times: Times | TimesBy | None = None,
+        times: Cost | CostBy | None = None,
     ) -> None:
         self.target, self.template, self.calibration = target, template, calibration
         self.source = origin = source_for(source, target)
         named = verifier_by_name(verifier, allow_lossy) if isinstance(verifier, str) else verifier
         wanted = policy(tree) if isinstance(tree, str) else tree
         self.verifier = verifier_for(named, origin is not None and origin.law_per_draw, wanted)
-        self.times: TimesBy = measured_times(target, self.proposer, times)
+        self.times: CostBy = measured_costs(target, self.proposer, times)
         drafter = origin.drafter(wanted, self.verifier, calibration, self.times) if origin else None
         self.policy = drafter.policy if drafter else wanted
         self.decoder = Decoder(target, drafter, self.verifier, origin.models if origin else ())

@@ -6,10 +6,11 @@ before were refused) from the shape of q without the top tokens.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from treespec.files.atomic import read_json, write_json
 
 Known = TypeVar("Known")
 FILE = "calibration.json"
+FORMAT = 1
 AGAIN = "make it again with treespec calibrate"
 COLDEST = 0.01  # the temperature whose rates are those of temperature 0
 TOPS, DRAWS = 5, 6  # at most, at one node
@@ -30,37 +32,23 @@ class Calibration:
     """Saved as calibration.json beside the head.
 
     tops, draws: weights of the two models. greedy: weights of the first model at temperature 0.
-    sizes: by temperature, pairs (price of a node, mean nodes of a tree).
     rates: by temperature, Pr(the first, second, … draw without replacement is accepted), counted
     while the target writes. The key 0.01 stands for temperature 0.
-    greedy and rates may be empty.
+    greedy and rates may be empty. Raises ValueError for numbers that no fit gives.
     """
 
     tops: tuple[float, ...]
     draws: tuple[float, ...]
-    sizes: dict[str, list[tuple[float, float]]]
     greedy: tuple[float, ...] = ()
     rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
-    def price(self, nodes: int, temperature: float) -> float:
-        """The price of a node at which trees have `nodes` nodes on average."""
-        return float(self.prices(nodes, temperature)[-1])
-
-    def prices(self, most: int, temperature: float) -> np.ndarray:
-        """[most - 1] the prices at which trees have 2, 3, … nodes on average.
-
-        The known sizes are interpolated, both axes in logarithms. If several prices give the same
-        size, the lowest counts.
-        """
-        dearest_first = sorted(nearest(self.sizes, temperature), reverse=True)
-        cheapest = {size: price for price, size in dearest_first}
-        size, price = np.log(sorted(cheapest.items())).T
-        wanted = np.log(np.arange(2, most + 1))
-        if len(size) == 1:
-            return np.exp(price.repeat(len(wanted)))
-        right = np.searchsorted(size, wanted).clip(1, len(size) - 1)
-        slope = np.diff(price) / np.diff(size).clip(1e-9)
-        return np.exp(price[right - 1] + slope[right - 1] * (wanted - size[right - 1]))
+    def __post_init__(self) -> None:
+        lengths = len(self.tops), len(self.draws), len(self.greedy) or TOP_FEATURES
+        numbers = chain(self.tops, self.draws, self.greedy, *self.rates.values())
+        positive = all(map(len, self.rates.values())) and all(float(t) > 0 for t in self.rates)
+        whole = lengths == (TOP_FEATURES, DRAW_FEATURES, TOP_FEATURES) and positive
+        if not whole or not all(map(math.isfinite, numbers)):
+            raise ValueError("weights or rates are missing")
 
     def sure(self, law: np.ndarray, depth: int) -> np.ndarray:
         """[F, K] Pr(the r-th likeliest token is the target's choice at temperature 0), at a depth.
@@ -136,46 +124,21 @@ def log_odds(chance: np.ndarray, least: float) -> np.ndarray:
 
 def save_calibration(calibration: Calibration, folder: str | Path) -> None:
     """Write calibration.json, whole or not at all. Raises InputError if that fails."""
-    write_json(Path(folder) / FILE, asdict(calibration))
+    write_json(Path(folder) / FILE, {"format": FORMAT, **asdict(calibration)})
 
 
 def load_calibration(folder: str | Path) -> Calibration | None:
     """The calibration beside a head, or None without one.
 
-    Raises InputError for a damaged or unknown file.
+    Raises InputError for a damaged file and for one of another format.
     """
     file = Path(folder) / FILE
     if not file.exists():
         return None
-    fields = read_json(file, AGAIN)
+    fields = read_json(file, AGAIN, FORMAT)
     try:
-        # 1. All values are finite numbers.
-        sizes = {}
-        for temperature, pairs in fields["sizes"].items():
-            sizes[temperature] = [numbers(pair, positive=True) for pair in pairs]
-        tops, draws = numbers(fields.get("tops", ())), numbers(fields.get("draws", ()))
-        greedy = numbers(fields.get("greedy", ()))
-        rates = {t: numbers(known) for t, known in fields.get("rates", {}).items()}
-        numbers([*sizes, *rates], positive=True)  # temperatures
-
-        # 2. Nothing is missing.
-        lengths = len(tops), len(draws), len(greedy) or TOP_FEATURES
-        pairs_of_two = all(len(pair) == 2 for pairs in sizes.values() for pair in pairs)
-        filled = bool(sizes) and all((*sizes.values(), *rates.values()))
-        if lengths != (TOP_FEATURES, DRAW_FEATURES, TOP_FEATURES) or not filled or not pairs_of_two:
-            raise ValueError("weights, sizes or rates are missing")
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        weights = [tuple(map(float, fields[name])) for name in ("tops", "draws", "greedy")]
+        rates = {t: tuple(map(float, known)) for t, known in fields["rates"].items()}
+        return Calibration(weights[0], weights[1], weights[2], rates)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is not understood: {AGAIN}") from error
-    checked = cast(dict[str, list[tuple[float, float]]], sizes)
-    return Calibration(tops, draws, checked, greedy, rates)
-
-
-def numbers(values: Iterable[float | str], positive: bool = False) -> tuple[float, ...]:
-    """The values as floats.
-
-    Raises ValueError or TypeError unless all are finite, and above 0 if `positive`.
-    """
-    floats = tuple(map(float, values))
-    if not all(math.isfinite(value) and (value > 0 or not positive) for value in floats):
-        raise ValueError("no such number")
-    return floats

@@ -16,7 +16,7 @@ from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from treespec.draft.pace.times import TimesBy
+    from treespec.draft.cost.model import CostBy
 
 
 class Drafter(PerText, Protocol):
@@ -104,7 +104,7 @@ class Drafter(PerText, Protocol):
     def new(self) -> Self:
         """Another drafter with the same options and one text, of which it has observed nothing."""
 
-    def paced(self, times: "TimesBy") -> "Drafter":
+    def paced(self, times: "CostBy") -> "Drafter":
         """As `new`, for a verifier that takes any tree. It drafts no more than pays, if it can.
 
         times: measures when it is called first.

@@ -11,11 +11,11 @@ from typing import ClassVar, Protocol, TypeAlias, cast, final
 from torch import nn
 
 from treespec.draft.calibration import Calibration
-from treespec.draft.default_tree import default_tree
+from treespec.draft.cost.model import CostBy
 from treespec.draft.drafter import Drafter
+from treespec.draft.fits import default_tree
 from treespec.draft.joint import Joint
 from treespec.draft.model_free.suffix import Suffix
-from treespec.draft.pace.times import TimesBy
 from treespec.draft.pairing import check_given
 from treespec.draft.proposer import Proposer
 from treespec.draft.trained.kinds import KINDS
@@ -61,7 +61,7 @@ class Source(Protocol):
         tree: Policy | None,
         verifier: Verifier,
         calibration: Calibration | None,
-        times: TimesBy,
+        times: CostBy,
     ) -> Drafter:
         """A drafter for one text. tree: None is the default for the verifier.
 
@@ -102,7 +102,7 @@ class Model:
         tree: Policy | None,
         verifier: Verifier,
         calibration: Calibration | None,
-        times: TimesBy,
+        times: CostBy,
     ) -> TreeDrafter:
         scheme, deepest = verifier.scheme, self.proposer.max_depth
         policy = tree or default_tree(
@@ -134,7 +134,7 @@ class WholeTrees:
         tree: Policy | None,
         verifier: Verifier,
         calibration: Calibration | None,
-        times: TimesBy,
+        times: CostBy,
     ) -> Drafter:
         if self.original.given:
             check_given(self.name, verifier, tree)
@@ -174,7 +174,7 @@ class Joined:
         tree: Policy | None,
         verifier: Verifier,
         calibration: Calibration | None,
-        times: TimesBy,
+        times: CostBy,
     ) -> Drafter:
         trees = self.model.drafter(tree, verifier, calibration, times)
         return UnionDrafter(trees, self.memory.new(), times if trees.timed else None)

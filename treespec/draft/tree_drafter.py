@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from treespec.draft.calibration import Calibration
+from treespec.draft.cost.model import CostBy
 from treespec.draft.drafter import Drafter
 from treespec.draft.fits import DraftModel, check_fit
-from treespec.draft.grow.forced import below_chain, in_drafts, with_chain
-from treespec.draft.grow.grower import Grower, Means
-from treespec.draft.grow.growers import new_grower
+from treespec.draft.grow.auto import AutoBuilder
+from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.grow.growth import Growth, grow_together, ungrown
-from treespec.draft.grow.shaped import grow_shaped, shape_drafts
-from treespec.draft.pace.times import TimesBy
+from treespec.draft.grow.shaped import below_chain, grow_shaped, in_drafts, shape_drafts, with_chain
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache
@@ -38,10 +37,10 @@ class TreeDrafter(Drafter):
     Raises InputError for a policy and scheme that may not go together, and for a tree deeper than
     the proposer drafts.
 
-    growers: one a text; each shapes the trees of its text and keeps what it learns there.
+    builders: one a text; each shapes the trees of its text and keeps what it learns there.
     """
 
-    per_text = ("proposer", "growers")
+    per_text = ("proposer", "builders")
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class TreeDrafter(Drafter):
         policy: Policy,
         scheme: Scheme,
         calibration: Calibration | None = None,
-        times: TimesBy | None = None,
+        times: CostBy | None = None,
     ) -> None:
         model = DraftModel(
             several=proposer.law_per_draw,
@@ -62,7 +61,7 @@ class TreeDrafter(Drafter):
         self.proposer, self.scheme, self.calibration = proposer, scheme, calibration
         self.policy: Policy = policy
         self.times, self.now = times, time.perf_counter
-        self.growers = [self._new_grower()]
+        self.builders = [self._new_builder()]
         self.chains: list[list[int]] = [[]]  # forced tokens of this cycle, by text
         self.idle = [False]  # texts that others draft for in this cycle
 
@@ -80,10 +79,10 @@ class TreeDrafter(Drafter):
         # 1. Forced tokens, and texts that go without drafts this cycle.
         self.chains = [law.forced() for law in laws]
         self.idle = list(idle) if idle else [False] * len(laws)
-        texts = zip(self.growers, laws, self.idle, strict=True)
+        texts = zip(self.builders, laws, self.idle, strict=True)
         rests = [
-            idle or grower.rests(law.params, law.company(len(laws))) or law.over
-            for grower, law, idle in texts
+            idle or builder.pauses(law.params, law.company(len(laws))) or law.over
+            for builder, law, idle in texts
         ]
 
         # 2. A tree for each of the others.
@@ -143,16 +142,16 @@ class TreeDrafter(Drafter):
 
         root: [1] int64, the last forced token if there is one. logits: [1, N] below the text.
         """
-        grower, params, chain = self.growers[row], law.params, self.chains[row]
+        builder, params, chain = self.builders[row], law.params, self.chains[row]
         if self.proposer.at_once:
-            grower.ahead = lambda: self.proposer.levels(row)[len(chain) :]
+            builder.ahead = lambda: self.proposer.levels(row)[len(chain) :]
         if not law.shapers and law.heard is None:
-            return grower.grow(root, logits, params, generator)
+            return builder.grow(root, logits, params, generator)
         vocabulary, size = self.proposer.vocabulary, self.proposer.vocab_size
 
         def grow(logits: Tensor) -> Growth:
             return grow_shaped(
-                lambda shaped: grower.grow(root, shaped, params, generator),
+                lambda shaped: builder.grow(root, shaped, params, generator),
                 logits,
                 lambda paths, rows: shape_drafts(law, paths, rows, vocabulary, size),
                 vocabulary,
@@ -195,20 +194,21 @@ class TreeDrafter(Drafter):
         self.proposer.observe(features, tokens)
 
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
-        for grower, path, chain, idle in zip(
-            self.growers, paths, self.chains, self.idle, strict=True
+        for builder, path, chain, idle in zip(
+            self.builders, paths, self.chains, self.idle, strict=True
         ):
             if not idle:
-                grower.feedback([node - len(chain) for node in path[len(chain) :]])
+                builder.update([node - len(chain) for node in path[len(chain) :]])
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)
-        self.growers = [self._new_grower() for _ in lengths]
+        self.builders = [self._new_builder() for _ in lengths]
 
     def new(self) -> "TreeDrafter":
         return TreeDrafter(
             self.proposer.new(), self.policy, self.scheme, self.calibration, self.times
         )
 
-    def _new_grower(self) -> Grower[Any]:
-        return new_grower(self.policy, Means(self.scheme, self.calibration, self.times))
+    def _new_builder(self) -> TreeBuilder[Any]:
+        kind: type[TreeBuilder[Any]] = AutoBuilder if self.policy.timed else TreeBuilder
+        return kind(self.policy, self.scheme, self.calibration, self.times)

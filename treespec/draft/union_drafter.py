@@ -12,19 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.choice import Choice
+from treespec.draft.cost.model import CostBy
+from treespec.draft.cost.running import Choice, CostModel, CostModels
 from treespec.draft.drafter import Drafter
 from treespec.draft.model_free.budget import likely_part
 from treespec.draft.model_free.given import moved
 from treespec.draft.model_free.suffix import Suffix
-from treespec.draft.pace.pace import Pace, Paces
-from treespec.draft.pace.times import TimesBy
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
 from treespec.shaping.law import Law
-from treespec.trees.chain import hung_below
-from treespec.trees.tree import TokenTree
+from treespec.trees.tree import TokenTree, hung_below
 
 
 @final
@@ -37,11 +35,11 @@ class UnionDrafter(Drafter):
 
     per_text = ("trees", "texts", "memory", "paces", "choices", "idle")
 
-    def __init__(self, trees: TreeDrafter, memory: Suffix, times: TimesBy | None) -> None:
+    def __init__(self, trees: TreeDrafter, memory: Suffix, times: CostBy | None) -> None:
         self.trees, self.memory, self.times = trees, [memory], times
         self.policy = trees.policy
         self.texts = [np.empty(0, dtype=np.int64)]  # [T] the observed tokens, by text
-        self.paces: list[Paces | None] = [None]
+        self.paces: list[CostModels | None] = [None]
         self.choices, self.idle = [Choice()], [False]
 
     @property
@@ -99,17 +97,17 @@ class UnionDrafter(Drafter):
         self.idle[row] = preferred and nodes > 1 and not law.over
         return tree
 
-    def _pace(self, row: int, law: Law) -> Pace | None:
+    def _pace(self, row: int, law: Law) -> CostModel | None:
         if not self.times:
             return None
-        paces = self.paces[row] = self.paces[row] or Paces(self.times)
+        paces = self.paces[row] = self.paces[row] or CostModels(self.times)
         return paces.among(law.company(len(self.texts)))
 
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
-        rows = zip(paths, self.idle, self.choices, self.trees.growers, strict=True)
-        for path, idle, choice, grower in rows:
+        rows = zip(paths, self.idle, self.choices, self.trees.builders, strict=True)
+        for path, idle, choice, builder in rows:
             if not idle:
-                choice.settle(len(path), grower.seconds)
+                choice.settle(len(path), builder.seconds)
         self.trees.settle(paths, outs)
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:

@@ -1,76 +1,208 @@
 """A tree chosen each cycle by what nodes and levels bring and cost (`treespec.trees.auto`)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.draft.calibration import COLDEST, nearest
-from treespec.draft.grow.grower import Grower, Means
+from treespec.draft.calibration import COLDEST, Calibration, nearest
+from treespec.draft.cost.model import Cost, best_size
+from treespec.draft.cost.running import CERTAIN, CostModel, CostModels, Prediction, bounded
+from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.grow.growth import Growth
-from treespec.draft.grow.likeliest import grow_likeliest
-from treespec.draft.grow.settled import Shape, shape_for
-from treespec.draft.grow.static import grow_static
-from treespec.draft.pace.pace import Pace, Paces
-from treespec.shaping.sampling import SamplingParams
+from treespec.draft.grow.ranked import grow_ranked
+from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees.auto import AutoTree
-from treespec.verify.topk import TopK
+from treespec.trees.static import StaticTree
+
+# Grid of the logarithm of the corrections, of first children and of others: trees are solved on it.
+GRAINS = np.array([0.1, 0.3])
+SLOPE = 4  # nodes over which the price of one more is averaged: measured times have steps
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tree fixed before anything is drafted.
+
+    speed: expected tokens per second. prediction: by the rates, before any correction.
+    """
+
+    tree: StaticTree
+    speed: float
+    prediction: Prediction
+
+
+def shape_for(model: CostModel, tree: AutoTree, draws: int | None) -> Shape:
+    """The chain or Sequoia's tree with the most tokens per second, by the rates as corrected so far.
+
+    draws: at a node, at most; None: any number; 0: the most likely tokens are taken.
+    """
+    grains = np.rint(np.log(model.by_rates.factors) / GRAINS)
+    return _shape(model.cost, model.rates[: draws or None], draws == 0, (*grains.flat,), tree)
+
+
+@lru_cache(4096)
+def _shape(
+    cost: Cost,
+    rates: tuple[float, ...],
+    one_hot: bool,
+    grains: tuple[float, ...],
+    tree: AutoTree,
+) -> Shape:
+    """`shape_for` at a point of the grid. grains: four, as `Correction.factors` has them."""
+    # 1. The corrected rates: [2, K] of the root's children, and of deeper ones.
+    factors = np.exp(GRAINS * np.reshape(grains, (2, 2)))
+    corrected = bounded(np.array(rates) * factors[:, [0, *[1] * (len(rates) - 1)]])
+
+    # 2. The fastest chain, or the fastest tree if that is faster.
+    most, found = min(cost.nodes[-1], tree.nodes), []
+    for width in {1, len(rates)}:
+        draws = 0 if one_hot else min(width, 2)
+        found.append((*cost.best(corrected[:, :width], most, tree.depth, draws), draws))
+    fastest, speed, draws = max(found, key=lambda entry: entry[1])
+
+    # 3. What it predicts.
+    number = {path: node for node, path in enumerate(fastest.paths)}
+    parents = np.array([-1, *(number[path[:-1]] for path in fastest.paths[1:])])
+    predicted = np.array([1.0, *(rates[path[-1]] for path in fastest.paths[1:])])
+    inner = len(set(parents[1:].tolist()))
+    seconds = float(cost.seconds(fastest.size, fastest.max_depth, draws, inner))
+    return Shape(fastest, speed, Prediction(seconds, parents, predicted))
 
 
 @final
-class AutoGrower(Grower[AutoTree]):
-    """paces: what drafting brought to this text and costs; None before the first cycle."""
+class Profitable:
+    """The ranking by expected tokens and their cost: a level more, of the nodes that pay, while that is
+    likely to pay; then the best size (`treespec.draft.grow.ranked.Ranking`).
 
-    def __init__(self, policy: AutoTree, means: Means) -> None:
-        super().__init__(policy, means)
-        self.paces: Paces | None = None
+    Scores are Pr(the target chooses each token of the path).
+    """
+
+    def __init__(
+        self,
+        tree: AutoTree,
+        model: CostModel,
+        params: SamplingParams,
+        calibration: Calibration | None,
+    ) -> None:
+        self.tree, self.model, self.params, self.calibration = tree, model, params, calibration
+        self.forward = model.forward[: tree.nodes]
+        self.depth, self.nodes = tree.depth, 1
+        self.predicted, self.expanded = list[np.ndarray](), list[int]()
+        self.tops = model.rates[0]  # of the likeliest child of each level
+
+    def below(self, above: Tensor | None, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        greedy = self.params.greedy
+        law = logits.float().softmax(-1) if greedy else probs(logits, self.params)
+        best, tokens = largest(law, min(self.tree.topk, logits.shape[-1]))
+        predicted = best.double().cpu().numpy()
+        if self.calibration and greedy:
+            predicted = self.calibration.sure(predicted, depth)
+        self.predicted.append(predicted)
+        self.expanded.append(len(predicted))
+        reach = self.model.by_law.corrected(predicted, depth)
+        return tokens, torch.from_numpy(reach if above is None else above.numpy()[:, None] * reach)
+
+    def width(self, level: int, scores: list[Tensor]) -> int:
+        # 1. The best size of all candidates so far, and what one more node costs there.
+        model, cost = self.model, self.model.cost
+        reach = np.sort(torch.cat(scores).numpy())[::-1]
+        self.nodes, _ = best_size(reach, self.forward, model.rate)
+        end = min(self.nodes + SLOPE, len(self.forward))
+        more = float(self.forward[end - 1] - self.forward[self.nodes - 1])
+        price = model.rate * more / max(end - self.nodes, 1)
+        if model.trying:
+            self.nodes = max(self.nodes, 2)
+
+        # 2. Nodes of the last level whose children are likely to pay.
+        self.tops += float(self.predicted[-1][0, 0])
+        next_one = self.tops / (level + 1) * float(model.by_law.factors[1, 0])
+        best = np.sort(scores[-1].numpy())[::-1][: self.tree.topk]
+        step, row = model.rate * cost.level, model.rate * cost.row
+        left = self.depth - level
+        return expansion(best, min(next_one, CERTAIN), price, step, row, left) if left else 0
+
+    def prediction(self, kept: np.ndarray, parents: np.ndarray) -> Prediction:
+        """Of the tree of the kept candidates [N]. parents: [N]."""
+        probabilities = np.concatenate([[1.0], *(level.ravel() for level in self.predicted)])
+        levels, inner = len(self.expanded), sum(self.expanded)
+        seconds = float(self.model.cost.seconds(len(kept), levels, 0, inner))
+        return Prediction(seconds, parents, probabilities[kept])
+
+
+def expansion(
+    reach: np.ndarray, chance: float, price: float, step: float, row: float, levels: int
+) -> int:
+    """How many of the best nodes of a level to expand; 0 ends the tree.
+
+    Below a node of reach r a chain is expected, of reach r·chance, r·chance², …; each of its nodes
+    costs `price`. A level costs `step`, and `row` for each node but one. The number of nodes and
+    levels that brings most decides. All in tokens. reach: [M] descending.
+
+        reach .8 .2   chance .7   price .1   step .2    one level of the first node    .56 - .1 - .2         = .26
+                                                        two levels of it              .26 + .39 - .1 - .2   = .35
+                                                        two levels, the second too    .35 + .14 - .1        = .39
+    """
+    depth = np.arange(1, levels + 1)
+    gain = (reach[:, None] * chance**depth - price).clip(min=0) - row  # [M, L]
+    gain[0] += row - step
+    worth = gain.cumsum(1).cumsum(0)
+    nodes, _ = np.unravel_index(int(worth.argmax()), worth.shape)
+    return int(nodes) + 1 if worth.max() > 0 else 0
+
+
+@final
+class AutoBuilder(TreeBuilder[AutoTree]):
+    """models: the cost models of the sequence; None before the first cycle."""
+
+    models: CostModels | None = None
 
     @property
     def seconds(self) -> float:
-        assert self.paces
-        pace = self.paces.present
-        return pace.promise.seconds if pace.promise else 1 / pace.plain
+        assert self.models
+        return self.models.present.cycle_seconds
 
-    def rests(self, params: SamplingParams, texts: int = 1) -> bool:
+    def pauses(self, params: SamplingParams, batch: int = 1) -> bool:
         """Where no tree is expected to be faster than one token at a time."""
-        self.paces = self.paces or self._new_paces(params.temperature)
-        pace = self.paces.among(texts)
-        if pace.idle:  # nothing was learned since it was last asked
-            return pace.rests(pace.hope)
-        shape = self._shape(pace, params)
-        if not shape.likeliest:
-            return pace.rests(shape.speed)
-        pace.start(shape.speed)
-        return pace.rests(max(shape.speed, pace.speed))
+        self.params = params
+        self.models = self.models or self._new_models(params.temperature)
+        model = self.models.among(batch)
+        shape = self._shape(model)
+        if not self.one_hot:
+            return model.pauses(shape.speed)
+        model.start(shape.speed)
+        return model.pauses(max(shape.speed, model.speed))
 
     def grow(
         self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
     ) -> Growth:
-        """The likeliest tokens level by level where that is faster, else a tree settled before
-        anything is drafted.
-        """
-        assert self.paces
-        pace = self.paces.present
-        shape = self._shape(pace, params)
-        if shape.likeliest and pace.speed > shape.speed:
-            return grow_likeliest(root, logits, self.policy, params, pace, self.means.calibration)
-        pace.promise = shape.promise(pace)
-        scheme = TopK() if shape.likeliest else self.means.scheme
-        return grow_static(root, logits, shape.tree, scheme, params, generator)
+        """The most likely tokens level by level where that is faster, else a tree of fixed shape."""
+        assert self.models
+        model = self.models.present
+        self.root, self.logits, self.params, self.generator = root, logits, params, generator
+        shape = self._shape(model)
+        if not (self.one_hot and model.speed > shape.speed):
+            model.predict(shape.prediction, model.by_rates)
+            return (yield from self.fixed(shape.tree))
+        by = Profitable(self.policy, model, params, self.calibration)
+        tree, kept = yield from grow_ranked(root, logits, by)
+        model.predict(by.prediction(kept.numpy(), tree.parents.cpu().numpy()), model.by_law)
+        return tree
 
-    def feedback(self, path: Sequence[int]) -> None:
-        if self.paces:
-            self.paces.present.settle(path)
+    def update(self, path: Sequence[int]) -> None:
+        if self.models:
+            self.models.present.update(path)
 
-    def _new_paces(self, temperature: float) -> Paces:
-        assert self.means.times
-        known = self.means.calibration.rates if self.means.calibration else {}
+    def _new_models(self, temperature: float) -> CostModels:
+        assert self.costs
+        known = self.calibration.rates if self.calibration else {}
         rates = nearest(known, max(temperature, COLDEST)) if known else None
-        return Paces(self.means.times, rates)
+        return CostModels(self.costs, rates)
 
-    def _shape(self, pace: Pace, params: SamplingParams) -> Shape:
-        """The best of the trees whose shape is settled before anything is drafted."""
-        scheme = self.means.scheme
-        likeliest = params.greedy or scheme.deterministic
-        return shape_for(pace, self.policy, 0 if likeliest else scheme.max_draws)
+    def _shape(self, model: CostModel) -> Shape:
+        """The best of the trees of fixed shape."""
+        return shape_for(model, self.policy, 0 if self.one_hot else self.drawing.max_draws)

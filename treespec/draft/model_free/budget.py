@@ -1,14 +1,14 @@
 """The part of a given tree that pays. `--verifier auto` lets the target score no more.
 
 A drafter without a model gives its tokens no probabilities. So each child gets a chance by its rank
-among its siblings, corrected by what was accepted so far (`treespec.draft.pace.pace`).
+among its siblings, corrected by what was accepted so far (`treespec.draft.cost.running`).
 """
 
 import numpy as np
 import torch
 
-from treespec.draft.pace.pace import CERTAIN, Pace, Promise
-from treespec.trees.auto import best_size
+from treespec.draft.cost.model import best_size
+from treespec.draft.cost.running import CERTAIN, CostModel, Prediction
 from treespec.trees.tree import TokenTree
 
 # Pr(accepted) of the first, second, … child before any feedback; the last is for all further ones.
@@ -17,15 +17,15 @@ RATES = (0.6, 0.12, 0.06, 0.03)
 ROWS_BRING = 1.6
 
 
-def part(tree: TokenTree, pace: Pace, known: np.ndarray | None = None) -> TokenTree:
+def part(tree: TokenTree, pace: CostModel, known: np.ndarray | None = None) -> TokenTree:
     """The tree of the nodes worth their time in the forward. A tree with extra rows stays whole.
 
-    It sets the pace's promise for this cycle. tree: on the host, without laws. known: [N] Pr(a node
+    It tells the cost model what this cycle's tree brings. tree: on the host, without laws. known: [N] Pr(a node
     is accepted | its parent is), from a drafter that learns them itself; None: by rank.
     """
     # 1. Keep the nodes likeliest to be reached, at the size that brings the most tokens a second.
     if known is not None:
-        pace.promise = None  # it learns nothing from this cycle
+        pace.prediction = None  # it learns nothing from this cycle
         return likely_part(tree, pace, known)[0]
     chances = of_children(tree.parents.numpy())
     nodes = len(chances)
@@ -42,17 +42,19 @@ def part(tree: TokenTree, pace: Pace, known: np.ndarray | None = None) -> TokenT
             size = 2
         kept = np.sort(np.concatenate([[0], order[: size - 1]]))
 
-    # 2. Promise what they bring.
+    # 2. Predict what they bring.
     if len(kept) > 1 or tree.rows:
         shorter = tree if len(kept) == nodes else selected(tree, kept)
         rows = len(tree.rows.tokens) if tree.rows else 0
-        cost = pace.cost(len(kept) + rows, 0, 0)
-        pace.promise = Promise(pace.by_law, cost, shorter.parents.numpy(), chances[kept])
+        cost = float(pace.cost.seconds(len(kept) + rows, 0))
+        pace.predict(Prediction(cost, shorter.parents.numpy(), chances[kept]), pace.by_law)
         return shorter
     return selected(tree, kept)
 
 
-def likely_part(tree: TokenTree, pace: Pace, chances: np.ndarray) -> tuple[TokenTree, np.ndarray]:
+def likely_part(
+    tree: TokenTree, pace: CostModel, chances: np.ndarray
+) -> tuple[TokenTree, np.ndarray]:
     """`part` by chances [N] that need no correction, and the chances of its nodes."""
     reach = chances.copy()
     for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
@@ -85,7 +87,7 @@ def selected(tree: TokenTree, kept: np.ndarray) -> TokenTree:
     return TokenTree(tree.tokens[rows], parents, tree.depth[rows], ancestors)
 
 
-def rests(pace: Pace, widest: int) -> bool:
+def rests(pace: CostModel, widest: int) -> bool:
     """Whether a text goes without given tokens this cycle; asked before they are looked for.
 
     widest: nodes and rows of a forward, for a drafter with rows of its own; 0 for others.
@@ -93,11 +95,9 @@ def rests(pace: Pace, widest: int) -> bool:
     if widest:
         nodes = len(pace.forward)
         wide = float(pace.forward[min(widest, nodes) - 1]) * max(widest / nodes, 1)
-        return pace.rests(ROWS_BRING / wide)
-    if pace.idle:
-        return pace.rests(pace.hope)  # nothing was learned since the last call
+        return pace.pauses(ROWS_BRING / wide)
     first, deeper = (RATES[0] * pace.by_law.factors[:, 0]).clip(max=CERTAIN)
     # [n] tokens that a chain of 0, 1, … given tokens brings.
     tokens = 1 + first * (deeper ** np.arange(len(pace.forward) - 1)).cumsum()
-    seconds = pace.forward + pace.times.resting(0)
-    return pace.rests(float((tokens / seconds[1:]).max()))
+    seconds = pace.forward + pace.cost.overhead[0]
+    return pace.pauses(float((tokens / seconds[1:]).max()))

@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.draft.cost.model import CostBy
+from treespec.draft.cost.running import CostModels
 from treespec.draft.drafter import Drafter
 from treespec.draft.model_free.budget import part, rests
-from treespec.draft.pace.pace import Paces
-from treespec.draft.pace.times import TimesBy
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
 from treespec.shaping.law import Law
-from treespec.trees.chain import hung_below
-from treespec.trees.tree import Rows, TokenTree, root_only
+from treespec.trees.tree import Rows, TokenTree, hung_below, root_only
 
 
 class TextDrafter(Protocol):
@@ -86,10 +85,10 @@ class GivenDrafter(Drafter):
     taps: tuple[int, ...] = ()
     given = True
 
-    def __init__(self, drafter: TextDrafter, name: str, times: TimesBy | None = None) -> None:
+    def __init__(self, drafter: TextDrafter, name: str, times: CostBy | None = None) -> None:
         self.name, self.drafters, self.times = name, [drafter], times
         self.texts = [np.empty(0, dtype=np.int64)]  # [T] the observed tokens, by text
-        self.paces: list[Paces | None] = [None]
+        self.paces: list[CostModels | None] = [None]
         self.resting = [False]  # whether a text goes without drafts this cycle
         self.chains: list[list[int]] = [[]]  # forced tokens of this cycle, by text
 
@@ -134,7 +133,7 @@ class GivenDrafter(Drafter):
     def _rests(self, row: int, law: Law) -> bool:
         if not self.times:
             return False
-        paces = self.paces[row] = self.paces[row] or Paces(self.times)
+        paces = self.paces[row] = self.paces[row] or CostModels(self.times)
         pace, drafter = paces.among(law.company(len(self.texts))), self.drafters[row]
         return not remembers(drafter) and rests(pace, drafter.widest)
 
@@ -143,7 +142,7 @@ class GivenDrafter(Drafter):
             above = len(self.chains[row])  # nodes that are not the drafter's
             below = [node - above for node in path[above:]]
             if paces := self.paces[row]:
-                paces.present.settle(below)
+                paces.present.update(below)
             if not self.resting[row]:
                 self.drafters[row].settle(len(below), replace(out, logits=out.logits[above:]))
 
@@ -168,7 +167,7 @@ class GivenDrafter(Drafter):
     def new(self) -> "GivenDrafter":
         return GivenDrafter(self.drafters[0].new(), self.name, self.times)
 
-    def paced(self, times: TimesBy) -> "GivenDrafter":
+    def paced(self, times: CostBy) -> "GivenDrafter":
         """Another of its kind that drafts only what pays."""
         return GivenDrafter(self.drafters[0].new(), self.name, times)
 

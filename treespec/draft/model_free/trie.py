@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from treespec.trees.mask import ancestor_mask
-from treespec.trees.ranked import best_first, connect
-from treespec.trees.tree import TokenTree
+from treespec.trees.tree import TokenTree, best_first, connect
 
 
 def trie(

@@ -12,31 +12,25 @@ drafts pay in float32; without drafts, or with poor ones, bfloat16 is taken:
     no drafts                     1      1      1      1      1   bfloat16: 20 beats 17
 """
 
-import hashlib
-import json
 import logging
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import torch
 from transformers import PreTrainedConfig
 
 from treespec.draft.calibration import COLDEST, Calibration, nearest
-from treespec.draft.fit.timing import measured_and_kept
-from treespec.draft.pace.times import seconds
-from treespec.errors import InputError
-from treespec.files.atomic import read_json
-from treespec.files.packages import cache_folder
+from treespec.draft.cost.model import Cost
+from treespec.draft.cost.timing import kept_costs
 from treespec.model.packed import multiplies_bfloat16
-from treespec.model.processor import processor
 from treespec.model.stand_in import ModelSize, forward_seconds, size_of
 from treespec.model.variant import AS_IT_IS, Variant
 from treespec.model.weights import load_config
-from treespec.trees.sequoia import best_trees
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +39,6 @@ GUESS = (0.4, 0.1, 0.05)  # rates of a drafter that nothing is known of: a modes
 CLEARLY = 1.05  # times as fast as the checkpoint's own must another dtype be
 LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over accelerators, if there are any
-
-ForwardSeconds = Mapping[str, Sequence[float]]  # dtype -> seconds of a forward over each of NODES
-Measure = Callable[
-    [ModelSize, Sequence[torch.dtype], Sequence[int]], Mapping[torch.dtype, Sequence[float]]
-]
 
 
 def dtype_for(
@@ -77,14 +66,14 @@ def dtype_for(
         return "auto"  # float32 and wider: nothing is faster that holds their weights
     try:
         size = size_of(config, trust_remote_code)
-        times = kept_or_measured(size, (own, "float32")) if has_room(size.weights) else {}
+        if not has_room(size.weights):
+            return "auto"
+        costs = costs_by_dtype(size, (own, "float32"))
     except Exception:  # a model's own code raises what it likes; loading says what is wrong
         return "auto"
-    if not times:
-        return "auto"
-    chosen = fastest(times, own, rates)
+    chosen = fastest(costs, own, rates)
     if chosen != own:
-        log.warning("%s", told(chosen, own, times))
+        log.warning("%s", reported(chosen, own, costs))
     return chosen
 
 
@@ -118,40 +107,23 @@ def has_room(weights: int, limit: Path = LIMIT) -> bool:
 
     limit: file with the container's limit in bytes, if it has one.
     """
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows
-        memory = 8 << 30
+    memory = psutil.virtual_memory().total
     with suppress(OSError, ValueError):  # no such file, or "max"
         memory = min(memory, int(limit.read_text()))
     return 4 * weights <= memory // 2
 
 
-def kept_or_measured(
-    size: ModelSize,
-    dtypes: Sequence[str],
-    folder: Path | None = None,
-    measure: Measure = forward_seconds,
-) -> ForwardSeconds:
-    """Times from the cache folder, or measured now. folder: default the user's cache."""
-    folder = folder or cache_folder()
-    file = folder / f"dtypes-{key(size, dtypes)}.json"
-    with suppress(InputError, LookupError, TypeError, ValueError):  # none yet, or a damaged one
-        fields = read_json(file, "it is measured again")
-        return {dtype: seconds(fields[dtype], len(NODES)) for dtype in dtypes}
+def costs_by_dtype(
+    size: ModelSize, dtypes: Sequence[str], folder: Path | None = None
+) -> dict[str, Cost]:
+    """From the cache folder, or measured now. folder: default the user's cache."""
 
-    def measured() -> ForwardSeconds:
-        found = measure(size, [getattr(torch, dtype) for dtype in dtypes], NODES)
-        return {dtype: tuple(found[getattr(torch, dtype)]) for dtype in dtypes}
+    def measured() -> dict[str, Cost]:
+        found = forward_seconds(size, [getattr(torch, dtype) for dtype in dtypes], NODES)
+        return {dtype: Cost(NODES, found[getattr(torch, dtype)]) for dtype in dtypes}
 
-    return measured_and_kept(file, measured, lambda times: {"processor": processor(), **times})
-
-
-def key(size: ModelSize, dtypes: Sequence[str]) -> str:
-    """A digest of everything that the times depend on: processor, threads, torch, model, dtypes."""
-    parts = [processor(), torch.get_num_threads(), torch.__version__, sorted(dtypes)]
-    listed = json.dumps([*parts, size.config.to_json_string()])
-    return hashlib.sha256(listed.encode()).hexdigest()[:16]
+    about = [size.config.to_json_string(), sorted(dtypes)]
+    return kept_costs("dtypes", dtypes, about, measured, folder)
 
 
 def rates_of(calibrations: Sequence[Calibration | None]) -> tuple[float, ...]:
@@ -166,31 +138,29 @@ def rates_of(calibrations: Sequence[Calibration | None]) -> tuple[float, ...]:
     return GUESS if calibrations else ()
 
 
-def fastest(times: ForwardSeconds, own: str, rates: Sequence[float] = GUESS) -> str:
-    """The dtype with most tokens a second at its best number of nodes.
+def fastest(costs: Mapping[str, Cost], own: str, rates: Sequence[float] = GUESS) -> str:
+    """The dtype with the most tokens per second.
 
     own: the checkpoint's, which is kept unless another is clearly faster.
     """
-    speeds = {dtype: tokens_a_second(seconds, rates) for dtype, seconds in times.items()}
+    speeds = {dtype: speed(cost, rates) for dtype, cost in costs.items()}
     speeds[own] *= CLEARLY
     return max(speeds, key=lambda dtype: speeds[dtype])
 
 
-def tokens_a_second(forwards: Sequence[float], rates: Sequence[float] = GUESS) -> float:
-    """The most that a forward over one of NODES brings. forwards: seconds of each."""
+def speed(cost: Cost, rates: Sequence[float] = GUESS) -> float:
+    """Tokens per second of the best tree, or of one-token decoding. rates: () without drafts."""
     if not rates:
-        return 1 / max(forwards[0], math.ulp(1.0))
-    expected = best_trees(torch.tensor(rates), NODES[-1], NODES[-1]).tokens[-1]
-    return max(
-        float(expected[nodes]) / max(spent, math.ulp(1.0))
-        for nodes, spent in zip(NODES, forwards, strict=True)
-    )
+        return cost.plain
+    _, best = cost.best(np.array([rates, rates]), NODES[-1], NODES[-1])
+    return max(best, cost.plain)
 
 
-def told(chosen: str, own: str, times: ForwardSeconds) -> str:
+def reported(chosen: str, own: str, costs: Mapping[str, Cost]) -> str:
     """The line about a dtype that is not the checkpoint's."""
     shown = {
-        dtype: ", ".join(f"{1000 * spent:.0f}" for spent in times[dtype]) for dtype in (chosen, own)
+        dtype: ", ".join(f"{1000 * spent:.0f}" for spent in costs[dtype].forward)
+        for dtype in (chosen, own)
     }
     *most, last = map(str, NODES)
     return (

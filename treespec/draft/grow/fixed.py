@@ -1,13 +1,11 @@
 """Growing a tree of fixed shape: one draft step and one batch of draws for each level."""
 
 from dataclasses import replace
-from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.draft.grow.grower import Grower
 from treespec.draft.grow.growth import Growth
 from treespec.draft.proposer import Frontier
 from treespec.shaping.sampling import SamplingParams, probs
@@ -16,20 +14,10 @@ from treespec.trees.static import StaticTree
 from treespec.trees.tree import Drafts, Draws, TokenTree
 from treespec.verify.scheme import Scheme
 
-
-@final
-class StaticGrower(Grower[StaticTree]):
-    """Grows trees of fixed shape."""
-
-    def grow(
-        self, root: Tensor, logits: Tensor, params: SamplingParams, generator: torch.Generator
-    ) -> Growth:
-        return grow_static(
-            root, logits, self.policy, self.means.scheme_at(params), params, generator
-        )
+Drawn = tuple[Tensor, Tensor, Draws]  # of one level: its F inner nodes [F], their q and their draws
 
 
-def grow_static(
+def grow_fixed(
     root: Tensor,
     logits: Tensor,
     tree: StaticTree,
@@ -42,8 +30,7 @@ def grow_static(
     root: [1] int64.
     logits: [1, V] draft logits of its children, or [1, M, V] of M models (`draft_laws`).
     """
-    tokens = [root]
-    laws, draws, nodes = [], [], []
+    tokens, levels = [root], list[Drawn]()
     fixed = layout(tree, logits.device)
     for above, level in zip((None, *fixed.levels[:-1]), fixed.levels, strict=True):
         # 1. The draft logits below the level's inner nodes. A child whose draw is absent is
@@ -62,12 +49,17 @@ def grow_static(
 
         # 3. The children's tokens, and what the verifier needs.
         tokens.append(drawn.tokens[level.rows, level.columns])
-        if not scheme.deterministic:
-            laws.append(q)
-            draws.append(drawn)
-            nodes.append(level.nodes)
-    drafts = None if scheme.deterministic else Drafts(torch.cat(nodes), table(laws), stack(draws))
+        levels.append((level.nodes, q, drawn))
+    drafts = None if scheme.deterministic else drafts_of(levels)
     return TokenTree(torch.cat(tokens), fixed.parents, fixed.depth, fixed.ancestors, drafts)
+
+
+def drafts_of(levels: list[Drawn]) -> Drafts | None:
+    """The distributions and draws of all levels; None without any level."""
+    if not levels:
+        return None
+    nodes, laws, draws = (list(parts) for parts in zip(*levels, strict=True))
+    return Drafts(torch.cat(nodes), table(laws), stack(draws))
 
 
 def draft_laws(logits: Tensor, scheme: Scheme, params: SamplingParams, k: int) -> Tensor:

@@ -1,0 +1,202 @@
+"""The cost model: a value, measured once for a machine, and updated while a sequence is decoded."""
+
+import json
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import transformers as hf
+from models import GROUPED, random_head, random_model, target
+
+from treespec.draft.cost import timing
+from treespec.draft.cost.measure import (
+    LARGER,
+    NODES,
+    SMALLER,
+    cost_for,
+    cost_from,
+    dependencies,
+    measured_costs,
+)
+from treespec.draft.cost.model import SMALL, Cost, measured_batch
+from treespec.draft.cost.running import Correction, CostModel, CostModels, Prediction, bounded
+from treespec.draft.cost.timing import FORMAT, costs_in
+from treespec.draft.trained.eagle import EagleProposer
+from treespec.files.atomic import write_json
+from treespec.model.target import Target
+from treespec.trees.likeliest import expected_length
+from treespec.trees.sequoia import sequoia
+from treespec.trees.static import StaticTree
+
+
+def times(node: float = 0.001, step: float = 0.002) -> Cost:
+    """A forward of 10 ms and what each further node and each level of drafts add, in seconds."""
+    return Cost(NODES, tuple(0.01 + node * (n - 1) for n in NODES), step)
+
+
+@pytest.fixture
+def llama_head():
+    model = target("llama")
+    return model, EagleProposer(random_head(model), model)
+
+
+def test_the_line_goes_through_the_measured_sizes_never_falls_and_goes_on():
+    cost = Cost((1, 4, 8), (0.010, 0.016, 0.012))
+    assert cost.line(8).tolist() == pytest.approx([0.010, 0.012, 0.014, 0.016, 0.016, 0.016, 0.016, 0.016])
+    assert Cost((1, 2), (1.0, 1.5)).line(6)[-1] == pytest.approx(3.5)
+
+
+def test_a_cycle_costs_its_forward_its_levels_and_an_overhead():
+    cost = Cost((1, 64), (1.0, 1.63), level=0.5, begin=0.25, overhead=(0.1, 0.3), draw=0.02)
+    assert cost.row == pytest.approx(0.5 * 0.01)  # a level over n nodes grows as T(n) / T(1)
+    assert cost.seconds(11, 3) == pytest.approx(1.1 + 0.1 + 0.25 + 1.5)
+    assert cost.seconds(11, 3, inner=5) == pytest.approx(1.1 + 0.1 + 0.25 + 1.5 + 2 * cost.row)
+    assert cost.seconds(11, 3, draws=1) == pytest.approx(1.1 + 0.3 + 0.25 + 1.5)
+    assert cost.seconds(11, 3, draws=2) == pytest.approx(1.1 + 0.3 + 0.25 + 1.5 + (11 - SMALL) * 0.02)
+    assert cost.seconds(11, 0) == pytest.approx(1.1 + 0.1)  # without a draft model
+
+
+@pytest.mark.parametrize("draws", [0, 2])
+@pytest.mark.parametrize("step", [0.0, 0.1, 1.0])
+def test_the_best_tree_is_the_fastest_of_all_sizes_and_depths(step, draws):
+    rates = np.array([[0.6, 0.2, 0.1], [0.5, 0.2, 0.1]])
+    cost = Cost((1, 8, 16), (1.0, 1.3, 2.0), step, 0.2, (0.1, 0.2), 0.01)
+    tree, speed = cost.best(rates, 16, 6, draws)
+    table = [rates[0], *[rates[1]] * 5]
+
+    def speed_of(other: StaticTree) -> float:
+        levels = other.max_depth
+        inner = max(other.size / 2, levels)
+        return expected_length(other, table) / cost.seconds(other.size, levels, draws, inner)
+
+    assert speed == pytest.approx(speed_of(tree), rel=0.02)
+    others = [sequoia(rates[1], n, d) for n in range(2, 17) for d in range(1, 7)]
+    assert speed >= max(map(speed_of, others)) * (1 - 1e-9)
+
+
+def test_slower_draft_steps_give_shallower_trees_and_slower_targets_larger_ones():
+    rates = np.array([[0.6, 0.15, 0.1]] * 2)
+
+    def tree(forward: tuple[float, float], level: float) -> StaticTree:
+        return Cost((1, 64), forward, level).best(rates, 64, 8)[0]
+
+    flat, steep = (1.0, 1.0), (1.0, 14.0)
+    assert tree(flat, 0.5).max_depth < tree(flat, 0.01).max_depth
+    assert tree(steep, 0.01).size < tree(flat, 0.01).size == 64
+
+
+@pytest.mark.parametrize(("deep", "few"), [(5, 3), (2, 2), (1, 1)])
+def test_seconds_of_known_parts_give_them_back(deep, few):
+    """The mean of the best and the worst verdict counts; a head of one level has no further ones."""
+    shapes = SMALLER.cut(few), LARGER.cut(few)
+    level, begin, draw = 2.0 if deep > 1 else 0.0, 7.0, 0.25
+    extra = shapes[1].size - shapes[0].size
+    drafts = [begin + level, begin + level * deep, *(begin + level * shape.max_depth for shape in shapes)]
+    drafts[3] += draw / 2 * extra
+    ends = [1.0, 3.0, 4.0, 6.0, 4.0 + draw / 2 * extra, 6.0 + draw / 2 * extra]
+    cost = cost_from((1, 2), [10.0, 11.0], ends, drafts, (deep, *shapes))
+    assert cost == Cost((1, 2), (11.0, 12.0), level, begin, (2.0, 4.0), draw if extra else 0.0)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_cost_is_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, llama_head, batch):
+    monkeypatch.setattr(timing, "LEAST", math.inf)  # other tests may keep the machine busy
+    first = cost_for(*llama_head, tmp_path / "new", batch)
+    (file,) = (tmp_path / "new").iterdir()
+    assert len(first.nodes) > 2
+    assert min(*first.forward, first.level + first.begin) > 0
+    kept = {"format": FORMAT, "cost": asdict(first) | {"begin": 12.5}}
+    write_json(file, kept)
+    assert cost_for(*llama_head, tmp_path / "new", batch).begin == 12.5
+    for damaged in ("{", json.dumps(kept | {"format": 0})):
+        file.write_text(damaged)
+        assert cost_for(*llama_head, tmp_path / "new", batch).begin < 12.5
+        assert json.loads(file.read_text())["cost"]["begin"] < 12.5
+    assert dependencies(*llama_head, 1) != dependencies(*llama_head, 2) != dependencies(llama_head[0], None, 2)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"forward": [0.1]}, {"begin": float("nan")}, {"overhead": [0.1]}, {"level": None}, {"nodes": [1]}, {"more": 1.0}],
+)
+def test_kept_numbers_that_cannot_be_right_are_not_used(tmp_path, damage):
+    for fields, wanted in ((asdict(times()), {"cost": times()}), (asdict(times()) | damage, None)):
+        write_json(tmp_path / "times.json", {"format": FORMAT, "cost": fields})
+        assert costs_in(tmp_path / "times.json", ["cost"]) == wanted
+
+
+def test_a_cache_that_cannot_be_written_is_measured_again(tmp_path, llama_head):
+    (tmp_path / "file").write_text("")
+    assert cost_for(*llama_head, tmp_path / "file" / "below").forward[0] > 0
+
+
+def test_a_short_context_is_measured_too(tmp_path):
+    model = Target(random_model(hf.LlamaConfig(**GROUPED | {"max_position_embeddings": 40})))
+    assert cost_for(model, EagleProposer(random_head(model), model), tmp_path).forward[0] > 0
+
+
+def test_the_drawing_of_batches_that_are_measured():
+    assert [measured_batch(size) for size in (1, 2, 3, 4, 5, 6, 7, 11, 12, 22, 45, 46, 500)] == [
+        *(1, 2, 4, 4, 4, 8, 8, 8, 16, 16, 32, 64, 64)
+    ]
+    assert measured_costs(target("llama"), None, times())(7) == times()
+
+
+def test_the_model_learns_how_far_predictions_hold_for_first_children_and_for_others():
+    """Of first children half are accepted where .9 were predicted, of the others as many as predicted."""
+    model = CostModel(times(), (0.9, 0.1))
+    model.start(100.0)
+    assert model.by_law.factors.tolist() == [[1, 1], [1, 1]]
+    for cycle in range(300):
+        model.predict(Prediction(0.02, np.array([-1, 0, 0]), np.array([1, 0.9, 0.1])), model.by_law)
+        model.update([[1], [], [1], [], [1], [], [1], [], [1], [2]][cycle % 10])
+    first, others = model.by_law.factors[0].tolist()
+    assert model.by_law.factors[1].tolist() == [1, 1]
+    assert model.by_rates.factors.tolist() == [[1, 1], [1, 1]]
+    assert first == pytest.approx(0.5 / 0.9, rel=0.1)
+    assert others == pytest.approx(1, rel=0.3)
+    assert model.speed == pytest.approx(1.6 / 0.02, rel=0.1)
+
+
+def test_the_drawing_of_predicted_and_actual_acceptance():
+    """Drawn in treespec/draft/cost/running.py."""
+    correction = Correction(0.0)
+    correction.update(Prediction(1.0, np.array([-1, 0, 0, 1]), np.array([1, 0.6, 0.2, 0.5])), [1])
+    assert correction.predicted.tolist() == [[0.6, 0.2], [0.5, 0]]
+    assert correction.accepted.tolist() == [[1, 0], [0, 0]]
+
+
+def test_the_drawing_of_bounded_probabilities():
+    for given, wanted in (
+        ([0.9, 0.2, 0.1], [0.9, 0.16 / 3, 0.08 / 3]),
+        ([1.1, 0.2], [0.98, 0.0]),
+        ([0.5, 0.2], [0.5, 0.2]),
+        ([1.0], [0.98]),
+    ):
+        assert bounded(np.array([given])) == pytest.approx(np.array([wanted]))
+
+
+def test_without_hope_a_sequence_goes_without_drafts_and_tries_again_ever_more_rarely():
+    model = CostModel(times())
+    pauses = [model.pauses(speed=model.plain) for _ in range(1000)]
+    assert [cycle for cycle, pause in enumerate(pauses) if not pause] == [8, 25, 58, 123, 252, 509]
+    hopeless = CostModel(times())
+    assert all(hopeless.pauses(speed=0.5 * hopeless.plain) for _ in range(500))
+    assert not model.pauses(speed=1.1 * model.plain)
+
+
+def test_each_batch_size_has_a_speed_and_pauses_of_its_own_and_the_corrections_are_the_sequences():
+    by_batch = {batch: times(node=1e-3 * batch) for batch in (1, 8)}
+    models = CostModels(lambda batch: by_batch[batch], (0.5, 0.2))
+    alone, among = models.present, models.among(8)
+    assert (alone.cost, among.cost) == (by_batch[1], by_batch[8])
+    assert among is models.present is not alone
+    assert among.by_law is alone.by_law
+    assert among.pauses(among.plain)
+    assert (among.idle, alone.idle) == (1, 0)
+    assert among.gap == 8 * alone.gap
+    assert models.among(1) is alone
+    assert models.among(8) is among
+    same = CostModels(lambda batch: by_batch[1])
+    assert same.among(8) is same.present is same.among(1)  # costs that know nothing of the batch

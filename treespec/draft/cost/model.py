@@ -1,0 +1,128 @@
+"""The cost model of a cycle as a value: a line of the target's forward, a draft level, an overhead.
+
+Three measured figures for each batch size. Sampled children add a second overhead and the seconds of
+each further node, because their verification and their draws take longer.
+
+    T(n)     12 ms ┤           .─'      a tree of n nodes and d levels takes
+             10 ms ┤._____.──''         T(n) + overhead + begin + d · level
+                   └──┬───┬────┬──      and brings the expected tokens of its paths
+                   n  1   4    8        (`treespec.trees.sequoia`)
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from treespec.trees.sequoia import best_trees
+from treespec.trees.static import StaticTree
+
+FAR = 10_000  # nodes: the line's last slope goes on to here
+SMALL = 7  # nodes, root included, of a tree of two draws a node and two levels
+LARGEST_BATCH = 64  # measured
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Measured seconds of a cycle's parts, for one batch size.
+
+    nodes, forward: T(n) at some tree sizes n (of each sequence), the root included: the target's
+    forward, and verification and commit of one-token decoding.
+    level: a level of drafts that expands one node. begin: what the first level takes beyond that.
+    overhead: what verification and commit of a tree take beyond those of one-token decoding: where
+    children are the most likely tokens, and where they are drawn.
+    draw: each node beyond SMALL of a tree with several draws a node.
+
+    Raises ValueError for numbers that no measurement gives.
+    """
+
+    nodes: tuple[int, ...]
+    forward: tuple[float, ...]
+    level: float = 0.0
+    begin: float = 0.0
+    overhead: tuple[float, float] = (0.0, 0.0)
+    draw: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = (*self.forward, self.level, self.begin, *self.overhead, self.draw)
+        shaped = len(self.nodes) == len(self.forward) > 1 and len(self.overhead) == 2
+        if not shaped or not all(0 <= number < math.inf for number in numbers):
+            raise ValueError("no such seconds")
+
+    @cached_property
+    def _line(self) -> tuple[np.ndarray, np.ndarray]:
+        """Corners of T: sizes and seconds, which never fall."""
+        at, known = np.array(self.nodes, dtype=float), np.maximum.accumulate(self.forward)
+        slope = (known[-1] - known[-2]) / (at[-1] - at[-2])
+        return np.append(at, FAR), np.append(known, known[-1] + slope * (FAR - at[-1]))
+
+    def line(self, most: int) -> np.ndarray:
+        """[most] T over 1, 2, … nodes."""
+        return np.interp(np.arange(1, most + 1), *self._line)
+
+    @cached_property
+    def row(self) -> float:
+        """Seconds of each further node that a draft level expands: as the target's forward grows."""
+        one, several = np.interp([1, SMALL], *self._line)
+        return self.level * float(several / max(one, math.ulp(1.0)) - 1) / (SMALL - 1)
+
+    @property
+    def plain(self) -> float:
+        """Tokens per second of one-token decoding."""
+        return 1 / max(self.forward[0], math.ulp(1.0))
+
+    def seconds(self, nodes: Any, levels: Any, draws: int = 0, inner: Any = 0) -> Any:
+        """Seconds of a cycle with a tree: a float, or an array if an argument is one.
+
+        levels: 0 where no draft model runs. draws: the most at a node; 0: its children are the most
+        likely tokens. inner: nodes with children.
+        """
+        tree = np.interp(nodes, *self._line) + self.overhead[min(draws, 1)]
+        drafts = self.level * levels + self.begin * (np.asarray(levels) > 0)
+        if draws > 1:
+            return tree + drafts + self.draw * (nodes - SMALL)
+        return tree + drafts + self.row * np.maximum(inner - levels, 0)
+
+    def best(
+        self, rates: np.ndarray, nodes: int, depth: int, draws: int = 0
+    ) -> tuple[StaticTree, float]:
+        """The tree with the most expected tokens per second, of at most `nodes` and `depth`.
+
+        rates: [2, K] Pr(the k-th child is accepted), of the root's children and of deeper ones.
+        draws: as for `seconds`. Returns the tree and its tokens per second.
+        """
+        trees = best_trees(rates[1], nodes, depth, rates[0])
+        size, levels = np.arange(2, nodes + 1), np.arange(1, depth + 1)[:, None]
+        inner = np.maximum(size / 2, levels) if rates.shape[1] > 1 else levels
+        speed = trees.tokens[1:, 2:] / self.seconds(size, levels, draws, inner)
+        place = np.unravel_index(int(speed.argmax()), speed.shape)
+        return trees.tree(int(place[1]) + 2, int(place[0]) + 1), float(speed[place])
+
+
+def best_size(reach: np.ndarray, forward: np.ndarray, rate: float) -> tuple[int, float]:
+    """The number of nodes, root included, with the largest E - R T, and that value in tokens.
+
+    reach: [M] Pr(a node is on the accepted path), descending, without the root.
+    forward: seconds of the target's forward over 1, 2, … nodes.
+    rate: R, tokens a second.
+    """
+    expected = np.ones(len(reach) + 1)
+    expected[1:] += reach.cumsum()
+    worth = expected[: len(forward)] - rate * forward[: len(expected)]
+    best = int(worth.argmax())
+    return best + 1, float(worth[best])
+
+
+CostBy = Callable[[int], Cost]  # the cost by batch size
+
+
+def measured_batch(batch: int) -> int:
+    """The batch size that is measured for this one: the nearest power of two.
+
+    batch       1   2   3   4   5   6   7 … 11   12 … 22   over 45
+    measured    1   2   4   4   4   8   8         16        64
+    """
+    return min(1 << round(math.log2(batch)), LARGEST_BATCH)

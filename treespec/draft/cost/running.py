@@ -1,0 +1,242 @@
+"""The cost model of one sequence while it is decoded: measured seconds, predicted and actual acceptance.
+
+Seconds are modelled, not clocked: the choice of each cycle depends on the sequence's own past and on
+the batch size, never on draws to come, so it stays lossless. With a seed of the caller's it depends on
+the past alone (`Law.company`), so the same seed gives the same tokens.
+
+A drafter predicts for each node Pr(it is accepted | its parent is). `Correction` is the ratio of actual to
+predicted acceptances at the nodes that were reached: of first children and of the others apart, and of
+the root's children and of deeper ones, because where one draft was right the next is right more often.
+
+    root - a .6 - c .5       accepted: a, and the target's own token after it
+         \\ b .2              predicted for the root's first child .6, actual 1; for its others .2, actual 0
+                             predicted for deeper first children .5, actual 0
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from treespec.draft.cost.model import Cost, CostBy
+
+FORGET = 0.98  # weight of the cycles before, a cycle: sequences change their manner
+FITTED, GUESSED = 10.0, 2.0  # acceptances that rates fitted on text, and rates guessed, count for
+GUESS = (0.7, 0.1, 0.05)  # rates of a drafter that nothing is known of
+CYCLES = 4  # cycles that the first estimate of the speed counts for
+LEAST, MOST = 0.02, 1.5  # bounds of a correction
+CERTAIN = 0.98  # the most that is believed of a child
+GAP = 8  # cycles without drafts before one is tried again, where drafting nearly pays
+STEEP = 6  # that number grows with how far off drafting is, to this power
+
+
+def bounded(probabilities: np.ndarray) -> np.ndarray:
+    """[F, K] probabilities of children with a sum of at most CERTAIN: the others share what the first leaves.
+
+    .9 .2 .1, at most .98    .9 and .08 for the others    .9 .053 .027
+    """
+    first, others = probabilities[:, :1].clip(max=CERTAIN), probabilities[:, 1:]
+    left, wanted = CERTAIN - first, others.sum(1, keepdims=True)
+    share = left / np.maximum(wanted, left).clip(np.finfo(float).tiny)
+    return np.concatenate([first, others * share], axis=1)
+
+
+@final
+class Correction:
+    """Actual acceptances for each predicted one.
+
+    predicted, accepted: [2, 2] of the root's children, and of deeper ones; of first children, and of others.
+    """
+
+    def __init__(self, weight: float) -> None:
+        """weight: acceptances that the predictions themselves count for."""
+        self.predicted, self.accepted = np.full((2, 2), weight), np.full((2, 2), weight)
+
+    @property
+    def factors(self) -> np.ndarray:
+        """[2, 2] actual acceptances for one that was predicted."""
+        return (self.accepted / self.predicted).clip(LEAST, MOST)
+
+    def corrected(self, probabilities: np.ndarray, depth: int) -> np.ndarray:
+        """[F, K] predictions for the children of F nodes, the most likely first, at the ratio seen so far.
+
+        depth: of the nodes; 0 for the root.
+        """
+        first, others = self.factors[min(depth, 1)]
+        scale = np.full(probabilities.shape[1], others)
+        scale[0] = first
+        return bounded(probabilities * scale)
+
+    def update(self, prediction: "Prediction", path: Sequence[int]) -> None:
+        """A tree was verified. path: its accepted nodes, without the root."""
+        self.predicted, self.accepted = FORGET * self.predicted, FORGET * self.accepted
+        for place, node in enumerate([0, *path]):
+            (children,) = np.nonzero(prediction.parents == node)
+            if not len(children):
+                continue
+            depth, expected = min(place, 1), prediction.probabilities[children]
+            self.predicted[depth] += expected[0], expected[1:].sum()
+            if place < len(path):
+                self.accepted[depth, int(path[place] != children[0])] += 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """About one cycle's tree. seconds: of the cycle, modelled.
+
+    parents: [N] of each node. probabilities: [N] Pr(it is accepted | its parent is).
+    """
+
+    seconds: float
+    parents: np.ndarray
+    probabilities: np.ndarray
+
+
+@final
+class CostModel:
+    """Of one sequence at one batch size.
+
+    rates: Pr(the first, second, … child of a node is accepted), measured or guessed.
+    by_rates, by_law: corrections of those rates, and of draft distributions.
+    prediction: of the cycle that runs; None: without drafts. corrects: what its outcome updates.
+    """
+
+    def __init__(
+        self,
+        cost: Cost,
+        rates: tuple[float, ...] | None = None,
+        corrections: tuple[Correction, Correction] | None = None,
+        batch: int = 1,
+    ) -> None:
+        """rates: None where nobody knows them. corrections: by_rates and by_law, if learned already.
+
+        batch: sequences that decode together. All of them wait while one tries whether drafting pays, so
+        each tries more rarely.
+        """
+        self.cost, self.rates = cost, rates or GUESS
+        self.forward = cost.line(cost.nodes[-1])  # [M] seconds over 1, 2, … nodes
+        weight = FITTED if rates else GUESSED
+        self.by_rates, self.by_law = corrections or (Correction(weight), Correction(weight))
+        self.tokens = self.seconds = 0.0  # of cycles whose tree was chosen level by level
+        self.idle, self.trials, self.trying = 0, 0, False
+        self.gap = GAP * batch
+        self.prediction: Prediction | None = None
+        self.corrects = self.by_law
+
+    @property
+    def plain(self) -> float:
+        """Tokens per second of one-token decoding."""
+        return self.cost.plain
+
+    @property
+    def cycle_seconds(self) -> float:
+        """Modelled seconds of the cycle that runs."""
+        return self.prediction.seconds if self.prediction else 1 / self.plain
+
+    def start(self, speed: float) -> None:
+        """An estimate of the speed of trees chosen level by level, in tokens per second, for some cycles."""
+        if not self.seconds:
+            self.tokens, self.seconds = CYCLES * speed / self.plain, CYCLES / self.plain
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of the cycles whose tree was chosen level by level."""
+        return self.tokens / self.seconds
+
+    @property
+    def rate(self) -> float:
+        """Tokens that a second is worth: of one-token decoding, or with drafts."""
+        return max(self.plain, self.speed)
+
+    def pauses(self, speed: float) -> bool:
+        """Whether this cycle goes without drafts. speed: expected of drafting, in tokens per second.
+
+        The lower it is, and the more trials have brought nothing, the later drafting is tried again.
+        """
+        self.prediction, self.trying = None, False
+        if speed > self.plain:
+            self.idle = self.trials = 0
+            return False
+        far = (self.plain / max(speed, self.plain / 8)) ** STEEP
+        if self.idle >= self.gap * 2**self.trials * far:
+            self.idle, self.trials, self.trying = 0, self.trials + 1, True
+            return False
+        self.idle += 1
+        return True
+
+    def predict(self, prediction: Prediction, corrects: Correction) -> None:
+        """What the tree of this cycle brings. corrects: `by_rates` or `by_law`."""
+        self.prediction, self.corrects = prediction, corrects
+
+    def update(self, path: Sequence[int]) -> None:
+        """A cycle has ended. path: the accepted nodes, without the root."""
+        if not self.prediction:
+            return
+        self.corrects.update(self.prediction, path)
+        if self.corrects is self.by_law:
+            self.tokens = FORGET * self.tokens + 1 + len(path)
+            self.seconds = FORGET * self.seconds + self.prediction.seconds
+        if path:
+            self.trials = 0
+
+
+@final
+class CostModels:
+    """The cost models of one sequence, by batch size.
+
+    A forward over several sequences costs less for each, and each further node more: with enough of them
+    drafting stops paying. So every batch size has a cost, a speed and pauses of its own. The corrections
+    depend on the sequence alone and are shared.
+
+    present: the model of the cycle that runs.
+    """
+
+    def __init__(self, costs: CostBy, rates: tuple[float, ...] | None = None) -> None:
+        self.costs, self.rates = costs, rates
+        self.present = CostModel(costs(1), rates)
+        self._by_cost = {self.present.cost: self.present}
+
+    def among(self, batch: int) -> CostModel:
+        """The model of a cycle of this many sequences. It becomes the present one."""
+        cost = self.costs(batch)
+        if cost not in self._by_cost:
+            corrections = self.present.by_rates, self.present.by_law
+            self._by_cost[cost] = CostModel(cost, self.rates, corrections, batch)
+        self.present = self._by_cost[cost]
+        return self.present
+
+
+EXPECTED = 1.5  # accepted tokens a cycle of a draft model of which nothing is known
+WINDOW = 0.9  # weight of the cycles before in `Choice`, a cycle
+
+
+@final
+class Choice:
+    """Whose drafts a cycle takes: a memory's or the draft model's, whichever predict more.
+
+    It keeps what the draft model brought to one sequence so far: tokens, and modelled seconds. So it
+    depends on the sequence's past alone, and no verifier's distribution changes by it.
+    """
+
+    def __init__(self) -> None:
+        self.cycles, self.tokens, self.seconds = float(CYCLES), CYCLES * (1 + EXPECTED), 0.0
+
+    def prefers_memory(self, score: float, nodes: int, model: CostModel | None) -> bool:
+        """Whether to take the memory's drafts.
+
+        score: accepted tokens that they predict. nodes: of their tree. model: with it tokens per second
+        count, else tokens a cycle.
+        """
+        if model is None:
+            return 1 + score > self.tokens / self.cycles
+        # Before the draft model's first cycle it costs what a chain of two does.
+        own = self.tokens / (self.seconds or CYCLES * model.cost.seconds(3, 2))
+        return (1 + score) / model.cost.seconds(nodes, 0) > max(model.plain, own)
+
+    def settle(self, accepted: int, seconds: float | None) -> None:
+        """A cycle of the draft model has ended. seconds: modelled; None: nobody knows."""
+        if seconds is not None:
+            self.seconds = WINDOW * (self.seconds or CYCLES * seconds) + seconds
+        self.cycles = WINDOW * self.cycles + 1
+        self.tokens = WINDOW * self.tokens + 1 + accepted

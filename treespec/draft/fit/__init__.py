@@ -1,1 +1,0 @@
-"""Measured by running the loop: times, rates, a calibration."""

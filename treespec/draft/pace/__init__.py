@@ -1,1 +1,0 @@
-"""What drafting costs and brings."""

@@ -27,6 +27,15 @@ def resample(questions: int, resamples: int, seed: int) -> Array:
     return np.concatenate([np.ones((1, questions)), drawn])
 
 
+def medians(values: Array, draws: Array) -> Array:
+    """[1 + R] medians of values [Q] in each resample. draws: [1 + R, Q], by `resample`."""
+    order = np.argsort(values)
+    below = np.cumsum(draws[:, order], axis=1)  # [1 + R, Q] values up to each, in their order
+    middle = below[:, -1:] / 2
+    low, high = (below >= middle).argmax(1), (below > middle).argmax(1)
+    return (values[order][low] + values[order][high]) / 2
+
+
 def interval(samples: Array) -> Figure:
     """The value and its 95 % percentile interval.
 

@@ -2,15 +2,15 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from treespec.errors import InputError
-from treespec.eval.suites import spec_bench
 from treespec.eval.suites.checks import Check, check_of
 from treespec.eval.suites.known import SUITES, suite
+from treespec.eval.suites.known import task_of as spec_bench_task
 from treespec.options import either, nearest
 from treespec.text.archives import refuse_archive
 
@@ -82,7 +82,7 @@ def first_of_each(spec: str, questions: Sequence[Question], count: int | None) -
 
 def task_of(spec: str, category: str) -> str:
     """What results are grouped by: the category, of Spec-Bench its task."""
-    return spec_bench.task_of(category) if spec == "spec-bench" else category
+    return spec_bench_task(category) if spec == "spec-bench" else category
 
 
 def _entries(spec: str) -> tuple[list[tuple[Question, Check | None]], list[str]]:
@@ -94,7 +94,9 @@ def _entries(spec: str) -> tuple[list[tuple[Question, Check | None]], list[str]]
     # 2. The question of each line, or what is wrong with it.
     entries: dict[int | str, tuple[Question, Check | None]] = {}
     problems = []
-    for number, line in _lines(content):
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if not line.strip():
+            continue
         try:
             question, check = _parsed(line)
             if question.question_id in entries:
@@ -118,13 +120,6 @@ def _file(spec: str) -> bytes:
         ) from error
     refuse_archive(Path(spec), content[:8])
     return content
-
-
-def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of the lines that are not empty."""
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if line.strip():
-            yield number, line
 
 
 def _parsed(line: bytes) -> tuple[Question, Check | None]:

@@ -2,9 +2,9 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product, zip_longest
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
@@ -18,7 +18,7 @@ GAP = "  "  # between columns
 LABEL = 16  # columns of a label that is wrapped, if its parts fit
 PROSE = 100  # columns of a note in Markdown
 
-Cells = list[list[str]]  # the lines of each cell
+Column = list[list[str]]  # the lines of its head, then those of each cell
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,18 @@ class Table:
     rows: list[list[str]]
     brief: bool = False
 
+    @property
+    def filled(self) -> tuple[list[list[str]], list[list[str]]]:
+        """(labels, figures): the texts of each column, its name first; without empty ones."""
+        columns = [list(map(printable, column)) for column in zip(*self.rows, strict=True)]
+        named = [
+            [printable(name), *cells]
+            for name, cells in zip([*self.labels, *self.columns], columns, strict=True)
+        ]
+        count = len(self.labels)
+        labels, figures = named[:count], named[count:]
+        return [c for c in labels if any(c[1:])], [c for c in figures if any(c[1:])]
+
 
 @dataclass(frozen=True)
 class Report:
@@ -49,25 +61,6 @@ class Report:
     def filled(self) -> list[Table]:
         """The tables that have rows."""
         return [table for table in self.tables if table.rows]
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column, wrapped. head, cells: their lines. left: align to the left, else to the right."""
-
-    head: list[str]
-    cells: Cells
-    left: bool
-
-    @property
-    def width(self) -> int:
-        """Terminal cells of the widest line."""
-        return max(cell_len(line) for cell in (self.head, *self.cells) for line in cell or [""])
-
-    def padded(self, line: str) -> str:
-        """A line, filled up with spaces to the width."""
-        space = " " * (self.width - cell_len(line))
-        return line + space if self.left else space + line
 
 
 def markdown(report: Report) -> str:
@@ -101,142 +94,96 @@ def show(report: Report, console: "Console") -> None:
 
 def markdown_lines(table: Table) -> list[str]:
     """The table as lines of Markdown."""
-    labels, figures = _columns(table, _escaped, _escaped, lambda name, _: _escaped(name))
-    columns = [*labels, *figures]
-    rule = ["-" * (c.width + 2) if c.left else "-" * (c.width + 1) + ":" for c in columns]
-    lines = [f"| {' | '.join(c.padded(c.head[0]) for c in columns)} |", f"|{'|'.join(rule)}|"]
-    for i in range(len(table.rows)):
-        lines.append(f"| {' | '.join(c.padded(c.cells[i][0]) for c in columns)} |")
-    return lines
+    labels, figures = (
+        [[[cell.replace("|", "\\|")] for cell in c] for c in part] for part in table.filled
+    )
+    rules = [["-" * (_width(c) + 2)] for c in labels] + [
+        ["-" * (_width(c) + 1) + ":"] for c in figures
+    ]
+    lines = [f"| {' | '.join(cells)} |" for cells in _rows(labels, figures)]
+    return [lines[0], f"|{'|'.join(rule for (rule,) in rules)}|", *lines[1:]]
 
 
 def terminal_lines(table: Table, width: int) -> list[str]:
     """The table, split between columns into pieces of at most `width` cells; labels are repeated.
 
-    Of four layouts (labels whole or narrowed, figures on one line or two) it is the first that fits
+    Of four layouts (figures on one line or two, labels whole or narrowed) it is the first that fits
     in the fewest pieces.
     """
     # 1. The pieces of each layout.
-    cut = _unbracketed if table.brief else _stacked
-    packed = []
-    for of_figure in (_whole, cut):
-        labels, figures = _columns(table, _whole, of_figure, _head)
-        packed.append(_packed(labels, figures, width))
-        packed.append(_packed(_narrowed(labels, figures, width), figures, width))
+    packed: list[list[tuple[list[Column], list[Column]]]] = []
+    for cut, narrow in product((False, True), (False, True)):
+        labels = [[[cell] for cell in column] for column in table.filled[0]]
+        figures = [_figure(column, cut, table.brief) for column in table.filled[1]]
+        if narrow:
+            room = width - max(map(_width, figures), default=0) - len(GAP) * len(labels)
+            labels = _narrowed(labels, room)
+        pieces: list[tuple[list[Column], list[Column]]] = [(labels, [])]
+        for figure in figures:
+            if pieces[-1][1] and _wide(labels, [*pieces[-1][1], figure]) > width:
+                pieces.append((labels, []))
+            pieces[-1][1].append(figure)
+        packed.append(pieces)
 
-    # 2. The best of them, with an empty line between pieces.
-    pieces = min(packed, key=lambda pieces: (max(map(_wide, pieces)) > width, len(pieces)))
+    # 2. The best of them: a rule below the heads, an empty line between pieces.
+    best = min(packed, key=lambda pieces: (max(_wide(*p) for p in pieces) > width, len(pieces)))
     lines: list[str] = []
-    for piece in pieces:
-        lines += ["", *_drawn(piece)] if lines else _drawn(piece)
+    for labels, figures in best:
+        rule = GAP.join("─" * _width(column) for column in (*labels, *figures))
+        drawn = [GAP.join(cells).rstrip() for cells in _rows(labels, figures)]
+        height = max(len(column[0]) for column in (*labels, *figures))
+        lines += [""] if lines else []
+        lines += [*drawn[:height], rule, *drawn[height:]]
     return lines
 
 
-def _columns(
-    table: Table,
-    of_label: Callable[[str], list[str]],
-    of_figure: Callable[[str], list[str]],
-    of_head: Callable[[str, int], list[str]],
-) -> tuple[list[Column], list[Column]]:
-    """(columns of labels, columns of figures), without empty ones.
-
-    of_label, of_figure: text of a cell -> its lines. of_head: (name, width of figures) -> lines.
-    """
-    labels: list[Column] = []
-    figures: list[Column] = []
-    for number, name in enumerate([*table.labels, *table.columns]):
-        # 1. Its cells.
-        texts = [printable(row[number]) for row in table.rows]
-        if not any(texts):
-            continue
-
-        # 2. A label.
-        if number < len(table.labels):
-            cells = [of_label(text) for text in texts]
-            labels.append(Column(of_label(printable(name)), cells, left=True))
-            continue
-
-        # 3. A figure, whose name wraps to the width of its cells.
-        cells = [of_figure(text) for text in texts]
-        widest = max(cell_len(line) for cell in cells for line in cell)
-        figures.append(Column(of_head(printable(name), widest), cells, left=False))
-    return labels, figures
-
-
-def _packed(labels: list[Column], figures: list[Column], width: int) -> list[list[Column]]:
-    """The columns of figures in order, split into pieces that fit beside the labels.
-
-    A piece has at least one figure.
-    """
-    pieces = [[*labels]]
-    for figure in figures:
-        if len(pieces[-1]) > len(labels) and _wide([*pieces[-1], figure]) > width:
-            pieces.append([*labels])
-        pieces[-1].append(figure)
-    return pieces
-
-
-def _wide(columns: list[Column]) -> int:
-    """Terminal cells of the columns side by side."""
-    return sum(column.width for column in columns) + len(GAP) * (len(columns) - 1)
-
-
-def _drawn(columns: list[Column]) -> list[str]:
-    """One piece as lines: head, rule, rows."""
-    height = max(len(column.head) for column in columns)
-    heads = [[""] * (height - len(column.head)) + column.head for column in columns]
-    rows = [heads, [["─" * column.width] for column in columns]]
-    rows += [[column.cells[i] for column in columns] for i in range(len(columns[0].cells))]
+def _rows(labels: list[Column], figures: list[Column]) -> list[list[str]]:
+    """The padded cells of every line: labels to the left, figures to the right, heads to the bottom."""
+    height = max(len(column[0]) for column in (*labels, *figures))
+    columns = [[[""] * (height - len(head)) + head, *cells] for head, *cells in (*labels, *figures)]
     lines = []
-    for row in rows:
+    for row in zip(*columns, strict=True):
         for parts in zip_longest(*row, fillvalue=""):
-            cells = (column.padded(part) for column, part in zip(columns, parts, strict=True))
-            lines.append(GAP.join(cells).rstrip())
+            space = [" " * (_width(c) - cell_len(p)) for c, p in zip(columns, parts, strict=True)]
+            lines.append(
+                [
+                    part + gap if number < len(labels) else gap + part
+                    for number, (part, gap) in enumerate(zip(parts, space, strict=True))
+                ]
+            )
     return lines
 
 
-def _escaped(text: str) -> list[str]:
-    """A cell of Markdown on one line."""
-    return [text.replace("|", "\\|")]
+def _width(column: Column) -> int:
+    """Terminal cells of its widest line."""
+    return max(cell_len(line) for cell in column for line in cell or [""])
 
 
-def _whole(text: str) -> list[str]:
-    """A cell on one line."""
-    return [text]
+def _wide(labels: list[Column], figures: list[Column]) -> int:
+    """Terminal cells of columns side by side."""
+    return sum(_width(column) + len(GAP) for column in (*labels, *figures)) - len(GAP)
 
 
-def _stacked(text: str) -> list[str]:
-    """A figure on two lines: its value, and the brackets below."""
-    return text.replace(" (", "\n(").split("\n")
+def _figure(texts: list[str], cut: bool, brief: bool) -> Column:
+    """A column of figures; its name wraps to their width. cut: brackets go below, or away (brief)."""
+    name, *values = texts
+    if cut:
+        values = [re.sub(r" (\(.*\))", "" if brief else r"\n\1", value) for value in values]
+    cells = [value.split("\n") for value in values]
+    widest = max(cell_len(line) for cell in cells for line in cell)
+    width = max(widest, *map(len, name.split()), 1)
+    return [textwrap.wrap(name, width, break_long_words=False) or [""], *cells]
 
 
-def _head(name: str, widest: int) -> list[str]:
-    """The name of a column, wrapped between words to the width of its figures."""
-    words = name.split() or [""]
-    return textwrap.wrap(name, max(widest, *map(len, words), 1), break_long_words=False) or [""]
-
-
-def _unbracketed(text: str) -> list[str]:
-    """A figure without its brackets."""
-    return [re.sub(r" \(.*\)", "", text)]
-
-
-def _narrowed(labels: list[Column], figures: list[Column], width: int) -> list[Column]:
-    """The labels, wrapped and cut so that the widest figure fits beside them."""
-    # 1. The width of each label: wrapped first, then the widest one cell less until all fit.
-    wrapped = [replace(c, cells=[_wrapped(cell[0], LABEL) for cell in c.cells]) for c in labels]
-    widths = [label.width for label in wrapped]
-    room = width - max((figure.width for figure in figures), default=0) - len(GAP) * len(labels)
+def _narrowed(labels: list[Column], room: int) -> list[Column]:
+    """The labels, wrapped to LABEL cells; the widest one is narrowed until all fit into `room`."""
+    widths = [_width([_wrapped(cell[0], LABEL) for cell in label]) for label in labels]
     while sum(widths) > max(room, len(labels)):
         widths[widths.index(max(widths))] -= 1
-
-    # 2. Columns of these widths.
-    narrow = []
-    for label, most in zip(labels, widths, strict=True):
-        lines = [_wrapped(cell[0], min(most, LABEL)) for cell in label.cells]
-        cells = [[_cut(line, most) for line in cell] for cell in lines]
-        narrow.append(Column([_cut(label.head[0], most)], cells, left=True))
-    return narrow
+    return [
+        [[_cut(line, most) for line in _wrapped(cell[0], min(most, LABEL))] for cell in label]
+        for label, most in zip(labels, widths, strict=True)
+    ]
 
 
 def _wrapped(label: str, width: int) -> list[str]:

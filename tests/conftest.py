@@ -18,3 +18,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from models import save_model  # transformers reads the environment when it is imported
 
     return save_model(tmp_path_factory.mktemp("read-only") / "model")
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a chat template, a head for it and questions, to read only (`evaluating`)."""
+    from evaluating import save_models
+
+    folder = tmp_path_factory.mktemp("home")
+    save_models(folder)
+    return folder

@@ -1,13 +1,17 @@
 """What tests of evaluations share: a target, a head and questions on disk, and a run of them."""
 
 import json
+import sys
+from pathlib import Path
 
+import pytest
 import transformers as hf
 from models import GROUPED, random_head, random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from treespec.eval.mtbench import answers
-from treespec.eval.mtbench.config import EvalConfig
+from treespec.cli import main
+from treespec.eval.config import EvalConfig
+from treespec.eval.ledger import Ledger
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
@@ -36,26 +40,48 @@ def save_models(folder):
     model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
     save_head(random_head(Target(model)), folder / "head")
-    lines = [json.dumps(question) for question in QUESTIONS]
-    (folder / "questions.jsonl").write_text("\n".join([*lines, "not a question"]) + "\n")
+    write_questions(folder / "questions.jsonl", QUESTIONS, "not a question")
+
+
+def write_questions(file, questions, *more):
+    file.write_text("\n".join([*map(json.dumps, questions), *more]) + "\n")
+    return str(file)
+
+
+def counting(file, count):
+    """As many short questions of one turn."""
+    return write_questions(file, [{"question_id": i, "turns": [f"Count {i}."]} for i in range(count)])
+
+
+def options_in(home, out, **changes):
+    paths = {name: str(home / file) for name, file in FILES.items()}
+    options = {"verifier": "topk,rrs-wo", "max_new_tokens": 12, "warm_up": 1, "dtype": "float32"}
+    return {"out": str(out)} | paths | options | changes
 
 
 def config_in(home, out, **changes):
-    paths = {name: str(home / file) for name, file in FILES.items()}
-    options = {"verifier": "topk,rrs-wo", "max_new_tokens": 12, "warm_up": 1, "dtype": "float32"}
-    return EvalConfig(out=str(out), **paths | options | {"resamples": 50} | changes)
+    return EvalConfig(**options_in(home, out, **changes))
+
+
+def run_command(monkeypatch, options):
+    """The exit code of `treespec eval`."""
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["treespec", "eval", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
 
 
 def answered(out):
-    return {file.stem: answers.read(file) for file in sorted((out / "answers").glob("*.jsonl"))}
+    """The completions in a folder by contestant."""
+    by_name = {}
+    for completion in Ledger(Path(out)).of("completion"):
+        by_name.setdefault(completion["contestant"], []).append(completion)
+    return by_name
 
 
 def tokens_of(out):
-    return {
-        (name, answer.question_id): answer.extra["token_ids"]
-        for name, lines in answered(out).items()
-        for answer in lines
-    }
+    return {(name, one["question_id"]): one["token_ids"] for name, own in answered(out).items() for one in own}
 
 
 def page_of(file):

@@ -12,9 +12,7 @@ import pytest
 from treespec.errors import InputError
 from treespec.eval.questions import load_checked, load_questions
 from treespec.eval.suites import sandbox
-from treespec.eval.suites.checks import check_of
-from treespec.eval.suites.number import NumberCheck
-from treespec.eval.suites.python import PythonCheck
+from treespec.eval.suites.checks import NumberCheck, PythonCheck, check_of
 
 RIGHT = (
     "18",

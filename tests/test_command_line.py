@@ -199,7 +199,7 @@ class TestBeforeAnythingIsLoaded:
         with pytest.raises(InputError, match="is for features of width 4096, the target's are 32"):
             check_sources(folders["target"], [f"head:{tmp_path}"])
 
-    @pytest.mark.parametrize("command", ["skip", "tree", "certify", "bench", "acceptance", "train"])
+    @pytest.mark.parametrize("command", ["skip", "tree", "certify", "eval", "acceptance", "train"])
     def test_a_place_that_cannot_be_written_is(self, command, tmp_path, monkeypatch, capsys):
         (tmp_path / "file").write_text("")
         options = {"skip": ["--text", "x"], "train": ["--data", "x"]}.get(command, ["--head", "h"])

@@ -10,7 +10,6 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from evaluating import config_in
 from models import random_eagle3, random_head, target, tokenizer
 from test_calibration import USUAL
 from test_cost import times
@@ -22,9 +21,7 @@ from treespec.draft.models.skip_set import SkipSet, load_skip_set, save_skip_set
 from treespec.draft.vocabulary import load_vocabulary, save_vocabulary
 from treespec.eval.acceptance import sources
 from treespec.eval.acceptance.config import AcceptanceConfig
-from treespec.eval.mtbench import answers
-from treespec.eval.mtbench.answers import Answer
-from treespec.eval.mtbench.record import read_record, record_of
+from treespec.eval.ledger import Ledger
 from treespec.files.atomic import write_json, write_tensors, write_text
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.formats.engines import Served
@@ -34,7 +31,7 @@ from treespec.trees.static import eagle, from_file, text_of
 FLIPS = 40  # of a file
 SERVED = Served("some/target", ("LlamaForCausalLM",), 6, 32, 64, 128)
 WORDS = tokenizer()
-LINES = [Answer(i, "math", "m", [f"é {i}"], [3], [4], [0.5 + i], [2, 2], {"seeds": [i]}) for i in range(4)]
+LINES = [{"question_id": i, "turns": [f"é {i}"], "wall": [0.5 + i], "seeds": [i]} for i in range(4)]
 
 
 def write_head(folder):
@@ -52,21 +49,10 @@ def write_exported(folder):
     export(str(folder / "head"), "vllm", folder / "out", SERVED)
 
 
-def read_evaluation(folder):
-    config = config_in(folder, folder / "out")
-    record = read_record(folder / "out" / "config.json", record_of(config, [], []))
-    return {name: record[name] for name in ("config", "questions", "left_out", "environment", "models")}
-
-
-def write_evaluation(folder):
-    record = record_of(config_in(folder, folder / "out"), [], [])
-    more = {"environment": {"device": "abacus"}, "models": {"target": "1", "drafts": ["2"]}}
-    write_json(folder / "out" / "config.json", record | more)
-
-
-def write_answers(folder):
-    for line in LINES:
-        answers.append(folder / "answers.jsonl", line)
+def write_ledger(folder):
+    ledger = Ledger(folder)
+    for number, line in enumerate([{"format": 1, "options": {"target": "é"}}, *LINES]):
+        ledger.append("completion" if number else "head", line)
 
 
 def write_logits(folder):
@@ -112,8 +98,7 @@ FILES = {
         f"store/{name}": (lambda folder: build([[5, 6, 7] * 9, [8, 9]], WORDS, folder / "store"), read_store)
         for name in ("index.json", "tokens.npy", "suffixes.npy")
     },
-    "out/config.json": (write_evaluation, read_evaluation),
-    "answers.jsonl": (write_answers, lambda folder: answers.read(folder / "answers.jsonl")),
+    "ledger.jsonl": (write_ledger, lambda folder: Ledger(folder).entries),
     "logits.safetensors": (write_logits, read_logits),
 }
 
@@ -157,7 +142,7 @@ def test_damage_is_told_or_changes_nothing(tmp_path, name):
         except ValueError as error:
             told.append(error)
             continue
-        if name == "answers.jsonl":  # what is missing at the end is answered again
+        if name == "ledger.jsonl":  # what is missing at the end is made again
             assert after == before[: len(after)]
             assert len(after) >= len(before) - 2 or len(content) < len(whole)
         else:
@@ -165,4 +150,4 @@ def test_damage_is_told_or_changes_nothing(tmp_path, name):
     assert {getattr(error, "exit_code", repr(error)) for error in told} <= {2}
     lines = [str(error) for error in told]
     assert all(str(file) in line and "\n" not in line for line in lines)
-    assert len(told) > FLIPS // 2 or name in ("times.json", "answers.jsonl")
+    assert len(told) > FLIPS // 2 or name in ("times.json", "ledger.jsonl")

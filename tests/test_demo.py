@@ -28,10 +28,9 @@ from treespec.demo.fetch import demo_folder, model_path, origin_of
 from treespec.demo.known import DEMO_MODEL, DRAFTER
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
-from treespec.eval.bench.config import BenchConfig
 from treespec.eval.certify.config import CertifyConfig
+from treespec.eval.config import EvalConfig
 from treespec.eval.fit.config import CalibrateConfig, TreeConfig
-from treespec.eval.mtbench.config import EvalConfig
 from treespec.files.atomic import remove_leftovers
 from treespec.heads import shipped
 from treespec.heads.checkpoint import save_head
@@ -237,7 +236,7 @@ def head(folder, home):
 
 DRAFTING = {  # commands' configurations, each with what it needs besides a target
     **{key: {} for key in (ChatConfig, GenerateConfig, TraceConfig, ServeConfig, CertifyConfig)},
-    **{key: {"out": "out"} for key in (EvalConfig, BenchConfig)},
+    EvalConfig: {"out": "out"},
     RegenerateConfig: {"out": "out", "data": "data"},
 }
 MEASURING = {CalibrateConfig: {}, TreeConfig: {"out": "tree.json"}, AcceptanceConfig: {"out": "out"}}

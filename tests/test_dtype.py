@@ -30,7 +30,7 @@ from treespec.draft.cost.dtype import (
 )
 from treespec.draft.cost.model import Cost
 from treespec.draft.cost.timing import FORMAT, costs_in, kept_costs
-from treespec.eval.mtbench.run import evaluate
+from treespec.eval.run import evaluate
 from treespec.files.atomic import read_json, write_json
 from treespec.files.packages import cache_folder
 from treespec.model.processor import processor
@@ -245,8 +245,8 @@ def test_a_resumed_evaluation_keeps_the_dtype_that_it_began_in(tmp_path, cache):
     config = config_in(tmp_path, tmp_path / "out", dtype="auto", verifier="topk", max_new_tokens=4)
     assert evaluate(config)["environment"]["dtype"] == "float32"
     before = tokens_of(tmp_path / "out")
-    (file, *_) = sorted((tmp_path / "out" / "answers").glob("*.jsonl"))
-    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    file = tmp_path / "out" / "ledger.jsonl"
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:2]))
     keep(target, bfloat16=FLAT, float32=STEEP)
     assert evaluate(config)["environment"]["dtype"] == "float32"
     assert tokens_of(tmp_path / "out") == before

@@ -23,7 +23,6 @@ NEEDS = {  # commands, and what each needs beside a target
     "trace": ["--prompt", "x", "--head", "HOME/eagle"],
     "serve": [],
     "eval": ["--out", "HOME/out"],
-    "bench": ["--out", "HOME/out"],
     "certify": ["--out", "HOME/out.json"],
     "acceptance": ["--out", "HOME/out", "--head", "HOME/eagle"],
     "calibrate": ["--head", "HOME/eagle"],
@@ -34,7 +33,7 @@ NEEDS = {  # commands, and what each needs beside a target
     "datastore build": ["--out", "HOME/out", "--data", "HOME/talk.jsonl"],
     "export": ["--out", "HOME/out", "--head", "HOME/eagle", "--to", "vllm"],
 }
-DRAFTING = ("generate", "chat", "serve", "eval", "bench", "certify", "regenerate")
+DRAFTING = ("generate", "chat", "serve", "eval", "certify", "regenerate")
 TREES = ("generate", "chat", "serve", "eval", "certify", "regenerate")
 HEADS = ("generate", "eval", "acceptance", "calibrate", "tree", "export")
 
@@ -56,7 +55,7 @@ WRONG = [
     (NEEDS, "--load-in gguf:none.gguf", "no such file, neither here nor in"),
     (("chat", "train", "certify"), "--device-map gpu7", "--device-map is 'gpu7', must be"),
     (("chat", "train", "eval"), "--dtype float8", f"--dtype is 'float8', must be {', '.join(DTYPES[:-1])} or"),
-    ((*TREES, "bench", "train", "calibrate"), "--template vicunna", "no fschat template is called 'vicunna'"),
+    ((*TREES, "train", "calibrate"), "--template vicunna", "no fschat template is called 'vicunna'"),
     # heads
     (HEADS, "--head HOME/eagel", "did you mean HOME/eagle?"),
     (HEADS, "--head HOME/empty", "is not a head directory: it has no readable config.json"),
@@ -98,7 +97,7 @@ WRONG = [
     (TREES, "--drafter sparse:512 --tree sampled --verifier rrs-wo", "without a head take --tree eagle"),
     (TREES, "--drafter lookup --tree eagle", "lookup makes its own tree"),
     (("generate", "chat"), "--tree 2x4 --verifier rrs", "--tree 2x4 and --verifier rrs: nothing drafts"),
-    (("bench",), "--head HOME/medusa --verifier topk@chain:9", "the tree is 9 deep"),
+    (("eval",), "--head HOME/medusa --verifier topk@chain:9", "the tree is 9 deep"),
     (("skip",), "--tree bush", "unknown tree 'bush'"),
     (DRAFTING, "--drafter lookup --verifier rrs-wo", "lookup hands over given tokens"),
     (DRAFTING, "--head HOME/eagle --verifier rsr", "unknown verifier 'rsr' (did you mean rrs?)"),
@@ -114,8 +113,8 @@ WRONG = [
     (("acceptance", "calibrate", "tree", "skip"), "--text HOME/talk.jsno", "there is no such file"),
     (("acceptance", "calibrate", "tree", "skip"), "--text HOME/bytes.txt", "is not text in UTF-8"),
     (("acceptance", "calibrate", "tree", "skip"), "--text HOME/words.jsonl", "no usable conversation in"),
-    (("eval", "bench", "certify", "tree"), "--head HOME/eagle --questions HOME/words.jsonl", "no question in"),
-    (("eval", "bench", "certify"), "--head HOME/eagle --questions mt-bnch", "did you mean mt-bench?"),
+    (("eval", "certify", "tree"), "--head HOME/eagle --questions HOME/words.jsonl", "no question in"),
+    (("eval", "certify"), "--head HOME/eagle --questions mt-bnch", "did you mean mt-bench?"),
     (("eval",), "--head HOME/eagle --categories sums", "builtin has no category 'sums'"),
     # places, and options by themselves
     (("train", "eval", "acceptance", "tree", "datastore build", "export"), "--out HOME/deep.json/x.json", "is a file"),
@@ -131,12 +130,12 @@ WRONG = [
         (commands, f"{option}=", f"{option} is empty")
         for option, commands in {
             "--target": NEEDS,
-            "--out": ("train", "eval", "bench", "certify", "skip", "datastore build", "export"),
+            "--out": ("train", "eval", "certify", "skip", "datastore build", "export"),
             "--data": ("train", "regenerate", "datastore build"),
             "--head": ("generate", "serve", "calibrate", "export"),
             "--drafter": DRAFTING,
             "--tree": ("generate", "serve"),
-            "--questions": ("eval", "bench"),
+            "--questions": ("eval",),
             "--template": ("chat", "train"),
             "--features": ("train",),
             "--prompt": ("generate", "trace"),
@@ -217,7 +216,7 @@ def said(home):
     lines = []
     for command, options, _ in LINES:
         named = [*command.split(), "--target", "HOME/target", *NEEDS[command], *options.split()]
-        if command in ("eval", "bench", "certify") and "--head" not in options and "--drafter" not in options:
+        if command in ("eval", "certify") and "--head" not in options and "--drafter" not in options:
             named += ["--drafter", "lookup"]
         lines.append([word.replace("HOME", str(home)) for word in named])
     done = subprocess.run(
@@ -239,13 +238,13 @@ def test_it_is_refused_in_a_line_and_torch_is_not_imported(home, said, command, 
 def test_a_heads_folder_may_have_an_at_sign_and_a_finished_evaluation_loads_nothing(tmp_path, monkeypatch, capsys):
     model = save_model(tmp_path / "target")
     save_head(new_head(Target.load(str(model))), tmp_path / "head@2x4")
-    options = ["--max-new-tokens", "3", "--limit", "1", "--turns", "1", "--warm-up", "0", "--resamples", "10"]
+    options = ["--max-new-tokens", "3", "--limit", "1", "--turns", "1", "--warm-up", "0"]
     models = ["--target", str(tmp_path / "target"), "--head", str(tmp_path / "head@2x4")]
     monkeypatch.setattr(sys, "argv", ["treespec", "eval", *models, *options, "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0, capsys.readouterr().err
-    rows = json.loads((tmp_path / "out" / "summary.json").read_text())["configurations"]
+    rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     (row,) = [row for row in rows if row["drafter"]]
     assert row["drafter"] == f"head:{tmp_path}/head@2x4"
     assert row["tree"] is None

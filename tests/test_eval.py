@@ -1,31 +1,36 @@
-"""An evaluation measures what it says: same answers, honest totals, nothing lost and nothing twice."""
+"""An evaluation measures what it says: same completions, honest totals, nothing lost and nothing twice."""
 
 import json
+import os
 import re
-import shutil
-from collections import Counter
+import socket
+import subprocess
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import typer
-from evaluating import FILES, QUESTIONS, TURNS, answered, config_in, page_of, save_models, tokens_of
-from typer.testing import CliRunner
+from evaluating import (
+    QUESTIONS,
+    TURNS,
+    answered,
+    config_in,
+    counting,
+    options_in,
+    page_of,
+    run_command,
+    tokens_of,
+)
 
 from treespec.api.spec import Spec
-from treespec.cli.evaluate import evaluate as command
 from treespec.decoding.stats import TAU
 from treespec.errors import InputError
-from treespec.eval.mtbench.run import evaluate
-from treespec.eval.mtbench.summary import summarise
-from treespec.files.atomic import read_json, write_json
+from treespec.eval.common import seed_of
+from treespec.eval.ledger import Ledger
+from treespec.eval.run import evaluate
+from treespec.eval.summary import summarise
+from treespec.files.atomic import read_json
 from treespec.model.target import Target
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("eval")
-    save_models(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -36,216 +41,134 @@ def finished(home, tmp_path_factory):
     return out, summary, steps
 
 
-def test_every_greedy_answer_is_the_baselines(finished):
+def test_every_greedy_completion_is_the_baselines(finished):
     out, summary, _ = finished
     by_name = answered(out)
     assert by_name.keys() == {"target-baseline-t0", "target-topk-t0", "target-rrs-wo-t0"}
-    for lines in by_name.values():
-        assert [line.question_id for line in lines] == [1, "b", 3]
-        for line, reference in zip(lines, by_name["target-baseline-t0"], strict=True):
-            assert line.extra["token_ids"] == reference.extra["token_ids"]
-            assert line.turns == reference.turns
-    same = [row["same_as_baseline"] for row in summary["configurations"]]
-    assert same == [None, {"same": TURNS, "answers": TURNS}, {"same": TURNS, "answers": TURNS}]
+    for own in by_name.values():
+        assert [one["question_id"] for one in own] == [1, "b", 3]
+        for one, reference in zip(own, by_name["target-baseline-t0"], strict=True):
+            assert (one["token_ids"], one["turns"]) == (reference["token_ids"], reference["turns"])
+    assert [(row["same"], row["turns"]) for row in summary["rows"]] == [(None, TURNS), (TURNS, TURNS), (TURNS, TURNS)]
 
 
-def test_the_second_turn_answers_the_configurations_own_first(home, finished):
+def test_the_second_turn_follows_the_contestants_own_first(home, finished):
     spec = Spec(Target.load(str(home / "target")), None)
     (first, second), own = QUESTIONS[0]["turns"], answered(finished[0])["target-topk-t0"][0]
     messages = [{"role": "user", "content": first}]
-    assert spec.generate(messages, max_new_tokens=12).token_ids == own.extra["token_ids"][0]
-    messages += [{"role": "assistant", "content": own.turns[0]}, {"role": "user", "content": second}]
-    assert spec.generate(messages, max_new_tokens=12).token_ids == own.extra["token_ids"][1]
+    assert spec.generate(messages, max_new_tokens=12).token_ids == own["token_ids"][0]
+    messages += [{"role": "assistant", "content": own["turns"][0]}, {"role": "user", "content": second}]
+    assert spec.generate(messages, max_new_tokens=12).token_ids == own["token_ids"][1]
 
 
-def test_answer_lines_add_up(finished):
-    for lines in answered(finished[0]).values():
-        for line in lines:
-            assert line.new_tokens == [len(ids) for ids in line.extra["token_ids"]]
-            assert sum(line.accept_lengths) == sum(line.new_tokens)
-            assert len(line.accept_lengths) == sum(line.decoding_steps)
-            assert line.extra["accepted"] == [
-                sum(length > depth for length in line.accept_lengths)
-                for depth in range(1, len(line.extra["drafted"]) + 1)
-            ]
-            assert sum(line.wall_time) >= line.extra["seconds"]["total"] > 0
-            assert len(line.extra["seeds"]) == len(line.turns) == len(line.wall_time)
+def test_entries_add_up(finished):
+    for one in (one for own in answered(finished[0]).values() for one in own):
+        lengths = one["accept_lengths"]
+        assert one["new_tokens"] == [len(ids) for ids in one["token_ids"]]
+        assert sum(lengths) == sum(one["new_tokens"])
+        assert len(lengths) == sum(one["cycles"])
+        depths = range(1, len(one["drafted"]) + 1)
+        assert one["accepted"] == [sum(length > depth for length in lengths) for depth in depths]
+        assert sum(one["wall"]) >= one["seconds"]["total"] > 0
+        assert len(one["seeds"]) == len(one["turns"]) == len(one["wall"])
 
 
-def test_the_summary_is_what_the_answer_lines_say(finished):
+def test_the_figures_are_what_the_entries_say(finished):
     out, summary, _ = finished
-    lines = {
-        file.stem: [json.loads(line) for line in file.read_text().splitlines()]
-        for file in (out / "answers").glob("*.jsonl")
-    }
-    assert read_json(out / "summary.json", "") == summary
+    assert read_json(out / "report.json", "") == summary == summarise(Ledger(out))
 
     def total(chosen, name):
-        return sum(sum(line["choices"][0][name]) for line in chosen)
+        return sum(sum(one[name]) for one in chosen)
 
-    for row in summary["configurations"]:
-        for category in ("overall", "math", "writing"):
-            kept = {"overall": {1, "b", 3}, "math": {"b", 3}, "writing": {1}}[category]
+    def speed(chosen):
+        return total(chosen, "new_tokens") / total(chosen, "wall")
+
+    for row in summary["rows"]:
+        for category, kept in {"overall": {1, "b", 3}, "math": {"b", 3}, "writing": {1}}.items():
             mine, base = (
-                [line for line in lines[name] if line["question_id"] in kept]
-                for name in (row["model_id"], "target-baseline-t0")
+                [one for one in answered(out)[name] if one["question_id"] in kept]
+                for name in (row["name"], "target-baseline-t0")
             )
             got = row["overall"] if category == "overall" else row["categories"][category]
-            speeds = [total(some, "new_tokens") / total(some, "wall_time") for some in (mine, base)]
-            assert got["questions"] == len(kept)
-            assert got["tokens"] == total(mine, "new_tokens")
-            cycles = total(mine, "decoding_steps")
+            assert (got["questions"], got["tokens"]) == (len(kept), total(mine, "new_tokens"))
+            cycles = total(mine, "cycles")
             assert got["acceptance_length"]["value"] == pytest.approx(got["tokens"] / cycles)
-            assert got["tokens_per_second"]["value"] == pytest.approx(speeds[0])
-            lengths = [n for line in mine for n in line["choices"][0]["accept_lengths"]]
+            assert got["tokens_per_second"]["value"] == pytest.approx(speed(mine))
+            lengths = [length for one in mine for length in one["accept_lengths"]]
             for depth, alpha in enumerate(got["acceptance_rate_by_depth"], 1):
                 above = sum(length >= depth for length in lengths)
                 here = sum(length > depth for length in lengths)
                 assert alpha["value"] == (pytest.approx(here / above) if above else None)
             assert sum(got["cycle_share"].values()) == pytest.approx(1)
             spent = sum(got["cycle_ms"].values()) / 1000 * cycles + got["prefill_seconds"]
-            assert spent == pytest.approx(total(mine, "wall_time")) == pytest.approx(got["seconds"])
+            assert spent == pytest.approx(total(mine, "wall")) == pytest.approx(got["seconds"])
             assert min(got["cycle_ms"].values()) >= 0
-            if row["verifier"] == "baseline":
+            if row["method"] == "baseline":
                 assert got["speedup"] is None
                 continue
-            assert got["speedup"]["value"] == pytest.approx(speeds[0] / speeds[1])
-            ratios = [
-                (total([a], "new_tokens") / total([a], "wall_time"))
-                / (total([b], "new_tokens") / total([b], "wall_time"))
-                for a, b in zip(mine, base, strict=True)
-            ]
-            assert got["speedup_by_question"]["value"] == pytest.approx(np.mean(ratios))
+            assert got["speedup"]["value"] == pytest.approx(speed(mine) / speed(base))
+            ratios = [speed([ours]) / speed([theirs]) for ours, theirs in zip(mine, base, strict=True)]
+            assert got["by_question"]["value"] == pytest.approx(np.median(ratios))
     assert summary["few_questions"] == ["overall", "writing", "math"]
-    assert len(summary["left_out"]) == 1
-    assert ":4" in summary["left_out"][0]
+    assert ":4" in str(summary["left_out"])
 
 
-def test_the_markdown_has_every_configuration_and_category(finished):
+def test_the_report_has_every_contestant_and_category(finished):
     out, summary, _ = finished
-    page = (out / "summary.md").read_text()
-    table = next(part for part in page.split("## ") if part.startswith("By category"))
-    page = page_of(out / "summary.md")
-    assert re.findall(r"\w+", table.splitlines()[2]) == ["Verifier", "T", "writing", "math", "overall"]
-    for row in summary["configurations"][1:]:
-        line = next(line for line in table.splitlines() if line.startswith(f"| {row['verifier']} "))
+    table = next(part for part in (out / "report.md").read_text().split("## ") if part.startswith("By category"))
+    assert re.findall(r"\w+", table.splitlines()[2]) == ["Method", "T", "writing", "math", "overall"]
+    for row in summary["rows"][1:]:
+        line = next(line for line in table.splitlines() if line.startswith(f"| {row['method']} "))
         cells = re.findall(r"(\d+\.\d\d) \((\d+\.\d\d)\)", line)
         groups = [*row["categories"].values(), row["overall"]]
         expected = [(g["acceptance_length"]["value"], g["speedup"]["value"]) for g in groups]
         assert np.allclose(np.array(cells, dtype=float), expected, atol=0.005)
+    page = page_of(out / "report.md")
     assert "Fewer than 10 questions" in page
     assert "Left out, 1: questions.jsonl:4" in page
     assert re.search(rf"of {3 * TURNS} answers were ended by max_new_tokens", page)
+    assert "too few to say what is faster" in page.partition("## Verdict")[2]
 
 
-def test_questions_answered_together_have_the_same_answers(home, finished, tmp_path):
-    """Three questions two at a time, killed amid a group; the second turn is asked of two texts, then of one."""
-    config = config_in(home, tmp_path / "out", batch=2)
-    with pytest.raises(Killed):
-        evaluate(config, killed_after(3))
-    evaluate(config)
-    assert tokens_of(tmp_path / "out") == tokens_of(finished[0])
-    for lines in answered(tmp_path / "out").values():
-        for line in lines:
-            assert sum(line.wall_time) >= line.extra["seconds"]["total"] > 0
-    assert "2 questions were answered together" in page_of(tmp_path / "out" / "summary.md")
-
-
-class Killed(Exception):
-    pass
-
-
-def killed_after(count):
-    def report(step):
-        if step.done == count:
-            raise Killed
-
-    return report
-
-
-def test_a_killed_run_goes_on_without_answering_twice(home, finished, tmp_path):
-    config = config_in(home, tmp_path / "out")
-    for count in (1, 5):
-        with pytest.raises(Killed):
-            evaluate(config, killed_after(count))
-        assert sum(map(len, answered(tmp_path / "out").values())) == count
-    file = tmp_path / "out" / "answers" / "target-topk-t0.jsonl"
-    file.write_text(file.read_text() + '{"question_id": 3, "cat')  # killed while writing
-    summary = evaluate(config)
-    counts = Counter((name, line.question_id) for name, lines in answered(tmp_path / "out").items() for line in lines)
-    assert set(counts.values()) == {1}
-    assert tokens_of(tmp_path / "out") == tokens_of(finished[0])
-    assert [row["overall"]["tokens"] for row in summary["configurations"]] == [
-        row["overall"]["tokens"] for row in finished[1]["configurations"]
-    ]
-
-
-def test_a_finished_run_is_summarised_again_without_its_models(home, finished, tmp_path):
-    out = shutil.copytree(finished[0], tmp_path / "out")
-    record = read_json(out / "config.json", "")
-    record["config"] |= {"target": "/gone/target"}
-    write_json(out / "config.json", record)
-    again = evaluate(config_in(home, out, target="/gone/target", resamples=20))
-    assert again["config"]["resamples"] == 20
-    for row, before in zip(again["configurations"], finished[1]["configurations"], strict=True):
-        for name in ("acceptance_length", "tokens_per_second"):
-            assert row["overall"][name]["value"] == before["overall"][name]["value"]
-
-
-@pytest.mark.parametrize(
-    "change", [{"temperature": "1"}, {"max_new_tokens": 13}, {"verifier": "topk"}, {"limit": 2}, {"seed": 1}]
-)
-def test_another_evaluation_in_the_same_folder_is_refused(home, finished, change):
-    before = tokens_of(finished[0])
-    with pytest.raises(InputError, match=f"another evaluation .*{next(iter(change))} was"):
-        evaluate(config_in(home, finished[0], **change))
-    assert tokens_of(finished[0]) == before
-
-
-def test_changed_questions_and_machines_are_refused(home, finished, tmp_path):
-    for file, changed, reason in (
-        ("questions", "0" * 64, "questions themselves"),
-        ("environment", {"device": "abacus"}, "abacus"),
-    ):
-        out = tmp_path / file
-        out.mkdir()
-        write_json(out / "config.json", read_json(finished[0] / "config.json", "") | {file: changed})
-        with pytest.raises(InputError, match=reason):
-            evaluate(config_in(home, out))
-        assert not (out / "summary.json").exists()
+def test_the_files_of_completions_are_what_fastchat_and_spec_bench_read(finished):
+    own = answered(finished[0])["target-topk-t0"]
+    lines = (finished[0] / "answers" / "target-topk-t0.jsonl").read_text("ascii").splitlines()
+    entries = [json.loads(line) for line in lines]
+    # fastchat.llm_judge.common.load_model_answers, then run_judge_single with both turns
+    by_question = {entry["question_id"]: entry for entry in entries}
+    assert by_question["b"]["choices"][0]["turns"] == own[1]["turns"]
+    assert {"answer_id", "model_id", "tstamp"} <= entries[0].keys()
+    # Spec-Bench's evaluation/speed.py
+    choices = [entry["choices"][0] for entry in entries if entry["category"] == "math"]
+    speeds = [sum(choice["new_tokens"]) / sum(choice["wall_time"]) for choice in choices]
+    assert speeds == [sum(one["new_tokens"]) / sum(one["wall"]) for one in own[1:]]
+    accepted = [length for choice in choices for length in choice["accept_lengths"]]
+    assert len(accepted) == sum(sum(choice["decoding_steps"]) for choice in choices)
 
 
 def test_one_row_of_steps_for_a_person_to_watch(finished):
-    _, _, steps = finished
-    *steps, recording = steps
+    *steps, recording = finished[2]
     texts = [step.text for step in steps]
     assert [step.done for step in steps][-9:] == list(range(1, 10))
     assert "report.html" in recording.text
     assert {step.total for step in steps} == {9}
     assert sum(text.startswith("warm-up") for text in texts) == 3
-    assert all("tokens/s" in text for text in texts[-9:])
     assert [f"τ ({TAU})" in re.sub(r"τ [\d.]+ ", "τ ", text) for text in texts[-9:]] == [True] + [False] * 8
 
 
 def test_the_verdict_is_what_the_rows_say(finished):
-    out, summary, _ = finished
-    _, *pairs = summary["configurations"]
-    fastest = max(pairs, key=lambda row: row["overall"]["tokens_per_second"]["value"])
-    for row in pairs:
-        speeds = [one["overall"]["tokens_per_second"]["value"] for one in (row, fastest)]
+    _, *pairs = finished[1]["rows"]
+    speeds = [row["overall"]["tokens_per_second"]["value"] for row in pairs]
+    for row, speed in zip(pairs, speeds, strict=True):
         ratio = row["of_fastest"] and row["of_fastest"]["value"]
-        assert ratio == (None if row is fastest else pytest.approx(speeds[0] / speeds[1]))
-    assert "too few to say what is faster" in page_of(out / "summary.md").partition("## Verdict")[2]
+        assert ratio == (None if speed == max(speeds) else pytest.approx(speed / max(speeds)))
 
 
 def test_the_baseline_is_asked_twice_for_the_noise_of_the_clock(home, tmp_path):
     """Of 41 questions 10 are asked again, spread over the run; with fewer than ten none is."""
-    lines = [{"question_id": i, "category": "c", "turns": [f"Count {i}."]} for i in range(41)]
-    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    config = config_in(home, tmp_path / "out", questions=str(tmp_path / "q.jsonl"), verifier="topk", max_new_tokens=2)
-    summary = evaluate(config)
-    by_name = answered(tmp_path / "out")
-    assert {name: len(own) for name, own in by_name.items()} == {
+    questions = counting(tmp_path / "q.jsonl", 41)
+    summary = evaluate(config_in(home, tmp_path, questions=questions, verifier="topk", max_new_tokens=2))
+    assert {name: len(own) for name, own in answered(tmp_path).items()} == {
         "target-baseline-t0": 41,
         "target-baseline-t0-again": 10,
         "target-topk-t0": 41,
@@ -253,28 +176,91 @@ def test_the_baseline_is_asked_twice_for_the_noise_of_the_clock(home, tmp_path):
     (again,) = summary["again"]
     assert again["questions"] == 10
     assert again["speedup"]["low"] <= again["speedup"]["value"] <= again["speedup"]["high"]
-    assert len(summary["configurations"]) == 2
-    page = page_of(tmp_path / "out" / "summary.md")
+    page = page_of(tmp_path / "report.md")
     assert "| baseline again |" in page
     assert "Baseline again: it answered 10 of the questions twice" in page
     assert "too few" not in page
-    assert summarise(tmp_path / "out", 50)["again"] == [again]
 
 
-def test_the_command_prints_lines_and_the_table_where_there_is_no_terminal(home, finished, tmp_path):
-    out = shutil.copytree(finished[0], tmp_path / "out")
-    app = typer.Typer()
-    app.command()(command)
-    options = {"--out": out, "--verifier": "topk,rrs-wo", "--max-new-tokens": 12, "--warm-up": 1}
-    options |= {"--dtype": "float32", "--resamples": 50} | {f"--{name}": home / file for name, file in FILES.items()}
-    result = CliRunner().invoke(app, [str(x) for pair in options.items() for x in pair], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert result.stdout == (out / "summary.md").read_text()
-    assert "left out: questions.jsonl:4" in result.stderr
-    assert "Answers and summary are in" in result.stderr
+def test_the_command_prints_lines_and_the_table_where_there_is_no_terminal(home, finished, monkeypatch, capsys):
+    out = finished[0]
+    assert run_command(monkeypatch, options_in(home, out)) == 0
+    said = capsys.readouterr()
+    assert said.out == (out / "report.md").read_text()
+    assert "left out: questions.jsonl:4" in said.err
+    assert "Ledger and report are in" in said.err
 
 
-def test_a_folder_without_answers_says_so(finished, tmp_path):
-    (tmp_path / "config.json").write_text((finished[0] / "config.json").read_text())
-    with pytest.raises(InputError, match="no question is answered"):
-        summarise(tmp_path)
+def test_sampled_completions_repeat_with_the_seed_and_differ_by_turn_and_contestant(home, tmp_path):
+    config = config_in(home, tmp_path / "a", temperature="1", max_new_tokens=6, verifier="rrs-wo,rrs", warm_up=0)
+    for out in ("a", "b"):
+        evaluate(replace(config, out=str(tmp_path / out)))
+    by_name = answered(tmp_path / "a")
+    assert tokens_of(tmp_path / "a") == tokens_of(tmp_path / "b")
+    assert len({seed for own in by_name.values() for one in own for seed in one["seeds"]}) == 3 * TURNS
+    assert by_name["target-rrs-wo-t1"][0]["seeds"] == [seed_of(0, 1, turn, "target-rrs-wo-t1") for turn in (0, 1)]
+    spec = Spec(Target.load(str(home / "target")), None)
+    prompt, seed = [{"role": "user", "content": QUESTIONS[0]["turns"][0]}], seed_of(0, 1, 0, "target-baseline-t1")
+    again = spec.generate(prompt, temperature=1.0, max_new_tokens=6, seed=seed)
+    assert again.token_ids == by_name["target-baseline-t1"][0]["token_ids"][0]
+
+
+def test_batches_of_any_size_have_the_same_tokens_and_rows_of_their_own(home, tmp_path):
+    """Also where the questions are no multiple of a batch."""
+    config = config_in(home, tmp_path, verifier="topk,rrs@2x2", temperature="0,1", max_new_tokens=6, batch="2,1")
+    rows = evaluate(config)["rows"]
+    assert [row["batch"] for row in rows] == [1, 1, 1, 2, 2, 2] * 2
+    by_batch = {1: {}, 2: {}}
+    for (name, question), tokens in tokens_of(tmp_path).items():
+        by_batch[int(name[-1])][name[:-3], question] = tokens
+    assert by_batch[1] == by_batch[2]
+    assert [row["over_smallest"] is None for row in rows] == [row["batch"] == 1 for row in rows]
+    assert "the next one takes the place of one that has ended" in page_of(tmp_path / "report.md")
+
+
+def test_completions_that_the_context_ends_are_counted(home, tmp_path):
+    summary = evaluate(config_in(home, tmp_path, max_new_tokens=1000, verifier="topk", limit=1, warm_up=0))
+    eos = 2
+    for row, (one,) in zip(summary["rows"], answered(tmp_path).values(), strict=True):
+        for ids, prompt, end in zip(one["token_ids"], one["prompt_tokens"], one["ended"], strict=True):
+            full = len(ids) == 256 - prompt or prompt >= 256
+            assert end == ("model" if ids and ids[-1] == eos else "context")
+            assert full or end == "model"
+        assert row["ended"]["context"] == one["ended"].count("context")
+        assert sum(row["ended"].values()) == 2
+    assert summary["rows"][0]["ended"]["context"] > 0
+    assert "ended by the target's context" in page_of(tmp_path / "report.md")
+
+
+def test_processes_share_the_questions_and_report_all_but_times(home, tmp_path):
+    """As `accelerate launch` starts them."""
+    options = options_in(home, tmp_path / "out", verifier="topk", max_new_tokens=4, warm_up=0)
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world["MASTER_PORT"] = str(free.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "treespec.eval", *words],
+            env=os.environ | world | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    out = tmp_path / "out"
+    assert said[0][0] == (out / "report.md").read_text()
+    assert said[1][0] == ""
+    asked = [{e["question_id"] for e in Ledger(out, rank).entries if e["kind"] == "completion"} for rank in range(2)]
+    assert asked[1] == {"b"}
+    summary = read_json(out / "report.json", "")
+    assert [(row["same"], row["turns"]) for row in summary["rows"]] == [(None, TURNS), (TURNS, TURNS)]
+    assert summary["rows"][1]["overall"]["acceptance_length"]["value"] >= 1
+    assert summary["rows"][1]["overall"]["tokens_per_second"]["value"] is None
+    assert "tokens/s" not in page_of(out / "report.md").partition("- Target")[0]
+    with pytest.raises(InputError, match="processes was 2, now 1"):
+        evaluate(config_in(home, out, verifier="topk", max_new_tokens=4, warm_up=0))

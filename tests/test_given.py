@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from evaluating import FILES, config_in, page_of, save_models
+from evaluating import config_in, page_of
 from models import CONFIGS, TableConfig, TableModel, target
 from test_batch import prompts, what
 from test_decode import plain_generate, prompt
@@ -21,12 +21,10 @@ from treespec.draft.model_free.lookup import Lookup, matches
 from treespec.draft.model_free.trie import trie
 from treespec.draft.sources import source_of
 from treespec.errors import InputError
-from treespec.eval.bench.config import BenchConfig
-from treespec.eval.bench.run import bench
 from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.places import repeats
 from treespec.eval.certify.run import Examination
-from treespec.eval.mtbench.run import evaluate
+from treespec.eval.run import evaluate
 from treespec.model.target import Target
 from treespec.shaping.sampling import sample
 from treespec.verify.facts import NAMES
@@ -215,27 +213,16 @@ def test_chat_says_what_drafts_and_refuses_a_tree():
         run(conversation, "/tree eagle")
 
 
-def test_an_evaluation_takes_a_drafter(tmp_path):
-    save_models(tmp_path)
-    config = config_in(tmp_path, tmp_path / "out", head=None, drafter="lookup", verifier="topk", limit=2, warm_up=0)
+def test_an_evaluation_takes_a_drafter(home, tmp_path):
+    config = config_in(home, tmp_path / "out", head=None, drafter="lookup", verifier="topk", limit=2, warm_up=0)
     with pytest.raises(InputError, match="take --verifier topk"):
         evaluate(replace(config, verifier="rrs", out=str(tmp_path / "other")))
-    drafted = evaluate(config)["configurations"][1]
-    assert drafted["same_as_baseline"]["same"] == drafted["same_as_baseline"]["answers"] == 4
-    assert "drafter lookup" in page_of(tmp_path / "out" / "summary.md")
-
-
-def test_a_benchmark_takes_one_too(tmp_path):
-    """Nothing is said of a head's step."""
-    save_models(tmp_path)
-    paths = {name: str(tmp_path / file) for name, file in FILES.items() if name != "head"}
-    options = {"contexts": "20", "rounds": 2, "dtype": "float32", "max_new_tokens": 6, "limit": 1, "temperature": "0"}
-    config = BenchConfig(out=str(tmp_path / "out"), drafter="lookahead:window=3,ngram=3", **paths | options)
-    rows = bench(config)["rows"]
-    assert [row["same_as_one_token"] for row in rows if not row["peer"]] == [1, 1]
-    table = page_of(tmp_path / "out" / "bench.md")
-    assert "drafter lookahead:window=3,ngram=3" in table
-    assert "The head's step" not in table
+    drafted = evaluate(replace(config, contexts="20"))["rows"][1]
+    assert drafted["same"] == drafted["turns"] == 4
+    page = page_of(tmp_path / "out" / "report.md")
+    assert "drafter lookup" in page
+    assert "The target's forward in ms" in page
+    assert "The head's step" not in page
 
 
 @dataclass(frozen=True)

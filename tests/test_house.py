@@ -166,7 +166,6 @@ def test_the_command_line_loads_nothing_heavy():
         "tree",
         "skip",
         "serve",
-        "bench",
         "certify",
         "generate",
         "trace",

@@ -1,23 +1,24 @@
 """report.html: made from files alone, complete in itself, and whatever a model says stays text."""
 
-import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
-from evaluating import config_in, save_models
+from evaluating import config_in, tokens_of
 from tracing import cycle_of, own
 
 from treespec.decoding.sequence import Piece
-from treespec.errors import InputError
-from treespec.eval.mtbench.config import EvalConfig
-from treespec.eval.mtbench.run import evaluate
-from treespec.eval.page.charts import Bar, Chart, Grid, Group, Stack
-from treespec.eval.page.page import Page, rendered
-from treespec.eval.page.picture import BOX, HEIGHT, expected, picture
-from treespec.eval.page.trees import Said, Traced, Trees, chosen, read_trees
+from treespec.eval.charts import Bar, Chart, Grid, Group
+from treespec.eval.config import EvalConfig
+from treespec.eval.ledger import Ledger
+from treespec.eval.page import Page, rendered
+from treespec.eval.picture import BOX, HEIGHT, expected, picture
 from treespec.eval.report import Report, Table
+from treespec.eval.run import evaluate
+from treespec.eval.traces import chosen_cycles, traced
 from treespec.model.processor import processor
 from treespec.options import command_line
 from treespec.requests.events import Cycle
@@ -53,16 +54,15 @@ class Tags(HTMLParser):
 def page_with(text):
     """A page that shows a text wherever a model, a file or an option may bring one."""
     cycle = cycle_of(texts=[text] * 3, own=own(text=text), answer=[Piece(text, [2], True), Piece(text, [9], False)])
-    answer = [Said(text, drafted=True, first=True), Said(text, drafted=False, first=False)]
-    traced = Traced(text, 0.0, 2, 1, answer, chosen([cycle]))
-    bars = [Bar(text, 2.0, text, 1.5, 2.5, marker=3.0)]
+    trace = traced([cycle]) | {"title": text, "temperature": 0.0, "prompt": text}
+    bars = [Bar(text, [2.0], text, 1.5, 2.5, marker=3.0)]
     charts = [
         Chart("Speed", "", [Group(text, bars)], reference=1.0, marker="bound"),
-        Chart("Time", "", [Group(text, [Stack(text, [1.0, 0.5], text)])], legend=["target", "rest"]),
+        Chart("Time", "", [Group(text, [Bar(text, [1.0, 0.5], text)])], legend=["target", "rest"]),
         Grid("τ", "", [text], [(text, [1.5, None])]),
     ]
     report = Report([Table(text, [text], [text], [[text, text]])], [text], [text])
-    return Page(text, text, report, charts, [("command", text), (text, text)], Trees({}, text, [traced]))
+    return Page(text, text, report, charts, [("command", text), (text, text)], [trace])
 
 
 def test_text_from_outside_never_becomes_markup():
@@ -85,53 +85,38 @@ def test_control_characters_reach_the_page_as_symbols():
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(home, tmp_path_factory):
     """A finished evaluation of one question, and its config."""
-    home, out = tmp_path_factory.mktemp("page"), tmp_path_factory.mktemp("out")
-    save_models(home)
     changes = {"temperature": "0,1", "verifier": "topk,rrs@2x2", "limit": 1, "turns": 1, "warm_up": 0}
-    config = config_in(home, out, **changes)
+    config = config_in(home, tmp_path_factory.mktemp("out"), **changes)
     evaluate(config)
-    return home, out, config
+    return Path(config.out), config
 
 
-def test_a_finished_evaluation_makes_the_page_again_without_models(measured):
-    home, out, config = measured
-    page, trees = (out / "report.html").read_text(), json.loads((out / "trees.json").read_text())
-    names = [run["name"] for run in trees["traced"]]
-    wanted = [f"{name}, temperature {heat}" for heat in (0, 1) for name in ("topk", "rrs 2x2")]
-    assert names == wanted
-    assert all(name in page for name in names)
-    for name in ("target", "head"):
-        (home / name).rename(home / f"{name} away")
+def test_a_finished_evaluation_makes_the_page_again_without_models(measured, monkeypatch):
+    out, config = measured
+    page = (out / "report.html").read_text()
+    titles = [f"{name}, temperature {heat}" for heat in (0, 1) for name in ("topk", "rrs 2x2")]
+    assert re.findall(r"<summary><b>(.*?)</b>", page) == titles
+    assert [entry["contestant"] for entry in Ledger(out).of("traced")][:2] == ["target-topk-t0", "target-rrs-2x2-t0"]
+    monkeypatch.setattr("treespec.eval.run.load_own", None)
     (out / "report.html").unlink()
     evaluate(config)
-    for name in ("target", "head"):
-        (home / f"{name} away").rename(home / name)
     assert (out / "report.html").read_text() == page
 
 
-def test_recording_changes_no_answer(measured, tmp_path, monkeypatch):
-    home, out, config = measured
-    monkeypatch.setattr("treespec.eval.mtbench.page.record", lambda *_: None)
-    evaluate(
-        config_in(
-            home,
-            tmp_path,
-            **{name: getattr(config, name) for name in ("temperature", "verifier", "limit")},
-            turns=1,
-            warm_up=0,
-        )
-    )
-    for file in (out / "answers").iterdir():
-        one, other = (json.loads(path.read_text()) for path in (file, tmp_path / "answers" / file.name))
-        assert one["extra"]["token_ids"] == other["extra"]["token_ids"]
-        assert one["choices"][0]["accept_lengths"] == other["choices"][0]["accept_lengths"]
+def test_recording_changes_no_completion(measured, tmp_path, monkeypatch):
+    out, config = measured
+    monkeypatch.setattr("treespec.eval.run.traces", lambda *_: ())
+    evaluate(replace(config, out=str(tmp_path)))
+    assert tokens_of(tmp_path) == tokens_of(out)
+    lengths = [[one["accept_lengths"] for one in Ledger(folder).of("completion")] for folder in (out, tmp_path)]
+    assert lengths[0] == lengths[1]
     assert 'id="trees"' not in (tmp_path / "report.html").read_text()
 
 
 def test_a_page_says_what_it_was_measured_on(measured):
-    _, out, config = measured
+    out, config = measured
     text = " ".join(Tags((out / "report.html").read_text()).text.split())
     assert "treespec eval --" in text
     assert "--verifier topk,rrs@2x2" in text
@@ -144,27 +129,20 @@ def test_a_page_says_what_it_was_measured_on(measured):
     assert config.out in text
 
 
-def test_damaged_trees_are_named(tmp_path):
-    assert read_trees(tmp_path) is None
-    (tmp_path / "trees.json").write_text('{"traced": [{"cycles": 3}]}')
-    with pytest.raises(InputError, match=r"trees\.json .* delete it to make the page without tree pictures"):
-        read_trees(tmp_path)
-
-
 def test_chosen_cycles_differ_in_length():
     def cycle(number, length):
         nodes = 5
         fields = {"tokens": [0] * nodes, "texts": ["a"] * nodes, "parents": [-1, 0, 1, 2, 3], "q": [None] * nodes}
         return cycle_of(number=number, path=list(range(1, length + 1)), p=[None, 0.5, 0.5, 0.5, 0.5], **fields)
 
-    found = chosen([cycle(number, length) for number, length in enumerate([1, 0, 2, 4, 2, 4], 1)])
-    assert [(one.cycle.number, one.why) for one in found] == [
+    found = chosen_cycles([cycle(number, length) for number, length in enumerate([1, 0, 2, 4, 2, 4], 1)])
+    assert [(one.number, why) for why, one in found] == [
         (2, "the shortest path"),
         (4, "the longest accepted path"),
         (5, "the median path"),
     ]
-    assert [one.why for one in chosen([cycle(1, 2), cycle(2, 2)])] == ["the longest accepted path"]
-    assert chosen([]) == []
+    assert [why for why, _ in chosen_cycles([cycle(1, 2), cycle(2, 2)])] == ["the longest accepted path"]
+    assert chosen_cycles([]) == []
     assert expected(cycle(1, 0)) == pytest.approx(0.5 + 0.25 + 0.125 + 0.0625)
 
 

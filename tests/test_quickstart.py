@@ -4,24 +4,16 @@ import sys
 
 import pytest
 import torch
-from evaluating import save_models
 from rich.console import Console
 
 from treespec import load
 from treespec.cli import main
-from treespec.cli.side_by_side import Side, coloured, first_line, parted, race, shown, table_of
+from treespec.cli.side_by_side import Side, compare, parted, race, table_of
 from treespec.decoding.sequence import Piece
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder)
-    return folder
-
-
-def test_it_fits_one_screen_on_a_pipe(folder, monkeypatch, capsys):
-    target = f"{folder}/target"
+def test_it_fits_one_screen_on_a_pipe(home, monkeypatch, capsys):
+    target = f"{home}/target"
     monkeypatch.setattr(sys, "argv", ["treespec", "quickstart", "--target", target, "--max-new-tokens", "6"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -34,8 +26,8 @@ def test_it_fits_one_screen_on_a_pipe(folder, monkeypatch, capsys):
     assert len(said.splitlines()) <= 24
 
 
-def test_completions_that_part_show_what_the_target_gives_both_tokens(folder):
-    spec = load(f"{folder}/target", f"{folder}/head", dtype="float32")
+def test_completions_that_part_show_what_the_target_gives_both_tokens(home):
+    spec = load(f"{home}/target", f"{home}/head", dtype="float32")
     prompt, common = spec.encode("Hello"), [5, 6]
     p = spec.target.model(torch.tensor([prompt + common])).logits[0, -1].softmax(-1)
     line = parted(spec, prompt, [*common, 7, 9], [*common, 8, 9])
@@ -43,7 +35,7 @@ def test_completions_that_part_show_what_the_target_gives_both_tokens(folder):
 
 
 def test_each_side_of_a_race_shows_what_it_would_show_alone():
-    sides, seen, now = [Side([]), Side([])], [], 0
+    sides, seen, now = [Side(), Side()], [], 0
 
     def pieces(seconds):
         nonlocal now
@@ -53,14 +45,16 @@ def test_each_side_of_a_race_shows_what_it_would_show_alone():
 
     race([pieces(5), pieces(1)], sides, lambda: seen.append(tuple(side.tokens for side in sides)), lambda: now)
     assert seen == [(1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (3, 4), (4, 4)]
-    assert [coloured(side).plain for side in sides] == ["0\n1\n2\n3\n"] * 2
-    assert first_line(sides[0], 7).plain == "  0 1 …"
+    assert [side.coloured().plain for side in sides] == ["0\n1\n2\n3\n"] * 2
+    assert sides[0].coloured(r"\s+").plain == "0 1 2 3 "
     assert [side.seconds for side in sides] == [20, 4]
     assert table_of(sides).row_count == 3
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_columns_grow_on_a_terminal_alone(terminal, capsys):
-    with shown([Side([("words", True)]), Side([])], Console(force_terminal=terminal, width=80)) as show:
-        show()
-    assert ("words" in capsys.readouterr().out) == terminal
+def test_columns_grow_on_a_terminal_alone(home, terminal, capsys):
+    spec = load(f"{home}/target", f"{home}/head", dtype="float32")
+    compare(spec, 2, Console(force_terminal=terminal, width=80))
+    said = capsys.readouterr().out
+    assert "> Why is the sky blue?" in said
+    assert ("treespec; what it drafted" in said) == terminal

@@ -17,11 +17,10 @@ from treespec.verify.registry import SCHEMES, scheme_by_name
 MODULES = (
     *(f"treespec.cli.{name}" for name in ("config", "chat_config", "generate", "quickstart", "datastore")),
     "treespec.train.config",
-    *(f"treespec.eval.{room}.config" for room in ("mtbench", "bench", "certify", "acceptance")),
-    "treespec.eval.fit.config",
+    *(f"treespec.eval{room}.config" for room in ("", ".certify", ".acceptance", ".fit")),
     "treespec.draft.model_free.options",
 )
-LISTS = {"temperature", "draws", "draft_temperature", "contexts", "batches"}  # numbers inside of a string
+LISTS = {"temperature", "draws", "draft_temperature", "contexts", "batch"}  # numbers inside of a string
 NUMBERS = (int, float, int | None, float | None)
 GIVEN = {  # what a configuration needs to be one
     "target": "t", "head": "eagle", "data": "d", "out": "o.json", "text": "x", "preset": "hu",
@@ -60,7 +59,7 @@ def outside(allowed):
 
 def test_configurations_are_found():
     assert {"EvalConfig", "TrainConfig", "ChatConfig"} <= {kind.__name__ for kind in configs()}
-    assert len({kind.__name__ for kind in configs()}) >= 17
+    assert len({kind.__name__ for kind in configs()}) >= 16
 
 
 @pytest.mark.parametrize(("kind", "field"), numbers())
@@ -121,7 +120,6 @@ COMMANDS = {
     "skip": ["--target", "nowhere", "--text", "none", "--out", "OUT"],
     "generate": ["--target", "nowhere", "--prompt", "x"],
     "eval": ["--target", "nowhere", "--head", "none", "--out", "OUT"],
-    "bench": ["--target", "nowhere", "--head", "none", "--out", "OUT"],
     "acceptance": ["--target", "nowhere", "--head", "none", "--out", "OUT"],
 }
 
@@ -134,7 +132,7 @@ COMMANDS = {
         *("train --seed 18446744073709551616", "generate --seed 18446744073709551616", "skip --minutes nan"),
         "quickstart --max-new-tokens 0",
         *("generate --temperature nan", "generate --top-p nan", "generate --max-new-tokens 0", "generate --batch 0"),
-        *("eval --temperature 0,nan", "bench --contexts 0", "bench --batches 1,0"),
+        *("eval --temperature 0,nan", "eval --contexts 0", "eval --batch 1,0"),
         *("acceptance --draws 2,0", "acceptance --draft-temperature 1.2/nan", "eval --seed -1", "eval --limit x"),
     ],
 )

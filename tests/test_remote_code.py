@@ -116,7 +116,6 @@ def test_no_command_asks_standard_input(trap, tmp_path, command):
         "train",
         "chat",
         "eval",
-        "bench",
         "acceptance",
         "generate",
         "calibrate",

@@ -6,16 +6,15 @@ import re
 from dataclasses import replace
 
 import pytest
-from evaluating import answered, config_in, page_of, save_models
-from scipy.stats import binomtest
+from evaluating import config_in, page_of, write_questions
 
 from treespec.cli.evaluate import measure
-from treespec.eval.mtbench.answers import Answer, append
-from treespec.eval.mtbench.judge import judge, verdicts
-from treespec.eval.mtbench.right import paired_difference, right_figures, right_sentences, wilson
-from treespec.eval.mtbench.run import evaluate
+from treespec.eval.ledger import Ledger
+from treespec.eval.notes import right_sentences
+from treespec.eval.right import judge, paired_difference, right_figures, verdicts
+from treespec.eval.run import evaluate
 from treespec.eval.suites import sandbox
-from treespec.eval.suites.number import NumberCheck
+from treespec.eval.suites.checks import NumberCheck
 
 
 def question(number, category, check):
@@ -31,45 +30,42 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("right")
-    save_models(folder)
-    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
-    return folder
+def questions(tmp_path_factory):
+    return write_questions(tmp_path_factory.mktemp("right") / "q.jsonl", QUESTIONS)
 
 
 def ran(monkeypatch):
     """Notes every program that is run, as it is run."""
     programs = []
     runs = sandbox.runs
-    monkeypatch.setattr("treespec.eval.suites.python.runs", lambda program: programs.append(program) or runs(program))
+    monkeypatch.setattr("treespec.eval.suites.checks.runs", lambda program: programs.append(program) or runs(program))
     return programs
 
 
-def test_right_answers_are_counted_and_the_same_at_temperature_0(home, tmp_path, monkeypatch, capsys):
+def test_right_answers_are_counted_and_the_same_at_temperature_0(home, questions, tmp_path, monkeypatch, capsys):
     """Without --run-code no code runs; with it, the same words to the same question run once."""
     programs = ran(monkeypatch)
-    config = config_in(home, tmp_path / "out", verifier="topk", max_new_tokens=6, warm_up=0)
-    rows = evaluate(config)["configurations"]
+    config = config_in(home, tmp_path / "out", verifier="topk", max_new_tokens=6, warm_up=0, questions=questions)
+    rows = evaluate(config)["rows"]
     assert [row["right"]["answers"] for row in rows] == [3, 3]
     assert programs == []
-    before = verdicts(tmp_path / "out")
+    before = verdicts(Ledger(tmp_path / "out"))
     measure(replace(config, run_code=True))
     said = capsys.readouterr()
     assert "--run-code runs what the target writes" in said.err
     assert len(programs) == 2
-    after = verdicts(tmp_path / "out")
+    after = verdicts(Ledger(tmp_path / "out"))
     assert len(after) == 2 * 5
     assert before.items() <= after.items()
-    rows = evaluate(config)["configurations"]  # verdicts stay
-    for row, lines in zip(rows, answered(tmp_path / "out").values(), strict=True):
-        right = [after[line.answer_id] for line in lines if line.answer_id in after]
+    rows = evaluate(config)["rows"]  # verdicts stay
+    for row in rows:
+        right = [verdict for (name, _), verdict in after.items() if name == row["name"]]
         assert (row["right"]["answers"], row["right"]["right"]) == (5, sum(right))
     baseline, pair = rows
     assert baseline["right"]["difference"] is None
     assert pair["right"]["same"] == 5
     assert pair["right"]["difference"]["value"] == 0
-    page = page_of(tmp_path / "out" / "summary.md")
+    page = page_of(tmp_path / "out" / "report.md")
     count = f"{pair['right']['right']} of 5"
     assert f"At temperature 0 every pair answers the very questions rightly that the baseline does: {count}." in page
     assert re.search(rf"\| {count} \|", page)
@@ -78,11 +74,13 @@ def test_right_answers_are_counted_and_the_same_at_temperature_0(home, tmp_path,
 
 def test_another_check_of_the_same_question_judges_its_answers_anew(tmp_path):
     """A mended reference changes no question, so the answers stay."""
-    answer = Answer(1, "sums", "baseline", ["It is 18."])
-    append(tmp_path / "answers.jsonl", answer)
+    Ledger(tmp_path).append("head", {"format": 1})
+    Ledger(tmp_path).append("completion", {"contestant": "m", "question_id": 1, "turns": ["It is 18."]})
     for number, right in (("18", True), ("9", False), ("18", True)):
-        judge(tmp_path, [tmp_path / "answers.jsonl"], {1: NumberCheck(number)}, False, lambda step: None)
-        assert verdicts(tmp_path) == {answer.answer_id: right}
+        judge(Ledger(tmp_path), {1: NumberCheck(number)}, False, lambda step: None)
+        assert verdicts(Ledger(tmp_path)) == {("m", 1): right}
+    judge(ledger := Ledger(tmp_path), {1: NumberCheck("18")}, False, lambda step: None)
+    assert len(ledger.of("checked")) == 3  # it was judged already
 
 
 def test_questions_may_come_through_a_pipe(home, tmp_path):
@@ -91,25 +89,18 @@ def test_questions_may_come_through_a_pipe(home, tmp_path):
     os.write(into, json.dumps(QUESTIONS[0]).encode())
     os.close(into)
     config = config_in(home, tmp_path, verifier="topk", max_new_tokens=3, warm_up=0, questions=f"/dev/fd/{out}")
-    rows = evaluate(config)["configurations"]
+    rows = evaluate(config)["rows"]
     os.close(out)
     assert [row["right"]["answers"] for row in rows] == [1, 1]
 
 
-def test_categories_can_be_asked_alone(home, tmp_path):
-    config = config_in(home, tmp_path, verifier="topk", max_new_tokens=3, warm_up=0, categories="songs, code", limit=2)
+def test_categories_can_be_asked_alone(home, questions, tmp_path):
+    options = {"questions": questions, "categories": "songs, code", "limit": 2}
+    config = config_in(home, tmp_path, verifier="topk", max_new_tokens=3, warm_up=0, **options)
     summary = evaluate(config)
-    assert list(summary["configurations"][0]["categories"]) == ["code"]
-    assert summary["configurations"][0]["right"] is None
-    assert "Right answers" not in (tmp_path / "summary.md").read_text()
-
-
-def test_the_interval_of_a_share_is_wilsons():
-    for right, answers in ((0, 12), (3, 12), (12, 12), (80, 164)):
-        figure = wilson(right, answers)
-        known = binomtest(right, answers).proportion_ci(method="wilson")
-        assert figure["value"] == right / answers
-        assert (figure["low"], figure["high"]) == (pytest.approx(known.low, abs=1e-6), pytest.approx(known.high))
+    assert list(summary["rows"][0]["categories"]) == ["code"]
+    assert summary["rows"][0]["right"] is None
+    assert "Right answers" not in (tmp_path / "report.md").read_text()
 
 
 def test_a_difference_of_pairs_has_an_interval_by_hand():
@@ -127,7 +118,7 @@ def test_a_difference_of_pairs_has_an_interval_by_hand():
 
 def row(mine, baseline, temperature=1.0):
     figures = right_figures(mine, baseline)
-    return {"model_id": "pair", "temperature": temperature, "lossless": True, "right": figures}
+    return {"name": "pair", "temperature": temperature, "lossless": True, "right": figures}
 
 
 def test_sentences_say_what_right_answers_show():

@@ -27,7 +27,6 @@ EXAMPLES = {
     "trace": f"treespec trace {MODEL} --head heads/llama-8b --prompt 'Why is the sky blue?' --cycles 4",
     "eval": f"treespec eval {MODEL} --head heads/llama-8b --questions mt-bench \\\n"
     "    --verifier auto,topk,rrs-wo --temperature 0,1 --out runs/eval",
-    "bench": f"treespec bench {MODEL} --head heads/llama-8b --out runs/bench",
     "acceptance": f"treespec acceptance {MODEL} --head heads/llama-8b --draws 2,4 --out runs/lab",
     "calibrate": f"treespec calibrate {MODEL} --head heads/llama-8b",
     "tree": f"treespec tree {MODEL} --head heads/llama-8b --nodes 64 --out tree.json",

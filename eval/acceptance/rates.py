@@ -123,7 +123,7 @@ def rate(
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
     joined = []
-    for (name, optimum), parts in chunks.items():
+    for (name, _), parts in chunks.items():
         if name not in refused:
             values = torch.cat([part.values for part in parts])
             errors = torch.cat([part.errors for part in parts])

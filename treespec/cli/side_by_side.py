@@ -6,9 +6,9 @@ moment what it would show at that time if it ran alone.
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -30,8 +30,9 @@ QUESTIONS = (
     "Write a Python function that reverses a string.",
     "What should I pack for a weekend in the mountains?",
 )
+PROMPTS = [[{"role": "user", "content": question}] for question in QUESTIONS]
 DRAFTED = "green"  # as in chat
-TITLES = ("one token at a time", "treespec; what it drafted is green")
+PLAIN = "one token at a time"
 
 
 @final
@@ -39,9 +40,15 @@ TITLES = ("one token at a time", "treespec; what it drafted is green")
 class Side:
     """A completion so far: (text, drafted) pieces, tokens and seconds."""
 
-    pieces: list[tuple[str, bool]]
+    title: str = ""
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
+
+    def coloured(self, spaces: str = r"(?!)") -> Text:
+        """The completion, with what was drafted in colour. spaces: what becomes a single one."""
+        parts = [(re.sub(spaces, " ", words), drafted) for words, drafted in self.pieces]
+        return Text.assemble(*((words, DRAFTED if drafted else "") for words, drafted in parts))
 
 
 def compare(spec: Spec, tokens: int, console: Console) -> str:
@@ -53,25 +60,32 @@ def compare(spec: Spec, tokens: int, console: Console) -> str:
 
     # 2. Answer, and add up both sides' figures.
     totals, same = (Stats(), Stats()), 0
-    for number, question in enumerate(QUESTIONS):
-        prompt = [{"role": "user", "content": question}]
+    for number, (question, prompt) in enumerate(zip(QUESTIONS, PROMPTS, strict=True)):
         streams = [each.stream(prompt, max_new_tokens=tokens) for each in specs]
-        sides = [Side([]), Side([])]
-        with shown(sides, console) as show:
+        sides = Side(PLAIN), Side("treespec; what it drafted is green")
+        with Live(console=console, auto_refresh=False, transient=True) as live:  # no pipe shows it
+
+            def show(live: Live = live, sides: Sequence[Side] = sides) -> None:
+                live.update(table_of(sides), refresh=True)
+
             race(streams, sides, show)
         plain, drafting = (stream.output for stream in streams)
-        totals[0].add(plain.stats)
-        totals[1].add(drafting.stats)
+        for total, output in zip(totals, (plain, drafting), strict=True):
+            total.add(output.stats)
         same += plain.token_ids == drafting.token_ids
+
+        # 3. The question, the beginning of the answer, its figures.
+        line = Text("  ") + sides[1].coloured(r"\s+")
+        line.truncate(console.width - 4, overflow="ellipsis")
         console.print(Text(f"> {question}", style="bold"))
-        console.print(first_line(sides[1], console.width - 4), no_wrap=True)
+        console.print(line, no_wrap=True)
         with_drafts = figures_of(drafting.stats, explain=not number)
         console.print(f"  {with_drafts}, without drafts {plain.stats.tokens_per_second:.1f}")
         if plain.token_ids != drafting.token_ids:
-            parting = parted(spec, spec.encode(prompt), plain.token_ids, drafting.token_ids)
-            console.print(f"  {parting}")
+            ids = spec.encode(prompt)
+            console.print(f"  {parted(spec, ids, plain.token_ids, drafting.token_ids)}")
 
-    # 3. The verdict.
+    # 4. The verdict.
     without, drafts = (total.tokens_per_second for total in totals)
     return (
         f"     {drafts:.1f} tokens/s with treespec, {without:.1f} without: {drafts / without:.2f} "
@@ -100,8 +114,7 @@ def race(
     """Run the streams to their ends; the next piece is always that of the side that is behind."""
     running = list(zip(streams, sides, strict=True))
     while running:
-        turn = min(running, key=lambda pair: pair[1].seconds)
-        stream, side = turn
+        stream, side = turn = min(running, key=lambda pair: pair[1].seconds)
         started = clock()
         piece = next(stream, None)
         side.seconds += clock() - started
@@ -113,54 +126,30 @@ def race(
         show()
 
 
-@contextmanager
-def shown(sides: Sequence[Side], console: Console) -> Iterator[Callable[[], None]]:
-    """Two columns that grow and vanish at the end. Yields what draws them; a pipe gets nothing."""
-    if not console.is_terminal:
-        yield lambda: None
-        return
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield lambda: live.update(table_of(sides), refresh=True)
-
-
 def table_of(sides: Sequence[Side]) -> Table:
     """The completions in two columns, each with its speed."""
     table = Table.grid(expand=True, padding=(0, 2))
     for _ in sides:
         table.add_column(ratio=1)
-    table.add_row(*(Text(title, style="dim") for title in TITLES))
-    table.add_row(*(coloured(side) for side in sides))
     speeds = [side.tokens / side.seconds if side.seconds else 0.0 for side in sides]
+    table.add_row(*(Text(side.title, style="dim") for side in sides))
+    table.add_row(*(side.coloured() for side in sides))
     table.add_row(*(Text(f"{speed:.1f} tokens/s", style="dim") for speed in speeds))
     return table
 
 
-def coloured(side: Side) -> Text:
-    """The completion so far, with what was drafted in colour."""
-    return Text.assemble(*((words, DRAFTED if drafted else "") for words, drafted in side.pieces))
-
-
-def first_line(side: Side, width: int) -> Text:
-    """The beginning of a completion in one line, with what was drafted in colour."""
-    text = Text("  ")
-    for words, drafted in side.pieces:
-        text.append(re.sub(r"\s+", " ", words), style=DRAFTED if drafted else "")
-    text.truncate(width, overflow="ellipsis")
-    return text
-
-
-def measured(spec: Spec, verifiers: Sequence[tuple[str, str | None]], tokens: int) -> Table:
+def measured(spec: Spec, verifiers: Sequence[str], tokens: int) -> Table:
     """τ and tokens per second of verifiers at temperature 1, over the questions.
 
-    verifiers: (name, tree) each; None is the verifier's own tree.
+    verifiers: names, with a tree of their own as in traversal@sampled.
     """
     # 1. Every way answers a question before the next one.
-    ways = {"one token at a time": spec.baseline()}
-    for verifier, tree in verifiers:
-        ways[f"{verifier}@{tree}" if tree else verifier] = spec.configured(tree, verifier)
-    totals = {name: Stats() for name in ways}
-    for number, question in enumerate(QUESTIONS):
-        prompt = [{"role": "user", "content": question}]
+    ways = {PLAIN: spec.baseline()}
+    for name in verifiers:
+        verifier, _, tree = name.partition("@")
+        ways[name] = spec.configured(tree or None, verifier)
+    totals: dict[str, Stats] = defaultdict(Stats)
+    for number, prompt in enumerate(PROMPTS):
         for name, way in ways.items():
             answer = way.generate(prompt, temperature=1.0, max_new_tokens=tokens, seed=number)
             totals[name].add(answer.stats)

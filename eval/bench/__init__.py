@@ -1,1 +1,0 @@
-"""`treespec bench`: forwards, cycles and peers in one run."""

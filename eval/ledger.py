@@ -1,0 +1,150 @@
+"""The ledger of an evaluation: everything that happened, a line each, in the order of happening.
+
+It is only appended to. A report is a function of its entries, so a finished evaluation shows its
+figures without any model, and a killed one goes on where it stopped. Kinds of entries:
+
+    head        what is measured: format, options, digests of questions and models, machine
+    completion  what a contestant answered to a question (`Completion`)
+    checked     whether one of these is right
+    failed      why a peer gave up
+    forwards    times of forwards by nodes
+    traced      some cycles of a contestant, for the page
+
+Each of several processes has a ledger of its own, OUT/process-N/ledger.jsonl; the first has OUT's.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypedDict, final
+
+from treespec.errors import InputError
+from treespec.heads import checksum
+
+FILE = "ledger.jsonl"
+FORMAT = 1
+# What parsing a damaged line raises.
+BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+BEGINNING = b'{"kind": "head"'
+
+Entry = dict[str, Any]  # with its `kind`
+
+
+class Completion(TypedDict):
+    """What a contestant answered to all turns of a question; lists have one item a turn.
+
+    cycles: target forwards; none of a peer. wall: seconds by the clock, of a batch its share.
+    seconds: of all turns, by stage, as `treespec.decoding.stats.Stats`; first: to the first token of a server.
+    accept_lengths: tokens committed by each cycle, all turns in one list. drafted, accepted: draft
+    tokens by depth. undrafted: cycles without a draft token. token_ids: none of a server. ended:
+    "model", "max_new_tokens" or "context". time: Unix's.
+    """
+
+    contestant: str
+    question_id: int | str
+    category: str
+    turns: list[str]
+    token_ids: list[list[int]]
+    prompt_tokens: list[int]
+    new_tokens: list[int]
+    cycles: list[int]
+    wall: list[float]
+    ended: list[str]
+    seeds: list[int]
+    seconds: dict[str, float]
+    accept_lengths: list[int]
+    drafted: list[int]
+    accepted: list[int]
+    undrafted: int
+    time: float
+
+
+@final
+class Ledger:
+    """The entries in a folder, and the file of one process, which must have it locked.
+
+    rank: of the process. Raises InputError for a file that cannot be read, and, with its number,
+    for a line that is no entry. A last line that is cut off or damaged is skipped.
+    """
+
+    def __init__(self, out: Path, rank: int = 0) -> None:
+        self.file = place_of(out, rank) / FILE
+        files = [self.file] if rank else [self.file, *sorted(out.glob(f"process-*/{FILE}"))]
+        self.entries: list[Entry] = []
+        for file in files:
+            entries, length = read(file)
+            self.entries += entries
+            if file == self.file:
+                self.length = length
+
+    def of(self, kind: str) -> list[Any]:
+        """The entries of a kind, the earliest first."""
+        return [entry for entry in self.entries if entry["kind"] == kind]
+
+    @property
+    def head(self) -> Entry | None:
+        return next(reversed(self.of("head")), None)
+
+    def append(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Add an entry. It is on the disk when this returns: a kill loses no other.
+
+        Raises InputError where the file cannot be written.
+        """
+        entry = {"kind": kind, **fields}
+        line = (json.dumps(checksum.sealed(entry)) + "\n").encode()
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("ab") as file:
+                file.truncate(self.length)  # without a damaged end
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise InputError(
+                f"cannot write {self.file}: {error.strerror or error}; what it holds is kept: make "
+                "room, and repeat the command to go on"
+            ) from error
+        self.length += len(line)
+        self.entries.append(entry)
+
+
+def place_of(out: Path, rank: int) -> Path:
+    """The folder that a process writes its ledger into."""
+    return out / f"process-{rank}" if rank else out
+
+
+def read(file: Path) -> tuple[list[Entry], int]:
+    """(entries of a file, length of its content without a damaged end); none without the file."""
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror or error}") from error
+    entries: list[Entry] = []
+    length = 0
+    *lines, rest = content.split(b"\n")
+    if not lines and not rest.startswith(BEGINNING[: len(rest)]):
+        raise InputError(f"{file} is no evaluation's: choose another --out")
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            if entry[checksum.FIELD] != checksum.of_fields(entry):
+                raise ValueError("its checksum does not match")
+        except BROKEN as error:
+            if number == len(lines) > 1:
+                break
+            raise InputError(
+                f"{file}:{number} is no entry of an evaluation ({type(error).__name__}: {error}): "
+                "delete the line to have it made again, or choose another --out"
+            ) from error
+        if entry["kind"] == "head" and entry.get("format") != FORMAT:
+            raise InputError(
+                f"{file} has format {entry.get('format')}, this treespec reads {FORMAT}: choose "
+                "another --out"
+            )
+        del entry[checksum.FIELD]
+        entries.append(entry)
+        length += len(line) + 1
+    return entries, length

@@ -1,1 +1,0 @@
-"""`treespec eval`: questions to several configurations; acceptance length, speed, right answers."""

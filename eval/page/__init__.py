@@ -1,1 +1,0 @@
-"""The page of a measurement: one HTML file that needs no other."""

@@ -1,0 +1,228 @@
+"""Other programs as contestants: transformers' own generation, and servers with OpenAI's interface."""
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, final
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from treespec.api.spec import Output
+from treespec.decoding.stats import Stats
+from treespec.errors import InputError
+from treespec.eval.asking import Answerer, Ask
+from treespec.eval.config import TRANSFORMERS, EvalConfig
+from treespec.eval.contestants import ASSISTED, METHODS, SERVED, Contestant
+from treespec.model.quantised import sizes_of
+from treespec.model.target import Target
+from treespec.model.tokenizers import load_tokenizer
+from treespec.model.weights import load_model
+from treespec.text.printable import one_line
+
+KEY = "OPENAI_API_KEY"  # the environment variable of a server's key
+SECONDS = 600.0  # that a server may be silent
+
+
+def peer_answerers(
+    chosen: Sequence[Contestant], config: EvalConfig, target: Target
+) -> dict[Contestant, Answerer]:
+    """What answers for each peer. Raises InputError for models that do not fit, and silent servers."""
+    peers = [one for one in chosen if one.peer]
+    answerers: dict[Contestant, Answerer] = {
+        one: Server(one, config).answer for one in peers if one.peer != TRANSFORMERS
+    }
+    if len(answerers) < len(peers):
+        assistant = load_assistant(config, target) if config.assistant else None
+        stock = load_stock(config)
+        answerers |= {
+            one: Stock(stock, assistant, target, one, config).answer
+            for one in peers
+            if one.peer == TRANSFORMERS
+        }
+    return answerers
+
+
+def load_stock(config: EvalConfig) -> PreTrainedModel:
+    """The target as a user of transformers loads it, in the checkpoint's dtype and layout."""
+    return load_model(
+        config.target,
+        config.trust_remote_code,
+        config.variant,
+        dtype="auto",
+        device_map=config.device_map,
+    )
+
+
+def load_assistant(config: EvalConfig, target: Target) -> PreTrainedModel:
+    """The assistant on the target's device, in its own checkpoint's dtype.
+
+    Raises InputError if it cannot be loaded, and for an assistant with another vocabulary.
+    """
+    # 1. The model and its tokenizer.
+    try:
+        path = str(config.assistant)
+        model = load_model(path, config.trust_remote_code, dtype="auto").requires_grad_(False)
+        tokenizer = load_tokenizer(path, config.trust_remote_code)
+    except InputError as error:
+        raise InputError(f"--assistant: {str(error).replace('the target ', '')}") from error
+
+    # 2. The vocabulary: its size, and the token of each number.
+    size = sizes_of(model.get_output_embeddings())[0]
+    if size != target.vocab_size:
+        raise InputError(
+            f"--assistant has a vocabulary of {size}, the target's is {target.vocab_size}: "
+            "take one with its tokenizer"
+        )
+    if target.tokenizer is not None and _words(tokenizer) != _words(target.tokenizer):
+        raise InputError(
+            "--assistant has other tokens than the target: take a model with the target's tokenizer"
+        )
+
+    # 3. Where its weights go.
+    module: nn.Module = model  # transformers' own `to` has no usable annotations
+    module.to(device=target.device)
+    return model
+
+
+def _words(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int] | None:
+    return tokenizer.get_vocab() if tokenizer else None
+
+
+@final
+class Stock:
+    """`model.generate` of transformers, by one of `METHODS`, a prompt at a time."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        assistant: PreTrainedModel | None,
+        target: Target,
+        one: Contestant,
+        config: EvalConfig,
+    ) -> None:
+        self.model, self.tokenizer, self.eos = model, target.tokenizer, target.eos
+        self.method: dict[str, Any] = {**METHODS[one.method]}
+        if one.method == ASSISTED:
+            self.method["assistant_model"] = assistant
+        sampling = {"temperature": one.temperature, "top_k": config.top_k, "top_p": config.top_p}
+        self.sampling: dict[str, Any] = {"do_sample": True, **sampling} if one.temperature else {}
+
+    def answer(self, asks: Sequence[Ask]) -> list[Output]:
+        outputs = []
+        for ask in asks:
+            started = time.perf_counter()
+            tokens = self.generated(ask, self.eos)
+            stats = Stats(prompt_tokens=len(ask.ids), new_tokens=len(tokens))
+            stats.seconds["total"] = time.perf_counter() - started
+            stats.truncated = tokens[-1] not in self.eos
+            assert self.tokenizer
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            outputs.append(Output(text, tokens, stats))
+        return outputs
+
+    @torch.inference_mode()
+    def generated(self, ask: Ask, eos: Collection[int]) -> list[int]:
+        """New tokens; temperature 0 is greedy. eos: the tokens that end a completion."""
+        # 1. Settings. transformers fills gaps from the model's own generation config: empty that one.
+        settings = GenerationConfig(
+            max_new_tokens=ask.most,
+            eos_token_id=sorted(eos) or None,
+            pad_token_id=0,
+            **{"top_k": 0, "do_sample": False} | self.sampling,
+        )
+        models_own, self.model.generation_config = self.model.generation_config, GenerationConfig()
+
+        # 2. The completion.
+        try:
+            torch.manual_seed(ask.seed)
+            ids = torch.tensor([ask.ids], device=self.model.device)
+            generate: Any = self.model.generate
+            mask = torch.ones_like(ids)
+            text = generate(ids, attention_mask=mask, generation_config=settings, **self.method)
+            return text[0, len(ask.ids) :].tolist()
+        finally:
+            self.model.generation_config = models_own
+
+
+@final
+class Server:
+    """A server with OpenAI's interface, as its client sees it: vLLM, SGLang, llama.cpp, treespec.
+
+    It answers as many prompts at a time as the contestant's batch has. Raises InputError where
+    nothing answers at its address.
+    """
+
+    def __init__(self, one: Contestant, config: EvalConfig) -> None:
+        assert one.peer
+        self.address, self.batch = one.peer.rstrip("/"), one.batch
+        self.body: dict[str, object] = {
+            "temperature": one.temperature,
+            "top_p": config.top_p,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if config.top_k:  # not OpenAI's, but vLLM's, SGLang's and llama.cpp's
+            self.body["top_k"] = config.top_k
+        try:
+            with self.opened("/models") as reply:
+                served = json.loads(reply.read())["data"][0]["id"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise InputError(f"--peers {one.peer}: {said_by(error)}") from error
+        self.body["model"] = served if one.method == SERVED else one.method
+
+    def opened(self, path: str, body: dict[str, object] | None = None) -> Any:
+        """The reply to a request, which may still be arriving. Raises OSError."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.address + path, data, headers)
+        return urllib.request.urlopen(request, timeout=SECONDS)
+
+    def answer(self, asks: Sequence[Ask]) -> list[Output]:
+        with ThreadPoolExecutor(self.batch) as pool:
+            return list(pool.map(self.completed, asks))
+
+    def completed(self, ask: Ask) -> Output:
+        """A streamed completion. Raises InputError for one that is refused or breaks off."""
+        more = {"messages": ask.messages, "max_tokens": ask.most, "seed": ask.seed % 2**31}
+        started = time.perf_counter()
+        text, usage, stats = "", None, Stats()
+        try:
+            with self.opened("/chat/completions", self.body | more) as reply:
+                for line in reply:
+                    event = line.removeprefix(b"data:").strip()
+                    if not line.startswith(b"data:") or event == b"[DONE]":
+                        continue
+                    chunk = json.loads(event)
+                    usage = chunk.get("usage") or usage
+                    for choice in chunk["choices"]:
+                        piece = choice["delta"].get("content")
+                        if piece and not text:
+                            stats.seconds["first"] = time.perf_counter() - started
+                        text += piece or ""
+                        stats.truncated |= choice.get("finish_reason") == "length"
+            stats.seconds["total"] = time.perf_counter() - started
+            assert usage is not None, "it reports no usage at the end of its stream"
+            stats.prompt_tokens = int(usage["prompt_tokens"])
+            stats.new_tokens = int(usage["completion_tokens"])
+        except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
+            raise InputError(said_by(error)) from error
+        return Output(text, [], stats)
+
+
+def said_by(error: Exception) -> str:
+    """What a server, or the connection to it, had to say."""
+    if isinstance(error, urllib.error.HTTPError):
+        hint = f"; its key is taken from {KEY}" if error.code in (401, 403) else ""
+        told = one_line(error.read(2000).decode(errors="replace"))[:200]
+        return f"the server refuses with HTTP {error.code}: {told}{hint}"
+    if isinstance(error, OSError):
+        return f"the server does not answer: {getattr(error, 'reason', None) or error}"
+    return f"the server answers with no chat completion: {type(error).__name__} {error}"

@@ -1,0 +1,203 @@
+"""Who is asked by an evaluation's options: which pairs, at which temperature; and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+from evaluating import answered, config_in, tokens_of, write_questions
+
+from treespec import load
+from treespec.errors import InputError
+from treespec.eval.config import EvalConfig, drafters_of
+from treespec.eval.contestants import contestants, pairs
+from treespec.eval.run import evaluate
+
+
+def config_of(**options):
+    return EvalConfig(**{"target": "T", "out": "o", "baseline": False} | options)
+
+
+def rows_of(**options):
+    return [(one.drafter, one.method, one.tree) for one in contestants(config_of(**options))]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"verifier": "topk,rrs-wo", "tree": "eagle;dynamic:depth=3,topk=2,nodes=8"}, "bias"),
+        ({"verifier": "topk,nonsense"}, "nonsense"),
+        ({"verifier": "topk,typical"}, "--allow-lossy"),
+        ({"verifier": "topk,,greedy"}, "empty part"),
+        ({"tree": "nonsense"}, "nonsense"),
+        ({"temperature": "0,-1"}, "temperature is -1"),
+        ({"temperature": "hot"}, "'hot' is not a number"),
+        ({"batch": "4,0"}, "--batch is 0, must be a whole number from 1"),
+        ({"contexts": "many"}, "--contexts: 'many' is not a whole number"),
+        ({"peers": "vllm"}, "--peers 'vllm' is not understood: give transformers, or a server's address"),
+        ({"assistant": "small"}, "add --peers transformers"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path, change, reason):
+    config = EvalConfig(target="/no/such/target", head="/no/such/head", out=str(tmp_path / "out"))
+    with pytest.raises(ValueError, match=reason) as caught:
+        evaluate(replace(config, **change))
+    assert getattr(caught.value, "exit_code", None) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_lists_name_who_is_asked():
+    """A verifier may name its tree, with options and commas; others go with every tree."""
+    names = "topk@dynamic:depth=3,topk=2,nodes=8,rrs,is-lp:s=8,alphabet=50"
+    both = [("head:h", name, tree) for name in ("rrs", "is-lp:s=8,alphabet=50") for tree in ("eagle", "2x2")]
+    found = rows_of(head="h", verifier=names, tree="eagle;2x2")
+    assert found == [("head:h", "topk", "dynamic:depth=3,topk=2,nodes=8"), *both]
+    config = config_of(
+        target="org/T-7B", head="h", verifier="is-lp:s=8,alphabet=50, rrs", tree="chain:3", baseline=True
+    )
+    assert [one.name for one in contestants(config)] == [
+        "T-7B-baseline-t0",
+        "T-7B-baseline-t0-again",
+        "T-7B-is-lp-s=8-alphabet=50-chain-3-t0",
+        "T-7B-rrs-chain-3-t0",
+    ]
+
+
+def test_peers_are_asked_too_transformers_one_prompt_at_a_time():
+    peers = "http://localhost:8000/v1,org/M-7B,transformers,https://other/v1"
+    config = config_of(head="h", verifier="topk", peers=peers, assistant="small", batch="1,2", temperature="0,1")
+    found = [one for one in contestants(config) if one.peer]
+    assert [(one.method, one.batch) for one in found if one.temperature == 1] == [
+        ("org/M-7B", 1),
+        ("generate", 1),
+        ("prompt lookup 3", 1),
+        ("prompt lookup 10", 1),
+        ("assisted generation", 1),
+        ("what it serves", 1),
+        ("org/M-7B", 2),
+        ("what it serves", 2),
+    ]
+    assert found[0].peer == "http://localhost:8000/v1"
+    assert found[0].name == "T-localhost-8000-v1-org-M-7B-t0-b1"
+    assert len({one.name for one in found}) == len(found)
+    assert all(one.lossless for one in found)
+
+
+def test_drafters_with_commas_stay_whole_and_an_at_sign_names_a_tree_unless_it_is_a_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "k@2").mkdir()
+    assert drafters_of(config_of(head="runs/h@2")) == [("head:runs/h@2", None)]
+    listed = "sparse:512, snapkv@chain:3, rest:store,nodes=4, eagle:h@2x4, eagle:k@2,sparse:64,snapkv, lookup"
+    assert drafters_of(config_of(drafter=listed)) == [
+        ("sparse:512,snapkv", "chain:3"),
+        ("rest:store,nodes=4", None),
+        ("eagle:h", "2x4"),
+        ("eagle:k@2", None),
+        ("sparse:64,snapkv", None),
+        ("lookup", None),
+    ]
+
+
+def test_two_trees_of_one_name_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.json").write_text("[[0]]")
+    with pytest.raises(InputError, match="would both be called"):
+        rows_of(head="h", tree=f"{tmp_path}/a/x.json;{tmp_path}/b/x.json")
+
+
+def test_every_drafter_gets_what_it_goes_with():
+    """A tree of given tokens has `topk`, a named tree goes before the others."""
+    options = {"drafter": "eagle:x/h, lookup:tokens=5,ngram=2, medusa:m@3x2", "verifier": "topk,rrs-wo@2x4"}
+    assert rows_of(**options) == [
+        ("eagle:x/h", "topk", None),
+        ("eagle:x/h", "rrs-wo", "2x4"),
+        ("lookup:tokens=5,ngram=2", "topk", None),
+        ("medusa:m", "topk", "3x2"),
+        ("medusa:m", "rrs-wo", "3x2"),
+    ]
+    (left_out,) = pairs(config_of(**options))[1]
+    assert "lookup:tokens=5,ngram=2 with rrs-wo" in left_out
+    names = [one.name for one in contestants(config_of(**options))]
+    assert (names[0], names[2]) == ("T-eagle-h-topk-t0", "T-lookup-tokens=5-ngram=2-topk-t0")
+    assert rows_of(drafter="eagle:h,lookup", verifier="rrs-wo", tree="2x2") == [
+        ("eagle:h", "rrs-wo", "2x2"),
+        ("lookup", "topk", None),
+    ]
+
+
+def test_a_suffix_cache_joined_to_a_head_takes_the_heads_verifiers_and_trees():
+    for drafter in ("suffix+eagle:h", "suffix:nodes=9+eagle:h", "suffix:memory,nodes=9+eagle:h"):
+        assert rows_of(drafter=drafter, verifier="rrs-wo", tree="2x2") == [(drafter, "rrs-wo", "2x2")]
+    with pytest.raises(InputError, match="lookup has no draft model to join"):
+        rows_of(drafter="suffix+lookup,eagle:h")
+
+
+def test_a_tree_that_a_drafter_cannot_draft_is_refused_or_left_out(home, tmp_path):
+    config = config_in(home, tmp_path, verifier="traversal", tree="sampled", warm_up=0, limit=1, turns=1)
+    with pytest.raises(InputError, match=r"head:.*head with traversal: the sampled tree needs"):
+        evaluate(config)
+    assert not (tmp_path / "ledger.jsonl").exists()
+    several = replace(config, drafter=f"head:{home}/head, lookup", head=None, verifier="traversal,topk")
+    summary = evaluate(several)
+    assert {row["drafter"] for row in summary["rows"]} == {None, "lookup"}
+    assert any("traversal: the sampled tree needs" in reason for reason in summary["left_out"])
+    assert evaluate(several)["left_out"] == summary["left_out"]
+
+
+def test_verifiers_beyond_the_node_have_trees_of_their_own_and_lossy_ones_a_mark(home, tmp_path):
+    """At temperature 0 the lossless answer alike; at 1 they run over draws that each of them verifies."""
+    names = ["rrs-wo", "traversal", "block", "layer:greedy", "typical:delta=0.2"]
+    options = {"verifier": ",".join(names), "allow_lossy": True, "temperature": "0,1"}
+    rows = evaluate(config_in(home, tmp_path, **options, limit=2, turns=1, max_new_tokens=8, warm_up=0))["rows"]
+    marks = [(name, not name.startswith("typical")) for name in ["baseline", *names]]
+    assert [(row["method"], row["lossless"]) for row in rows] == marks * 2
+    assert [row["same"] for row in rows[1:5]] == [2] * 4
+    at_1 = {name: own for name, own in answered(tmp_path).items() if name.endswith("-t1")}
+    assert all(one["new_tokens"] == [8] or one["ended"] == ["model"] for own in at_1.values() for one in own)
+    block, traversal = (at_1[f"target-{name}-t1"][0]["drafted"] for name in ("block", "traversal"))
+    assert set(block) == {block[0]}  # a chain
+    assert traversal[1] == 2 * traversal[0]  # EAGLE-1's tree
+    assert "| typical:delta=0.2 (lossy) |" in (tmp_path / "report.md").read_text()
+
+
+class TestMemory:
+    """Whose completions an evaluation drafts from: nobody's, unless it is asked."""
+
+    @staticmethod
+    def cycles(home, out, memory, drafter="suffix", **options):
+        """Of each completion, of the contestant that drafts."""
+        wanted = {"head": None, "drafter": drafter, "verifier": "topk", "memory": memory, "warm_up": 1}
+        twice = [{"question_id": i, "category": "a", "turns": ["the user asks"]} for i in (1, 2)]
+        questions = write_questions(home / "twice.jsonl", twice)
+        evaluate(config_in(home, home / out, **wanted | {"questions": questions} | options))
+        own = next(own for name, own in answered(home / out).items() if "baseline" not in name)
+        return {one["question_id"]: sum(one["cycles"]) for one in own}
+
+    def test_no_completion_is_drafted_from_another_unless_asked(self, home):
+        alone = self.cycles(home, "none", "none")
+        assert alone[1] == alone[2]  # warm-up, baseline and the question before told nothing
+        together = self.cycles(home, "run", "run")
+        assert together[1] == alone[1] > together[2]
+
+        # a resumed run remembers what the first one was told
+        file = home / "run" / "ledger.jsonl"
+        kept = [line for line in file.read_bytes().splitlines(keepends=True) if b'"traced"' not in line]
+        (last,) = [line for line in kept if b'"question_id": 2' in line and b"topk" in line]
+        file.write_bytes(b"".join(line for line in kept if line != last))
+        assert self.cycles(home, "run", "run") == together
+
+    def test_a_kept_memory_is_read_and_not_written(self, home):
+        alone, folder = self.cycles(home, "source", "none"), home / "kept"
+        (tokens, *_), *_ = tokens_of(home / "source").values()
+        spec = load(str(home / "target"), drafter=f"suffix:{folder}", verifier="topk")
+        spec.decoder.drafter.remember("", tokens)
+        before = sorted((file.name, file.read_bytes()) for file in folder.rglob("*.safetensors"))
+        known = self.cycles(home, "read", "kept", drafter=f"suffix:{folder}")
+        assert max(known.values()) < alone[1]
+        assert sorted((file.name, file.read_bytes()) for file in folder.rglob("*.safetensors")) == before
+        for drafter, memory, words in (
+            (f"suffix:{folder}s", "kept", "there is no folder"),
+            ("suffix:tokens=5000", "kept", "--memory kept drafts from the answers in a folder: name it"),
+            (f"suffix:{folder}", "run", "--memory run begins with no answers and keeps none"),
+        ):
+            with pytest.raises(InputError, match=words):
+                self.cycles(home, "refused", memory, drafter=drafter)

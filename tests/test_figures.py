@@ -1,0 +1,173 @@
+"""Figures of an evaluation: ratios, their intervals, and an order that favours nobody."""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from treespec.eval.bootstrap import interval, medians, resample
+from treespec.eval.common import in_order
+from treespec.eval.contestants import Contestant
+from treespec.eval.figures import figures
+from treespec.eval.questions import Question
+from treespec.eval.run import asked_again, planned
+from treespec.eval.verdict import MeasuredPair, noise_of, sentences
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8])
+def test_each_contestant_runs_equally_often_at_each_place_and_after_each_other(n):
+    chosen = [Contestant("rrs", name=str(i)) for i in range(n)]
+    rounds = n if n % 2 == 0 else 2 * n
+    orders = [in_order(chosen, number) for number in range(rounds)]
+    assert all(sorted(one.name for one in order) == [str(i) for i in range(n)] for order in orders)
+    places = Counter((place, one) for order in orders for place, one in enumerate(order))
+    assert set(places.values()) == {rounds // n}
+    assert len(places) == n * n
+    neighbours = Counter(pair for order in orders for pair in pairwise(order))
+    assert set(neighbours.values()) == {rounds // n}
+    assert len(neighbours) == n * (n - 1)
+
+
+@pytest.mark.parametrize("count", [1, 7, 23])
+def test_every_contestant_is_asked_every_question_once_and_batch_sizes_take_turns(count):
+    questions = [Question(i, "c", ("?",)) for i in range(count)]
+    chosen = [Contestant("topk", batch=batch, name=f"{name}{batch}") for batch in (1, 2, 3) for name in "ab"]
+    plan = planned(questions, chosen, {("a1", 0)})
+    asked = Counter((one.name, q.question_id) for group, one in plan for q in group)
+    assert asked == Counter((one.name, i) for one in chosen for i in range(count) if (one.name, i) != ("a1", 0))
+    assert max(len(group) for group, one in plan if one.batch == 1) == 1
+    ends = {one.name: [q.question_id for group, o in plan if o == one for q in group] for one in chosen}
+    assert all(own == sorted(own) for own in ends.values())
+
+
+def answer(tokens, cycles, seconds, **stages):
+    """A completion of one turn."""
+    extra = {"seconds": {"target": seconds / 2} | stages, "drafted": [], "accepted": [], "undrafted": 0}
+    return {"turns": [""], "cycles": [cycles], "new_tokens": [tokens], "wall": [seconds]} | extra
+
+
+def test_figures_of_given_times():
+    """Two questions alike: 12 tokens in 4 cycles of 10 ms after a prefill, against 12 cycles of 5 ms."""
+    stages = {"draft": 0.012, "head": 0.008, "target": 0.024, "verify": 0.002, "commit": 0.001}
+    mine = answer(12, 4, 0.060, prefill=0.020, **stages)
+    plain = answer(12, 12, 0.080, prefill=0.020, target=0.048)
+    got = figures([mine] * 2, [plain] * 2, resample(2, 50, 0))
+    ms = {"head": 2, "rest_of_drafting": 1, "target": 6, "verify": 0.5, "commit": 0.25, "rest": 0.25}
+    assert got["cycle_ms"] == pytest.approx(ms)
+    values = {"decoding_speedup": 1.5, "bound": 3 * 4 / (6 + 2), "speedup": 80 / 60, "acceptance_length": 3}
+    assert {name: got[name]["value"] for name in values} == pytest.approx(values)
+    assert got["overhead"] == pytest.approx(0.2)
+    assert got["first_token"] == pytest.approx(0.03)
+    waited = {f"waited {name}": 2 * s for name, s in stages.items()} | {"waited total": 0.1, "waited prefill": 0.02}
+    got = figures([answer(12, 4, 0.06, **waited)], [plain], resample(1, 50, 0))
+    assert got["cycle_ms"]["target"] == pytest.approx(12)  # of the generation that waited for its device
+    assert sum(got["cycle_ms"].values()) == pytest.approx(20)
+    assert got["speedup"]["value"] == pytest.approx(80 / 60)
+
+
+def test_a_peer_has_speeds_and_no_cycles():
+    got = figures([answer(10, 0, 2.0, target=0.0, first=0.5)], [answer(10, 10, 4.0)], resample(1, 50, 0))
+    assert (got["speedup"]["value"], got["first_token"]) == (pytest.approx(2), 0.5)
+    assert got["acceptance_length"] == got["bound"] == {"value": None, "low": None, "high": None}
+
+
+def test_a_median_feels_no_question_that_stalled_and_totals_weight_by_tokens():
+    mine, others = ([answer(10, 5, s) for s in seconds] for seconds in ((1, 2, 40), (2, 4, 50)))
+    got = figures(mine, others, resample(3, 1000, 0))
+    assert got["by_question"] == {"value": 2, "low": 1.25, "high": 2}
+    assert got["speedup"]["value"] == pytest.approx(56 / 43)
+    mine = [answer(2, 1, 0.02)] * 2 + [answer(96, 24, 0.48)]
+    plain = [answer(2, 2, 0.02)] * 2 + [answer(96, 96, 0.96)]
+    got = figures(mine, plain, resample(3, 50, 0))
+    assert got["by_question"]["value"] == pytest.approx(1)
+    assert got["speedup"]["value"] == pytest.approx(100 / 52)
+    assert got["acceptance_length"]["value"] == pytest.approx(100 / 26)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_medians_of_resamples_are_those_of_the_values_drawn(count):
+    values, draws = np.random.default_rng(count).normal(size=count), resample(count, 30, 0)
+    wanted = [np.median(np.repeat(values, row.astype(int))) for row in draws]
+    assert medians(values, draws) == pytest.approx(wanted)
+
+
+def test_ratio_of_totals_of_a_hand_example():
+    # ours: 30 tokens in 3 s and 10 in 5 s, 40 in 8; the baseline: 20 in 4 s and 20 in 20 s, 40 in 24.
+    mine, base = [answer(30, 10, 3.0), answer(10, 10, 5.0)], [answer(20, 20, 4.0), answer(20, 20, 20.0)]
+    got = figures(mine, base, resample(2, 200, seed=0))
+    assert got["tokens_per_second"]["value"] == pytest.approx(5)
+    assert got["speedup"]["value"] == pytest.approx(5 / (40 / 24))  # 3
+    assert got["acceptance_length"]["value"] == pytest.approx(2)
+    assert got["overhead"] == pytest.approx(0.5)
+    # of two questions a resample has the first twice, both, or the second twice
+    assert got["acceptance_length"]["low"] == pytest.approx(1)
+    assert got["acceptance_length"]["high"] == pytest.approx(3)
+
+
+def test_the_interval_of_a_ratio_covers_the_truth():
+    """200 experiments of 40 questions whose rate varies by question.
+
+    A 95 % percentile interval over 40 clusters covers 92 % (over 3000 such experiments); then fewer than 172 of
+    200 have probability 0.002, and if it covered 95 %, more than 198 would have 0.0004. An interval that took
+    tokens for independent covers 24 %.
+    """
+    experiments, questions, truth = 200, 40, 3.0
+    rng = np.random.default_rng(0)
+    covered = naive = 0
+    for _ in range(experiments):
+        cycles = rng.integers(20, 200, questions)
+        rates = rng.gamma(9.0, truth / 9.0, questions)  # mean 3, by question
+        tokens = rng.poisson(rates * cycles)
+        draws = resample(questions, 400, seed=int(rng.integers(1 << 30)))
+        got = interval((draws @ tokens) / (draws @ cycles))
+        covered += got["low"] <= truth <= got["high"]
+        spread = 1.96 * np.sqrt(tokens.sum()) / cycles.sum()
+        naive += abs(got["value"] - truth) <= spread
+    assert 172 <= covered <= 198
+    assert naive < 120
+
+
+@dataclass
+class BusyClock:
+    """A machine whose speed drifts by tens of percent, jitters, and now and then stalls for an answer."""
+
+    rng: np.random.Generator
+    drift: float = 0.0
+
+    def seconds(self, tokens, speedup=1.0):
+        self.drift = 0.95 * self.drift + self.rng.normal(0, 0.05)
+        stall = self.rng.uniform(1.5, 4) if self.rng.random() < 0.05 else 1.0
+        return tokens / speedup * np.exp(self.drift + self.rng.normal(0, 0.05)) * stall
+
+
+def measured(questions, rng, speedup=1.0):
+    """The verdict on plain decoding, plain decoding again, and a pair that is `speedup` times as fast."""
+    clock, answers = BusyClock(rng), {name: {} for name in ("plain", "again", "pair")}
+    for number in range(questions):
+        tokens = int(rng.integers(5, 100))
+        for name in in_order(list(answers), number):
+            if name != "again" or number in asked_again(questions):
+                seconds = clock.seconds(tokens, speedup if name == "pair" else 1.0)
+                answers[name][number] = answer(tokens, tokens, seconds)
+    figure = {}
+    for name in ("again", "pair"):
+        base = [answers["plain"][number] for number in answers[name]]
+        draws = resample(len(base), 200, seed=0)
+        figure[name] = figures(list(answers[name].values()), base, draws)["speedup"]
+    pair = MeasuredPair("pair", 0.0, 1.0, figure["pair"], tau=2.0)
+    return sentences([pair], questions, {0.0: noise_of(figure["again"])})
+
+
+def test_a_busy_machine_makes_no_winner_and_hides_no_large_one():
+    """500 A/A evaluations of 2 to 80 questions: 3 of 50 may name a winner, here 1 %; twice the speed is mostly seen."""
+    rng = np.random.default_rng(0)
+    verdicts = [measured(int(rng.integers(2, 81)), rng)[0] for _ in range(500)]
+    assert sum("neither" not in line and "too few" not in line for line in verdicts) <= 5
+    assert sum("fastest is pair" in measured(40, rng, 2.0)[0] for _ in range(50)) >= 25
+
+
+def test_one_question_has_no_interval():
+    got = figures([answer(30, 10, 3.0)], [answer(20, 20, 4.0)], resample(1, 50, seed=0))
+    assert got["speedup"] == {"value": pytest.approx(2), "low": None, "high": None}

@@ -1,0 +1,208 @@
+"""Other programs next to ours: transformers' methods say what we say, servers are timed as clients see them."""
+
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+import torch
+import transformers as hf
+from evaluating import answered, config_in, options_in, page_of, run_command
+from http_serving import NAME, serving
+from models import GROUPED, random_model
+
+from treespec.api.load import load
+from treespec.errors import InputError
+from treespec.eval import contestants, forwards, peers
+from treespec.eval.answering import waited_stages
+from treespec.eval.asking import Ask
+from treespec.eval.contestants import GENERATE, Contestant
+from treespec.eval.ledger import Ledger
+from treespec.eval.peers import Server, Stock, load_assistant, load_stock
+from treespec.eval.run import evaluate
+
+
+@pytest.fixture(scope="module")
+def measured(home, tmp_path_factory):
+    """A run with all of transformers' methods; the target assists itself."""
+    out, patch = tmp_path_factory.mktemp("measured"), pytest.MonkeyPatch()
+    patch.setattr(forwards, "ROUNDS", 2)
+    changes = {"temperature": "0,1", "verifier": "topk,rrs@2x2", "contexts": "20", "max_new_tokens": 6, "turns": 1}
+    more = {"peers": "transformers", "assistant": str(home / "target")}
+    summary = evaluate(config_in(home, out, **changes, **more))
+    patch.undo()
+    return out, summary
+
+
+def test_transformers_says_in_float32_what_we_say_greedily(measured):
+    greedy = [row for row in measured[1]["rows"] if row["temperature"] == 0]
+    assert [row["method"] for row in greedy[3:]] == list(contestants.METHODS)
+    assert [row["same"] for row in greedy] == [None] + [3] * 6
+    assert measured[1]["failed"] == {}
+
+
+def tables(text):
+    """Title -> rows of cells, the heads first."""
+    parts = text.partition("## Verdict")[0].split("## ")[1:]
+    lines = {part.splitlines()[0]: [line for line in part.splitlines() if line.startswith("|")] for part in parts}
+    return {title: [[c.strip() for c in line.split("|")[1:-1]] for line in own] for title, own in lines.items()}
+
+
+def test_the_report_compares_with_peers_bounds_and_forwards(measured):
+    out, summary = measured
+    found = tables((out / "report.md").read_text())
+    (_, _, *speed), limits = found[next(iter(found))], found["Speedup without prompts, and its bound"]
+    for row, (name, tree, heat, tau, speed_cell, *_) in zip(summary["rows"], speed, strict=True):
+        overall = row["overall"]
+        assert name == f"{row['method']}, transformers" if row["peer"] else row["method"]
+        assert (tree, heat) == (row["tree"] or "", f"{row['temperature']:g}")
+        assert speed_cell.startswith(f"{overall['tokens_per_second']['value']:.1f}")
+        assert (row["by_generate"] is None) == (row["method"] == GENERATE)
+        assert (tau == "") == (overall["acceptance_length"]["value"] is None) == bool(row["peer"])
+    assert [cells[0] for cells in limits[2:]] == ["topk", "rrs"] * 2
+    times = {(one["what"], one["nodes"]): f"{one['ms']['value']:.2f}" for one in summary["forwards"]}
+    assert len(times) == len(forwards.NODES) + 1 + len(forwards.FRONTIERS)
+    for title, what, column in (
+        ("The target's forward in ms, by nodes", ("target", 128), 8),
+        ("The head's step in ms", ("extend", 10), 4),
+    ):
+        assert found[title][2][0] == "20"
+        assert found[title][2][column].startswith(times[what])
+    page = (out / "report.html").read_text()
+    assert all(title in page for title in ("The speedup and its bound", "What a node costs the target"))
+    verdict = page_of(out / "report.md").partition("## Verdict")[2]
+    assert "At temperature 0 peers have this many times plain decoding's tokens/s: generate" in verdict
+
+
+def test_peers_run_in_the_checkpoints_dtype_and_layout_whatever_treespec_runs_in(home, tmp_path):
+    config = config_in(home, tmp_path, dtype="bfloat16", peers="transformers", assistant=str(home / "target"))
+    target = load(str(home / "target"), dtype="bfloat16").target
+    for peer in (load_stock(config), load_assistant(config, target)):
+        assert peer.dtype == torch.float32
+        assert type(peer.lm_head) is torch.nn.Linear
+
+
+def test_transformers_samples_from_the_whole_distribution_whatever_the_models_own_settings(home, tmp_path):
+    """At a high temperature the tail comes up, which transformers' top_k of 50 would cut off."""
+    spec = load(str(home / "target"), dtype="float32")
+    model = spec.target.model
+    model.generation_config = own = hf.GenerationConfig(top_k=1, repetition_penalty=9.0)
+    config, ask = config_in(home, tmp_path), Ask([], [3, 4, 5], 0, 200)
+    stock = {t: Stock(model, None, spec.target, Contestant(GENERATE, temperature=t), config) for t in (0.0, 100.0)}
+    stock[100.0].sampling["temperature"] = 1e6
+    assert len(set(stock[100.0].generated(ask, ()))) > 100  # 139 are expected of 259
+    assert model.generation_config is own
+    greedy = spec.generate([3, 4, 5], max_new_tokens=20)
+    (output,) = stock[0.0].answer([ask._replace(most=20)])
+    assert (output.token_ids, output.text) == (greedy.token_ids, greedy.text)
+    assert output.stats.truncated == greedy.stats.truncated
+
+
+def test_a_peer_that_raises_says_why_in_its_row_and_is_asked_again_later(home, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(contestants.METHODS, "prompt lookup 3", {"prompt_lookup_num_tokens": 0})
+    options = options_in(home, tmp_path, peers="transformers", limit=1, verifier="topk", max_new_tokens=4)
+    assert run_command(monkeypatch, options) == 0
+    said = (tmp_path / "report.md").read_text()
+    assert said == capsys.readouterr().out
+    (failed,) = {entry["why"] for entry in Ledger(tmp_path).of("failed")}
+    assert f"target-prompt-lookup-3-t0 failed: {' '.join(failed.split())}." in " ".join(said.split())
+    assert "target-prompt-lookup-3-t0" not in answered(tmp_path)
+    monkeypatch.undo()
+    summary = evaluate(config_in(home, tmp_path, peers="transformers", limit=1, verifier="topk", max_new_tokens=4))
+    assert summary["failed"] == {}
+    assert len(summary["rows"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"contexts": "20,129"}, "--contexts 129: the target's context holds 256 tokens"),
+        ({"assistant": "./nowhere", "peers": "transformers"}, "no assistant directory at ./nowhere"),
+        ({"assistant": "other", "peers": "transformers"}, "--assistant has a vocabulary of 64, the target's is 259"),
+        ({"peers": "http://127.0.0.1:1/v1"}, "--peers http://127.0.0.1:1/v1: the server does not answer: "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(home, tmp_path, monkeypatch, capsys, change, complaint):
+    monkeypatch.chdir(tmp_path)
+    if change.get("assistant") == "other":
+        random_model(hf.LlamaConfig(**GROUPED)).save_pretrained("other")
+        hf.AutoTokenizer.from_pretrained(home / "target").save_pretrained("other")
+    assert run_command(monkeypatch, options_in(home, tmp_path / "out", limit=1, **change)) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("treespec: ")]
+    assert complaint in line
+    assert not list(tmp_path.glob("out/[!.]*"))
+
+
+def test_a_server_is_measured_as_its_client_sees_it(home, tmp_path):
+    """treespec's own: its greedy texts are the baseline's, two conversations at a time too."""
+    with serving(load(str(home / "target"), drafter="lookup", dtype="float32")) as state:
+        address = f"{state.url}/v1"
+        options = {"verifier": "topk", "max_new_tokens": 8, "batch": "1,2", "peers": f"{address},{NAME},{address}"}
+        summary = evaluate(config_in(home, tmp_path, **options))
+    served = [row for row in summary["rows"] if row["peer"]]
+    assert [(row["method"], row["batch"]) for row in served] == [
+        (NAME, 1), ("what it serves", 1), (NAME, 2), ("what it serves", 2)
+    ]  # fmt: skip
+    baseline = answered(tmp_path)["target-baseline-t0-b1"]
+    for row in served:
+        overall, own = row["overall"], answered(tmp_path)[row["name"]]
+        assert (row["same"], row["turns"]) == (5, 5)
+        for one, plain in zip(own, baseline, strict=True):
+            for name in ("turns", "new_tokens", "prompt_tokens", "ended"):
+                assert one[name] == plain[name]
+        assert 0 < overall["first_token"] < overall["seconds"]
+        assert overall["speedup"]["value"] > 0
+        assert overall["cycles"] == 0
+    assert "as its client sees it" in page_of(tmp_path / "report.md")
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "words"),
+    [
+        (401, "who?", "refuses with HTTP 401: who?; its key is taken from OPENAI_API_KEY"),
+        (200, 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n', "reports no usage"),
+        (200, "data: {cut", "answers with no chat completion"),
+    ],
+)
+def test_what_a_server_does_wrong_is_said_in_a_line(home, tmp_path, monkeypatch, status, content, words):
+    keys = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(200, json.dumps({"data": [{"id": "m"}]}))
+
+        def do_POST(self):
+            self.reply(status, content)
+
+        def reply(self, code, text):
+            keys.append(self.headers["Authorization"])
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setenv(peers.KEY, "secret")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    one = Contestant("m", peer=f"http://127.0.0.1:{server.server_port}/v1")
+    with pytest.raises(InputError) as caught:
+        Server(one, config_in(home, tmp_path)).answer([Ask([{"role": "user", "content": "Hi"}], [5], 0, 4)])
+    server.shutdown()
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert set(keys) == {"Bearer secret"}
+
+
+def test_waiting_for_the_device_changes_times_alone(home):
+    spec = load(str(home / "target"), str(home / "head"), tree="2x2", verifier="rrs", dtype="float32")
+    for temperature in (0.0, 1.0):
+        for one in (spec, spec.baseline()):
+            options = {"temperature": temperature, "max_new_tokens": 12, "memory": None}
+            cycles = one.generate([3, 4, 5], seed=7, **options).stats.cycles
+            waited = waited_stages(one.new(), Ask([], [3, 4, 5], 7, 12), options)
+            assert waited["total"] > waited["target"] > 0
+            assert (waited.get("head", 0) > 0) == (one.head is not None)
+            assert cycles > 0

@@ -16,15 +16,13 @@ from treespec.api.options import (
     TargetOptions,
     TreeOptions,
 )
+from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError
-from treespec.eval.common import listed, parts_of
+from treespec.eval.common import listed
 from treespec.options import (
-    DRAFTER_WORDS,
     MANY,
     SEEDS,
     TOKENS,
-    members_of,
-    memory_folder,
     option,
     shared,
 )
@@ -110,7 +108,7 @@ class EvalConfig(TargetOptions, PlacementOptions, TreeOptions, SamplingOptions, 
         peers = peers_of(self)
         if self.assistant and TRANSFORMERS not in peers:
             raise InputError("--assistant is transformers' alone: add --peers transformers")
-        kept = any(memory_folder(drafter) for drafter, _ in drafters_of(self))
+        kept = any(cache_folder(drafter) for drafter, _ in drafters_of(self))
         if self.memory == "run" and kept:
             raise InputError(
                 "--memory run begins with no answers and keeps none: leave out the folder of suffix, or "
@@ -153,28 +151,17 @@ def drafters_of(config: EvalConfig) -> list[tuple[str, str | None]]:
     """
     if config.drafter is None:
         return [(f"head:{config.head}", None)]
-    names: list[str] = []
-    for part in parts_of("drafter", config.drafter):
-        kind = members_of(names[-1])[-1].partition(":")[0] if names else ""
-        if part.partition("@")[0] in DRAFTER_WORDS.get(kind, ()):
-            names[-1] += f",{part}"  # an option of the drafter before it, as in sparse:512,snapkv
-        else:
-            names.append(part)
-    return [_split_tree(name) for name in dict.fromkeys(names)]
-
-
-def _split_tree(name: str) -> tuple[str, str | None]:
-    """medusa:HEAD@TREE as drafter and tree. An existing folder may have an @ in its name."""
-    folder = name.partition(":")[2]
-    if folder and Path(folder).exists():
-        return name, None
-    drafter, _, tree = name.partition("@")
-    return drafter, tree or None
+    return [(spec.written, spec.tree) for spec in DrafterSpec.parse_all(config.drafter)]
 
 
 def check_kept(config: EvalConfig) -> None:
     """Raises InputError where `--memory kept` names a folder that is not there."""
     names = [drafter for drafter, _ in drafters_of(config)] if config.memory == "kept" else []
-    for folder in filter(None, map(memory_folder, names)):
+    for folder in filter(None, map(cache_folder, names)):
         if not Path(folder).expanduser().is_dir():
             raise InputError(f"--memory kept: there is no folder {folder}")
+
+
+def cache_folder(drafter: str) -> str:
+    """The folder of a drafter's suffix cache; "" without one."""
+    return DrafterSpec.parse(drafter).cache_folder

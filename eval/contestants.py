@@ -9,17 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import PurePath
 
-from treespec.draft.pairing import (
-    check_given,
-    check_joined,
-    check_named,
-    check_pair,
-    has_given_tokens,
-)
+from treespec.draft.drafters import DrafterSpec
+from treespec.draft.pairing import check_named, check_one_hot, check_pair
 from treespec.errors import InputError
 from treespec.eval.common import listed
 from treespec.eval.config import TRANSFORMERS, EvalConfig, drafters_of, numbers_of, peers_of
-from treespec.options import members_of
 from treespec.trees.policy import policy
 from treespec.verify.facts import SCHEMES, known_verifier, stands_for
 
@@ -101,11 +95,11 @@ def batches_of(config: EvalConfig) -> list[int]:
 def _named(one: Contestant, config: EvalConfig) -> Contestant:
     """With target, drafter, method, tree, temperature and batch in a name that can be a file's."""
     several = len(drafters_of(config)) > 1
-    members = [member.partition(":") for member in members_of(one.drafter or "") if several]
+    drafter = DrafterSpec.parse(one.drafter).short if one.drafter and several else ""
     parts = (
         PurePath(config.target).name,
         one.peer.rpartition("//")[2] if one.peer and one.peer != TRANSFORMERS else "",
-        *(part for kind, _, value in members for part in (kind, PurePath(value).name)),
+        drafter,
         one.method,
         (one.tree or "").removesuffix(".json").rpartition("/")[2],
         f"t{one.temperature:g}",
@@ -129,8 +123,7 @@ def pairs(config: EvalConfig, files: bool = False) -> tuple[list[Contestant], li
     reasons: list[str] = []
     for drafter, drafters_tree in drafters:
         # 1. The verifiers and trees that this drafter fits.
-        check_joined(drafter)
-        given = has_given_tokens(drafter) and len(drafters) > 1
+        given = DrafterSpec.parse(drafter).kind.one_hot and len(drafters) > 1
         rows: list[Contestant] = []
         for verifier, _, verifiers_tree in (name.partition("@") for name in verifiers):
             named = drafters_tree or verifiers_tree
@@ -158,10 +151,11 @@ def check_paired(pair: Contestant, allow_lossy: bool, files: bool) -> None:
     """Raises InputError for unknown names, and if they do not fit each other or the drafter."""
     known, tree = known_verifier(pair.method, allow_lossy), pair.tree and policy(pair.tree)
     assert pair.drafter
+    spec = DrafterSpec.parse(pair.drafter)
     if files:
-        check_named(pair.drafter, known, tree or None)
-    elif has_given_tokens(pair.drafter):
-        check_given(pair.drafter.partition(":")[0], known, pair.tree)
+        check_named(spec, known, tree or None)
+    elif spec.kind.one_hot:
+        check_one_hot(spec.kind.name, known, pair.tree)
     elif tree:
         name = stands_for(known, False, tree)
         check_pair(tree, SCHEMES[name] if name else known.scheme)

@@ -2,18 +2,17 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePath
 
+from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.eval.config import EvalConfig, drafters_of
 from treespec.eval.ledger import FORMAT, Entry
 from treespec.eval.questions import Question
 from treespec.model.identity import identity_of, target_identity
-from treespec.options import members_of
 
 CHANGE_NO_COMPLETION = ("out", "allow_lossy", "run_code")  # options
 MODELS = ("head", "model", *KINDS)  # kinds of drafters that are models
@@ -63,12 +62,9 @@ def drafter_identity(drafter: str) -> str:
 
     Joined drafters have one of each. That of a suffix cache is not its answers', which may grow.
     """
-    members = members_of(drafter)
-    if len(members) > 1:
-        return " ".join(filter(None, map(drafter_identity, members)))
-    kind, _, value = members[0].partition(":")
-    if kind in MODELS:
-        names = [value] if kind != "model" or Path(value).exists() else value.split("+")
-        return " ".join(map(identity_of, names))
-    place = re.split(r",(?=\w+=)", value)[0]
-    return identity_of(place) if kind != "suffix" and place and Path(place).exists() else ""
+    found = []
+    for spec in DrafterSpec.parse(drafter).members:
+        model = spec.kind.is_head or spec.kind.several
+        if model or (spec.place and spec.kind.name != "suffix" and Path(spec.place).exists()):
+            found += [identity_of(name) for name in spec.models]
+    return " ".join(found)

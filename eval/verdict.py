@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from treespec.draft.drafters import DrafterSpec
 from treespec.eval.bootstrap import Figure
-from treespec.options import members_of
 
 FEW = 10  # with fewer questions a percentile interval is markedly too narrow
 LEAST_TAU = 1.02  # below it drafts brought nothing, and a difference is the clock's
@@ -163,8 +163,7 @@ def interval(figure: Figure | None, digits: int = 2) -> str:
 
 def short(drafter: str | None) -> str:
     """The kind of a drafter, and the last part of its path."""
-    members = [member.partition(":") for member in members_of(drafter or "")]
-    return "+".join(kind + colon + PurePath(value).name for kind, colon, value in members)
+    return DrafterSpec.parse(drafter).short if drafter else ""
 
 
 def tree_name(tree: str | None) -> str:

@@ -2,29 +2,54 @@
 its tensors. It loads no torch.
 """
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import NamedTuple
 
 from treespec.heads.checksum import Fields as Config
-from treespec.heads.names import HeadError
+from treespec.heads.names import HeadError, tensor_names
 
 ARCHITECTURES = {"hydra": "mlp", "hydra++": "prefix-mlp"}  # by kind
 DFLASH, P_EAGLE = "dflash", "p-eagle"  # model_type of treespec's own directories
 KIND = "speculators_model_type"
 WHOLE = "medusa_head."  # before the names in a whole model
 BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.")  # vLLM's
-MEDUSA = re.compile(r"\d+\.|blocks\.\d+\.|medusa_heads?\.")
-HYDRA = re.compile(r"hydra_(mlp|lm_head)\.")
 
 
-def is_medusa(config: Config, names: Collection[str]) -> bool:
-    """Whether a directory holds Medusa's heads, by tensor names if the config does not tell."""
-    return (
-        "medusa_num_heads" in config
-        or config.get("model_type") == "medusa"
-        or any(map(MEDUSA.match, names))
-    )
+class Known(NamedTuple):
+    """How a kind is recognised: any of its marks tells, where the field `needs` has its value.
+
+    types: of the fields model_type and speculators_model_type. fields: of config.json. architecture:
+    a part of a name in `architectures`. tensors: how a tensor's name begins.
+    engines: the formats of other projects that it can be written in.
+    levels: (config.json, names of the tensors) -> levels that the head drafts; None: any number, or
+    they do not tell.
+    loads: "module:NAME" of the `HeadKind`, where an installed package brings it.
+    """
+
+    types: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    architecture: str | None = None
+    tensors: str | None = None
+    needs: tuple[str, str] | None = None
+    engines: tuple[str, ...] = ()
+    levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
+    loads: str = ""
+
+    def fits(self, config: Config, names: Collection[str]) -> bool:
+        """Whether a directory holds this kind. Several projects leave defaults out of the config."""
+        if self.needs and config.get(self.needs[0]) != self.needs[1]:
+            return False
+        pattern, architecture = self.tensors, str(config.get("architectures")).lower()
+        return (
+            any(config.get(name) in self.types for name in ("model_type", KIND))
+            or any(name in config for name in self.fields)
+            or (self.architecture is not None and self.architecture in architecture)
+            or (pattern is not None and any(re.match(pattern, name) for name in names))
+        )
 
 
 def medusa_levels(config: Config, names: Iterable[str]) -> int | None:
@@ -36,25 +61,10 @@ def medusa_levels(config: Config, names: Iterable[str]) -> int | None:
     return max([*configured, count]) or None
 
 
-def medusa_heads(names: Iterable[str]) -> int:
-    """The number of heads."""
-    return max(
-        (int(found[1]) + 1 for name in names if (found := re.match(r"(\d+)\.", name))), default=0
-    )
-
-
-def is_hydra(config: Config, names: Collection[str]) -> bool:
-    """Whether a directory holds Hydra's or Hydra++'s heads."""
-    return (
-        "hydra_num_heads" in config
-        or config.get("model_type") == "hydra"
-        or any(map(HYDRA.match, names))
-    )
-
-
-def is_hydra_plus(config: Config, names: Collection[str]) -> bool:
-    """Whether a directory holds Hydra++'s heads."""
-    return is_hydra(config, names) and config.get("hydra_head_arch") == ARCHITECTURES["hydra++"]
+def medusa_heads(names: Iterable[str], pattern: str = r"(\d+)\.") -> int:
+    """The number of heads, one more than the largest number that begins a name."""
+    found = (re.match(pattern, name) for name in names)
+    return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
 def hydra_levels(config: Config, names: Iterable[str]) -> int | None:
@@ -64,27 +74,7 @@ def hydra_levels(config: Config, names: Iterable[str]) -> int | None:
 
 
 def hydra_heads(names: Iterable[str]) -> int:
-    return max(
-        (int(found[1]) + 1 for name in names if (found := re.match(r"hydra_mlp\.(\d+)\.", name))),
-        default=0,
-    )
-
-
-def is_dflash(config: Config, names: Collection[str]) -> bool:
-    """Whether a directory holds a DFlash head."""
-    named = "dflash" in str(config.get("architectures")).lower()
-    return (
-        named
-        or DFLASH in (config.get("model_type"), config.get(KIND))
-        or ("dflash_config" in config)
-    )
-
-
-def is_p_eagle(config: Config, names: Collection[str]) -> bool:
-    """Whether a directory holds a P-EAGLE head."""
-    named = "peagle" in str(config.get("architectures")).lower()
-    own = config.get("model_type") == P_EAGLE or config.get(KIND) == "peagle"
-    return named or own or "mask_hidden" in names
+    return medusa_heads(names, r"hydra_mlp\.(\d+)\.")
 
 
 def p_eagle_levels(config: Config, names: Collection[str] = ()) -> int:
@@ -101,50 +91,67 @@ def dflash_levels(config: Config, names: Collection[str]) -> int | None:
     return size if config.get("sample_from_anchor") else size - 1
 
 
-def is_eagle3(config: Config, names: Collection[str]) -> bool:
-    """Whether a config.json is EAGLE-3's, in the format of any project."""
-    named = "eagle3" in str(config.get("architectures")).lower()
-    return named or "draft_vocab_size" in config or "speculators_model_type" in config
-
-
-class Known(NamedTuple):
-    """is_one: (config.json, names of the tensors) -> whether a directory holds this kind.
-
-    engines: the formats of other projects that it can be written in.
-    levels: as is_one -> levels that the head drafts; None: any number, or they do not tell.
-    """
-
-    is_one: Callable[[Config, Collection[str]], bool]
-    engines: tuple[str, ...] = ()
-    levels: Callable[[Config, Collection[str]], int | None] = lambda config, names: None
-
-
+HYDRA = Known(
+    types=("hydra",),
+    fields=("hydra_num_heads",),
+    tensors=r"hydra_(mlp|lm_head)\.",
+    levels=hydra_levels,
+)
 # In the order in which `kind_of` tries them. EAGLE-1's directories have no mark of their own.
-KINDS = {
-    "medusa": Known(is_medusa, ("vllm",), medusa_levels),
-    "hydra++": Known(is_hydra_plus, levels=hydra_levels),
-    "hydra": Known(is_hydra, levels=hydra_levels),
-    "dflash": Known(is_dflash, levels=dflash_levels),
-    "p-eagle": Known(is_p_eagle, levels=p_eagle_levels),
-    "eagle3": Known(is_eagle3, ("sglang", "vllm", "speculators", "eagle", "treespec")),
-    "eagle": Known(lambda config, names: True, ("sglang", "vllm", "eagle")),
+KINDS: dict[str, Known] = {
+    **{point.name: point.load() for point in entry_points(group="treespec.heads")},
+    "medusa": Known(
+        types=("medusa",),
+        fields=("medusa_num_heads",),
+        tensors=r"\d+\.|blocks\.\d+\.|medusa_heads?\.",
+        engines=("vllm",),
+        levels=medusa_levels,
+    ),
+    "hydra++": HYDRA._replace(needs=("hydra_head_arch", ARCHITECTURES["hydra++"])),
+    "hydra": HYDRA,
+    "dflash": Known((DFLASH,), ("dflash_config",), "dflash", levels=dflash_levels),
+    "p-eagle": Known((P_EAGLE, "peagle"), (), "peagle", r"mask_hidden\Z", levels=p_eagle_levels),
+    "eagle3": Known(
+        fields=("draft_vocab_size", KIND),
+        architecture="eagle3",
+        engines=("sglang", "vllm", "speculators", "eagle", "treespec"),
+    ),
+    "eagle": Known(architecture="", engines=("sglang", "vllm", "eagle")),
 }
 
 
 def kind_of(config: Config, names: Collection[str]) -> str:
-    """The kind of head that a directory holds.
+    """The kind of head that a directory holds."""
+    return next(name for name, kind in KINDS.items() if kind.fits(config, names))
 
-    Several projects leave fields at their defaults out of the config, so the names count too.
-    """
-    return next(name for name, kind in KINDS.items() if kind.is_one(config, names))
+
+def kind_in(folder: Path) -> str | None:
+    """The kind of the head in a directory; None where its files do not tell."""
+    config, names = written(folder)
+    return None if names is None else kind_of(config, names)
+
+
+def levels_in(folder: Path) -> int | None:
+    """Levels that the head in a directory drafts; None: any number, or its files do not tell."""
+    config, names = written(folder)
+    return None if names is None else levels_of(config, names)
 
 
 def levels_of(config: Config, names: Collection[str]) -> int | None:
-    """Levels that the head in a directory drafts; None: any number, or its files do not tell."""
+    """As `levels_in`, of a directory's config.json and the names of its tensors."""
     try:
         return KINDS[kind_of(config, names)].levels(config, names)
     except Exception:  # a file may say anything: loading it raises the error
         return None
+
+
+def written(folder: Path) -> tuple[Config, set[str] | None]:
+    """A head's config.json and its tensors' names; ({}, None) where the files do not tell."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}, None
+    return (config, tensor_names(folder)) if isinstance(config, dict) else ({}, None)
 
 
 def check_export(kind: str, to: str, path: str) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import Any
 
+from treespec.heads.known import KINDS
+
 FORMATS = "treespec.heads.formats"
 LOSSES = "treespec.train.losses"
 
@@ -179,5 +181,6 @@ HEADS = {
     "p-eagle": HeadKind(
         head="treespec.heads.p_eagle:PEagleHead", read=f"{FORMATS}.block:read_p_eagle"
     ),
+    **{name: resolve_name(known.loads) for name, known in KINDS.items() if known.loads},
 }
 TRAINING = {name: kind.training for name, kind in HEADS.items() if kind.training}

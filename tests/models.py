@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treespec.draft.drafter import Drafter
-from treespec.draft.trained import eagle3
-from treespec.draft.trained.eagle import new_head
+from treespec.draft.trained.new_heads import new_eagle as new_head
+from treespec.draft.trained.new_heads import new_eagle3
 from treespec.draft.vocabulary import restrict
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
@@ -98,7 +98,7 @@ def random_head(target: Target, seed: int = 0) -> EagleHead:
 def random_eagle3(target: Target, seed: int = 0, drafted: Tensor | None = None) -> Eagle3Head:
     """drafted: [Vd] the tokens that it drafts, None is all."""
     torch.manual_seed(seed)
-    head = eagle3.new_head(target).eval()
+    head = new_eagle3(target).eval()
     nn.init.normal_(head.lm_head.weight)
     if drafted is not None:
         restrict(head, target, drafted)

@@ -1,6 +1,6 @@
 """Every text that a decoding can give, with its exact probability: an oracle makes the draws.
 
-The oracle stands behind each function that uses a sequence's generator (`treespec.shaping.sampling`) and follows a script
+The oracle stands behind each function that uses a generator (`treespec.shaping.sampling`) and follows a script
 of outcomes. Past its end it takes the first possible outcome and notes the others, which are replayed later, depth
 first, through the real loop. Sequences with equal tokens whose cycles had equal sizes and paths go on as one: a
 drafter's state is a function of these (`merged`).
@@ -22,9 +22,10 @@ from torch import Tensor
 from treespec import decode, sampling
 from treespec.api.spec import Spec
 from treespec.shaping.sampling import SamplingParams, probs
-from treespec.trees.tree import Draws
+from treespec.trees.tree import Draws, TokenTree
 from treespec.verify import rrs_wo
 from treespec.verify.laws import counts, keep_first, without
+from treespec.verify.walk import Verifier
 
 Text = tuple[int, ...]
 State = tuple[Text, tuple[Text, ...], Text]  # the text, its cycles, and all outcomes where these count too
@@ -197,6 +198,21 @@ def outcomes(
                 scripts += found.note(text, merged)
             running = [text for text in running if not text.ended]
     return found
+
+
+def verdict_texts(verifier: Verifier, tree: TokenTree, p: Tensor) -> Counter[Text]:
+    """{tokens of the verdict: probability}. The path must carry all of them but the last."""
+    texts, scripts = Counter(), [()]
+    with behind_every_draw():
+        while scripts:
+            oracle = Oracle(scripts.pop())
+            verdict = verifier(tree, p, oracle)
+            kept = verdict.tokens[: len(verdict.path)]
+            assert tree.tokens[verdict.path].tolist() == kept
+            assert tree.parents[verdict.path].tolist() == [0, *verdict.path][: len(kept)]
+            texts[tuple(verdict.tokens)] += oracle.probability
+            scripts += oracle.forks
+    return texts
 
 
 def distribution(

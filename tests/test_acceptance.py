@@ -153,7 +153,7 @@ def test_q_is_what_the_drafter_gives_along_a_chain_of_the_text(step: int) -> Non
         torch.testing.assert_close(p, plain[place - 1], atol=1e-5, rtol=1e-5)
         proposer = EagleProposer(head, model)
         proposer.observe([features[: place - step]], [tokens[: place - step + 1]])
-        (logits,) = proposer.begin()
+        (logits,) = proposer.begin(None)
         for i in range(place - step + 1, place):
             (logits,) = proposer.extend([Frontier(tokens[i : i + 1], torch.tensor([0]))])
         assert logits is not None

@@ -8,8 +8,8 @@ from models import follow, target
 from safetensors.torch import save_file
 from test_block_heads import TEXT, dflash, p_eagle
 
-from treespec.draft.sources import trained_head
 from treespec.draft.trained.block import BlockProposer
+from treespec.draft.trained.load import trained_head
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.formats.block import spaced
 from treespec.heads.known import kind_of, levels_of

@@ -11,7 +11,8 @@ from models import draft_tree, follow, random_head, target
 from treespec.api.spec import Spec
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.block import BlockProposer
-from treespec.draft.trained.block_heads import block_rollout, new_dflash, new_p_eagle
+from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.new_heads import new_dflash, new_p_eagle
 from treespec.errors import InputError
 from treespec.shaping.law import node_paths
 from treespec.shaping.sampling import SamplingParams
@@ -143,7 +144,7 @@ def test_levels_are_what_the_head_gives_over_the_whole_text_without_a_cache(name
         torch.testing.assert_close(firsts[row], expected[:1], atol=2e-4, rtol=1e-4)
     below = proposer.extend([Frontier(torch.tensor([3, 4]), torch.tensor([0, 0])), None])
     assert torch.equal(below[0], proposer.levels(0)[1].expand(2, -1))
-    rolled = list(block_rollout(head, model, TEXT, features[0], 2))
+    rolled = list(KINDS[head.kind].rollout(head, model, TEXT, features[0], 2))
     for row in range(len(TEXT) - 3):
         expected = plain(head, model, TEXT[: row + 2])[:2]
         torch.testing.assert_close(torch.stack([step[row] for step in rolled]), expected, atol=2e-4, rtol=1e-4)

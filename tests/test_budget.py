@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from drafting import source_of
 from models import CONFIGS, TableConfig, TableModel, random_model
 
 from treespec.api.spec import Spec
 from treespec.draft.cost.model import Cost
 from treespec.draft.cost.running import CostModel
 from treespec.draft.model_free.budget import RATES, part, rests
-from treespec.draft.model_free.given import GivenDrafter
-from treespec.draft.model_free.kinds import given_by
-from treespec.draft.model_free.trie import trie
+from treespec.draft.model_free.lookup import heaviest
+from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.model.target import Target
 
 
@@ -23,18 +23,18 @@ def times(node: float) -> Cost:
 
 def tree():
     """Two continuations of four tokens each."""
-    return trie(7, np.array([[1, 2, 3, 4], [5, 2, 3, 4]]), nodes=9)
+    return heaviest(7, np.array([[1, 2, 3, 4], [5, 2, 3, 4]]), nodes=9)
 
 
 def test_cheap_nodes_are_all_kept_and_dear_ones_none():
-    assert len(part(tree(), CostModel(times(1e-6))).tokens) == 9
-    assert part(tree(), CostModel(times(0.05))).tokens.tolist() == [7]
+    assert len(part(tree(), CostModel(times(1e-6)))[0].tokens) == 9
+    assert part(tree(), CostModel(times(0.05)))[0].tokens.tolist() == [7]
 
 
 def test_what_is_kept_is_a_part_of_the_tree_with_its_own_ancestors():
     for node in (5e-4, 1e-3, 2e-3, 4e-3):
         whole, pace = tree(), CostModel(times(node))
-        kept = part(whole, pace)
+        kept, _ = part(whole, pace)
         assert 1 <= len(kept.tokens) <= 9
         for i, parent in enumerate(kept.parents.tolist()):
             assert parent < i
@@ -66,7 +66,7 @@ def test_rows_that_cost_more_than_they_can_bring_are_never_asked_for():
 @pytest.mark.parametrize("node", [1e-6, 2e-3, 0.1])
 def test_greedy_text_is_the_targets_whatever_pays(drafter, node):
     target = Target(random_model(CONFIGS["llama"]()))
-    source = GivenDrafter(given_by(drafter)("", target).drafters[0], drafter)
+    source = OneHotDrafter(source_of(drafter, target).drafting.drafters[0], drafter)
     spec = Spec(target, source, times=times(node))
     prompt = [3, 4, 5, 3, 4, 5, 3, 4]
     assert (
@@ -78,7 +78,7 @@ def test_greedy_text_is_the_targets_whatever_pays(drafter, node):
 def test_sampled_text_has_the_targets_law():
     """Frequencies of 600 second tokens of a tabular target, by χ² at 1e-4."""
     target = Target(TableModel(TableConfig(4, seed=1)))
-    spec = Spec(target, given_by("lookup")("", target), times=times(5e-4))
+    spec = Spec(target, source_of("lookup", target), times=times(5e-4))
     counts = torch.zeros(4)
     plain = torch.zeros(4)
     for seed in range(600):

@@ -11,7 +11,7 @@ from treespec import load
 from treespec.cli import main
 from treespec.decoding.stats import TAU
 from treespec.draft.calibration import load_calibration
-from treespec.draft.trained.eagle import new_head
+from treespec.draft.trained.new_heads import new_eagle as new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.verify.facts import NAMES

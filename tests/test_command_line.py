@@ -12,12 +12,11 @@ from models import save_model
 from safetensors.torch import save_file
 
 from treespec.cli import app, main
-from treespec.cli.early import DRAFTERS, check_sources
+from treespec.cli.early import check_sources
 from treespec.cli.entry import run
 from treespec.cli.export import ENGINES
 from treespec.cli.terminal import readable
-from treespec.draft.sources import SOURCES
-from treespec.draft.trained.eagle import new_head
+from treespec.draft.trained.new_heads import new_eagle as new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.heads.registry import HEADS
@@ -173,10 +172,6 @@ def test_an_answer_ends_before_a_stop_text(folders, monkeypatch, capsys):
     whole = capsys.readouterr().out.rstrip("\n")
     assert ended(monkeypatch, *options, "--stop", "never said", "--stop", whole[3:5]) == 0
     assert capsys.readouterr().out.rstrip("\n") == whole[: whole.index(whole[3:5])]
-
-
-def test_the_table_of_drafters_is_that_of_the_sources():
-    assert set(DRAFTERS) == set(SOURCES)
 
 
 class TestBeforeAnythingIsLoaded:

@@ -7,8 +7,7 @@ from test_decode import prompt
 from test_draft_model import small
 
 from treespec.api.spec import Spec
-from treespec.draft.models.model import ModelProposer
-from treespec.draft.models.several import SeveralModels
+from treespec.draft.models.model import ModelProposer, SeveralModels
 from treespec.draft.pairing import check_pair
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError

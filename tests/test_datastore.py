@@ -14,28 +14,34 @@ from test_given import paths_of
 from treespec import load
 from treespec.api.spec import Spec
 from treespec.draft.model_free import datastore
-from treespec.draft.model_free.datastore import ORDER, Datastore, build, encoded, fingerprint, open_datastore
-from treespec.draft.model_free.given import GivenDrafter
-from treespec.draft.model_free.options import RestOptions
-from treespec.draft.model_free.rest import Rest
-from treespec.draft.model_free.suffixes import longest_suffix, places_of, suffix_array
+from treespec.draft.model_free.datastore import Datastore, build, encoded, open_datastore, suffix_array
+from treespec.draft.model_free.lookup import Rest
+from treespec.draft.model_free.one_hot import OneHotDrafter
+from treespec.draft.model_free.token_files import DATASTORE, fingerprint
+from treespec.draft.options import ORDER, RestOptions
 from treespec.errors import InputError
-from treespec.files.atomic import locked, read_json, write_json
+from treespec.files.atomic import locked, read_tensors, write_tensors
 from treespec.model.target import Target
 
-END = 4
+END = -1
 LINE = "the user asks and the assistant answers the question\n"
 
 
 def random_tokens(seed, length=200):
     """Of four kinds, with an end every now and then."""
-    tokens = np.random.default_rng(seed).integers(END, size=length).astype(np.uint16)
+    tokens = np.random.default_rng(seed).integers(4, size=length).astype(np.int32)
     tokens[29::30] = END
     return tokens
 
 
 def store_of(tokens):
-    return Datastore(tokens, suffix_array(tokens, ORDER), END)
+    return Datastore(tokens, suffix_array(tokens, ORDER), 10)
+
+
+def rewritten(file, lacks=None, **about):
+    """Write a datastore's file again with other metadata or without an array."""
+    tensors, before = read_tensors(file, "")
+    write_tensors(file, {name: value.clone() for name, value in tensors.items() if name != lacks}, before | about)
 
 
 def brute(tokens, pattern):
@@ -56,22 +62,11 @@ class TestSuffixes:
     @pytest.mark.parametrize("seed", range(5))
     def test_a_search_finds_every_place(self, seed):
         tokens = random_tokens(seed)
-        suffixes = suffix_array(tokens, ORDER)
+        store = store_of(tokens)
         for length in (1, 2, 4, 16):
             for pattern in (tokens[77 : 77 + length].tolist(), random_tokens(seed + 9, length).tolist(), [9] * length):
-                first, last = places_of(tokens, suffixes, pattern)
-                assert sorted(suffixes[first:last].tolist()) == brute(tokens, pattern)
-
-    @pytest.mark.parametrize("seed", range(5))
-    def test_the_longest_suffix_is_the_longest_that_stands_somewhere(self, seed):
-        tokens = random_tokens(seed)
-        suffixes = suffix_array(tokens, ORDER)
-        for text in ([3, *tokens[50:60].tolist()], random_tokens(seed + 9, 12).tolist(), [1], [9, 9]):
-            known = next((n for n in range(min(8, len(text)), 1, -1) if brute(tokens, text[-n:])), 0)
-            found, first, last = longest_suffix(tokens, suffixes, text, shortest=2, longest=8)
-            assert found == known
-            if known:
-                assert sorted(suffixes[first:last].tolist()) == brute(tokens, text[-known:])
+                first, last = store.places_of(pattern)
+                assert sorted(store.suffixes[first:last].tolist()) == brute(tokens, pattern)
 
 
 class TestContinuations:
@@ -89,7 +84,7 @@ class TestContinuations:
         assert Counter(map(tuple, found.tolist())) == wanted
 
     def test_of_too_many_each_kind_keeps_its_share(self):
-        tokens = np.array([0, 1, 2, 0, 1, 3, 0, 1, 3] * 100 + [END], dtype=np.uint16)
+        tokens = np.array([0, 1, 2, 0, 1, 3, 0, 1, 3] * 100 + [END], dtype=np.int32)
         found = store_of(tokens).continuations(np.array([0, 1]), 2, ORDER, 30, 1)
         assert Counter(found[:, 0].tolist()) == {2: 10, 3: 20}
 
@@ -99,14 +94,14 @@ class TestContinuations:
             assert store.continuations(np.array(text), 2, ORDER, 9, 5).shape == (0, 5)
 
     def test_a_tree_has_the_commonest_continuations(self):
-        tokens = np.array([0, 1, 2, 3, 0, 1, 2, 2, 0, 1, 3, 3, 0, 1, 2, 3, END], dtype=np.uint16)
+        tokens = np.array([0, 1, 2, 3, 0, 1, 2, 2, 0, 1, 3, 3, 0, 1, 2, 3, END], dtype=np.int32)
         tree = Rest(store_of(tokens), RestOptions(nodes=4, tokens=2)).draft(np.array([0, 0, 1]), torch.Generator())
         assert set(paths_of(tree)) == {(1,), (1, 2), (1, 3), (1, 2, 3)}
 
 
 def test_texts_drafted_from_a_datastore_are_the_targets_at_temperature_0():
     target = Target(TableModel(TableConfig(4, seed=1)))
-    spec = Spec(target, GivenDrafter(Rest(store_of(random_tokens(1)), RestOptions(nodes=8, tokens=3)), "rest"))
+    spec = Spec(target, OneHotDrafter(Rest(store_of(random_tokens(1)), RestOptions(nodes=8, tokens=3)), "rest"))
     wanted = spec.baseline().generate([1, 2], max_new_tokens=40).token_ids
     assert spec.generate([1, 2], max_new_tokens=40).token_ids == wanted
 
@@ -122,34 +117,22 @@ class TestFiles:
         words = tokenizer()
         store = open_datastore(folder, words, 400)
         text = words.encode(LINE)
-        assert store.tokens.tolist() == [*text, store.end] * 2
-        assert store.end == len(words)
-        assert open_datastore(folder, words, 9).end == 9  # a target without the other tokens
+        assert store.tokens.tolist() == [*text, END] * 2
         assert store.suffixes.tolist() == suffix_array(store.tokens, ORDER).tolist()
 
-    def change(self, folder, **changes):
-        write_json(folder / "index.json", read_json(folder / "index.json", "") | changes)
-
-    def cut(self, folder):
-        (folder / "suffixes.npy").write_bytes((folder / "suffixes.npy").read_bytes()[:-8])
-
     @pytest.mark.parametrize(
-        ("damage", "complaint"),
+        ("change", "complaint"),
         [
-            (lambda self, folder: (folder / "index.json").unlink(), "no datastore at"),
-            (lambda self, folder: (folder / "index.json").write_text("{"), "index.json is damaged"),
-            (lambda self, folder: self.change(folder, format=0), "has format 0, this treespec reads 1: build it again"),
-            (lambda self, folder: self.change(folder, tokenizer="other"), "of another tokenizer than the target's"),
-            (lambda self, folder: self.change(folder, tokens=3), "is damaged"),
-            (lambda self, folder: self.change(folder, tokens=[3]), "is damaged"),
-            (lambda self, folder: self.change(folder, end="3"), "is damaged"),
-            (lambda self, folder: (folder / "tokens.npy").write_bytes(b""), "is damaged"),
-            (lambda self, folder: (folder / "tokens.npy").unlink(), "is damaged"),
-            (cut, "is damaged"),
+            (lambda file: file.unlink(), "no datastore at"),
+            (lambda file: file.write_bytes(file.read_bytes()[:-8]), "is damaged"),
+            (lambda file: rewritten(file, format="0"), "has format 0, this treespec reads 2: build it again"),
+            (lambda file: rewritten(file, tokenizer="other"), "of another tokenizer than the target's"),
+            (lambda file: rewritten(file, lacks="suffixes"), "is damaged"),
+            (lambda file: rewritten(file, lacks="tokens"), "is damaged"),
         ],
     )
-    def test_what_cannot_be_used_is_one_line(self, folder, damage, complaint):
-        damage(self, folder)
+    def test_what_cannot_be_used_is_one_line(self, folder, change, complaint):
+        change(folder / DATASTORE)
         with pytest.raises(InputError, match=complaint) as caught:
             open_datastore(folder, tokenizer(), 400)
         assert "\n" not in str(caught.value)
@@ -164,14 +147,14 @@ class TestFiles:
         assert not list(tmp_path.iterdir())
 
     def test_what_a_killed_build_has_left_is_no_datastore_and_built_over(self, folder):
-        for name in (".lock", ".suffixes.npy.99999999.tmp"):
+        for name in (".lock", f".{DATASTORE}.99999999.tmp"):
             (folder / name).write_text("half")
-        (folder / "index.json").unlink()
+        (folder / DATASTORE).unlink()
         with pytest.raises(InputError, match="no datastore"):
             open_datastore(folder, tokenizer(), 400)
         build([[1, 2, 3]], tokenizer(), folder)
         assert open_datastore(folder, tokenizer(), 400).tokens[:3].tolist() == [1, 2, 3]
-        assert {path.name for path in folder.iterdir()} == {"index.json", "tokens.npy", "suffixes.npy"}
+        assert {path.name for path in folder.iterdir()} == {DATASTORE}
 
     def test_a_second_build_at_one_place_is_told_at_once(self, tmp_path):
         with locked(tmp_path / "store"), pytest.raises(InputError, match="store is being written by process"):
@@ -183,11 +166,11 @@ class TestFiles:
         with pytest.raises(InputError, match="holds no text"):
             build([[]], tokenizer(), tmp_path / "other")
         (tmp_path / "mine").mkdir()
-        (tmp_path / "mine" / "tokens.npy").write_text("not a datastore's")
-        for name in ("mine", "mine/tokens.npy"):
+        (tmp_path / "mine" / "mine.txt").write_text("not a datastore's")
+        for name in ("mine", "mine/mine.txt"):
             with pytest.raises(InputError, match="exists: delete it"):
                 build([[1, 2, 3]], tokenizer(), tmp_path / name)
-        assert [path.name for path in (tmp_path / "mine").iterdir()] == ["tokens.npy"]
+        assert [path.name for path in (tmp_path / "mine").iterdir()] == ["mine.txt"]
 
     def test_tokenizers_are_told_apart_by_their_tokens(self):
         other = tokenizer()

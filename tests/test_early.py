@@ -10,9 +10,8 @@ from models import hollow_model, random_eagle3, random_head, save_model, target
 from test_command_line import Terminal
 
 from treespec.cli import main
-from treespec.draft.trained.eagle import new_head
-from treespec.draft.trained.hydra import new_hydra, new_hydra_plus
-from treespec.draft.trained.medusa import new_medusa
+from treespec.draft.trained.new_heads import new_eagle as new_head
+from treespec.draft.trained.new_heads import new_hydra, new_hydra_plus, new_medusa
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.options import DTYPES
@@ -76,7 +75,7 @@ WRONG = [
     (DRAFTING, "--drafter mtp:2", "mtp takes no value"),
     (DRAFTING, "--drafter suffix+mtp", "--drafter mtp: "),
     (DRAFTING, "--drafter rest:HOME/none,nodes=8", "no datastore at"),
-    (DRAFTING, "--drafter rest:HOME/store", "has format None, this treespec reads 1"),
+    (DRAFTING, "--drafter rest:HOME/store", "datastore.safetensors is damaged: build it again"),
     (DRAFTING, "--drafter suffix:HOME/memory", "000001.safetensors is damaged: delete it to forget"),
     (DRAFTING, "--drafter suffix:HOME/memory,nodes=9+eagle:HOME/eagle", "000001.safetensors is damaged"),
     (DRAFTING, "--drafter suffix+egle:HOME/eagle", "did you mean eagle?"),
@@ -95,6 +94,8 @@ WRONG = [
     (TREES, "--head HOME/eagle --tree sampled --verifier optimal", "make it with treespec calibrate"),
     (TREES, "--head HOME/eagle --tree sampled --verifier rrs", "which rrs-wo, traversal and optimal answer"),
     (TREES, "--drafter sparse:512 --tree sampled --verifier rrs-wo", "without a head take --tree eagle"),
+    (TREES, "--drafter hydra:HOME/hydra@auto:depth=9", "take --tree auto:depth=3"),
+    (("generate", "chat"), "--drafter hydra:HOME/hydra@2x2 --tree 2x3", "both --tree 2x3 and @2x2"),
     (TREES, "--drafter lookup --tree eagle", "lookup makes its own tree"),
     (("generate", "chat"), "--tree 2x4 --verifier rrs", "--tree 2x4 and --verifier rrs: nothing drafts"),
     (("eval",), "--head HOME/medusa --verifier topk@chain:9", "the tree is 9 deep"),
@@ -200,7 +201,7 @@ def home(tmp_path_factory):
         "skip.json": "{damaged",
         "deep.json": json.dumps({"layers": 99, "attention": [], "mlp": []}),
         "memory/shared/000001.safetensors": "half",
-        "store/index.json": "{}",
+        "store/datastore.safetensors": "{}",
         "talk.jsonl": json.dumps({"data": ["the user", "asks"]}),
         "words.jsonl": "the user asks",
         "twice.yaml": "target: a\ntarget: b\n",

@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treespec import load
 from treespec.api.trace import trace
+from treespec.draft.drafters import DRAFTERS as ROWS
+from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.datastore import build
 from treespec.draft.models.skip_set import SkipSet, save_skip_set
-from treespec.draft.sources import SOURCES
 from treespec.draft.trained.kinds import KINDS
 from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.places import places
@@ -34,6 +35,8 @@ DRAFTERS = {
     "suffix": "suffix:{home}/memory",
 }
 JOINED = {
+    "snapkv": "sparse:64,snapkv",
+    "two models": "model:{home}/small+{home}/target",
     "suffix+eagle": "suffix+eagle:{home}/eagle",
     "suffix+model": "suffix:{home}/joined,nodes=9+model:{home}/small",
 }
@@ -61,17 +64,20 @@ def home(tmp_path_factory):
 
 
 def test_no_drafter_is_left_out():
-    assert DRAFTERS.keys() == SOURCES.keys()
+    assert DRAFTERS.keys() == ROWS.keys()
 
 
 @pytest.mark.parametrize("kind", DRAFTERS | JOINED)
 def test_greedy_answers_are_the_targets_own_tokens(home, kind):
-    """Float32, one text, three together, and one that is traced."""
+    """Float32, one text, three together, two at a time under another tree and verifier, and one that is traced."""
     spec = load(str(home / "target"), drafter=(DRAFTERS | JOINED)[kind].format(home=home), dtype="float32")
     prompts = [TEXT * 2, "the answer", TEXT]
     plain = [spec.baseline().generate(prompt, max_new_tokens=24).token_ids for prompt in prompts]
     assert spec.generate(prompts[0], max_new_tokens=24).token_ids == plain[0]
     assert [output.token_ids for output in spec.generate(prompts, max_new_tokens=24)] == plain
+    if not DrafterSpec.parse((DRAFTERS | JOINED)[kind]).kind.one_hot:
+        other = spec.configured("2x2", "rrs")
+        assert [output.token_ids for output in other.generate(prompts, max_new_tokens=24, batch=2)] == plain
     pieces = [piece for cycle in trace(spec, prompts[0], max_new_tokens=24) for piece in cycle.answer]
     assert [token for piece in pieces for token in piece.token_ids] == plain[0]
 
@@ -81,7 +87,7 @@ def test_sampled_answers_have_the_targets_law(home, kind):
     """Their tokens' places in the plain model's laws are uniform: Kolmogorov and Smirnov, an error of 1e-4 each."""
     drafter = (DRAFTERS | JOINED)[kind].format(home=home)
     given = kind in ("rest", "lookup", "lookahead", "jacobi", "suffix")
-    verifier, tree = ("topk", None) if given else ("rrs-wo", "2x2")
+    verifier, tree = ("topk", None) if given else ("rrs", "2x2") if kind == "two models" else ("rrs-wo", "2x2")
     spec = load(str(home / "target"), drafter=drafter, tree=tree, verifier=verifier, dtype="float32")
     config = CertifyConfig(target="target", head="head", tokens=300, length=6, batch=1, top_k=0, top_p=1.0, seed=3)
     rows = list(places(spec, Examination(spec, [spec.encode(TEXT)], config).sample()))

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from drafting import source_of
 from models import GROUPED, random_eagle3, random_model
 from safetensors.torch import load_file
 from test_depth_heads import heads_for
@@ -15,7 +16,6 @@ from transformers import LlamaConfig
 from treespec.api.spec import Spec
 from treespec.cli import main
 from treespec.cli.export import ENGINES
-from treespec.draft.sources import source_of
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.eagle import EagleHead

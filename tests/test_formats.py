@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from test_depth_heads import heads_for
 from transformers import LlamaConfig
 
+from treespec.draft.drafters import TRAINED
 from treespec.draft.trained.kinds import KINDS
 from treespec.heads.checkpoint import HeadError, load_head
 from treespec.heads.formats.eagle3 import from_sglang, to_sglang_ids
@@ -18,7 +19,6 @@ from treespec.heads.known import kind_of
 from treespec.heads.layers import Eagle3Layer
 from treespec.heads.registry import HEADS, TRAINING
 from treespec.model.target import Target
-from treespec.options import TRAINED
 
 DRAFTED = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:32].sort().values
 IDS = "eagle_aux_hidden_state_layer_ids"

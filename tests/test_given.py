@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from drafting import source_of
 from evaluating import config_in, page_of
 from models import CONFIGS, TableConfig, TableModel, target
 from test_batch import prompts, what
@@ -17,9 +18,8 @@ from treespec.api.spec import Spec
 from treespec.cli.chat_config import ChatConfig
 from treespec.cli.commands import run
 from treespec.cli.conversation import Conversation
-from treespec.draft.model_free.lookup import Lookup, matches
-from treespec.draft.model_free.trie import trie
-from treespec.draft.sources import source_of
+from treespec.draft.model_free.lookup import Lookup, heaviest, matches
+from treespec.draft.options import LookupOptions
 from treespec.errors import InputError
 from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.places import repeats
@@ -58,35 +58,33 @@ def paths_of(tree):
     return [tuple(tree.tokens[tree.ancestors[node]].tolist()) for node in range(len(tree.tokens))]
 
 
-class TestTrie:
+class TestHeaviest:
     def test_the_drawn_example(self):
         lines = [["a", "b"], ["c"], ["a", "b"], ["a", "d"]]
         continuations = np.array([[WORDS[w] for w in line] + [-1] * (2 - len(line)) for line in lines])
-        tree = trie(0, continuations, nodes=4)
+        tree = heaviest(0, continuations, nodes=4)
         assert tree.tokens.tolist() == [WORDS[w] for w in ("root", "a", "c", "b")]
         assert tree.parents.tolist() == [-1, 0, 0, 1]
         assert tree.depth.tolist() == [0, 1, 1, 2]
 
     @pytest.mark.parametrize("seed", range(8))
     def test_it_keeps_the_heaviest_beginnings_and_their_parents(self, seed):
-        """Against a count of all beginnings, ties by depth and first appearance; weights are powers of two."""
+        """Against a count of all beginnings, ties by depth and first appearance."""
         g = np.random.default_rng(seed)
         lengths = g.integers(5, size=30)
         lines = [g.integers(3, size=length).tolist() for length in lengths]
-        weights = 2.0 ** g.integers(3, size=30)
         total: Counter = Counter()
-        for line, weight in zip(lines, weights, strict=True):
-            for end in range(1, len(line) + 1):
-                total[tuple(line[:end])] += weight
+        for line in lines:
+            total.update(tuple(line[:end]) for end in range(1, len(line) + 1))
         best = sorted(total, key=lambda path: (-total[path], len(path)))  # appearance is the counter's order
-        tree = trie(7, np.array([line + [-1] * (4 - len(line)) for line in lines]), nodes=12, weights=weights)
+        tree = heaviest(7, np.array([line + [-1] * (4 - len(line)) for line in lines]), nodes=12)
         assert {path[1:] for path in paths_of(tree)} == {(), *best[:11]}
         assert (tree.parents[1:] < torch.arange(1, 12)).all()
         assert tree.depth.tolist() == [len(path) - 1 for path in paths_of(tree)]
 
     def test_without_continuations_it_is_the_root(self):
         for nothing in (np.empty((0, 3), dtype=np.int64), np.full((2, 3), -1)):
-            assert trie(5, nothing, nodes=9).tokens.tolist() == [5]
+            assert heaviest(5, nothing, nodes=9).tokens.tolist() == [5]
 
 
 class TestLookup:
@@ -111,13 +109,14 @@ class TestLookup:
         text = random_text(seed, vocab=6)
         theirs = PromptLookupCandidateGenerator(num_output_tokens=5, max_matching_ngram_size=3, max_length=1000)
         wanted = theirs.get_candidates(torch.from_numpy(text)[None])[0][0, len(text) :].tolist()
-        tree = Lookup(tokens=5).draft(text, GENERATOR)
+        tree = Lookup(LookupOptions(tokens=5)).draft(text, GENERATOR)
         assert tree.tokens.tolist() == [text[-1], *wanted]
         assert tree.parents.tolist() == list(range(-1, len(wanted)))
 
     def test_several_matches_are_branches(self):
         a, b, c, d = 1, 2, 3, 4
-        tree = Lookup(tokens=2, ngram=1, matches=2).draft(np.array([a, b, c, a, b, d, a, d, d, a]), GENERATOR)
+        text = np.array([a, b, c, a, b, d, a, d, d, a])
+        tree = Lookup(LookupOptions(tokens=2, ngram=1, matches=2)).draft(text, GENERATOR)
         assert set(paths_of(tree)) == {(a,), (a, b), (a, b, c), (a, b, d)}
 
 
@@ -189,7 +188,7 @@ class TestWhatDoesNotGoTogether:
             ("lookup:words=3", "'words=3' is not understood; its options are tokens=10, ngram=3, matches=1"),
             ("lookahead:ngram=1", "ngram is 1, must be a whole number from 2 to 64"),
             ("jacobi:window", "'window' is not understood; its options are window=15"),
-            ("lookout", "unknown drafter 'lookout' (did you mean lookup?): choose head, "),
+            ("lookout", "unknown drafter 'lookout' (did you mean lookup?): choose head:HEAD, "),
             ("rest:nowhere", "no datastore at nowhere"),
         ],
     )

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from drafting import source_of
 from grammars import END, TOKENS, by_words, law_of_answers, letters_spec
 from oracle import outcomes
 
 from treespec.api.spec import Spec
-from treespec.draft.sources import source_of
 from treespec.shaping.compiled import compiled
 from treespec.shaping.grammar import GrammarShaper
 from treespec.shaping.sampling import SamplingParams

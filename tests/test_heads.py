@@ -9,8 +9,9 @@ from models import follow, random_head, target
 from safetensors.torch import load_file, save_file
 
 from treespec.draft.proposer import Frontier
-from treespec.draft.sources import fit
-from treespec.draft.trained.eagle import EagleProposer, new_head
+from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.trained.load import fit
+from treespec.draft.trained.new_heads import new_eagle as new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.eagle import EagleHead
@@ -206,11 +207,11 @@ def test_tree_drafting_equals_drafting_each_path_alone():
     text, features = torch.randint(3, 64, (7,)), torch.randn(7, 32)
     proposer = EagleProposer(head, model)
     follow(proposer, features[:4], text[:4])
-    proposer.begin()
+    proposer.begin(None)
     proposer.extend([Frontier(torch.tensor([9, 8, 7]), torch.tensor([0, 0, 0]))])  # drafted, then forgotten
     follow(proposer, features[4:], text[4:])
     assert proposer.lengths == [7]
-    (at_root,) = proposer.begin()
+    (at_root,) = proposer.begin(None)
     first, second = torch.tensor([5, 6, 7]), torch.tensor([8, 9, 10, 11])
     rows = torch.tensor([0, 2, 2, 1])
     (level1,) = proposer.extend([Frontier(first, torch.tensor([0, 0, 0]))])
@@ -238,7 +239,7 @@ def test_rewinding_equals_never_having_seen_the_rest(length):
     text, features = torch.randint(3, 64, (9,)), torch.randn(9, 32)
     used, fresh = EagleProposer(head, model), EagleProposer(head, model)
     follow(used, features[:5], text[:5])
-    used.begin()
+    used.begin(None)
     used.extend([Frontier(torch.tensor([3, 4]), torch.tensor([0, 0]))])
     follow(used, features[5:7], text[5:7])
     follow(used, features[7:], text[7:])
@@ -248,7 +249,7 @@ def test_rewinding_equals_never_having_seen_the_rest(length):
         if proposer is fresh and length:
             follow(proposer, features[:length], text[:length])
         follow(proposer, features[:3], text[:3])
-    assert torch.allclose(used.begin()[0], fresh.begin()[0], atol=1e-5)
+    assert torch.allclose(used.begin(None)[0], fresh.begin(None)[0], atol=1e-5)
 
 
 def test_a_head_with_values_that_are_not_finite_is_refused_by_name(tmp_path):

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from treespec import options
 from treespec.cli import app
 from treespec.cli.export import ENGINES
-from treespec.draft.model_free.options import budget_of
-from treespec.draft.sources import SOURCES
+from treespec.draft.drafters import DRAFTERS as ROWS
 from treespec.draft.trained.kinds import KINDS
 from treespec.eval.acceptance.config import PRESETS
 from treespec.eval.questions import SETS
@@ -47,7 +46,7 @@ LOSSLESS = {name for name, scheme in SCHEMES.items() if scheme.lossless}
 MARKED = {name if name in LOSSLESS or name not in SCHEMES else f"{name} (lossy)" for name in NAMES}
 LISTS = {  # what the help of an option lists, wherever the option is
     "verifier": MARKED,
-    "drafter": set(options.DRAFTER_FORMS.values()),
+    "drafter": {row.forms[0] for row in ROWS.values()},
     "tree": {*options.TREE_FORMS.values(), options.TREE_FILE},
     "dtype": set(options.DTYPES),
     "questions": {*SETS, "a JSONL file in FastChat's format"},
@@ -90,8 +89,7 @@ def test_every_option_has_a_plain_line_of_help(command):
 def test_the_names_that_help_lists_are_those_of_the_registries():
     assert list(facts.SCHEMES) == list(SCHEMES)
     assert set(facts.BEYOND_THE_NODE) == set(BEYOND_THE_NODE)
-    assert set(options.DRAFTERS) == set(SOURCES)
-    assert set(options.HEADS) == {"head", *KINDS}
+    assert {name for name, row in ROWS.items() if row.is_head} == {"head", *KINDS}
     assert tuple(SETS) == options.QUESTIONS
     assert set(ENGINES) == {engine for kind in HEADS.values() for engine in kind.writers}
 
@@ -117,9 +115,6 @@ def test_what_is_known_without_torch_is_what_the_parts_say():
 def test_every_tree_and_precision_that_help_names_is_one():
     assert all(policy.policy(form) for form in options.TREE_FORMS.values())
     assert all(isinstance(getattr(torch, name), torch.dtype) for name in options.DTYPES if name != "auto")
-    for kind, words in options.DRAFTER_WORDS.items():
-        assert kind == "sparse"
-        assert all(budget_of(f"512,{word}") == (512, True) for word in words)
 
 
 def test_options_of_one_subject_stand_under_one_heading():

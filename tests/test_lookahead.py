@@ -8,7 +8,7 @@ from models import CONFIGS, VOCAB, target
 from test_target import PREFIX, TOLERANCE, plain_logits, prefix, random_tree
 
 from treespec.draft.model_free.lookahead import Lookahead, beside
-from treespec.draft.model_free.options import LookaheadOptions
+from treespec.draft.options import LookaheadOptions
 from treespec.model.target import TreeOutput
 from treespec.trees.tree import Rows, TokenTree
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drafting import source_of
 from models import follow, random_model
 from mtp_files import CONFIGS, add_tensors, decoder_layer, names_of, save_with_mtp
 from safetensors.torch import load_file
@@ -10,10 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from treespec.api.spec import Spec
+from treespec.draft.drafters import DrafterSpec
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.mtp import MtpProposer
-from treespec.draft.trained.mtp_files import check_mtp, dequantised
-from treespec.draft.trained.mtp_load import load_mtp, mtp_of_target
+from treespec.draft.trained.mtp_files import dequantised
+from treespec.draft.trained.mtp_load import load_mtp
 from treespec.errors import InputError
 from treespec.heads.mtp_layouts import mtp_layers
 from treespec.model.target import Target
@@ -98,13 +100,13 @@ def test_drafts_are_what_the_layers_give_over_the_whole_path_without_a_cache(fol
     text, other = torch.tensor([7, 3, 9, 12, 5, 40, 8, 21, 33]), torch.tensor([7, 3, 9, 1, 1, 1])
     proposer = MtpProposer(load_mtp(target), target, chunk=3)
     follow(proposer, target.features(other[None, :-1])[0], other[1:])
-    proposer.begin()
+    proposer.begin(None)
     proposer.rewind([2])
     features = target.features(text[None, :-1])[0]
     follow(proposer, features[2:4], text[3:5])
-    proposer.begin()
+    proposer.begin(None)
     follow(proposer, features[4:], text[5:])
-    (logits,) = proposer.begin()
+    (logits,) = proposer.begin(None)
     torch.testing.assert_close(logits[0], plain.logits(text, text[:0]), atol=2e-4, rtol=1e-4)
     branches = torch.tensor([[4, 6], [11, 50], [2, 17], [30, 31]])
     for level in range(4):
@@ -125,10 +127,10 @@ def test_texts_of_different_lengths_draft_together_as_each_does_alone(folders, n
     proposer = MtpProposer(load_mtp(target), target, chunk=3)
     proposer.join([proposer.new(), proposer.new()])
     proposer.observe([features[0], features[1][:0], features[2][:3]], [texts[0], texts[1][:1], texts[2][:4]])
-    proposer.begin()
+    proposer.begin(None)
     proposer.rewind([4, 0, 3])
     proposer.observe([features[0][4:], features[1], features[2][3:]], [texts[0][4:], texts[1], texts[2][3:]])
-    logits = proposer.begin()
+    logits = proposer.begin(None)
     drafted = [torch.tensor(ids) for ids in ([6, 11, 3], [9, 9, 20], [1, 5, 60])]
     for level in range(4):
         for row, text in enumerate(texts):
@@ -142,7 +144,7 @@ def test_texts_of_different_lengths_draft_together_as_each_does_alone(folders, n
 def test_trees_of_mtp_drafts_give_the_targets_own_tokens(folders, name):
     """Greedy, three texts together, under a static tree, a chain and the default tree."""
     target = loaded(folders[name])
-    source = mtp_of_target("", target)
+    source = source_of("mtp", target)
     prompts = [[7, 3, 9, 12, 5], [4], [11, 40, 8, 21, 33, 6, 2, 9]]
     plain = [Spec(target, None).generate(ids, max_new_tokens=16).token_ids for ids in prompts]
     for tree in ("2x3", "chain:5", None):
@@ -154,13 +156,13 @@ def test_a_target_without_mtp_layers_is_told_what_to_have(tmp_path):
     random_model(CONFIGS["mimo"]()).save_pretrained(tmp_path)
     target = loaded(tmp_path)
     with pytest.raises(InputError, match=r"holds no MTP layer: no tensor such as model\.layers\.3\.eh_proj"):
-        mtp_of_target("", target)
+        source_of("mtp", target)
     with pytest.raises(InputError, match=r"holds no MTP layer: no tensor such as model\.layers\.3\.eh_proj"):
-        check_mtp("", str(tmp_path), 3)
-    check_mtp("", str(save_with_mtp(tmp_path / "with", "mimo")), 3)
-    check_mtp("", "org/of-the-hub", None)
+        DrafterSpec.parse("mtp").check(str(tmp_path))
+    DrafterSpec.parse("mtp").check(str(save_with_mtp(tmp_path / "with", "mimo")))
+    DrafterSpec.parse("mtp").check("org/of-the-hub")
     with pytest.raises(InputError, match="takes no value"):
-        mtp_of_target("2", target)
+        DrafterSpec.parse("mtp:2")
     with pytest.raises(InputError, match="has none: name a directory"):
         load_mtp(Target(random_model(CONFIGS["mimo"]())))
 

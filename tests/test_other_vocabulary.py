@@ -13,8 +13,14 @@ from tokenizers.models import BPE
 
 from treespec import load
 from treespec.api.spec import Spec
-from treespec.draft.models.other_vocabulary import OtherVocabulary, start_of
-from treespec.draft.models.shared_vocabulary import SPECIAL, SharedVocabulary, bytes_of, shared_vocabulary
+from treespec.draft.models.other_vocabulary import (
+    SPECIAL,
+    OtherVocabulary,
+    SharedVocabulary,
+    bytes_of,
+    shared_vocabulary,
+    start_of,
+)
 from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head, save_head

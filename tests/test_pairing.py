@@ -9,10 +9,11 @@ from models import hollow_model, random_eagle3, random_head, target
 from safetensors.torch import load_file, save_file
 
 from treespec.cli import main
-from treespec.draft.pairing import levels, model_of
-from treespec.draft.trained.hydra import new_hydra
-from treespec.draft.trained.medusa import new_medusa
+from treespec.draft.drafters import DrafterSpec
+from treespec.draft.pairing import model_of
+from treespec.draft.trained.new_heads import new_hydra, new_medusa
 from treespec.heads.checkpoint import load_head, save_head
+from treespec.heads.known import levels_in
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +57,19 @@ def test_what_goes_together_is_loaded(home, monkeypatch, capsys):
 def test_levels_by_names_are_those_of_the_loaded_head(home, tmp_path):
     """Published configurations of Medusa say fewer heads than their files hold."""
     for name in ("eagle", "eagle3", "medusa", "hydra"):
-        assert levels(home / name) == load_head(home / name).max_depth
+        assert levels_in(home / name) == load_head(home / name).max_depth
     for config in ('{"medusa_num_heads": 2}', "{}", '{"medusa_num_heads": 2, "checksum_": 1}'):
         tensors = load_file(home / "medusa" / "model.safetensors")
         save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
         (tmp_path / "config.json").write_text(config)
-        assert levels(tmp_path) == load_head(tmp_path).max_depth == 4
+        assert levels_in(tmp_path) == load_head(tmp_path).max_depth == 4
 
 
 def test_what_only_reading_tells_is_left_to_the_loading(home, tmp_path):
     torch.save(load_file(home / "medusa" / "model.safetensors"), tmp_path / "medusa_lm_head.pt")
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
-    assert levels(tmp_path) is None
-    assert model_of("head", "someone/on-the-hub").calibrated
+    assert levels_in(tmp_path) is None
+    assert model_of(DrafterSpec.parse("head:someone/on-the-hub")).calibrated
 
 
 def test_a_wrong_pair_is_refused_before_transformers_is_imported(home):

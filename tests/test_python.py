@@ -7,6 +7,7 @@ from inspect import signature
 import pytest
 import torch
 import transformers as hf
+from drafting import source_of
 from models import CONFIGS, random_head, random_model, save_model, target
 
 import treespec
@@ -15,7 +16,6 @@ from treespec.api.spec import Spec
 from treespec.draft.models.skip import SkipProposer
 from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer
-from treespec.draft.sources import source_of
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.checkpoint import save_head

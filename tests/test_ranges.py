@@ -18,7 +18,7 @@ MODULES = (
     *(f"treespec.cli.{name}" for name in ("config", "chat_config", "generate", "quickstart", "datastore")),
     "treespec.train.config",
     *(f"treespec.eval{room}.config" for room in ("", ".certify", ".acceptance", ".fit")),
-    "treespec.draft.model_free.options",
+    "treespec.draft.options",
 )
 LISTS = {"temperature", "draws", "draft_temperature", "contexts", "batch"}  # numbers inside of a string
 NUMBERS = (int, float, int | None, float | None)

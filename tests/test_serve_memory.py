@@ -1,10 +1,10 @@
 """The server shares a memory between requests of the same key, never across keys."""
 
 import pytest
+from drafting import source_of
 from http_serving import MESSAGES, client, serving, tiny_spec
 
 from treespec.api.spec import Spec
-from treespec.draft.sources import source_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

@@ -8,8 +8,7 @@ import torch
 import transformers as hf
 from growing import TEXTS, contents, joined, level_logits, same
 from models import CONFIGS, TableConfig, TableModel, save_model, target
-from test_batch import prompts, what
-from test_decode import plain_generate, prompt
+from test_decode import prompt
 
 from treespec import load
 from treespec.api.spec import Spec
@@ -59,15 +58,6 @@ def test_drafting_leaves_the_target_and_its_cache_as_they_were():
     with pytest.raises(KeyboardInterrupt), skipping(whole, SOME):
         raise KeyboardInterrupt
     assert dict(whole.model.named_modules()) == modules
-
-
-@pytest.mark.parametrize("name", ["gemma3", "granite", "cohere"])
-@pytest.mark.parametrize("tree", ["dynamic:depth=3,topk=4,nodes=9", "confident:threshold=.3"])
-def test_greedy_texts_are_the_targets_alone_and_together(name, tree):
-    spec = Spec(target(name), SkipProposer(target(name), SOME), tree)
-    assert spec.generate(prompt(), max_new_tokens=24).token_ids == plain_generate(spec.target, prompt(), 24)
-    wanted = [what([spec.generate(text, max_new_tokens=10)])[0] for text in prompts()]
-    assert what(spec.generate(prompts(), max_new_tokens=10, batch=3)) == wanted
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,13 +1,13 @@
 """Whatever drafts for a target becomes one kind of source, and rows of texts come and go in step."""
 
 import pytest
+from drafting import source_of
 from models import random_head, target
 
 from treespec.api.spec import Spec
 from treespec.draft.drafter import Drafter
 from treespec.draft.per_text import PerText
 from treespec.draft.source import source_for
-from treespec.draft.sources import source_of
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.trees.tree import root_only
 
@@ -59,7 +59,7 @@ def test_a_head_its_proposer_and_their_source_draft_the_same():
 
 def test_a_drafter_of_given_tokens_and_none_are_sources_too():
     model = target("llama")
-    lookup = source_for(source_of("lookup", model), model)
+    lookup = source_of("lookup", model)
     assert (lookup.name, lookup.proposer, list(lookup.models)) == ("lookup", None, [])
     assert source_for(None, model) is None
 

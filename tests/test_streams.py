@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event
 
 import pytest
+from drafting import source_of
 from models import random_head, target
 from test_decode import plain_generate, prompt
 
@@ -13,7 +14,6 @@ from treespec.api.spec import Spec
 from treespec.draft.models.skip import SkipProposer
 from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer
-from treespec.draft.sources import source_of
 from treespec.errors import InputError, SupersededError
 
 NEW = 16

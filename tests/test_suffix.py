@@ -5,18 +5,17 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from drafting import source_of
 from models import TableConfig, TableModel, target
-from test_decode import plain_generate, prompt
+from test_decode import prompt
 from test_given import paths_of, spec_of
 
 from treespec.api.engine import Engine
-from treespec.draft.model_free.options import SuffixOptions
-from treespec.draft.model_free.suffix import Suffix
+from treespec.draft.model_free.counts import guess
+from treespec.draft.model_free.suffix import Rates, Suffix
+from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches
 from treespec.draft.model_free.suffix_index import NEWEST, SuffixIndex, longest_match
-from treespec.draft.model_free.suffix_memory import Memories, Memory
-from treespec.draft.model_free.suffix_rates import Rates
-from treespec.draft.model_free.suffix_tree import guess
-from treespec.draft.sources import source_of
+from treespec.draft.options import SuffixOptions
 from treespec.errors import InputError
 from treespec.model.target import Target
 
@@ -33,7 +32,7 @@ def index_of(*texts):
 
 def suffix(**options):
     chosen = SuffixOptions(**options)
-    return Suffix(chosen, Memories(chosen.tokens))
+    return Suffix(chosen, SuffixCaches(chosen.tokens))
 
 
 def table():
@@ -79,7 +78,7 @@ class TestGuess:
         tree = guess(places, 9, 0.0, SURE, 9).tree(9)
         assert set(paths_of(tree)) == {(9,), (9, a), (9, a, b), (9, a, b, c), (9, a, d), (9, e)}
         made = guess(places, 9, 0.0, SURE, 9)
-        assert dict(zip(paths_of(tree)[1:], made.chances, strict=True)) == {
+        assert dict(zip(paths_of(tree)[1:], made.probabilities, strict=True)) == {
             (9, a): 3 / 4,
             (9, e): 1 / 4,
             (9, a, b): 2 / 3,
@@ -107,13 +106,6 @@ class TestGuess:
 
 
 class TestAnswers:
-    def test_greedy_answers_are_the_targets_alone_and_together(self):
-        spec, texts = spec_of("llama", "suffix"), [prompt(), prompt(5), prompt(19)]
-        wanted = [plain_generate(target("llama"), text, 20) for text in texts]
-        for _ in range(2):  # the second time each answer is in the memory
-            outputs = spec.generate(texts, max_new_tokens=20, batch=2)
-            assert [output.token_ids for output in outputs] == wanted
-
     def test_what_was_answered_before_is_drafted_whole(self):
         spec = spec_of("llama", "suffix")
         first = spec.generate(prompt(), max_new_tokens=24)
@@ -151,7 +143,7 @@ class TestAnswers:
     def test_every_answer_joins_but_where_it_is_asked_not_to(self, options, joins):
         spec = spec_of("llama", "suffix")
         spec.generate(prompt(), max_new_tokens=4, **options)
-        assert (len(spec.decoder.drafter.drafters[0].memories.named("")) > 0) is joins
+        assert (len(spec.decoder.drafter.drafters[0].caches.named("")) > 0) is joins
 
     @pytest.mark.parametrize(
         ("options", "recalls"),
@@ -165,7 +157,7 @@ class TestAnswers:
     def test_a_sampled_answer_with_a_number_for_a_seed_is_drafted_from_its_own_text(self, options, recalls):
         spec = spec_of("llama", "suffix")
         list(spec.stream(prompt(), max_new_tokens=1, **options))
-        assert (spec.decoder.drafter.drafters[0].memory is not None) is recalls
+        assert (spec.decoder.drafter.drafters[0].cache is not None) is recalls
 
     def test_callers_of_an_engine_share_by_name(self):
         with Engine(spec_of("llama", "suffix"), batch=2) as engine:
@@ -179,12 +171,12 @@ class TestAnswers:
         spec = spec_of("llama", "suffix")
         with spec.stream(prompt(), max_new_tokens=24) as stream:
             next(stream)
-        assert len(spec.decoder.drafter.drafters[0].memories.named("")) == 0
+        assert len(spec.decoder.drafter.drafters[0].caches.named("")) == 0
 
     def test_an_answer_is_remembered_up_to_its_end_with_the_prompts_last_tokens(self):
         spec = spec_of("llama", "suffix")
         output = spec.generate(prompt(12), max_new_tokens=7)
-        kept = spec.decoder.drafter.drafters[0].memories.named("").young.tokens
+        kept = spec.decoder.drafter.drafters[0].caches.named("").young.tokens
         assert kept == [*prompt(12)[-8:], *output.token_ids, -1]
 
     @pytest.mark.parametrize("name", [7, True, b"a"])
@@ -195,7 +187,7 @@ class TestAnswers:
 
 class TestBounds:
     def test_the_oldest_answers_are_forgotten(self):
-        memory = Memory(100)
+        memory = SuffixCache(100)
         for number in range(200):
             memory.add([number] * 9)
             assert len(memory) <= 100
@@ -203,12 +195,12 @@ class TestBounds:
         assert (min(kept) >= 190, max(kept)) == (True, 199)
 
     def test_an_answer_longer_than_a_memory_leaves_its_end(self):
-        memory = Memory(20)
+        memory = SuffixCache(20)
         memory.add(list(range(50)))
         assert memory.young.tokens == [*range(41, 50), -1]
 
     def test_memories_are_as_many_as_are_kept(self):
-        memories = Memories(1024)
+        memories = SuffixCaches(1024)
         for number in range(300):
             memories.named(str(number)).add([1, 2])
         assert len(memories._by_name) == 256

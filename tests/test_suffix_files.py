@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
+from drafting import source_of
 from models import target, tokenizer
 from safetensors.torch import load_file, save_file
 from test_decode import prompt
 from test_given import spec_of
 
-from treespec.draft.model_free.suffix_memory import Memories
-from treespec.draft.sources import source_of
+from treespec.draft.model_free.suffix_cache import SuffixCaches
 from treespec.errors import InputError
 from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.run import Examination
@@ -22,8 +22,8 @@ from treespec.model.target import Target
 KILLED = """
 import sys
 from pathlib import Path
-from treespec.draft.model_free.suffix_memory import Memories
-memory = Memories(4096, Path(sys.argv[1]), "words", 100).named("")
+from treespec.draft.model_free.suffix_cache import SuffixCaches
+memory = SuffixCaches(4096, Path(sys.argv[1]), "words", 100).named("")
 print("ready", flush=True)
 for number in range(10**6):
     memory.add([number % 100] * 50)
@@ -32,7 +32,7 @@ for number in range(10**6):
 
 class TestFiles:
     def memories(self, folder, tokens=4096, tokenizer="words", vocab_size=100):
-        return Memories(tokens, folder, tokenizer, vocab_size)
+        return SuffixCaches(tokens, folder, tokenizer, vocab_size)
 
     def texts(self, memory):
         tokens = [*memory.old.tokens, *memory.young.tokens]
@@ -101,11 +101,10 @@ class TestFiles:
             content[-1] ^= 1
             file.write_bytes(content)
         elif damage == "foreign":
-            save_file({"weight": torch.ones(2)}, file, {"format": "1", "tokenizer": "words"})
+            save_file({"weight": torch.ones(2)}, file, {"format": "2", "tokenizer": "words"})
         else:
-            about = {"format": "1", "tokenizer": "words"}
-            tensors = {"tokens": torch.tensor([-1], dtype=torch.int32), "ends": torch.tensor([1])}
-            save_file(tensors, file, about)
+            tokens = torch.tensor([-2, -1], dtype=torch.int32)
+            save_file({"tokens": tokens}, file, {"format": "2", "tokenizer": "words"})
         with pytest.raises(InputError) as caught:
             self.memories(tmp_path)
         assert "is damaged" in str(caught.value)
@@ -136,14 +135,14 @@ class TestFiles:
             file.write_bytes(b"half")
         again.named("key").add([4])
         assert again.named("key").young.tokens == [4, -1]
-        assert "the memory goes on without its folder" in caplog.text
+        assert "the suffix cache goes on without its folder" in caplog.text
 
     def test_a_certificate_reads_a_folder_and_adds_nothing(self, tmp_path):
         for drafter, grows in ((f"suffix:{tmp_path}/memory", False), ("suffix", True)):
             spec = spec_of("llama", drafter)
             config = CertifyConfig(target="t", drafter=drafter, tokens=16, length=4, batch=1)
             Examination(spec, [prompt()], config).verdict()
-            assert (len(spec.decoder.drafter.drafters[0].memories.named("")) > 0) is grows
+            assert (len(spec.decoder.drafter.drafters[0].caches.named("")) > 0) is grows
         assert not (tmp_path / "memory").exists()
 
     def test_a_file_in_the_folders_place_is_one_line(self, tmp_path):
@@ -155,5 +154,5 @@ class TestFiles:
         spec = spec_of("llama", f"suffix:{tmp_path}/memory")
         (tmp_path / "memory").write_text("")
         first = spec.generate(prompt(), max_new_tokens=12)
-        assert "the memory goes on without its folder" in caplog.text
+        assert "the suffix cache goes on without its folder" in caplog.text
         assert spec.generate(prompt(), max_new_tokens=12).stats.cycles < first.stats.cycles

@@ -13,8 +13,9 @@ from tracing import cycle_of, own
 from treespec.api.spec import Spec
 from treespec.api.trace import trace
 from treespec.cli.trace import picture
-from treespec.draft.model_free.given import GivenDrafter
 from treespec.draft.model_free.lookup import Lookup
+from treespec.draft.model_free.one_hot import OneHotDrafter
+from treespec.draft.options import LookupOptions
 from treespec.draft.vocabulary import restrict, whole
 from treespec.errors import InputError
 from treespec.model.target import Target
@@ -101,7 +102,7 @@ def test_probabilities_are_those_of_plain_forwards_over_each_path(models, tree, 
 
 
 def test_drafts_without_a_law_have_no_q():
-    spec = Spec(pair()[0], GivenDrafter(Lookup(matches=2), "lookup"), verifier="topk")
+    spec = Spec(pair()[0], OneHotDrafter(Lookup(LookupOptions(matches=2)), "lookup"), verifier="topk")
     cycles = list(trace(spec, PROMPT * 3, max_new_tokens=12))
     drafted = [cycle for cycle in cycles if len(cycle.tokens) > 1]
     assert drafted

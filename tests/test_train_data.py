@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from training import checkpoint_of, same_weights, small_run, weights, write_data
 
 from treespec.api.load import load
-from treespec.draft.trained.trained_tokens import FEW, FIELD, with_tokens
+from treespec.draft.trained.load import FEW, FIELD, with_tokens
 from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.text.conversations import Conversation, read_conversations

@@ -1,14 +1,14 @@
 """Verifiers that look at whole trees: their exact law over all trees and coins, and production against that law."""
 
 import random
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 import torch
 import verdicts
 from enumeration import CASES, law, outcomes
-from scipy.stats import chi2
+from oracle import verdict_texts
 from verdicts import Drawn, Shape, Tables, Text, expected_length, random_tables, trees, walk
 
 from treespec.errors import InputError
@@ -23,7 +23,7 @@ from treespec.verify.single import Single
 from treespec.verify.traversal import Traversal
 from treespec.verify.walk import Verifier
 
-ERROR = 1e-4  # probability that a χ² fails by chance
+EXACT = 1e-9
 Reference = Callable[[Drawn], dict[Text, float]]
 
 CHAIN, BALANCED, ONE_LEVEL = Shape(chain(3)), Shape(balanced(2, 2)), Shape(balanced(2, 1))
@@ -64,19 +64,13 @@ def mean_length(scheme: str, reference: Reference, shape: Shape, tables: Tables)
     return sum(mass * expected_length(reference(drawn)) for drawn, mass in trees(scheme, shape, tables))
 
 
-def chi_square(seen: Counter[Text], expected: dict[Text, float]) -> tuple[float, int]:
-    """χ² and its degrees of freedom; cells that expect fewer than 3 are one."""
-    assert seen.keys() <= {text for text, mass in expected.items() if mass > 1e-9}
-    total = seen.total()
-    cells = [(seen[text], total * mass) for text, mass in expected.items() if total * mass >= 3]
-    rest = total - sum(count for count, _ in cells), total - sum(mass for _, mass in cells)
-    cells += [rest] if rest[1] >= 1 else []
-    return sum((count - mass) ** 2 / mass for count, mass in cells), len(cells) - 1
+def production(verifier: Verifier, dtype: torch.dtype = torch.float64) -> Reference:
+    """Its verdicts, by enumeration."""
+    return lambda drawn: verdict_texts(verifier, *drawn.tensors(dtype))
 
 
-def likely(seen: Counter[Text], expected: dict[Text, float]) -> bool:
-    statistic, freedom = chi_square(seen, expected)
-    return bool(statistic < chi2.isf(ERROR, freedom))
+def deviation(found: dict[Text, float], expected: dict[Text, float]) -> float:
+    return max(abs(found.get(text, 0) - expected.get(text, 0)) for text in found.keys() | expected.keys())
 
 
 @pytest.mark.parametrize("tables", SPARSE, ids=["some zeros", "others"])
@@ -110,37 +104,14 @@ PRODUCTION: list[tuple[Verifier, Reference, dict[str, Shape]]] = [
 def test_verdicts_on_a_tree_have_the_law_of_the_slow_reference(
     verifier: Verifier, reference: Reference, shape: Shape
 ) -> None:
-    """Five trees in float32; the χ² add up. The path is that of the tokens."""
-    generator = torch.Generator().manual_seed(0)
-    statistic, freedom = 0.0, 0
+    """Five trees in float32."""
     for drawn, *_ in random.Random(0).choices(list(trees(verifier.scheme.name, shape, SPARSE[0])), k=5):
-        tree, p = drawn.tensors(torch.float32)
-        seen: Counter[Text] = Counter()
-        for _ in range(100):
-            verdict = verifier(tree, p, generator)
-            assert [drawn.texts[shape.nodes.paths[node]] for node in verdict.path] == [
-                tuple(verdict.tokens[:depth]) for depth in range(1, len(verdict.path) + 1)
-            ]
-            seen[tuple(verdict.tokens)] += 1
-        one, cells = chi_square(seen, reference(drawn))
-        statistic, freedom = statistic + one, freedom + cells
-    assert statistic < chi2.isf(ERROR, freedom)
+        assert deviation(production(verifier, torch.float32)(drawn), reference(drawn)) < 1e-6
 
 
 DENSE = random_tables(4, 2, seed=3, noise=2.0)
 SHORT = Shape(chain(2))
 LOPSIDED = Shape(StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1))))
-
-
-def complete(texts: Iterable[Text], tables: Tables, length: int) -> Counter[Text]:
-    """Texts that the target continued to a length."""
-    chance = random.Random(1)
-    seen: Counter[Text] = Counter()
-    for text in texts:
-        while len(text) < length:
-            text = (*text, *chance.choices(range(tables.vocabulary), tables.p[text]))
-        seen[text] += 1
-    return seen
 
 
 @pytest.mark.parametrize(
@@ -149,13 +120,7 @@ def complete(texts: Iterable[Text], tables: Tables, length: int) -> Counter[Text
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_texts_through_random_trees_have_the_targets_law(verifier: Verifier, shape: Shape) -> None:
-    possible, weights = zip(*trees(verifier.scheme.name, shape, DENSE), strict=True)
-    generator = torch.Generator().manual_seed(2)
-    texts = [
-        tuple(verifier(*drawn.tensors(), generator).tokens)
-        for drawn in random.Random(2).choices(possible, weights, k=1200)
-    ]
-    assert likely(complete(texts, DENSE, 3), DENSE.of_sequences(3))
+    assert deviation(text_law(verifier.scheme.name, production(verifier), shape, DENSE), DENSE.of_sequences(3)) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -171,10 +136,8 @@ def test_texts_through_random_trees_have_the_targets_law(verifier: Verifier, sha
         pytest.param("greedy", lambda drawn: verdicts.layer(drawn, weighted=False), LOPSIDED, id="layer, p for w p"),
     ],
 )
-def test_the_same_chi_square_finds_mutants(scheme: str, mutant: Reference, shape: Shape) -> None:
-    found = text_law(scheme, mutant, shape, DENSE)
-    texts = random.Random(3).choices(list(found), list(found.values()), k=1200)
-    assert not likely(Counter(texts), DENSE.of_sequences(3))
+def test_the_same_test_finds_mutants(scheme: str, mutant: Reference, shape: Shape) -> None:
+    assert deviation(text_law(scheme, mutant, shape, DENSE), DENSE.of_sequences(3)) > 1e-3
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -279,9 +242,7 @@ def test_where_the_draft_is_the_target_all_of_a_large_chain_is_kept(verifier: Ve
 def test_a_node_whose_draw_is_absent_is_a_leaf(verifier: Verifier) -> None:
     """Whatever stands in the slots below it."""
     drawn = Drawn(CHAIN, DENSE, {(): (1,), (0,): (-1,), (0, 0): (0,)}, {(): (), (0,): (1,)})
-    tree, p = drawn.tensors()
-    generator = torch.Generator().manual_seed(7)
-    assert likely(Counter(tuple(verifier(tree, p, generator).tokens) for _ in range(400)), verdicts.block(drawn))
+    assert deviation(production(verifier)(drawn), verdicts.block(drawn)) < EXACT
 
 
 def test_block_verification_refuses_two_draws_at_a_node() -> None:

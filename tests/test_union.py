@@ -1,27 +1,30 @@
 """A memory and a draft model that take turns: no token changes its law by them."""
 
 import pytest
+from drafting import source_of
 from models import TableConfig, TableModel, random_head, target
 from test_decode import plain_generate, prompt
 
 from treespec.api.spec import Spec
 from treespec.draft.cost.model import Cost
-from treespec.draft.joint import Joint
-from treespec.draft.model_free.options import SuffixOptions
+from treespec.draft.drafters import DrafterSpec
+from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.model_free.suffix import Suffix
-from treespec.draft.model_free.suffix_memory import Memories
-from treespec.draft.sources import source_of
+from treespec.draft.model_free.suffix_cache import SuffixCaches
+from treespec.draft.options import SuffixOptions
+from treespec.draft.source import Source
+from treespec.draft.trained.eagle import EagleProposer
 from treespec.errors import InputError
 from treespec.model.target import Target
-from treespec.options import members_of
 
 TIMES = Cost((1, 4, 16), (1.0, 1.5, 4.0), 0.05)
 
 
 def spec_of(model, tree=None, verifier="auto", times=None):
     chosen = SuffixOptions(percent=1, growth=9, nodes=8)
-    memory = Suffix(chosen, Memories(chosen.tokens))
-    return Spec(model, Joint(memory, random_head(model, seed=2)), tree, verifier, times=times)
+    cache = OneHotDrafter(Suffix(chosen, SuffixCaches(chosen.tokens)), "suffix")
+    source = Source(EagleProposer(random_head(model, seed=2), model), cache)
+    return Spec(model, source, tree, verifier, times=times)
 
 
 class TestLaw:
@@ -80,7 +83,7 @@ class TestNames:
         ],
     )
     def test_a_name_joins_a_memory_and_a_drafter(self, name, members):
-        assert members_of(name) == members
+        assert [member.own for member in DrafterSpec.parse(name).members] == members
 
     def test_a_drafter_without_a_model_is_refused(self):
         with pytest.raises(InputError, match="lookup has no draft model to join"):

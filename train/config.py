@@ -3,9 +3,10 @@
 from dataclasses import dataclass, fields, replace
 
 from treespec.api.options import TargetOptions
+from treespec.draft.drafters import TRAINED
 from treespec.errors import InputError
 from treespec.heads.registry import HEADS, Recipe, Training
-from treespec.options import DTYPES, MANY, TOKENS, TRAINED, check_place, either, nearest, option
+from treespec.options import DTYPES, MANY, TOKENS, check_place, either, nearest, option
 from treespec.train.eagle3_options import Eagle3Options
 
 LOSSES = ("published", "cross-entropy", "tv", "log-acceptance", "lk", "acceptance:K")

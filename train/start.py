@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from treespec.draft.trained.kinds import KINDS
-from treespec.draft.trained.trained_tokens import with_tokens
+from treespec.draft.trained.load import with_tokens
 from treespec.errors import InputError
 from treespec.heads.checkpoint import load_head
 from treespec.heads.eagle import EagleHead

@@ -4,6 +4,8 @@ import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
+from importlib.metadata import entry_points
 
 from treespec.trees.auto import AutoTree
 from treespec.trees.confident import ConfidentChain
@@ -62,19 +64,26 @@ EXAMPLES = {name: form.example for name, form in POLICIES.items()}
 FORMS = f"{', '.join(EXAMPLES.values())}, or a JSON file of paths"
 
 
+@cache
+def forms() -> dict[str, Form]:
+    """The forms by name, with those of installed packages."""
+    installed = entry_points(group="treespec.trees")
+    return POLICIES | {point.name: point.load() for point in installed}
+
+
 def policy(spec: str) -> Policy:
     """The policy that a `--tree` value names; `FORMS` lists the forms. 2x4 is short for balanced:2x4.
 
     Raises TreeError for an unknown name, a malformed value or a bad tree file.
     """
     name, _, text = spec.partition(":")
-    form = POLICIES.get(name)
+    form = forms().get(name)
     found = form.read(text) if form else POLICIES["balanced"].read(spec)
     if found:
         return found
     if spec.endswith(".json"):
         return from_file(spec)
-    close = difflib.get_close_matches(name, POLICIES, n=1)
+    close = difflib.get_close_matches(name, forms(), n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise TreeError(f"unknown tree {spec!r}{hint}: choose {FORMS}")
 

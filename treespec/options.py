@@ -9,9 +9,9 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
-from treespec.demo.known import head_of
 from treespec.errors import InputError
 from treespec.trees.policy import EXAMPLES
 from treespec.trees.ranges import Range
@@ -19,42 +19,9 @@ from treespec.trees.ranges import Range
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Options = TypeVar("Options", bound="DataclassInstance")
-
 MANY = 10**9  # more steps, questions or positions than anybody has
 TOKENS = 10**6  # tokens of a text
 SEEDS = 2**63 - 1  # torch takes seeds below 2^64; later answers add to the first one's
-
-# How each drafter is written. A kind of head takes a directory or a hub id.
-DRAFTER_FORMS = {
-    "head": "head:HEAD",
-    "eagle": "eagle:HEAD",
-    "eagle3": "eagle3:HEAD",
-    "medusa": "medusa:HEAD",
-    "hydra": "hydra:HEAD",
-    "hydra++": "hydra++:HEAD",
-    "dflash": "dflash:HEAD",
-    "p-eagle": "p-eagle:HEAD",
-    "lookup": "lookup",
-    "rest": "rest:DATASTORE",
-    "lookahead": "lookahead",
-    "jacobi": "jacobi",
-    "suffix": "suffix",
-    "model": "model:MODEL",
-    "mtp": "mtp",
-    "self": "self:FILE",
-    "sparse": "sparse:512",
-}
-DRAFTERS = tuple(DRAFTER_FORMS)
-HEADS = tuple(kind for kind, form in DRAFTER_FORMS.items() if form.endswith(":HEAD"))
-AT_ONCE = ("medusa", "dflash", "p-eagle")  # heads that draft all levels from the text alone
-# kinds of head that treespec trains
-TRAINED = tuple(kind for kind in HEADS if kind not in ("head", "dflash", "p-eagle"))
-GIVEN = ("lookup", "rest", "lookahead", "jacobi", "suffix")  # their tokens have no draft law
-JOINED = re.compile(  # suffix:DIR+eagle:HEAD; the first + before a drafter's name parts the two
-    rf"(suffix(?::.*?)?)\+((?:{'|'.join(map(re.escape, DRAFTERS))})(?::.*)?)"
-)
-DRAFTER_WORDS = {"sparse": ("snapkv",)}  # options without a number, as in sparse:512,snapkv
 
 TREE_FORMS = EXAMPLES
 TREE_FILE = "a JSON file of paths"
@@ -68,44 +35,6 @@ PLACES = (
     r"auto|balanced|balanced_low_0|sequential|(cpu|cuda|mps|xpu|npu|hpu|mlu|musa|meta)(:\d+)?|\d+"
 )
 QUESTIONS = ("builtin", "mt-bench", "spec-bench", "humaneval", "gsm8k")
-
-
-def members_of(drafter: str) -> list[str]:
-    """The drafters that `suffix+eagle:HEAD` joins, `kind:value` each; of any other name itself.
-
-    The head `demo` is its directory.
-    """
-    joined = JOINED.fullmatch(drafter)
-    return [with_directory(member) for member in (joined.groups() if joined else [drafter])]
-
-
-def with_directory(drafter: str) -> str:
-    """head:demo with the directory of that head; any other name as it is."""
-    kind, _, value = drafter.partition(":")
-    folder = head_of(value) if kind in HEADS else None
-    return f"{kind}:{folder}" if folder else drafter
-
-
-def rest_parts(value: str) -> tuple[str, str]:
-    """(datastore's folder, options) from `DIRECTORY` or `DIRECTORY,nodes=24`."""
-    folder, *options = re.split(r",(?=\w+=)", value)
-    return folder, ",".join(options)
-
-
-def suffix_parts(value: str) -> tuple[str, str]:
-    """(folder, options) from `DIRECTORY,tokens=5000`, `DIRECTORY`, `tokens=5000` or nothing.
-
-    A value that begins like an option is no folder: `nodes=x` is a mistake, `./nodes=x` a folder.
-    """
-    if re.match(r"\w+=[^/\\]*(,|$)", value):
-        return "", value
-    return rest_parts(value)
-
-
-def memory_folder(drafter: str) -> str:
-    """The folder of a drafter's memory, as in suffix:FOLDER+eagle:HEAD; "" without one."""
-    kind, _, value = members_of(drafter)[0].partition(":")
-    return suffix_parts(value)[0] if kind == "suffix" else ""
 
 
 def either(names: Iterable[str]) -> str:
@@ -248,20 +177,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def parsed(kind: type[Options], text: str, named: str) -> Options:
-    """A dataclass of whole numbers from `tokens=10,ngram=3`.
+def installed(table: str) -> dict[str, Any]:
+    """The entries that installed packages add to a table, by name.
 
-    named: the option that an InputError names.
+    table: `drafters` or `verifiers`. A package names an entry as an entry point:
+
+        [project.entry-points."treespec.drafters"]
+        echo = "my_package:ECHO"
     """
-    defaults = {field.name: field.default for field in fields(kind)}
-    values: dict[str, int] = {}
-    for part in text.split(",") if text else ():
-        match = re.fullmatch(r"(\w+)=([0-9]+)", part)
-        if not match or match[1] not in defaults:
-            choice = ", ".join(f"{name}={value}" for name, value in defaults.items())
-            raise InputError(f"{named}: {part!r} is not understood; its options are {choice}")
-        values[match[1]] = int(match[2])
-    try:
-        return kind(**values)
-    except InputError as error:
-        raise InputError(f"{named}: {error}") from None
+    return {point.name: point.load() for point in entry_points(group=f"treespec.{table}")}

@@ -11,7 +11,7 @@ from treespec.trees.tree import TokenTree
 
 
 class Again(Drafter):
-    given = True  # its tokens have no draft law, so it goes with --verifier topk
+    one_hot = True  # its tokens have no draft law, so it goes with --verifier topk
     taps = ()  # it reads no layer of the target
     per_text = ("observed",)  # lists with one entry a text; texts come and go in them
 

@@ -68,7 +68,7 @@ def generated(what: str) -> str:
         return {"verifiers": verifiers, "trees": trees, "drafters": drafters, "commands": commands}[
             what
         ]()
-    language = {".py": "python"}[Path(path).suffix]
+    language = {".py": "python", ".toml": "toml"}[Path(path).suffix]
     return f"```{language}\n{(ROOT / path).read_text('utf-8')}```\n"
 
 

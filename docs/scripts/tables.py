@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any
 
-from treespec.draft.model_free.options import OPTIONS
+from treespec.draft.drafters import DRAFTERS, DrafterSpec
 from treespec.draft.pairing import check_named
-from treespec.draft.sources import SOURCES
 from treespec.errors import InputError
 from treespec.trees.policy import POLICIES, policy
 from treespec.verify.facts import NAMES as VERIFIERS
@@ -115,66 +114,6 @@ TREE_WORDS = {  # name: the values that --tree takes, and what it is
         "DDTree, 2604.12989",
     ),
 }
-DRAFTER_WORDS = {  # name: the values that --drafter takes, what it is, and where it is from
-    "head": ("`head:DIR` (or `--head DIR`)", "a trained head; its files name the kind", ""),
-    "eagle": ("`eagle:DIR`", "extrapolates the target's features", "EAGLE-1 and 2, Li et al. 2024"),
-    "eagle3": (
-        "`eagle3:DIR`",
-        "the same, over three of the target's layers",
-        "EAGLE-3, Li et al. 2025",
-    ),
-    "medusa": ("`medusa:DIR`", "a head for each token ahead", "Medusa, Cai et al. 2024"),
-    "hydra": ("`hydra:DIR`", "the same, each sees the drafts before", "Hydra, Ankner et al. 2024"),
-    "hydra++": ("`hydra++:DIR`", "Hydra with a layer of its own", "Hydra, Ankner et al. 2024"),
-    "dflash": (
-        "`dflash:DIR`",
-        "all levels in one forward, a block of mask tokens",
-        "DFlash, 2602.06036",
-    ),
-    "p-eagle": (
-        "`p-eagle:DIR`",
-        "all levels in one forward of EAGLE-3's head",
-        "P-EAGLE, 2602.01469",
-    ),
-    "model": (
-        "`model:PATH`, `model:PATH+PATH`",
-        "a smaller model, of any vocabulary, or several of the target's",
-        "Leviathan et al., Chen et al. 2023; SpecInfer, Miao et al. 2024",
-    ),
-    "mtp": (
-        "`mtp`",
-        "the target's own MTP layers, from its checkpoint",
-        "DeepSeek-V3, 2412.19437",
-    ),
-    "self": (
-        "`self:FILE`",
-        "the target without some of its sublayers; `treespec skip` finds which",
-        "Draft & Verify, Zhang et al. 2024",
-    ),
-    "sparse": (
-        "`sparse:512`, `sparse:512,snapkv`",
-        "the target over a few of its keys and values, for long contexts",
-        "MagicDec, Chen et al. 2024",
-    ),
-    "lookup": (
-        "`lookup`",
-        "what followed the text's last tokens where they stood before",
-        "prompt lookup, Saxena 2023",
-    ),
-    "rest": ("`rest:DIR`", "what followed them in a datastore, as a tree", "REST, He et al. 2024"),
-    "lookahead": (
-        "`lookahead`",
-        "n-grams that the target makes on the side, in the same forward",
-        "Lookahead, Fu et al. 2024",
-    ),
-    "jacobi": ("`jacobi`", "its guesses of the cycle before", "Santilli et al. 2023"),
-    "suffix": (
-        "`suffix`, `suffix:DIR`, `suffix+eagle:DIR`",
-        "what followed them in the text and in earlier answers, by counts; alone or beside a draft "
-        "model ([drafters](drafters.md))",
-        "SuffixDecoding, Oliaro et al. 2024",
-    ),
-}
 
 
 def verifiers() -> str:
@@ -209,11 +148,11 @@ def trees() -> str:
 
 def drafters() -> str:
     """All values of --drafter."""
-    expect("drafters", SOURCES, DRAFTER_WORDS)
     rows = []
-    for name in SOURCES:
-        values, what, source = DRAFTER_WORDS[name]
-        rows.append([values, what, source, options_of(OPTIONS[name]) if name in OPTIONS else ""])
+    for row in DRAFTERS.values():
+        values = ", ".join(f"`{form}`" for form in row.forms)
+        options = options_of(row.options) if row.options else ""
+        rows.append([values, row.summary, row.source, options])
     return table(["`--drafter`", "drafts", "source", "options"], rows)
 
 
@@ -225,7 +164,7 @@ def goes_with(verifier: Any) -> str:
 def fits(verifier: Any, tree: str) -> bool:
     """Whether the pairing rules let some head have this verifier and tree."""
     try:
-        check_named(HEAD, verifier, policy(tree))
+        check_named(DrafterSpec.parse(HEAD), verifier, policy(tree))
     except InputError:
         return False
     return True

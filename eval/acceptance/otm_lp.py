@@ -78,16 +78,21 @@ def solve(p: Law, q: Law, k: int) -> Transport:
     mass[rows, columns] = np.maximum(solution.x, 0)
 
     # 2. The solver keeps its bounds within a tolerance only: scale each excess away.
-    mass *= np.minimum(1, target / np.maximum(mass.sum(0), target.clip(min=1e-300)))
-    mass *= np.minimum(1, supply / np.maximum(mass.sum(1), supply))[:, None]
+    mass *= _share(target, mass.sum(0))
+    mass *= _share(supply, mass.sum(1))[:, None]
 
     # 3. The plan given a set, and the acceptance rate: the residual may return a draw.
-    accepted = mass / supply[:, None]
+    accepted = np.divide(mass, supply[:, None], out=np.zeros_like(mass), where=mass > 0)
     left = np.maximum(target - mass.sum(0), 0)
     refused = supply * (1 - accepted.sum(1))
     again = sum(refused[row] * left[list(tokens)].sum() for row, tokens in enumerate(drawn))
     rate = mass.sum() + again / max(left.sum(), np.finfo(float).tiny)
     return Transport(dict(zip(drawn, accepted, strict=True)), left, float(rate))
+
+
+def _share(bound: Array, used: Array) -> Array:
+    """min(1, bound / used), with 0/0 = 1."""
+    return np.minimum(1, np.divide(bound, used, out=np.ones_like(used), where=used > 0))
 
 
 def _rows(law: Tensor) -> list[Law]:

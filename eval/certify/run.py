@@ -24,6 +24,7 @@ import torch
 
 from treespec.api.load import load_options
 from treespec.api.spec import Spec
+from treespec.draft.drafters import DrafterSpec
 from treespec.eval.certify import statistics
 from treespec.eval.certify.config import CertifyConfig
 from treespec.eval.certify.places import places, questions
@@ -33,7 +34,6 @@ from treespec.eval.common import Step
 from treespec.eval.environment import describe
 from treespec.eval.questions import load_questions
 from treespec.files.atomic import check_writable, write_json
-from treespec.options import memory_folder
 from treespec.shaping.sampling import SamplingParams
 
 TESTS = 10  # of sampled texts, at most
@@ -99,7 +99,7 @@ class Examination:
     @property
     def remember(self) -> bool:
         """Whether a suffix cache drafts from the examined answers too. One in a folder stays as it is."""
-        return not memory_folder(self.config.drafter or "")
+        return not (self.config.drafter and DrafterSpec.parse(self.config.drafter).cache_folder)
 
     @property
     def params(self) -> list[SamplingParams]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from treespec.api.options import ModelOptions
 from treespec.demo.known import default_drafter
+from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError
 from treespec.files.quiet import quiet
 
@@ -41,7 +42,7 @@ def load(
     not change; those of a model loaded here are packed on a CPU, where that is faster.
     tokenizer: default the directory's own. A model object without one takes and gives token ids.
     head: directory or hub id of a trained head of any kind, or `demo` for treespec's own. drafter:
-    `kind:value` in place of a head, with a kind of `treespec.draft.sources.SOURCES`. Default: for
+    `kind:value` in place of a head, with a kind of `treespec.draft.drafters.ROWS`. Default: for
     `demo` its head and a suffix cache of the sequence, for other targets one token at a time.
     tree: a form of `treespec.trees.policy.FORMS`. Default: the verifier's.
     verifier: a name of `treespec.verify.registry.NAMES`. allow_lossy: permit a lossy one.
@@ -62,6 +63,7 @@ def load(
     if head is None and drafter is None:
         drafter = default_drafter(target)
     named = drafter or (f"head:{fspath(head)}" if head else None)
+    tree = DrafterSpec.parse(named).tree_or(tree) if named else tree
     model, sources = load_sources(
         target,
         [named] if named else [],

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treespec.draft.calibration import Calibration, load_calibration
 from treespec.draft.cost.dtype import dtype_for, rates_of
-from treespec.draft.source import Source, source_for
-from treespec.draft.sources import HEADS, source_of
+from treespec.draft.drafters import DrafterSpec
+from treespec.draft.source import Source, load_source
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.names import head_folder
@@ -17,7 +17,6 @@ from treespec.model.adapters import unwrapped
 from treespec.model.packed import pack
 from treespec.model.target import Target
 from treespec.model.variant import Variant
-from treespec.options import members_of
 
 DeviceMap = str | int | torch.device | dict[str, str | int | torch.device] | None
 
@@ -38,6 +37,8 @@ def load_sources(
 
     drafters: `kind:value` each, as `--drafter` takes them.
     """
+    specs = {name: DrafterSpec.parse(name) for name in drafters}
+
     # 1. The target.
     target = unwrapped(target)
     if isinstance(target, PreTrainedModel):
@@ -73,10 +74,9 @@ def load_sources(
         model.tokenizer = tokenizer or model.tokenizer
 
     # 2. Sources take what they need of the target's weights before those are packed.
-    drafting = {name: source_of(name, model) for name in drafters}
+    sources = {name: load_source(spec, model) for name, spec in specs.items()}
     if model.model is not target:  # a model that the caller holds keeps its weights as they are
         pack(model.model)
-    sources = {name: source for name, own in drafting.items() if (source := source_for(own, model))}
     for module in (module for source in sources.values() for module in source.models):
         pack(module)
     return model, sources
@@ -96,5 +96,5 @@ def calibration_of(source: Source, drafter: str) -> Calibration | None:
 
 def calibration_beside(drafter: str) -> Calibration | None:
     """The calibration beside the head that a drafter names. drafter: `kind:value`."""
-    kind, _, value = members_of(drafter)[-1].partition(":")
-    return load_calibration(head_folder(value)) if kind in HEADS else None
+    spec = DrafterSpec.parse(drafter)
+    return load_calibration(head_folder(spec.place)) if spec.kind.is_head else None

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from treespec.demo.known import DEMO, default_drafter, head_of
+from treespec.draft.drafters import FORMS
 from treespec.errors import InputError
 from treespec.model.variant import Variant
 from treespec.options import (
-    DRAFTER_FORMS,
     DTYPES,
     LOAD_IN_FORMS,
     MANY,
@@ -23,16 +23,15 @@ from treespec.options import (
     check_place,
     check_ranges,
     either,
+    installed,
     option,
     shared,
 )
 from treespec.verify.facts import LOSSY, NAMES
 
-DRAFTER = (
-    f"drafter in place of --head: {either(DRAFTER_FORMS.values())}; suffix+eagle:HEAD and the like "
-    "draft from both"
-)
-TREE = f"shape of the drafted tree: {either([*TREE_FORMS.values(), TREE_FILE])}"
+DRAFTER = f"drafter in place of --head: {FORMS}; suffix+eagle:HEAD and the like draft from both"
+OWN_TREES = (form.example for form in installed("trees").values())
+TREE = f"shape of the drafted tree: {either([*TREE_FORMS.values(), *OWN_TREES, TREE_FILE])}"
 MARKED = [f"{name} (lossy)" if name in LOSSY else name for name in NAMES]
 VERIFIER = f"how draft tokens are verified: {either(sorted(MARKED, key='auto'.__ne__))}"
 FASTEST = "auto takes the fastest, chosen anew in each cycle"

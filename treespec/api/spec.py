@@ -12,7 +12,7 @@ from treespec.draft.cost.measure import measure_up_to, measured_costs
 from treespec.draft.cost.model import Cost, CostBy
 from treespec.draft.fits import verifier_for
 from treespec.draft.proposer import Proposer
-from treespec.draft.source import Drafting, Source, source_for
+from treespec.draft.source import Drafting, source_for
 from treespec.files.locks import alone_with
 from treespec.heads.head import Head
 from treespec.model.target import Target
@@ -69,9 +69,24 @@ class Spec:
         self.measured = 0  # the largest batch that `measure` knows the cost of
 
     def __repr__(self) -> str:
-        shown = [target_name(self.target), *drafting_names(self.source, self.policy, self.verifier)]
+        shown = [self.name, *self.drafting_names]
         shown += [str(self.target.dtype).removeprefix("torch."), str(self.target.device)]
         return f"Spec({', '.join(shown)})"
+
+    @property
+    def name(self) -> str:
+        """The target's directory without its path, or its hub id, or its architecture."""
+        known = str(getattr(self.target.model, "name_or_path", "") or "")
+        short = Path(known).name if Path(known).is_dir() else known
+        return short or type(self.target.model).__name__
+
+    @property
+    def drafting_names(self) -> list[str]:
+        """The names of drafter, tree and verifier, or `no drafter`."""
+        if self.source is None:
+            return ["no drafter"]
+        tree = [str(self.policy)] if self.policy else []
+        return [self.source.name, *tree, f"verifier {self.verifier.name}"]
 
     @property
     def proposer(self) -> Proposer | None:
@@ -230,21 +245,3 @@ class Spec:
         if n is None:
             return outputs
         return [outputs[first : first + each] for first in range(0, most, each)]
-
-
-def target_name(target: Target) -> str:
-    """The name of its directory, or its hub id, or its architecture."""
-    known = str(getattr(target.model, "name_or_path", "") or "")
-    return (Path(known).name if Path(known).is_dir() else known) or type(target.model).__name__
-
-
-def drafting_names(source: Source | None, tree: Policy | None, verifier: Verifier) -> list[str]:
-    """The names of drafter, tree and verifier, or `no drafter`."""
-    if source is None:
-        return ["no drafter"]
-    return [source.name, *([tree_name(tree)] if tree else []), f"verifier {verifier.name}"]
-
-
-def tree_name(tree: Policy) -> str:
-    """The kind of tree and its numbers. A static tree has its drafted nodes and levels."""
-    return str(tree)

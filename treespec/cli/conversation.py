@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import NotRequired, TypedDict, final
 
-from treespec.api.spec import Spec, tree_name
+from treespec.api.spec import Spec
 from treespec.cli.chat_config import ChatConfig
 from treespec.decoding.stats import Stats
 from treespec.errors import InputError
@@ -120,7 +120,7 @@ class Conversation:
             verifier = self.spec.verifier.name  # another one where auto does not fit the tree
         if self.spec.policy is None:
             return f"verifier {verifier}, drafts by {self.config.drafter}"
-        named, own = self.config.tree, f"{tree_name(self.spec.policy)} by default"
+        named, own = self.config.tree, f"{self.spec.policy!s} by default"
         return f"verifier {verifier}, {f'tree {named}' if named else own}"
 
     def introduction(self, mark: str) -> list[str]:

@@ -9,7 +9,7 @@ from treespec.cli.early import check_files_of_target, check_folder, check_source
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice, notice
 from treespec.demo.known import head_of, name_elsewhere
-from treespec.heads.known import check_export
+from treespec.heads.known import check_export, kind_in
 from treespec.heads.names import check_new
 from treespec.options import either, option
 
@@ -49,8 +49,6 @@ def export(config: ExportConfig) -> None:
     check_new(place)
     check_sources(config.target, [f"head:{head}"])
     check_files_of_target(config)
-    from treespec.draft.pairing import kind_in  # loads numpy
-
     if kind := kind_in(Path(head).expanduser()):
         check_export(kind, config.to, head)
 

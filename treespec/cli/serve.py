@@ -103,7 +103,6 @@ def serve(config: ServeConfig) -> None:
     # 2. The engine, and the application over it.
     spec = load_spec(config)
     from treespec.api.engine import Engine
-    from treespec.api.spec import target_name
     from treespec.serve import run
     from treespec.serve.app import app_of
     from treespec.serve.limits import Limits
@@ -123,7 +122,7 @@ def serve(config: ServeConfig) -> None:
     state = State(
         spec=spec,
         engine=engine,
-        name=config.name or (DEMO if config.target == DEMO else target_name(spec.target)),
+        name=config.name or (DEMO if config.target == DEMO else spec.name),
         limits=limits,
         metrics=Metrics(engine),
         api_key=keys,

@@ -13,7 +13,7 @@ def skip(config: SkipConfig) -> None:
     check_file(config.out)
     check_text(config.text)
     begin(config)
-    check_pairing("self", config.tree, "auto", allow_lossy=False)
+    check_pairing(f"self:{config.out}", config.tree, "auto", allow_lossy=False)
     from treespec.cli.progress import with_progress
     from treespec.eval.fit.skip_search import search_skip_set
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import typer
 
-from treespec.cli.early import begin, check_data, check_head, width_of
+from treespec.cli.early import begin, check_data, folder_of
 from treespec.cli.options import takes
 from treespec.cli.terminal import end_notice
+from treespec.draft.checks import check_width
 from treespec.train.config import TrainConfig
 
 
@@ -22,7 +23,7 @@ def train(config: TrainConfig) -> None:
     check_data(config.data)
     begin(config)
     if config.from_head is not None:
-        check_head(config.from_head, width_of(config.target))
+        check_width(config.from_head, folder_of(config.target))
     from treespec.train.run import train
 
     end_notice()

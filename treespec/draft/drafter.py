@@ -1,9 +1,9 @@
 """The seam of drafting: whatever proposes a token tree for each of B texts."""
 
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from treespec.draft.cost.model import CostBy
 
 
-class Drafter(PerText, Protocol):
+class Drafter(PerText, ABC):
     """Observes B texts, one at first, and drafts for them.
 
     The calls of a cycle: draft_trees, settle, observe.
@@ -28,13 +28,13 @@ class Drafter(PerText, Protocol):
     model return whole trees.
 
     name: for people; "" stands for its class. policy: of the trees that it grows; None: their shape
-    is its own. given: whether its tokens lack a draft law. forward_seconds: seconds spent in a
+    is its own. one_hot: whether its tokens lack a draft distribution. forward_seconds: seconds spent in a
     draft model's forwards so far.
     """
 
     name: str = ""
     policy: Policy | None = None
-    given: bool = False
+    one_hot: bool = False
     forward_seconds: float = 0.0
 
     @property

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import ClassVar, Protocol, Self
+from typing import Self
 
 
-class PerText(Protocol):
+class PerText:
     """State of B texts. `per_text` names the fields that hold it.
 
     Such a field is a list with one entry a text, or an object with a `join` and a `select` of its
     own: a cache, say.
     """
 
-    per_text: ClassVar[tuple[str, ...]] = ()
+    per_text: tuple[str, ...] = ()
 
     def join(self, others: Sequence[Self]) -> None:
         """Append the texts of others."""

@@ -1,9 +1,9 @@
 """The seam of draft models: draft logits for tree nodes, a level at a time."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ def aligned(
     return pad_sequence(tokens, batch_first=True), pad_sequence(parents, batch_first=True), sizes
 
 
-class Proposer(PerText, Protocol):
+class Proposer(PerText, ABC):
     """Observes B texts, one at first, and drafts for them.
 
     The calls of a cycle: begin, extend for each level, observe.
@@ -58,6 +58,11 @@ class Proposer(PerText, Protocol):
     law_per_draw: bool = False
     at_once: bool = False
     vocab_size: int  # V of the target
+
+    @property
+    def name(self) -> str:
+        """For people; "" stands for its class."""
+        return f"{self.head.kind} head" if self.head else ""
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -1,20 +1,28 @@
-"""Grow token trees: a proposer computes draft logits, a scheme draws, a policy shapes."""
+"""Grow token trees: a proposer computes draft logits, a scheme draws, a policy shapes.
+
+With a suffix cache next to the proposer (`--drafter suffix+eagle:HEAD`) each cycle's tree comes from
+the cache or from the proposer, whichever promises more. The choice depends on the past alone, and a
+tree of the cache has one-hot distributions. So every verifier stays lossless.
+"""
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import CostBy
+from treespec.draft.cost.running import Choice
 from treespec.draft.drafter import Drafter
 from treespec.draft.fits import DraftModel, check_fit
 from treespec.draft.grow.auto import AutoBuilder
 from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.grow.growth import Growth, grow_together, ungrown
 from treespec.draft.grow.shaped import below_chain, grow_shaped, in_drafts, shape_drafts, with_chain
+from treespec.draft.model_free.budget import reached
+from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache
@@ -38,9 +46,10 @@ class TreeDrafter(Drafter):
     the proposer drafts.
 
     builders: one a text; each shapes the trees of its text and keeps what it learns there.
+    cache: a drafter with probabilities. idle: texts whose present tree is the cache's.
     """
 
-    per_text = ("proposer", "builders")
+    per_text: tuple[str, ...] = ("proposer", "builders")
 
     def __init__(
         self,
@@ -63,7 +72,13 @@ class TreeDrafter(Drafter):
         self.times, self.now = times, time.perf_counter
         self.builders = [self._new_builder()]
         self.chains: list[list[int]] = [[]]  # forced tokens of this cycle, by text
-        self.idle = [False]  # texts that others draft for in this cycle
+        self.cache: OneHotDrafter | None = None
+        self.choices, self.idle = [Choice()], [False]
+
+    def beside(self, cache: OneHotDrafter) -> Self:
+        """This drafter, with a suffix cache that drafts for the same texts."""
+        self.cache, self.per_text = cache, (*TreeDrafter.per_text, "cache", "choices")
+        return self
 
     @torch.no_grad()
     def draft_trees(
@@ -73,12 +88,10 @@ class TreeDrafter(Drafter):
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
-        idle: Sequence[bool] | None = None,
     ) -> list[TokenTree]:
-        """idle: texts that go without drafts in any case; nothing is learned of them."""
-        # 1. Forced tokens, and texts that go without drafts this cycle.
-        self.chains = [law.forced() for law in laws]
-        self.idle = list(idle) if idle else [False] * len(laws)
+        # 1. Forced tokens, the cache's trees, and texts that go without drafts this cycle.
+        self.chains, self.idle = [law.forced() for law in laws], [False] * len(laws)
+        offers = self._offers(self.cache, roots, laws) if self.cache else []
         texts = zip(self.builders, laws, self.idle, strict=True)
         rests = [
             idle or builder.pauses(law.params, law.company(len(laws))) or law.over
@@ -93,10 +106,25 @@ class TreeDrafter(Drafter):
 
         # 3. Below the forced tokens.
         for row, chain in enumerate(self.chains):
-            if chain:
+            if self.idle[row] and self.cache:
+                trees[row] = self.cache.below_chain(row, roots[row], offers[row])
+            elif chain:
                 root, scheme = roots[row : row + 1], self.scheme
                 trees[row] = with_chain(root, chain, trees[row], scheme, generators[row])
         return trees
+
+    def _offers(self, cache: OneHotDrafter, roots: Tensor, laws: Sequence[Law]) -> list[TokenTree]:
+        """The cache's tree for each text. Sets `idle`."""
+        cache.chains, offers = self.chains, []
+        for row, (root, law) in enumerate(zip(roots, laws, strict=True)):
+            pace = cache.pace(row, law)
+            tree, probabilities = cache.tree(row, root, torch.Generator(), pace)
+            assert probabilities is not None
+            score, nodes = reached(tree.parents.numpy(), probabilities)[1:].sum(), len(tree.tokens)
+            preferred = self.choices[row].prefers_memory(float(score), nodes, pace)
+            self.idle[row] = preferred and nodes > 1 and not law.over
+            offers.append(tree)
+        return offers
 
     def _ends(self, roots: Tensor) -> Tensor:
         """[B] the tokens below which trees are drafted: the last forced ones, or the roots [B]."""
@@ -192,22 +220,37 @@ class TreeDrafter(Drafter):
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         self.proposer.observe(features, tokens)
+        if self.cache:
+            self.cache.observe(features, tokens)
 
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
-        for builder, path, chain, idle in zip(
-            self.builders, paths, self.chains, self.idle, strict=True
+        for row, (builder, path, chain) in enumerate(
+            zip(self.builders, paths, self.chains, strict=True)
         ):
-            if not idle:
+            if not self.idle[row]:
+                if self.cache:
+                    self.choices[row].settle(len(path), builder.seconds)
                 builder.update([node - len(chain) for node in path[len(chain) :]])
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.proposer.rewind(lengths)
         self.builders = [self._new_builder() for _ in lengths]
+        self.choices = [Choice() for _ in lengths]
+        if self.cache:
+            self.cache.rewind(lengths)
+
+    def enter(self, memory: str | None) -> None:
+        if self.cache:
+            self.cache.enter(memory)
+
+    def remember(self, memory: str, answer: Sequence[int]) -> None:
+        if self.cache:
+            self.cache.remember(memory, answer)
 
     def new(self) -> "TreeDrafter":
-        return TreeDrafter(
-            self.proposer.new(), self.policy, self.scheme, self.calibration, self.times
-        )
+        parts = (self.policy, self.scheme, self.calibration, self.times)
+        new = TreeDrafter(self.proposer.new(), *parts)
+        return new.beside(self.cache.new()) if self.cache else new
 
     def _new_builder(self) -> TreeBuilder[Any]:
         kind: type[TreeBuilder[Any]] = AutoBuilder if self.policy.timed else TreeBuilder

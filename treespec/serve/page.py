@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import Field
 
-from treespec.api.spec import Spec, drafting_names
+from treespec.api.spec import Spec
 from treespec.api.trace import trace
 from treespec.decoding.batch import ALONE
 from treespec.options import TREE_FORMS, either
@@ -82,7 +82,7 @@ async def setup(request: Request) -> Fields:
     return {
         "model": state.name,
         "drafts": spec.source is not None,
-        "drafting": ", ".join(drafting_names(spec.source, spec.policy, spec.verifier)),
+        "drafting": ", ".join(spec.drafting_names),
         "verifiers": verifiers(state),
         "trees": TREES,
         "verifier": spec.verifier.name,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from treespec.errors import InputError
-from treespec.options import nearest
+from treespec.options import installed, nearest
 from treespec.trees.ranges import Range
 from treespec.trees.shape import Policy
 
@@ -83,21 +83,25 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Known:
-    """A verifier by its name. paced: whether it takes any tree (`is_paced`)."""
+    """A verifier by its name. paced: whether it takes any tree (`is_paced`).
+
+    loads: "module:NAME" of the `Verifier`, where an installed package brings it.
+    """
 
     name: str
     scheme: Facts
     paced: bool = False
+    loads: str = ""
 
 
-BEYOND_THE_NODE = {
+BEYOND_THE_NODE: dict[str, Known] = {
     known.name: known
     for known in (
         Known("auto", SCHEMES["rrs-wo"], paced=True),
         Known("block", SCHEMES["single"]),
         Known("traversal", SCHEMES["rrs-wo"]),
     )
-}
+} | installed("verifiers")
 LOSSY = tuple(name for name, scheme in SCHEMES.items() if not scheme.lossless)
 LAYERS = tuple(f"layer:{name}" for name, scheme in SCHEMES.items() if scheme.layered)
 NAMES = (*SCHEMES, *BEYOND_THE_NODE, *LAYERS)
@@ -171,8 +175,12 @@ def known_scheme(
 
 
 def check_options(name: str, values: Mapping[str, object]) -> None:
-    """Raises InputError for the first option of a scheme outside its range. None fits any."""
-    for option, (_, allowed) in SCHEMES[name].options.items():
+    """Raises InputError for the first option of a scheme outside its range. None fits any.
+
+    A scheme that the table does not have checks its own.
+    """
+    known = SCHEMES.get(name)
+    for option, (_, allowed) in known.options.items() if known else ():
         value = values.get(option.replace("-", "_"))
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and number not in allowed:

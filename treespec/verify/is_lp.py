@@ -14,9 +14,8 @@ from torch.nn.functional import pad
 
 from treespec.trees.static import StaticTree, balanced
 from treespec.trees.tree import Draws
-from treespec.verify.facts import check_options
 from treespec.verify.laws import (
-    independent,
+    Independent,
     laws_of,
     normalise,
     overlap,
@@ -24,7 +23,6 @@ from treespec.verify.laws import (
     single_draft,
     without,
 )
-from treespec.verify.scheme import Chance, Drawing, Scheme
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ def lump(p: Tensor, q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @final
 @dataclass(frozen=True)
-class IsLp(Scheme):
+class IsLp(Independent):
     """Independent draws; a linear program selects one, verified as a single draft of its law.
 
     Of more than two draws, the token selected from the first ones meets the next draw. Programs are
@@ -215,20 +213,12 @@ class IsLp(Scheme):
     """
 
     name: ClassVar[str] = "is-lp"
-    drawing: ClassVar[Drawing] = "with replacement"
-    chance: ClassVar[Chance | None] = "independent"
     law_per_draw: ClassVar[bool] = True
     default_tree: ClassVar[StaticTree] = balanced(2, 3)
 
     s: int = 5
     alphabet: int | None = None
     draft_temperatures: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_options(self.name, vars(self))
-
-    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        return independent(q, k, generator)
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         tokens = draws.tokens

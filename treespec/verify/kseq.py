@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.laws import answer, check, counts, independent, ratio, scale, subtract
-from treespec.verify.scheme import Chance, Drawing, Scheme
+from treespec.verify.laws import Independent, answer, check, ratio, scale, subtract
 
 
 def shared(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +33,7 @@ def smallest_rho(p: Tensor, q: Tensor, number: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True)
-class KSeq(Scheme):
+class KSeq(Independent):
     """Independent draws, each accepted in its turn with min(1, p/(ρq)).
 
     β is the probability to accept a draw. So 1 - (1 - β)^K is the acceptance rate, and where all
@@ -43,12 +42,6 @@ class KSeq(Scheme):
     """
 
     name: ClassVar[str] = "kseq"
-    drawing: ClassVar[Drawing] = "with replacement"
-    chance: ClassVar[Chance | None] = "independent"
-
-    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        check(self, q, counts(q, k)[0])
-        return independent(q, k, generator)
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         check(self, q, draws.tokens.shape[1])

@@ -4,6 +4,7 @@ A law is a tensor [B, V] of masses. It need not sum to 1: a plan divides it by i
 """
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn.functional import pad
 from treespec.errors import InputError
 from treespec.shaping.sampling import largest, sample, sample_each
 from treespec.trees.tree import Draws
-from treespec.verify.scheme import Scheme
+from treespec.verify.scheme import Chance, Drawing, Scheme
 
 
 def check(scheme: Scheme, q: Tensor, width: int) -> None:
@@ -20,7 +21,7 @@ def check(scheme: Scheme, q: Tensor, width: int) -> None:
 
     width: draws at the widest node.
     """
-    if q.dim() != 2:
+    if q.dim() != 2 and not scheme.law_per_draw:
         raise InputError(
             f"verifier {scheme.name} takes one draft law a node; for a law per draw take rrs or "
             "is-lp"
@@ -55,6 +56,17 @@ def independent(q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws
     # A law of NaN or of no mass gives V: the draw is absent.
     tokens = tokens.masked_fill_(tokens >= q.shape[-1], -1)
     return Draws(keep_first(tokens, number))
+
+
+class Independent(Scheme, Protocol):
+    """A scheme of independent draws."""
+
+    drawing: ClassVar[Drawing] = "with replacement"
+    chance: ClassVar[Chance | None] = "independent"
+
+    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
+        check(self, q, counts(q, k)[0])
+        return independent(q, k, generator)
 
 
 def laws_of(q: Tensor, k: int) -> Sequence[Tensor]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from treespec.shaping.sampling import uniforms
 from treespec.trees.tree import Draws
 from treespec.verify.coupling import TINY, Coupling, couple, scores
-from treespec.verify.facts import check_options
 from treespec.verify.laws import (
     check,
     counts,
@@ -73,9 +72,6 @@ class Optimal(SureScheme, LayerScheme):
     extra: int = 1
     exact: int = 0
     first: int = 0
-
-    def __post_init__(self) -> None:
-        check_options(self.name, vars(self))
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
         # 1. The sure tokens, then draws from the rest of q, whose number is fixed before drawing.

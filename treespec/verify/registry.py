@@ -1,6 +1,7 @@
 """Schemes and verifiers by their names on the command line (`--verifier`)."""
 
 from dataclasses import replace
+from pkgutil import resolve_name
 
 from treespec.verify.auto import Auto
 from treespec.verify.block import Block
@@ -52,6 +53,8 @@ BEYOND_THE_NODE: dict[str, Verifier] = {
 def verifier_by_name(spec: str, allow_lossy: bool = False) -> Verifier:
     """The verifier that a `--verifier` value names. Raises InputError as `known_verifier`."""
     known = known_verifier(spec, allow_lossy)
+    if known.loads:
+        return resolve_name(known.loads)
     if known.name in BEYOND_THE_NODE:
         return BEYOND_THE_NODE[known.name]
     kind, _, name = spec.partition(":")

@@ -7,20 +7,18 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.facts import check_options
 from treespec.verify.laws import (
-    independent,
+    Independent,
     laws_of,
     normalise,
     overlap,
     recursive_rejection,
 )
-from treespec.verify.scheme import Chance, Drawing, Scheme
 
 
 @final
 @dataclass(frozen=True)
-class RRS(Scheme):
+class RRS(Independent):
     """Independent draws, verified one after another as in single-draft speculative sampling.
 
     The first draw is verified against p. Each refused draw of law q replaces p by its residual
@@ -34,17 +32,9 @@ class RRS(Scheme):
     """
 
     name: ClassVar[str] = "rrs"
-    drawing: ClassVar[Drawing] = "with replacement"
-    chance: ClassVar[Chance | None] = "independent"
     law_per_draw: ClassVar[bool] = True
 
     draft_temperatures: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_options(self.name, vars(self))
-
-    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        return independent(q, k, generator)
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         return recursive_rejection(p, laws_of(q, draws.tokens.shape[1]), draws.tokens)

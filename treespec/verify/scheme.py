@@ -11,6 +11,7 @@ from torch import Tensor
 
 from treespec.trees.static import StaticTree, eagle
 from treespec.trees.tree import Draws
+from treespec.verify.facts import check_options
 
 Drawing = Literal["with replacement", "without replacement", "greedy", "tops and tail"]
 Chance = Literal["independent", "without replacement", "the last", "the first"]
@@ -25,10 +26,13 @@ class Scheme(Protocol):
 
     The properties state the scheme's capabilities. Other code asks them, never for the scheme's
     class or name. A scheme is a frozen dataclass; its fields are its options. It inherits the
-    defaults below.
+    defaults below. Raises InputError for an option out of its range.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
+
+    def __post_init__(self) -> None:
+        check_options(self.name, vars(self))
 
     @property
     def name(self) -> str:

@@ -8,14 +8,13 @@ from torch import Tensor
 
 from treespec.trees.static import StaticTree, chain
 from treespec.trees.tree import Draws
-from treespec.verify.laws import check, counts, independent, overlap, single_draft
+from treespec.verify.laws import Independent, check, overlap, single_draft
 from treespec.verify.partial import LayerScheme, partial_draft
-from treespec.verify.scheme import Chance, Drawing
 
 
 @final
 @dataclass(frozen=True)
-class Single(LayerScheme):
+class Single(Independent, LayerScheme):
     """One draw x ~ q, accepted with probability min(1, p(x)/q(x)).
 
     Where it is refused, the output comes from the residual norm (p - q)+. The acceptance rate is
@@ -26,14 +25,8 @@ class Single(LayerScheme):
 
     name: ClassVar[str] = "single"
     max_draws: ClassVar[int | None] = 1
-    drawing: ClassVar[Drawing] = "with replacement"
-    chance: ClassVar[Chance | None] = "independent"
     accepted_in_turn: ClassVar[bool] = True
     default_tree: ClassVar[StaticTree] = chain(5)
-
-    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        check(self, q, counts(q, k)[0])
-        return independent(q, k, generator)
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         check(self, q, draws.tokens.shape[1])

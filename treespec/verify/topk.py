@@ -1,7 +1,7 @@
 """Deterministic drafts (EAGLE-2 and 3, retrieval): the likeliest tokens, or any fixed set."""
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from treespec.verify.laws import check, counts, keep_first, likeliest
 from treespec.verify.scheme import Scheme
 
 
-@final
 @dataclass(frozen=True)
 class TopK(Scheme):
     """The k likeliest tokens of q. The output is sampled from p, and accepted if it is a draw.

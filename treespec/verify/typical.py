@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.facts import check_options
-from treespec.verify.laws import check, counts, keep_first, likeliest
-from treespec.verify.scheme import Scheme
+from treespec.verify.laws import check
+from treespec.verify.topk import TopK
 
 
 @final
 @dataclass(frozen=True)
-class Typical(Scheme):
+class Typical(TopK):
     """The k likeliest tokens of q; a draw x passes if p(x) > min(epsilon, delta exp(-H(p))).
 
     H is the entropy in nats. The output is the passing draw with the largest p; where none passes,
@@ -26,19 +25,10 @@ class Typical(Scheme):
     """
 
     name: ClassVar[str] = "typical"
-    deterministic: ClassVar[bool] = True
     lossless: ClassVar[bool] = False
 
     epsilon: float = 0.09
     delta: float = 0.3
-
-    def __post_init__(self) -> None:
-        check_options(self.name, vars(self))
-
-    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        width, number = counts(q, k)
-        check(self, q, width)
-        return Draws(keep_first(likeliest(q, width), number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         at = draws.tokens.clamp(min=0)

@@ -17,52 +17,51 @@ RATES = (0.6, 0.12, 0.06, 0.03)
 ROWS_BRING = 1.6
 
 
-def part(tree: TokenTree, pace: CostModel, known: np.ndarray | None = None) -> TokenTree:
-    """The tree of the nodes worth their time in the forward. A tree with extra rows stays whole.
-
-    It tells the cost model what this cycle's tree brings. tree: on the host, without laws. known: [N] Pr(a node
-    is accepted | its parent is), from a drafter that learns them itself; None: by rank.
-    """
-    # 1. Keep the nodes likeliest to be reached, at the size that brings the most tokens a second.
-    if known is not None:
-        pace.prediction = None  # it learns nothing from this cycle
-        return likely_part(tree, pace, known)[0]
-    chances = of_children(tree.parents.numpy())
-    nodes = len(chances)
-    kept = np.arange(nodes)
-    if not tree.rows:
-        reach = np.ones(nodes)
-        trust = pace.by_law.factors
-        for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
-            believed = chances[node] * trust[min(parent, 1), int(chances[node] < RATES[0])]
-            reach[node] = reach[parent] * min(believed, CERTAIN)
-        order = np.argsort(-reach[1:], kind="stable") + 1  # a parent stands before its children
-        size, _ = best_size(reach[order], pace.forward, pace.plain)
-        if size == 1 and nodes > 1 and pace.trying:
-            size = 2
-        kept = np.sort(np.concatenate([[0], order[: size - 1]]))
-
-    # 2. Predict what they bring.
-    if len(kept) > 1 or tree.rows:
-        shorter = tree if len(kept) == nodes else selected(tree, kept)
-        rows = len(tree.rows.tokens) if tree.rows else 0
-        cost = float(pace.cost.seconds(len(kept) + rows, 0))
-        pace.predict(Prediction(cost, shorter.parents.numpy(), chances[kept]), pace.by_law)
-        return shorter
-    return selected(tree, kept)
-
-
-def likely_part(
-    tree: TokenTree, pace: CostModel, chances: np.ndarray
+def part(
+    tree: TokenTree, pace: CostModel, known: np.ndarray | None = None
 ) -> tuple[TokenTree, np.ndarray]:
-    """`part` by chances [N] that need no correction, and the chances of its nodes."""
-    reach = chances.copy()
-    for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
-        reach[node] *= reach[parent]
-    order = np.argsort(-reach[1:], kind="stable") + 1
-    size, _ = best_size(reach[order], pace.forward, pace.plain)
+    """The tree of the nodes worth their time in the forward, and their probabilities [M].
+
+    A tree with extra rows stays whole. It tells the cost model what this cycle's tree brings. tree: on the host,
+    without draft distributions. known: [N] Pr(a node is accepted | its parent is), from a drafter that
+    learns them itself; None: by rank.
+    """
+    # 1. The probability that each node is reached.
+    parents = tree.parents.numpy()
+    chances = of_children(parents) if known is None else known
+    believed = chances
+    if known is None:
+        trust = pace.by_law.factors[np.minimum(parents, 1), (chances < RATES[0]).astype(int)]
+        believed = (chances * trust).clip(max=CERTAIN)
+    reach = reached(parents, believed)
+
+    # 2. The most likely nodes, at the size that brings the most tokens a second.
+    nodes = size = len(reach)
+    order = np.argsort(-reach[1:], kind="stable") + 1  # a parent stands before its children
+    if not tree.rows:
+        size, _ = best_size(reach[order], pace.forward, pace.plain)
+        if known is None and size == 1 and nodes > 1 and pace.trying:
+            size = 2
     kept = np.sort(np.concatenate([[0], order[: size - 1]]))
-    return selected(tree, kept), chances[kept]
+    shorter = tree if size == nodes else selected(tree, kept)
+
+    # 3. Predict what they bring; of known probabilities there is nothing to learn.
+    if known is not None:
+        pace.prediction = None
+    elif size > 1 or tree.rows:
+        rows = len(tree.rows.tokens) if tree.rows else 0
+        cost = float(pace.cost.seconds(size + rows, 0))
+        pace.predict(Prediction(cost, shorter.parents.numpy(), chances[kept]), pace.by_law)
+    return shorter, chances[kept]
+
+
+def reached(parents: np.ndarray, chances: np.ndarray) -> np.ndarray:
+    """[N] Pr(a node is reached), of Pr(it is accepted | its parent is). parents: [N]."""
+    reach = chances.copy()
+    reach[0] = 1.0
+    for node, parent in enumerate(parents.tolist()[1:], start=1):
+        reach[node] *= reach[parent]
+    return reach
 
 
 def of_children(parents: np.ndarray) -> np.ndarray:

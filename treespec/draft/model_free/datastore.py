@@ -1,13 +1,6 @@
-"""Datastores for retrieval (REST, He et al. 2024, 2311.08252): a corpus as tokens, with a suffix
-array, on disk.
+"""Datastores for retrieval (REST, He et al. 2024, 2311.08252): a corpus as tokens, with a suffix array."""
 
-A directory holds index.json, tokens.npy [T] and suffixes.npy [T]. `tokens` concatenates the texts
-and puts `end`, a number that is no token, after each. Both arrays are memory-mapped: a search reads
-only the pages that it touches.
-"""
-
-import hashlib
-import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,29 +10,27 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from treespec.draft.model_free.options import ORDER
-from treespec.draft.model_free.suffixes import longest_suffix, suffix_array
+from treespec.draft.model_free import token_files
+from treespec.draft.model_free.suffix_index import END
+from treespec.draft.model_free.token_files import DATASTORE, datastore_file, fingerprint
+from treespec.draft.options import ORDER
 from treespec.errors import InputError
-from treespec.files.atomic import LOCK, TEMPORARY, locked, read_json, write_json, writing
+from treespec.files.atomic import LOCK, TEMPORARY, locked
 from treespec.text.conversations import read_conversations
+from treespec.text.plain import CONVERSATIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from treespec.heads.checksum import Fields
-
-FORMAT = 1
-CONVERSATIONS = (".jsonl", ".json")
-MOST = 1 << 31  # tokens: a pair of ranks must fit 64 bits
+MOST = 1 << 31  # tokens: a position must fit 32 bits, a pair of ranks 64
 BLOCK = 1 << 16  # characters of plain text encoded as one string, up to the end of a line
 BLOCKS = 64
-AGAIN = "build it again with treespec datastore build --target TARGET"
 
 
 @final
 @dataclass(frozen=True)
 class Datastore:
-    """tokens, suffixes: [T]. end: a continuation stops before the first number >= `end`."""
+    """tokens, suffixes: [T], as in its file. end: tokens from here on are none of the target's."""
 
     tokens: np.ndarray
     suffixes: np.ndarray
@@ -55,21 +46,62 @@ class Datastore:
         M. Of more matches it takes evenly spaced ones in suffix order, so that each continuation
         keeps its share.
         """
-        context = text[-longest:].tolist()
-        known, first, last = longest_suffix(
-            self.tokens, self.suffixes, context, shortest, min(longest, ORDER)
-        )
-        if not known:
+        # 1. If a suffix occurs, shorter ones do: a binary search finds the longest.
+        known, first, last = shortest - 1, 0, 0
+        above = min(longest, ORDER, len(text))
+        while known < above:
+            middle = (known + above + 1) // 2
+            begin, end = self.places_of(text[-middle:].tolist())
+            if begin < end:
+                known, first, last = middle, begin, end
+            else:
+                above = middle - 1
+        if first == last:
             return np.empty((0, length), dtype=np.int64)
+
+        # 2. What follows there.
         matches = np.linspace(first, last - 1, min(last - first, most)).round().astype(np.int64)
         places = self.suffixes[matches].astype(np.int64)[:, None] + known + np.arange(length)
         found = self.tokens[places.clip(max=len(self.tokens) - 1)].astype(np.int64)
-        return np.where(np.cumsum(found >= self.end, axis=1) > 0, -1, found)
+        ended = (found < 0) | (found >= self.end)
+        return np.where(np.cumsum(ended, axis=1) > 0, -1, found)
+
+    def places_of(self, pattern: list[int]) -> tuple[int, int]:
+        """The range [first, end) of the suffixes that begin with a pattern of at most ORDER tokens."""
+
+        def beginning(place: np.integer) -> list[int]:
+            return self.tokens[int(place) : int(place) + len(pattern)].tolist()
+
+        first = bisect_left(self.suffixes, pattern, key=beginning)
+        return first, bisect_right(self.suffixes, pattern, lo=first, key=beginning)
 
 
-def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """A digest of the vocabulary: tokens and their numbers."""
-    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+def suffix_array(tokens: np.ndarray, order: int) -> np.ndarray:
+    """[T] int32: positions of a text, sorted by the next `order` tokens; its end sorts first.
+
+    tokens: [T] whole numbers. Each round sorts pairs of ranks, which doubles the number of tokens
+    compared (Manber and Myers 1993), up to `order`. Searches for at most `order` tokens need no
+    finer order.
+    """
+    places, rank = ranked(tokens)
+    known = 1
+    while known < order:
+        ahead = np.pad(rank[known:], (0, min(known, len(rank))))
+        places, rank = ranked(rank * (len(tokens) + 1) + ahead)
+        known *= 2
+    return places.astype(np.int32)
+
+
+def ranked(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[T] positions of the keys in ascending order, and [T] int64 ranks from 1.
+
+    Equal keys have equal ranks.
+    """
+    places = keys.argsort()
+    ordered = keys[places]
+    rank = np.empty(len(keys), dtype=np.int64)
+    rank[places] = np.cumsum(np.concatenate([[1], ordered[1:] != ordered[:-1]])[: len(keys)])
+    return places, rank
 
 
 def build(
@@ -77,81 +109,37 @@ def build(
 ) -> int:
     """Write a datastore and return its number of tokens. It takes some 50 bytes of memory a token.
 
-    A killed build leaves no datastore, because it writes index.json last; the next build overwrites
-    its files. Raises InputError if the folder exists, is being built by another process or cannot
-    be written, and for no token or more than MOST.
+    A killed build leaves no datastore. Raises InputError if the folder exists, is being built by
+    another process or cannot be written, and for no token or more than MOST.
     """
-    # 1. Refuse a folder in use, before and after waiting for another build to finish.
     folder = Path(folder)
     refuse_what_is_there(folder)
     with locked(folder):
         try:
-            refuse_what_is_there(folder)
-
-            # 2. The two arrays.
-            tokens, end = joined(texts, tokenizer)
+            refuse_what_is_there(folder)  # another build may have ended meanwhile
+            parts = [np.array([*text, END], dtype=np.int32) for text in texts if text]
+            if not parts:
+                raise InputError("--data holds no text")
+            if (size := sum(map(len, parts))) > MOST:
+                raise InputError(
+                    f"--data holds {size} tokens, a datastore at most {MOST}: give less"
+                )
+            tokens = np.concatenate(parts)
             arrays = {"tokens": tokens, "suffixes": suffix_array(tokens, ORDER)}
-            for name, array in arrays.items():
-                with writing(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
-                    np.save(file, array)
-
-            # 3. The index, last.
-            index = {
-                "format": FORMAT,
-                "tokenizer": fingerprint(tokenizer),
-                "tokens": len(tokens),
-                "end": end,
-                "arrays": {name: digest(array) for name, array in arrays.items()},
-            }
-            write_json(folder / "index.json", index)
+            token_files.write(folder / DATASTORE, fingerprint(tokenizer), arrays)
         finally:
-            tidy(folder)
-    return len(tokens)
+            with suppress(OSError):
+                (folder / LOCK).unlink(missing_ok=True)
+                folder.rmdir()  # unless it holds a datastore
+    return size
 
 
 def refuse_what_is_there(folder: Path) -> None:
     """Raises InputError unless the folder is missing, empty, or left by a killed build."""
-    unfinished = {LOCK, "tokens.npy", "suffixes.npy"}
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    names = {name for name in names if not TEMPORARY.fullmatch(name)}
-    is_file = folder.exists() and not folder.is_dir()
-    left_by_a_build = not names or (LOCK in names and names <= unfinished)
-    if is_file or not left_by_a_build:
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    others = [name for name in names if name != LOCK and not TEMPORARY.fullmatch(name)]
+    if others or (folder.exists() and not folder.is_dir()):
         raise InputError(f"--out {folder} exists: delete it, or choose another")
-
-
-def joined(
-    texts: Iterable[list[int]], tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[np.ndarray, int]:
-    """([T] all texts, each followed by `end`; `end`).
-
-    Raises InputError for no token or more than MOST.
-    """
-    end = max(tokenizer.get_vocab().values()) + 1
-    kind = np.uint16 if end < 1 << 16 else np.uint32
-    parts = [np.array([*text, end], dtype=kind) for text in texts if text]
-    if not parts:
-        raise InputError("--data holds no text")
-    if (size := sum(map(len, parts))) > MOST:
-        raise InputError(f"--data holds {size} tokens, a datastore at most {MOST}: give less")
-    return np.concatenate(parts), end
-
-
-def tidy(folder: Path) -> None:
-    """Remove the lock's file, and an unfinished datastore with its folder."""
-    whole = (folder / "index.json").exists()
-    with suppress(OSError):
-        for name in (LOCK,) if whole else (LOCK, "tokens.npy", "suffixes.npy"):
-            (folder / name).unlink(missing_ok=True)
-        if not whole:
-            folder.rmdir()
-
-
-def digest(array: np.ndarray) -> str:
-    """SHA-256 of an array's dtype, shape and content."""
-    content = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
-    content.update(array.data)
-    return content.hexdigest()
 
 
 def open_datastore(
@@ -160,43 +148,13 @@ def open_datastore(
     """A datastore for a target. vocab_size: V of the target, which may lack tokens of its
     tokenizer.
 
-    It reads both arrays once to compare their checksums, which takes about a second a GB.
     Raises InputError for a missing or damaged datastore, and for another format or tokenizer.
     """
-    folder = Path(folder)
-    index = check_datastore(folder)
-    if tokenizer is None or index.get("tokenizer") != fingerprint(tokenizer):
-        raise InputError(f"datastore {folder} is of another tokenizer than the target's: {AGAIN}")
-    tokens, suffixes = (
-        stored(folder / f"{name}.npy", name, index) for name in ("tokens", "suffixes")
-    )
-    end = index.get("end")
-    if type(end) is not int or end < 0:
-        raise InputError(f"{folder / 'index.json'} is damaged, its end is {end!r}: {AGAIN}")
-    return Datastore(tokens, suffixes, min(end, vocab_size))
-
-
-def check_datastore(folder: str | Path) -> "Fields":
-    """The index of a datastore. Raises InputError if the folder holds none of this format."""
-    if not (Path(folder) / "index.json").is_file():
-        raise InputError(
-            f"no datastore at {folder}: it has no readable index.json; make one with treespec "
-            "datastore build"
-        )
-    return read_json(Path(folder) / "index.json", AGAIN, FORMAT)
-
-
-def stored(file: Path, name: str, index: "Fields") -> np.ndarray:
-    """A memory-mapped array of a datastore. Raises InputError if it differs from the index."""
-    try:
-        array = np.load(file, mmap_mode="r").view(np.ndarray)
-        if array.shape != (index["tokens"],) or array.dtype.kind != "u":
-            raise ValueError("it is not of the length that index.json says")
-        if index["arrays"][name] != digest(array):
-            raise ValueError("its checksum does not match")
-    except Exception as error:  # numpy raises anything, depending on the header's bytes
-        raise InputError(f"{file} is damaged ({' '.join(str(error).split())}): {AGAIN}") from error
-    return array
+    arrays = token_files.read(datastore_file(folder), fingerprint(tokenizer))
+    suffixes = arrays.get("suffixes", np.empty(0))
+    if suffixes.shape != arrays["tokens"].shape:
+        raise InputError(f"{datastore_file(folder)} is damaged: it lacks suffixes")
+    return Datastore(arrays["tokens"], suffixes, vocab_size)
 
 
 def encoded(

@@ -1,10 +1,12 @@
-"""Lookahead decoding (Fu et al. 2024, 2402.02057): the target produces n-grams on the side, and
-they are the drafts.
+"""Drafts that the target makes on the side, in its own forwards: Lookahead and Jacobi decoding.
 
-Every target forward carries a window of guesses: N - 1 rows of W tokens, from successive cycles.
-The target's likeliest tokens after the last row are the new row. Each column of a full window, with
-its token of the new row, is an n-gram for the pool. The pool's n-grams that begin with the root are
-the tree. W = 3, N = 3, and the new row c:
+Jacobi decoding (Santilli et al. 2023, 2305.10427): the guesses of the next tokens are the draft, a
+chain. The target's most likely token after each guess becomes the next cycle's guess for that position.
+
+Lookahead decoding (Fu et al. 2024, 2402.02057): every forward carries a window of guesses, N - 1 rows
+of W tokens, from successive cycles. The target's most likely tokens after the last row are the new
+row. Each column of a full window, with its token of the new row, is an n-gram for the pool. The pool's
+n-grams that begin with the root are the tree. W = 3, N = 3, and the new row c:
 
     depth  0 1 2 3              sees  root b0 b1 b2 a1 a2       pool: root b0 c0
     row 0  root a1 a2             b0   x    x                         a1   b1 c1
@@ -18,7 +20,7 @@ moves on by one token, however many were accepted, as in the released code. Row 
 next window; the root takes the place of b0.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import final
@@ -28,41 +30,60 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.draft.model_free.jacobi import picks
-from treespec.draft.model_free.options import LookaheadOptions
-from treespec.draft.model_free.trie import trie
-from treespec.model.target import TreeOutput
+from treespec.draft.drafters import DrafterSpec
+from treespec.draft.model_free.counts import union
+from treespec.draft.model_free.one_hot import OneHotDrafter, TextDrafter
+from treespec.draft.model_free.suffix_index import Place
+from treespec.draft.options import JacobiOptions, LookaheadOptions
+from treespec.model.target import Target, TreeOutput
 from treespec.trees.tree import Rows, TokenTree
 
 
 @final
-class Lookahead:
-    """The window and the pool of one text.
+class Jacobi(TextDrafter):
+    """The guesses of one sequence. Positions without a guess get random tokens of the text."""
+
+    def __init__(self, options: JacobiOptions) -> None:
+        self.options = options
+        self.guesses: list[int] = []
+
+    def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
+        chain = self.guesses + picks(text, self.options.window - len(self.guesses), generator)
+        return merged(int(text[-1]), [chain])
+
+    def settle(self, accepted: int, out: TreeOutput) -> None:
+        """The target's choice after node i is the guess for the position after it.
+
+        The choice after the last accepted node is the new root, so guesses start one node later.
+        """
+        self.guesses = out.logits[accepted + 1 :].argmax(-1).tolist()
+
+    def new(self) -> "Jacobi":
+        return Jacobi(self.options)
+
+
+@final
+class Lookahead(TextDrafter):
+    """The window and the pool of one sequence.
 
     The window starts with one row of random tokens of the text and gains a row a cycle. Each of
-    these cycles drops a column, so the first row is wider. Guesses are the target's likeliest
-    tokens at every temperature: a sampled guess is wrong more often. The law of the text does not
-    change, because the guesses are fixed before the tree's tokens are sampled.
+    these cycles drops a column, so the first row is wider. Guesses are the target's most likely
+    tokens at every temperature: a sampled guess is wrong more often. The distribution of the text
+    does not change, because the guesses are fixed before the tree's tokens are sampled.
     """
 
     def __init__(self, options: LookaheadOptions) -> None:
         self.options = options
         self.window: list[list[int]] = []
         self.pool: dict[int, dict[tuple[int, ...], None]] = {}
-
-    @property
-    def widest(self) -> int:
-        by = self.options
-        return 1 + by.window * (by.ngram - 1) + by.guesses * (by.ngram - 1)
+        self.widest = 1 + (options.window + options.guesses) * (options.ngram - 1)
 
     def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
         root = int(text[-1])
         if not self.window:
             self.window = [picks(text, self.options.window + self.options.ngram - 2, generator)]
         self.window[0][0] = root
-        latest = list(reversed(self.pool.get(root, {})))
-        guesses = np.array(latest, dtype=np.int64).reshape(len(latest), self.options.ngram - 1)
-        tree = trie(root, guesses, nodes=1 + guesses.size)
+        tree = merged(root, list(reversed(self.pool.get(root, {}))))
         return replace(tree, rows=beside(len(tree.tokens), self.window))
 
     def settle(self, accepted: int, out: TreeOutput) -> None:
@@ -85,6 +106,19 @@ class Lookahead:
             known[tuple(rest)] = None
             if len(known) > self.options.guesses:
                 del known[next(iter(known))]
+
+
+def picks(text: np.ndarray, number: int, generator: torch.Generator) -> list[int]:
+    """`number` random tokens of the text."""
+    places = torch.randint(len(text), (number,), generator=generator, device=generator.device)
+    return text[places.cpu().numpy()].tolist()
+
+
+def merged(root: int, continuations: Sequence[Sequence[int]]) -> TokenTree:
+    """The tree of all continuations of a root."""
+    places = [Place(1, tokens, 0) for tokens in continuations]
+    longest = max(map(len, continuations), default=0)
+    return union(places, sum(map(len, continuations)), longest).tree(root)
 
 
 def beside(nodes: int, window: list[list[int]]) -> Rows:
@@ -110,3 +144,11 @@ def layout(rows: int, width: int) -> tuple[Tensor, Tensor]:
     in_column = (row <= row[:, None]) & (column == column[:, None])
     kept = row + column > 0
     return (row + column)[kept], (in_first | in_column)[kept][:, kept]
+
+
+def load_lookahead(spec: DrafterSpec, target: Target) -> OneHotDrafter:
+    return OneHotDrafter(Lookahead(spec.options), "lookahead")
+
+
+def load_jacobi(spec: DrafterSpec, target: Target) -> OneHotDrafter:
+    return OneHotDrafter(Jacobi(spec.options), "jacobi")

@@ -1,9 +1,8 @@
-"""A smaller language model as the drafter.
+"""A smaller language model as the drafter, or several of them.
 
 Leviathan et al. 2023 (2211.17192), Chen et al. 2023 (2302.01318).
 """
 
-import logging
 from collections.abc import Sequence
 from typing import final
 
@@ -12,34 +11,34 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from treespec.draft.models.branch import Branch
-from treespec.draft.models.other_vocabulary import OtherVocabulary
-from treespec.draft.models.shared_vocabulary import shared_vocabulary
 from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer
-from treespec.errors import InputError
 from treespec.model.cache import TreeCache
 from treespec.model.masks import together
 from treespec.model.target import Target
 
-log = logging.getLogger(__name__)
 
-
-@final
 class ModelProposer(Proposer):
-    """Drafts with a model that has the target's tokens; one text at first.
+    """Drafts with a model that has the target's tokens; one sequence at first.
 
     `begin` runs the model over the observed tokens that its cache lacks, and over the root. The
     root stays in the cache, as it is the next token to be observed. Drafted levels are written
     behind it and forgotten.
+
+    known: [n] the draft model's tokens, by sequence.
     """
 
-    per_text = ("known", "cache")
+    per_text: tuple[str, ...] = ("known", "cache")
 
     def __init__(self, model: Target, target: Target) -> None:
         self.model, self.target, self.vocab_size = model, target, target.vocab_size
         self.cache = model.new_cache()
         nothing = torch.empty(0, dtype=torch.int64, device=model.output_device)
-        self.known = [nothing]  # [n] all tokens, by text
+        self.known = [nothing]
         self.branch: Branch | None = None
+
+    @property
+    def name(self) -> str:
+        return "model"
 
     @property
     def models(self) -> list[nn.Module]:
@@ -54,9 +53,9 @@ class ModelProposer(Proposer):
         return [len(tokens) for tokens in self.known]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        fresh = [new[:-1].to(self.model.output_device) for new in tokens]
+        fresh = self.translated([new[:-1] for new in tokens])
         self.known = [torch.cat(both) for both in zip(self.known, fresh, strict=True)]
-        if max(map(len, fresh)) > PREFILL_AT:
+        if max(map(len, tokens)) - 1 > PREFILL_AT:
             self._run(self.known)
 
     def rewind(self, lengths: Sequence[int]) -> None:
@@ -70,24 +69,34 @@ class ModelProposer(Proposer):
 
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         self.rewind(self.lengths)  # drops an earlier root that was not observed afterwards
-        roots = roots.to(self.model.output_device)
-        texts = zip(self.known, roots.split(1), strict=True)
-        hidden = self._run([torch.cat(text) for text in texts])
-        logits = self._fitted(self.model.output_logits(hidden))
+        fresh = self.translated(list(roots.split(1)))
+        hidden = self._run([torch.cat(text) for text in zip(self.known, fresh, strict=True)])
+        logits = self.fitted(self.model.output_logits(hidden))
         self.branch = Branch(self.model, self.cache, self.cache.lengths)
         return list(logits.split(1))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         assert self.branch
-        last = self.model.vocab_size - 1  # the target's embedding may be padded further
-        inside = [f and Frontier(f.tokens.clamp_max(last), f.parent_rows) for f in frontiers]
-        return [self._fitted(rows) for rows in self.branch.extend(inside)]
+        own = [f and Frontier(self.drafted(f.tokens), f.parent_rows) for f in frontiers]
+        return [self.fitted(rows) for rows in self.branch.extend(own)]
+
+    def translated(self, tokens: Sequence[Tensor]) -> list[Tensor]:
+        """The draft model's tokens for the target's next ones, [n] by sequence."""
+        return [new.to(self.model.output_device) for new in tokens]
+
+    def drafted(self, tokens: Tensor) -> Tensor:
+        """The draft model's tokens for draft tokens [F]: the target's embedding may be padded further."""
+        return tokens.clamp_max(self.model.vocab_size - 1)
+
+    def fitted(self, logits: Tensor) -> Tensor:
+        """[F, N] the model's logits [F, V] over the draft tokens: cut, or filled with -inf."""
+        return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
 
     @torch.no_grad()
     def _run(self, texts: Sequence[Tensor]) -> Tensor:
-        """Bring texts into the cache; [B, H] hidden states at their ends.
+        """Bring sequences into the cache; [B, H] hidden states at their ends.
 
-        Each text is at least one token longer than the cache has it.
+        Each is at least one token longer than the cache has it.
         """
         waiting = [tokens[done:] for tokens, done in zip(texts, self.cache.lengths, strict=True)]
         counts = [len(tokens) for tokens in waiting]
@@ -95,71 +104,64 @@ class ModelProposer(Proposer):
         hidden = self.model.prefill(self.cache, tokens, counts=counts)
         return torch.stack([row[count - 1] for row, count in zip(hidden, counts, strict=True)])
 
-    def _fitted(self, logits: Tensor) -> Tensor:
-        """[F, V] logits over the target's vocabulary: cut, or filled with -inf."""
-        return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
 
+@final
+class SeveralModels(Proposer):
+    """Several draft models at once (SpecInfer, Miao et al. 2024, 2305.09781, section 3).
 
-def draft_model(path: str, target: Target) -> ModelProposer | OtherVocabulary:
-    """`--drafter model:PATH`, in the target's dtype on its output device.
+    Their draws merge into one tree. The draws at a node take turns: the first comes from the first
+    model, the second from the second, and so on round. Every model continues below all of them. Sampled
+    draws keep the distribution they came from, and `rrs` takes one per draw; the logits are [F, M, V], of
+    M models. Without sampling, the children are the union of each model's top tokens:
 
-    A model of another vocabulary drafts what it shares with the target's, whose share is logged.
-    Raises InputError if it does not fit.
+        model 1   a .5  b .3  c .2
+        model 2   b .6  a .3  d .1     four draws by turns: a (1), b (2), then c (1), d (2)
     """
-    model = loaded_model(path, target)
-    difference = tokens_differ(model, target)
-    if difference is None:
-        return ModelProposer(model, target)
-    if model.tokenizer is None or target.tokenizer is None:
-        raise InputError(
-            f"--drafter model:{path} has other tokens than the target ({difference}): take a model "
-            "of its family"
-        )
-    sizes = target.vocab_size, model.vocab_size
-    try:
-        words = shared_vocabulary(target.tokenizer, model.tokenizer, *sizes)
-    except InputError as error:
-        raise InputError(
-            f"--drafter model:{path} cannot draft for this target: {error}; take another model"
-        ) from None
-    log.warning(
-        "draft model %s has another vocabulary: it drafts the %d tokens that both have, %.0f %% of "
-        "the target's",
-        path,
-        len(words.target),
-        100 * words.share,
-    )
-    return OtherVocabulary(model, target, words)
+
+    law_per_draw = True
+
+    def __init__(self, proposers: Sequence[ModelProposer]) -> None:
+        self.proposers, self.vocab_size = list(proposers), proposers[0].vocab_size
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.proposers[0].lengths
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [model for proposer in self.proposers for model in proposer.models]
+
+    @property
+    def identity(self) -> object:
+        return [proposer.identity for proposer in self.proposers]
+
+    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
+        begun = [proposer.begin(roots, cache) for proposer in self.proposers]
+        return list(stacked([[logits for logits in own if logits is not None] for own in begun]))
+
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        return stacked([proposer.extend(frontiers) for proposer in self.proposers])
+
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        for proposer in self.proposers:
+            proposer.observe(features, tokens)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        for proposer in self.proposers:
+            proposer.rewind(lengths)
+
+    def new(self) -> "SeveralModels":
+        return SeveralModels([proposer.new() for proposer in self.proposers])
+
+    def join(self, others: Sequence["SeveralModels"]) -> None:
+        for i, proposer in enumerate(self.proposers):
+            proposer.join([other.proposers[i] for other in others])
+
+    def select(self, rows: Sequence[int]) -> None:
+        for proposer in self.proposers:
+            proposer.select(rows)
 
 
-def loaded_model(path: str, target: Target) -> Target:
-    """A draft model beside its target. Raises InputError where it cannot be loaded."""
-    place = target.output_device
-    try:
-        return Target.load(
-            path,
-            dtype=target.dtype,
-            device_map=None if place.type == "cpu" else {"": place},
-            trust_remote_code=target.trust_remote_code,
-        )
-    except InputError as error:
-        raise InputError(
-            f"--drafter model:{path}: {str(error).replace('the target', 'the draft model')}"
-        ) from error
-
-
-def tokens_differ(model: Target, target: Target) -> str | None:
-    """A difference between two models' numbering of tokens, or None if they agree.
-
-    A number that only one of them names is padding of the other's embedding, and no difference.
-    """
-    if model.tokenizer is None or target.tokenizer is None:
-        same = model.vocab_size == target.vocab_size and model.tokenizer is target.tokenizer
-        sizes = f"{model.vocab_size} and {target.vocab_size}"
-        return None if same else f"{sizes}, without a tokenizer to compare"
-    theirs = {number: token for token, number in model.tokenizer.get_vocab().items()}
-    ours = {number: token for token, number in target.tokenizer.get_vocab().items()}
-    for number in sorted(theirs.keys() & ours.keys()):
-        if theirs[number] != ours[number]:
-            return f"token {number} is {theirs[number]!r}, the target's {ours[number]!r}"
-    return None
+def stacked(logits: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Each model's [F, V] logits of each text -> [F, M, V] for each text."""
+    return [torch.stack(rows, dim=1) for rows in zip(*logits, strict=True)]

@@ -1,82 +1,241 @@
-"""A draft model of another vocabulary (Timor et al. 2025, 2502.05202, token-level intersection).
+"""A draft model of another vocabulary, and the tokens that it shares with the target.
 
-Its law is restricted to the tokens that it shares with the target, and renormalised, before anything
-is drawn. So it is an ordinary draft law over a part of the target's vocabulary, as that of a head
-with a draft vocabulary, and every verifier and tree stays lossless.
+Tokens are compared by the bytes of text that each stands for.
 
-The draft model reads the target's text token by token: a shared token as its own, any other one as
-the tokens that spell its bytes. A text of three tokens, of which the draft model lacks the second:
+    byte-level BPE (GPT-2, Llama 3, Qwen)    `Ġthe` stands for ` the`, `Ċ` for a line break
+    SentencePiece (Llama 2, Gemma)           `▁the` stands for ` the`, `<0x0A>` for a line break
 
-    target    the     ·unhappiness       ·of         ends  2 5 6: draft tokens up to each
-    draft     <bos>  the  ·un happi ness  ·of
-
-So what is in its cache stays valid while the text grows, unlike after tokenising the text anew.
+Special tokens stand for no text: two of them are the same if their names are.
 """
 
-from collections.abc import Sequence
-from typing import final
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from treespec.draft.models.branch import Branch
-from treespec.draft.models.shared_vocabulary import SharedVocabulary
-from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer
-from treespec.model.cache import TreeCache
-from treespec.model.masks import together
+from treespec.draft.models.model import ModelProposer
+from treespec.errors import InputError
 from treespec.model.target import Target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte that no other token holds, in SentencePiece
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
+SPECIAL = b"\xff"  # before the name of a special token; no byte of UTF-8
+
+
+# The byte that each character stands for in byte-level vocabularies (GPT-2).
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+def bytes_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes]:
+    """The bytes of every token, by its number; a special token's name follows SPECIAL."""
+    # 1. Tokens beside the model's own: special ones, and plain text.
+    found: dict[int, bytes] = {}
+    byte_level = "ByteLevel" in _kinds(tokenizer)
+    for number, added in tokenizer.added_tokens_decoder.items():
+        if not byte_level and BYTE.fullmatch(added.content):
+            continue
+        plain = added.content if byte_level else added.content.replace(SPACE, " ")
+        found[number] = SPECIAL + added.content.encode() if added.special else plain.encode()
+
+    # 2. The model's own.
+    for token, number in tokenizer.get_vocab().items():
+        if number not in found:
+            found[number] = _byte_level(token) if byte_level else _sentence_piece(token)
+    return found
+
+
+def _kinds(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+    """The parts of a tokenizer's decoder and pre-tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts: list[Any] = []
+    if backend is not None:
+        described = json.loads(backend.to_str())
+        parts = [described.get("decoder"), described.get("pre_tokenizer")]
+    kinds: set[str] = set()
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            kinds.add(str(part.get("type")))
+            parts += [*part.get("decoders", ()), *part.get("pretokenizers", ())]
+    return kinds
+
+
+def _byte_level(token: str) -> bytes:
+    if all(character in BYTES for character in token):
+        return bytes(BYTES[character] for character in token)
+    return token.encode()
+
+
+def _sentence_piece(token: str) -> bytes:
+    if byte := BYTE.fullmatch(token):
+        return bytes.fromhex(byte[1])
+    return token.replace(SPACE, " ").encode()
 
 
 @final
-class OtherVocabulary(Proposer):
-    """Drafts shared tokens with a model of another tokenizer; one text at first.
+@dataclass(frozen=True)
+class SharedVocabulary:
+    """Tokens that the target and a draft model share, and how the target's others are spelled.
 
-    known: [n] the draft tokens of each text, after the start that its tokenizer gives every text.
-    ends: how many of them there are up to each observed token of the target.
+    target, draft: [N] int64, the numbers of the shared tokens, by the target's ascending.
+    """
+
+    target: Tensor
+    draft: Tensor
+    target_bytes: Mapping[int, bytes]
+    draft_by_bytes: Mapping[bytes, int]
+
+    @property
+    def share(self) -> float:
+        """Of the target's tokens."""
+        return len(self.target) / max(len(self.target_bytes), 1)
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the draft model's longest token."""
+        return max(map(len, self.draft_by_bytes))
+
+    @cached_property
+    def _spelled(self) -> dict[int, tuple[int, ...]]:
+        return dict(zip(self.target.tolist(), ((n,) for n in self.draft.tolist()), strict=True))
+
+    def spelled(self, token: int) -> tuple[int, ...]:
+        """The draft model's tokens for a token of the target, at least one.
+
+        A shared token is one. Others are spelled by the longest tokens that fit, from the left; a
+        special one by its name. A byte that the draft model lacks is left out.
+        """
+        if token not in self._spelled:
+            self._spelled[token] = self._split(self.target_bytes.get(token, b""))
+        return self._spelled[token]
+
+    def _split(self, text: bytes) -> tuple[int, ...]:
+        text, found, at = text.removeprefix(SPECIAL), list[int](), 0
+        while at < len(text):
+            for size in range(min(self.longest, len(text) - at), 0, -1):
+                number = self.draft_by_bytes.get(text[at : at + size])
+                if number is not None:
+                    found.append(number)
+                    break
+            at += size
+        return tuple(found) or (int(self.draft[0]),)
+
+
+def shared_vocabulary(
+    target: "PreTrainedTokenizerBase",
+    draft: "PreTrainedTokenizerBase",
+    target_size: int,
+    draft_size: int,
+) -> SharedVocabulary:
+    """What two tokenizers share. Tokens beyond a model's vocabulary do not count.
+
+    Of several tokens for the same bytes one counts (`by_bytes`). Raises InputError where no token
+    is shared.
+    """
+    ours = {n: text for n, text in bytes_of(target).items() if n < target_size}
+    theirs = {n: text for n, text in bytes_of(draft).items() if n < draft_size}
+    ours_by_bytes, theirs_by_bytes = by_bytes(target, ours), by_bytes(draft, theirs)
+    shared = [text for text in ours_by_bytes if text and text in theirs_by_bytes]
+    if not shared:
+        raise InputError("the two vocabularies share no token")
+    pairs = sorted((ours_by_bytes[text], theirs_by_bytes[text]) for text in shared)
+    numbers, own = torch.tensor(pairs).unbind(1)
+    return SharedVocabulary(numbers.contiguous(), own.contiguous(), ours, theirs_by_bytes)
+
+
+def by_bytes(tokenizer: "PreTrainedTokenizerBase", table: Mapping[int, bytes]) -> dict[bytes, int]:
+    """The number of the token that stands for some bytes.
+
+    table: the bytes of each token, by its number. Of several tokens for the same bytes it is the
+    first, but one like `<0x61>` only where there is no other: a text's `a` is the token `a`.
+    """
+    numbers = sorted(table)
+    names = tokenizer.convert_ids_to_tokens(numbers)
+    single = [bool(BYTE.fullmatch(name)) for name in names]
+    found: dict[bytes, int] = {}
+    for _, number in sorted(zip(single, numbers, strict=True)):
+        found.setdefault(table[number], number)
+    return found
+
+
+@final
+class OtherVocabulary(ModelProposer):
+    """Drafts the tokens that a model of another tokenizer shares with the target.
+
+    Timor et al. 2025 (2502.05202), token-level intersection. The model's distribution is restricted to
+    these tokens, and renormalised, before anything is drawn. So it is an ordinary draft distribution
+    over a part of the target's vocabulary, and every verifier and tree stays lossless.
+
+    The draft model reads the target's text token by token: a shared token as its own, any other one as
+    the tokens that spell its bytes. Three tokens, of which the draft model lacks the second:
+
+        target    the     ·unhappiness       ·of         ends  2 5 6: draft tokens up to each
+        draft     <bos>  the  ·un happi ness  ·of
+
+    So its cache stays valid while the text grows, unlike after tokenising the text again.
+
+    known: also the start that the model's tokenizer gives every text. ends: how many of them there
+    are up to each observed token of the target.
     """
 
     per_text = ("known", "ends", "cache")
 
     def __init__(self, model: Target, target: Target, words: SharedVocabulary) -> None:
-        self.model, self.target, self.words = model, target, words
-        self.vocab_size = target.vocab_size
-        place = model.output_device
-        self.shared, self.own = words.target.to(target.output_device), words.draft.to(place)
-        start, target_start = start_of(model.tokenizer), start_of(target.tokenizer)
-        self.start = torch.tensor(start, dtype=torch.int64, device=place)
-        self.skipped = frozenset(target_start if start else ())  # as a text's first token
-        self.cache = model.new_cache()
+        super().__init__(model, target)
+        self.words = words
+        self.shared = words.target.to(target.output_device)
+        self.own = words.draft.to(model.output_device)
+        start = start_of(model.tokenizer)
+        self.start = self.known[0].new_tensor(start)
+        self.skipped = frozenset(start_of(target.tokenizer) if start else ())  # as a first token
         self.known: list[Tensor] = [self.start]
         self.ends: list[list[int]] = [[]]
-        self.branch: Branch | None = None
+        self.latest: list[list[tuple[int, ...]]] = [
+            []
+        ]  # draft tokens of each token translated last
+
+    @property
+    def name(self) -> str:
+        return "model of another vocabulary"
 
     @property
     def vocabulary(self) -> Tensor | None:
         return self.shared
 
     @property
-    def models(self) -> list[nn.Module]:
-        return [self.model.model]
-
-    @property
     def identity(self) -> object:
-        return [self.model.config.to_dict(), str(self.model.dtype), len(self.shared)]
+        return [super().identity, len(self.shared)]
 
     @property
     def lengths(self) -> list[int]:
         return [len(ends) for ends in self.ends]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        for row, new in enumerate(tokens):
-            fresh: list[int] = []
-            before, ends = len(self.known[row]), self.ends[row]
-            for token in new[:-1].tolist():
-                fresh += self._spelled(token, first=not ends)
-                ends.append(before + len(fresh))
-            added = torch.tensor(fresh, dtype=torch.int64, device=self.start.device)
-            self.known[row] = torch.cat([self.known[row], added])
-        if max(map(len, tokens)) - 1 > PREFILL_AT:
-            self._run(self.known)
+        starts = list(map(len, self.known))
+        super().observe(features, tokens)
+        for ends, start, spelled in zip(self.ends, starts, self.latest, strict=True):
+            ends += [*accumulate(map(len, spelled), initial=start)][1:]
+
+    def translated(self, tokens: Sequence[Tensor]) -> list[Tensor]:
+        self.latest = []
+        for ends, new in zip(self.ends, tokens, strict=True):
+            numbers = new.tolist()
+            spelled = [self.words.spelled(number) for number in numbers]
+            if numbers and not ends and numbers[0] in self.skipped:
+                spelled[0] = ()
+            self.latest.append(spelled)
+        flat = [[*chain.from_iterable(spelled)] for spelled in self.latest]
+        return [self.start.new_tensor(row) for row in flat]
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.ends = [ends[:length] for ends, length in zip(self.ends, lengths, strict=True)]
@@ -92,39 +251,11 @@ class OtherVocabulary(Proposer):
     def new(self) -> "OtherVocabulary":
         return OtherVocabulary(self.model, self.target, self.words)
 
-    def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
-        self.rewind(self.lengths)  # drops an earlier root that was not observed afterwards
-        texts = []
-        for known, ends, root in zip(self.known, self.ends, roots.tolist(), strict=True):
-            spelled = self._spelled(root, first=not ends)
-            texts.append(torch.cat([known, known.new_tensor(spelled)]))
-        logits = self._shared(self.model.output_logits(self._run(texts)))
-        self.branch = Branch(self.model, self.cache, self.cache.lengths)
-        return list(logits.split(1))
+    def drafted(self, tokens: Tensor) -> Tensor:
+        return self.own[tokens]
 
-    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
-        assert self.branch
-        own = [f and Frontier(self.own[f.tokens], f.parent_rows) for f in frontiers]
-        return [self._shared(rows) for rows in self.branch.extend(own)]
-
-    def _spelled(self, token: int, first: bool) -> tuple[int, ...]:
-        """The draft tokens of a target's. first: whether it is the text's first one."""
-        return () if first and token in self.skipped else self.words.spelled(token)
-
-    def _shared(self, logits: Tensor) -> Tensor:
-        """[F, N] the logits of the shared tokens, of [F, V] of the draft model's."""
+    def fitted(self, logits: Tensor) -> Tensor:
         return logits.index_select(-1, self.own)
-
-    @torch.no_grad()
-    def _run(self, texts: Sequence[Tensor]) -> Tensor:
-        """Bring texts into the cache; [B, H] hidden states at their ends.
-
-        Each text is at least one token longer than the cache has it.
-        """
-        waiting = [tokens[done:] for tokens, done in zip(texts, self.cache.lengths, strict=True)]
-        counts = [len(tokens) for tokens in waiting]
-        hidden = self.model.prefill(self.cache, together(waiting), counts=counts)
-        return torch.stack([row[count - 1] for row, count in zip(hidden, counts, strict=True)])
 
 
 def start_of(tokenizer: object) -> list[int]:

@@ -15,7 +15,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from treespec.draft.models.branch import Branch, root_frontiers
+from treespec.draft.drafters import DrafterSpec
+from treespec.draft.models.branch import Branch
 from treespec.draft.models.skip_set import SkipSet, load_skip_set
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
@@ -133,7 +134,8 @@ class SkipProposer(Proposer):
 
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
         self.branch = Branch(self.target, cache, cache.lengths)
-        return list(self.extend(root_frontiers(roots)))
+        with skipping(self.target, self.skipped):
+            return list(self.branch.roots(roots))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         assert self.branch
@@ -141,7 +143,7 @@ class SkipProposer(Proposer):
             return self.branch.extend(frontiers)
 
 
-def skipped_target(file: str, target: Target) -> SkipProposer:
+def load_skip(spec: DrafterSpec, target: Target) -> SkipProposer:
     """`--drafter self:FILE`. Raises InputError."""
     refuse_what_cannot_skip(target)
-    return SkipProposer(target, load_skip_set(file, target.layers))
+    return SkipProposer(target, load_skip_set(spec.place, target.layers))

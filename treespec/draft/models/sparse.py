@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.draft.model_free.options import SINKS, WINDOW, budget_of
-from treespec.draft.models.branch import Branch, root_frontiers
+from treespec.draft.drafters import DrafterSpec
+from treespec.draft.models.branch import Branch
 from treespec.draft.models.snapkv import most_seen, refuse_what_shows_no_attention
+from treespec.draft.options import SINKS, WINDOW
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
 from treespec.model.cache import TreeCache
@@ -120,7 +121,7 @@ class SparseProposer(Proposer):
         small = self._copied(cache, positions)
         places = positions.where(positions != CHOSEN, 0).to(self.target.output_device)
         self.branch = Branch(self.target, small, lengths, places)
-        return list(self.extend(root_frontiers(roots)))
+        return list(self.branch.roots(roots))
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         assert self.branch
@@ -183,14 +184,13 @@ class SparseProposer(Proposer):
         return small
 
 
-def sparse_target(value: str, target: Target) -> SparseProposer:
+def load_sparse(spec: DrafterSpec, target: Target) -> SparseProposer:
     """`--drafter sparse:512` or `sparse:512,snapkv`. Raises InputError."""
-    budget, chosen = budget_of(value)
     if target.recurrent:
         raise InputError(
-            f"--drafter sparse:{value} keeps a part of the keys and values, and layers of "
+            f"--drafter {spec.own} keeps a part of the keys and values, and layers of "
             f"{type(target.model).__name__} have one state in their place: take another drafter"
         )
-    if chosen:
+    if spec.options.snapkv:
         refuse_what_shows_no_attention(target)
-    return SparseProposer(target, budget, WINDOW if chosen else None)
+    return SparseProposer(target, spec.options.budget, WINDOW if spec.options.snapkv else None)

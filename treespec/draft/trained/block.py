@@ -10,9 +10,7 @@ from torch.nn.functional import pad
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.pairs import PairProposer
 from treespec.heads.block import BlockHead, Pairs
-from treespec.model.cache import TreeCache
-from treespec.model.chunks import Chunk, causal_chunks
-from treespec.model.masks import together
+from treespec.model.chunks import Chunk
 from treespec.model.target import Target
 from treespec.trees.mask import positions
 
@@ -32,75 +30,39 @@ class BlockProposer(PairProposer):
         """chunk: pairs per forward of the head. Default: the target's chunk size."""
         self.head = head
         self.start(target, chunk, head.layer_count, head.feature_size, head.dtype)
-        self.laws: list[Tensor | None] = [None]  # [D, N] draft logits of all levels, by text
+        self.laws = torch.empty(0)  # [B, D, N] draft logits of all levels
+        self.block = torch.empty(0)  # [B, S, H] states of the block
         self.level = 0
 
     def levels(self, row: int) -> Tensor:
-        laws = self.laws[row]
-        assert laws is not None
-        return laws
+        return self.laws[row]
 
     def new(self) -> "BlockProposer":
         return BlockProposer(self.head, self.target, self.chunk)
 
-    def take(self) -> None:
-        self.states(None)
+    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
+        self.level, self.laws = 0, self.head.logits(self.drafted(last), self.target)
+        return self.laws[:, :1]
 
-    @torch.no_grad()
-    def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
-        self.level, self.laws = 0, [None] * len(self.waiting)
-        if not any(map(len, self.waiting)):
-            return list(self.laws)
-        states = self.states(roots)
-        assert states is not None
-        logits = self.head.logits(states, self.target)  # [B, D, N]
-        for row, length in enumerate(self.cache.lengths):
-            self.laws[row] = logits[row] if length else None
-        return [None if laws is None else laws[:1] for laws in self.laws]
+    def drafted(self, last: list[Tensor]) -> Tensor:
+        """[B, D, H] the states of all levels, after `run` with roots, which gave `last`."""
+        return self.head.drafted(last[0] if last else None, self.block)
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         self.level += 1
-        below = []
-        width = next(laws.shape[1] for laws in self.laws if laws is not None)
-        for laws, frontier in zip(self.laws, frontiers, strict=True):
-            if laws is None or frontier is None:
-                below.append(torch.empty(0, width, device=self.target.output_device))
-            else:
-                below.append(laws[self.level].expand(len(frontier.tokens), -1))
-        return below
+        rows = zip(self.laws[:, self.level], frontiers, strict=True)
+        return [law.expand(len(frontier.tokens) if frontier else 0, -1) for law, frontier in rows]
 
-    def states(self, roots: Tensor | None) -> Tensor | None:
-        """Run the head over the pairs that wait, and over a block unless `roots` [B] is None.
-
-        Returns the states of all levels, [B, D, H], or None without a block.
-        """
-        self.cache.rewind(self.cache.lengths)
-        counts = [len(pairs) for pairs in self.waiting]
-        pairs = [pairs.joined() for pairs in self.waiting]
-        device, states = self.target.output_device, None
-        last = [torch.empty(0)] * len(counts)  # [H] at each text's last pair
-        for chunk in causal_chunks(self.cache, counts, self.chunk_size, device):
-            # 1. The block stands behind the last chunk.
-            ends = chunk.columns.stop < max(counts)
-            below = None if roots is None or ends else roots.to(device)
-            places, seen = self._beside(chunk, 0 if below is None else self.head.block)
-
-            # 2. One forward.
-            features = together([f[chunk.columns] for f, _ in pairs])  # [B, n, F]
-            tokens = together([t[chunk.columns] for _, t in pairs])  # [B, n]
-            new = Pairs(tokens, features.to(self.head.dtype), places, seen)
-            own, block = self.head.run(new, below, self.cache.tree_layers, self.target.embeddings)
-
-            # 3. The states that levels are drafted from.
-            if own is not None:
-                for row, taken in enumerate(chunk.taken):
-                    if taken or not chunk.columns.start:
-                        last[row] = own[row, taken - 1]
-            if below is not None:
-                states = self.head.drafted(None if own is None else torch.stack(last), block)
-        self.waiting = self.none_waiting(len(counts))
-        return states
+    def pairs(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> list[Tensor]:
+        """The block stands behind the last chunk."""
+        below = None if roots is None else roots.to(self.target.output_device)
+        places, seen = self._beside(chunk, 0 if below is None else self.head.block)
+        new = Pairs(tokens, features.to(self.head.dtype), places, seen)
+        own, self.block = self.head.run(new, below, self.cache.tree_layers, self.target.embeddings)
+        return [] if own is None else [own]
 
     def _beside(self, chunk: Chunk, size: int) -> tuple[Tensor, Tensor]:
         """Positions [B, T] of all columns, and what the rows see, [B, n + S, T], with a block of S.

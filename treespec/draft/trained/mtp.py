@@ -6,12 +6,12 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from treespec.draft.proposer import Frontier, aligned
+from treespec.draft.models.branch import Levels
+from treespec.draft.proposer import Frontier
 from treespec.draft.trained.pairs import PairProposer
 from treespec.heads.mtp import Mtp
-from treespec.model.cache import TreeCache
-from treespec.model.chunks import causal_chunks
-from treespec.model.masks import additive_masks, rows_of, together, unpadded
+from treespec.model.chunks import Chunk
+from treespec.model.masks import additive_masks, rows_of, unpadded
 from treespec.model.target import Target
 from treespec.trees.mask import committed, positions
 
@@ -40,7 +40,7 @@ class MtpProposer(PairProposer):
         self.start(target, chunk, 2 * len(mtp) - 1, target.feature_width, target.dtype)
         self.level = 0
         self.states: dict[int, Tensor] = {}  # by layer, [B, F, H] at the frontiers
-        self.seen = torch.empty(0)  # [B, F, T] bool: columns that each frontier node sees
+        self.drafted = Levels(torch.empty(0))
         self.places = torch.empty(0)  # [B, T] int64: positions of all columns
 
     @property
@@ -54,60 +54,38 @@ class MtpProposer(PairProposer):
     def new(self) -> "MtpProposer":
         return MtpProposer(self.mtp, self.target, self.chunk)
 
-    def take(self) -> None:
-        self.begin()
-
-    @torch.no_grad()
-    def begin(
-        self, roots: Tensor | None = None, cache: TreeCache | None = None
-    ) -> list[Tensor | None]:
-        counts = [len(pairs) for pairs in self.waiting]
-        if not any(counts):
-            return [None] * len(counts)
-
-        # 1. All layers run over the pairs that wait; drafted levels are forgotten.
-        self.cache.rewind(self.cache.lengths)
-        pairs = [pairs.joined() for pairs in self.waiting]
-        device = pairs[0][1].device
-        last = [[torch.empty(0)] * len(counts) for _ in self.mtp.layers]  # [H] at the texts' ends
-        for chunk in causal_chunks(self.cache, counts, self.chunk_size, device):
-            hidden = together([f[chunk.columns] for f, _ in pairs])  # [B, n, H]
-            tokens = together([t[chunk.columns] for _, t in pairs])  # [B, n]
-            places = positions(chunk.depth, chunk.lengths)
-            for i in range(len(self.mtp)):
-                below = self._behind(i, hidden, chunk.lengths) if i else hidden
-                hidden = self._forward(i, tokens, below, places, chunk.seen)
-                for row, taken in enumerate(chunk.taken):
-                    if taken or not chunk.columns.start:
-                        last[i][row] = hidden[row, taken - 1]
-        self.waiting = self.none_waiting(len(counts))
-
-        # 2. Level 1 grows from the first layer's last states.
+    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
         self.level = 0
-        self.states = {i: torch.stack(rows)[:, None] for i, rows in enumerate(last)}
-        self.seen = committed(self.cache.lengths, device)
-        self.places = torch.arange(self.cache.end, device=device).expand(len(counts), -1)
-        logits = self._logits(0, self.states[0])
-        return [
-            row if length else None for row, length in zip(logits, self.cache.lengths, strict=True)
-        ]
+        self.states = {i: states[:, None] for i, states in enumerate(last)}
+        device = last[0].device
+        self.drafted = Levels(committed(self.cache.lengths, device))
+        self.places = torch.arange(self.cache.end, device=device).expand(len(last[0]), -1)
+        return self._logits(0, self.states[0])
+
+    def pairs(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> list[Tensor]:
+        places, stages = positions(chunk.depth, chunk.lengths), [features]
+        for i in range(len(self.mtp)):
+            below = self._behind(i, stages[-1], chunk.lengths) if i else features
+            stages.append(self._forward(i, tokens, below, places, chunk.seen))
+        return stages[1:]
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         # 1. The new nodes' columns.
-        tokens, above, sizes = aligned(frontiers, self.seen.device)
-        b, n = tokens.shape
+        tokens, above, sizes = self.drafted.extend(frontiers)
         self.level += 1
-        own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
-        self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
         lengths = torch.tensor(self.cache.lengths, device=tokens.device)[:, None]
-        self.places = torch.cat([self.places, (lengths + self.level - 1).expand(b, n)], dim=1)
+        places = (lengths + self.level - 1).expand(tokens.shape)
+        self.places = torch.cat([self.places, places], dim=1)
 
         # 2. The layers from this level's own on, each over its parent's state in the layer below.
         first, end = min(self.level, len(self.mtp) - 1), len(self.mtp)
         below = {i: self.states[i - 1 if self.level < end else i] for i in range(first, end)}
+        seen = self.drafted.seen
         self.states = {
-            i: self._forward(i, tokens, rows_of(states, above), self.places, self.seen)
+            i: self._forward(i, tokens, rows_of(states, above), self.places, seen)
             for i, states in below.items()
         }
         logits = self._logits(first, unpadded(self.states[first], sizes))

@@ -22,18 +22,6 @@ EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weigh
 SCALE = "_scale_inv"  # behind the name of an fp8 weight: a factor for each of its blocks
 
 
-def check_mtp(value: str, target: str, layers: int | None) -> None:
-    """Raises InputError for `--drafter mtp:value`, and for a target's folder without MTP layers.
-
-    layers: of the target; None: its files do not tell. A hub id passes: loading it raises the error.
-    """
-    if value:
-        raise InputError(f"--drafter mtp:{value}: mtp takes no value, the target holds the layers")
-    folder = Path(target).expanduser()
-    if layers is not None and folder.is_dir():
-        layers_in(str(folder), tensor_files(str(folder)), layers)
-
-
 def layers_in(name: str, files: Mapping[str, Path], layers: int) -> tuple[Layout, list[LayerNames]]:
     """The MTP layers in a target's files. name: the target's. layers: of the target itself.
 

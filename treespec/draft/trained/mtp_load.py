@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.mtp import MtpProposer
-from treespec.draft.trained.mtp_files import check_mtp, layers_in, read_tensors, tensor_files
+from treespec.draft.trained.mtp_files import layers_in, read_tensors, tensor_files
 from treespec.errors import InputError
 from treespec.heads.mtp import Mtp, MtpLayer
 from treespec.heads.mtp_layouts import KNOWN, LayerNames, Layout
@@ -18,9 +19,8 @@ from treespec.model.target import Target
 from treespec.model.weights import names as listed
 
 
-def mtp_of_target(value: str, target: Target) -> MtpProposer:
+def load_mtp_proposer(spec: DrafterSpec, target: Target) -> MtpProposer:
     """`--drafter mtp`. Raises InputError."""
-    check_mtp(value, "", None)
     return MtpProposer(load_mtp(target), target)
 
 

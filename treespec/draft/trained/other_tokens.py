@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treespec.draft.models.shared_vocabulary import SharedVocabulary, shared_vocabulary
-from treespec.draft.trained.trained_tokens import FIELD
+from treespec.draft.models.other_vocabulary import SharedVocabulary, shared_vocabulary
 from treespec.errors import InputError
 from treespec.heads.draft_map import mapping_of
 from treespec.heads.eagle import EagleHead
@@ -20,6 +19,10 @@ from treespec.heads.features import EMBEDDING
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
+
+FIELD = (
+    "target_tokens"  # of config.json: a few tokens that a head was trained with, as {"9": "Ġthe"}
+)
 
 
 def in_target_tokens(head: Head, folder: Path, target: Target, name: str) -> Head:

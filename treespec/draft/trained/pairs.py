@@ -9,13 +9,15 @@ EAGLE's heads, block heads and MTP layers read a text as pairs. Five tokens, of 
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from treespec.draft.proposer import PREFILL_AT, Proposer
 from treespec.model.cache import TreeCache
+from treespec.model.chunks import Chunk, causal_chunks
+from treespec.model.masks import together
 from treespec.model.target import Target
 
 MOST_WAITING = 96  # pairs that a text may collect while it rests without drafts
@@ -61,11 +63,11 @@ class Pairs:
         return Pairs(features[length:], tokens[length:])
 
 
-class PairProposer(Proposer, Protocol):
+class PairProposer(Proposer):
     """Drafts with layers that take pairs and keep keys and values of them; one text at first.
 
     Observed pairs wait until `begin` runs the layers over them. Of a prompt only the last pair
-    waits. A subclass has `take`, `begin`, `extend` and `new`, and calls `start` when it is made.
+    waits. A subclass calls `start` when it is made.
     """
 
     target: Target
@@ -73,11 +75,23 @@ class PairProposer(Proposer, Protocol):
     cache: TreeCache
     waiting: list[Pairs]  # by text
     nothing: Tensor  # [0, F] of the features' dtype and device
-    per_text: ClassVar[tuple[str, ...]] = ("waiting", "cache")
+    per_text: tuple[str, ...] = ("waiting", "cache")
 
     @abstractmethod
-    def take(self) -> None:
-        """Run the layers over the pairs that wait."""
+    def pairs(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Run the layers over new pairs: the states [B, n, H] of each stage of the layers.
+
+        features: [B, n, F]. tokens: [B, n]. roots: [B] with the last chunk of `begin`, else None.
+        """
+
+    @abstractmethod
+    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
+        """[B, 1, N] draft logits for the children of the roots [B].
+
+        last: [B, H] of each stage, at the sequences' last pairs.
+        """
 
     def start(
         self, target: Target, chunk: int | None, layers: int, width: int, dtype: torch.dtype
@@ -92,6 +106,37 @@ class PairProposer(Proposer, Protocol):
         """`waiting` without any pair."""
         return [Pairs(self.nothing) for _ in range(texts)]
 
+    @torch.no_grad()
+    def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
+        if not any(map(len, self.waiting)):
+            return [None] * len(self.waiting)
+        logits = self.first(self.run(roots), roots)
+        rows = zip(logits, self.cache.lengths, strict=True)
+        return [row if length else None for row, length in rows]
+
+    @torch.no_grad()
+    def run(self, roots: Tensor | None = None) -> list[Tensor]:
+        """Run the layers over the waiting pairs; drafted levels are forgotten.
+
+        Returns [B, H] of each stage, at the sequences' last pairs.
+        """
+        self.cache.rewind(self.cache.lengths)
+        pairs = [pairs.joined() for pairs in self.waiting]
+        counts, device = [len(tokens) for _, tokens in pairs], pairs[0][1].device
+        last: list[list[Tensor]] = []
+        for chunk in causal_chunks(self.cache, counts, self.chunk_size, device):
+            features = together([features[chunk.columns] for features, _ in pairs])
+            tokens = together([tokens[chunk.columns] for _, tokens in pairs])
+            ends = chunk.columns.stop >= max(counts)
+            stages = self.pairs(chunk, features, tokens, roots if ends else None)
+            last = last or [[torch.empty(0)] * len(counts) for _ in stages]
+            for rows, states in zip(last, stages, strict=True):
+                for row, taken in enumerate(chunk.taken):
+                    if taken or not chunk.columns.start:
+                        rows[row] = states[row, taken - 1]
+        self.waiting = self.none_waiting(len(counts))
+        return [torch.stack(rows) for rows in last]
+
     @property
     def lengths(self) -> list[int]:
         texts = zip(self.cache.lengths, self.waiting, strict=True)
@@ -103,7 +148,7 @@ class PairProposer(Proposer, Protocol):
         fresh, waiting = max(map(len, tokens)) - 1, max(map(len, self.waiting))
         if fresh > PREFILL_AT or waiting > MOST_WAITING:
             ends = [pairs.split(len(pairs) - 1) for pairs in self.waiting]
-            self.take()
+            self.run()
             self.waiting = ends
 
     def rewind(self, lengths: Sequence[int]) -> None:

@@ -1,133 +1,106 @@
-"""The input of Medusa's and Hydra's heads: a hidden state for the last position of each text."""
+"""Medusa's and Hydra's heads as proposers: they take a hidden state of each sequence's last position.
 
-from abc import abstractmethod
+Medusa's logits of a level are the same at all its nodes; Hydra's depend on the tokens of a path.
+"""
+
 from collections.abc import Sequence
-from typing import ClassVar, Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from treespec.draft.per_text import PerText
-from treespec.draft.proposer import PREFILL_AT, Proposer
+from treespec.draft.proposer import Frontier, aligned
+from treespec.draft.trained.pairs import PairProposer
 from treespec.heads.hydra import HydraHead
-from treespec.model.cache import TreeCache
-from treespec.model.chunks import causal_chunks
-from treespec.model.masks import together
+from treespec.heads.medusa import MedusaHead
+from treespec.model.chunks import Chunk
+from treespec.model.masks import rows_of, unpadded
 from treespec.model.target import Target
 
 
 @final
-class LastStates(PerText):
-    """The target's own hidden states; one text at first. lengths: observed positions, by text."""
+class MedusaProposer(PairProposer):
+    """Drafts from the last hidden state of each sequence."""
 
-    per_text = ("lengths", "last")
+    head: MedusaHead
+    at_once = True
 
-    def __init__(self) -> None:
-        self.lengths = [0]
-        self.last: list[Tensor | None] = [None]
+    def __init__(self, head: MedusaHead, target: Target) -> None:
+        self.head = head
+        self.start(target, None, 0, head.feature_size, head.dtype)
+        self.states = torch.empty(0)  # [B, H]
+        self.level = 0
 
-    def observe(self, features: Sequence[Tensor]) -> None:
-        """Each text grew by n positions. features: [n, H] hidden states."""
-        for row, new in enumerate(features):
-            if len(new):
-                self.lengths[row] += len(new)
-                self.last[row] = new[-1].clone()  # a view would keep the whole prompt's states
+    def levels(self, row: int) -> Tensor:
+        state = self.states[row]
+        return torch.stack([self.head.step(k, state) for k in range(self.head.max_depth)])
 
-    def known(self) -> list[Tensor | None]:
-        """For each text the state [H] of its last position, or None if that is not known."""
-        return self.last
+    def pairs(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> list[Tensor]:
+        return [features]
 
-    def rewind(self, lengths: Sequence[int]) -> None:
-        """Truncate each text. A shortened text has no known state until more of it is observed."""
-        pairs = zip(self.last, self.lengths, lengths, strict=True)
-        self.last = [last if had == length else None for last, had, length in pairs]
-        self.lengths = list(lengths)
+    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
+        (self.states,), self.level = last, 0
+        return self._logits()
+
+    @torch.no_grad()
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        self.level += 1
+        sizes = [len(frontier.tokens) if frontier else 0 for frontier in frontiers]
+        return [row.expand(size, -1) for row, size in zip(self._logits(), sizes, strict=True)]
+
+    def new(self) -> "MedusaProposer":
+        return MedusaProposer(self.head, self.target)
+
+    def _logits(self) -> Tensor:
+        """[B, 1, N] logits, by the head of this level."""
+        return self.head.step(self.level, self.states)[:, None]
 
 
 @final
-class PrefixStates(PerText):
-    """Outputs of Hydra++'s prefix layer, which attends over the hidden states up to a position.
+class HydraProposer(PairProposer):
+    """Drafts with heads and the target's embeddings.
 
-    Observed states wait until `known` runs the layer over them; those of a prompt run at once.
-    Texts with fewer waiting states are padded with states that no position sees.
+    Hydra++'s prefix layer attends over the hidden states up to a position; its cache is the layer's.
     """
 
-    per_text = ("waiting", "done", "cache")
+    head: HydraHead
 
-    def __init__(self, head: HydraHead, device: torch.device, chunk: int = 512) -> None:
-        self.head, self.chunk = head, chunk
-        self.nothing = torch.empty(0, head.hidden_size, dtype=head.dtype, device=device)
-        self.cache = TreeCache(layers=1)
-        self.waiting = [self.nothing]  # [n, H] states, by text
-        self.done = LastStates()
+    def __init__(self, head: HydraHead, target: Target, chunk: int | None = None) -> None:
+        """chunk: positions per forward of the prefix layer. Default: the target's chunk size."""
+        self.head = head
+        self.start(target, chunk, int(head.kind == "hydra++"), head.feature_size, head.dtype)
+        # [B, F, (level + 2) H] the state, and the embeddings along the path to each frontier node.
+        self.inputs = torch.empty(0)
+        self.level = 0
 
-    @property
-    def lengths(self) -> list[int]:
-        texts = zip(self.done.lengths, self.waiting, strict=True)
-        return [done + len(states) for done, states in texts]
-
-    def observe(self, features: Sequence[Tensor]) -> None:
-        """Each text grew by n positions. features: [n, H] hidden states."""
-        pairs = zip(self.waiting, features, strict=True)
-        self.waiting = [torch.cat([before, new]) if len(before) else new for before, new in pairs]
-        if max(map(len, self.waiting)) > PREFILL_AT:
-            self.known()
-
-    @torch.no_grad()
-    def known(self) -> list[Tensor | None]:
-        """For each text the state [H] of its last position, or None if that is not known."""
-        layer, counts = self.cache.tree_layers[0], [len(states) for states in self.waiting]
-        device = self.nothing.device
-        for chunk in causal_chunks(self.cache, counts, lambda columns: self.chunk, device):
-            features = together([states[chunk.columns] for states in self.waiting])  # [B, n, H]
-            hidden = self.head.states(features, chunk.positions, chunk.seen[:, None], layer)
+    def pairs(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> list[Tensor]:
+        for layer in self.cache.tree_layers:
+            features = self.head.states(features, chunk.positions, chunk.seen[:, None], layer)
             layer.length += features.shape[1]
-            self.done.observe([row[:taken] for row, taken in zip(hidden, chunk.taken, strict=True)])
-        self.waiting = [self.nothing for _ in self.waiting]
-        return self.done.known()
+        return [features]
 
-    def rewind(self, lengths: Sequence[int]) -> None:
-        """As for `LastStates`."""
-        pairs = list(zip(self.waiting, self.done.lengths, lengths, strict=True))
-        self.waiting = [states[: max(0, length - done)] for states, done, length in pairs]
-        self.done.rewind([min(done, length) for _, done, length in pairs])
-        self.cache.rewind(self.done.lengths)
-
-
-def stacked(states: Sequence[Tensor | None]) -> Tensor:
-    """[B, H] the states, 0 where one is None. At least one is not."""
-    zeros = torch.zeros_like(next(state for state in states if state is not None))
-    return torch.stack([zeros if state is None else state for state in states])
-
-
-class StateProposer(Proposer, Protocol):
-    """Drafts with heads that take the state of each text's last position; one text at first.
-
-    A subclass has `start`, `extend` and `new`.
-    """
-
-    target: Target
-    observed: LastStates | PrefixStates
-    per_text: ClassVar[tuple[str, ...]] = ("observed",)
-
-    @abstractmethod
-    def start(self, states: Tensor, roots: Tensor) -> Tensor:
-        """[B, 1, N] draft logits for the children of the roots. states: [B, H]. roots: [B]."""
-
-    @property
-    def lengths(self) -> list[int]:
-        return self.observed.lengths
+    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
+        (states,), self.level = last, 0
+        self.inputs = torch.cat([states, self._embedded(roots, states)], dim=-1)[:, None]
+        return self.head.step(0, self.inputs)
 
     @torch.no_grad()
-    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
-        known = self.observed.known()
-        if all(state is None for state in known):
-            return [None] * len(known)
-        logits = self.start(stacked(known), roots)
-        return [None if state is None else row for row, state in zip(logits, known, strict=True)]
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        tokens, above, sizes = aligned(frontiers, self.inputs.device)
+        if self.vocabulary is not None:
+            tokens = self.vocabulary[tokens]
+        embedded = self._embedded(tokens, self.inputs)
+        self.inputs = torch.cat([rows_of(self.inputs, above), embedded], dim=-1)
+        self.level += 1
+        logits = self.head.step(self.level, unpadded(self.inputs, sizes))
+        return list(logits.split(sizes))
 
-    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        self.observed.observe(features)
+    def new(self) -> "HydraProposer":
+        return HydraProposer(self.head, self.target, self.chunk)
 
-    def rewind(self, lengths: Sequence[int]) -> None:
-        self.observed.rewind(lengths)
+    def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
+        return self.target.embeddings(tokens).to(like.dtype)

@@ -1,0 +1,106 @@
+"""What can be wrong with a drafter's files, found before torch loads."""
+
+import json
+from pathlib import Path
+
+from treespec.draft.drafters import DrafterSpec
+from treespec.errors import InputError
+from treespec.heads.known import kind_in
+from treespec.heads.names import check_files as check_head_files
+from treespec.heads.names import head_folder
+from treespec.heads.places import mistyped
+from treespec.model.folder import check_files
+
+
+def check_head(spec: DrafterSpec, target: str) -> None:
+    """Raises InputError for a damaged head, one of another kind, and one of another width."""
+    from treespec.draft.calibration import load_calibration
+
+    check_width(spec.place, target)
+    folder, kind = Path(spec.place).expanduser(), spec.kind.name
+    if folder.is_dir():
+        actual = kind_in(folder)
+        if kind != "head" and actual and actual != kind:
+            raise InputError(
+                f"--drafter {spec.own} is a head of kind {actual}: write {actual}:{spec.place}"
+            )
+        load_calibration(head_folder(spec.place))
+
+
+def check_width(head: str, target: str) -> None:
+    """Raises InputError for a missing or damaged head, and for a target of another width."""
+    check_head_files(head)
+    width, own = width_of(target), width_of(head)
+    if width and own and own != width:
+        raise InputError(f"head {head} is for features of width {own}, the target's are {width}")
+
+
+def check_models(spec: DrafterSpec, target: str) -> None:
+    """Raises InputError for a draft model whose files are missing or damaged."""
+    for model in spec.models:
+        check_there(model, "draft model's directory")
+        check_files(str(Path(model).expanduser()))
+
+
+def check_skip_set(spec: DrafterSpec, target: str) -> None:
+    """Raises InputError for a skip set that is missing, damaged or of another number of layers."""
+    from treespec.draft.models.skip_set import load_skip_set
+
+    if not Path(spec.place).is_file():
+        raise InputError(f"--drafter {spec.own}: no such file; make one with treespec skip")
+    load_skip_set(spec.place, number_in(target, "num_hidden_layers"))
+
+
+def check_mtp(spec: DrafterSpec, target: str) -> None:
+    """Raises InputError for a target's folder without MTP layers. A hub id passes: loading tells."""
+    from treespec.draft.trained.mtp_files import layers_in, tensor_files
+
+    layers, folder = number_in(target, "num_hidden_layers"), Path(target).expanduser()
+    if layers is not None and folder.is_dir():
+        layers_in(str(folder), tensor_files(str(folder)), layers)
+
+
+def check_datastore(spec: DrafterSpec, target: str) -> None:
+    """Raises InputError for a folder without a datastore, and for another format."""
+    from treespec.draft.model_free.token_files import check_file, datastore_file
+
+    check_file(datastore_file(spec.place))
+
+
+def check_suffix_cache(spec: DrafterSpec, target: str) -> None:
+    """Raises InputError where files of a suffix cache cannot be read or are damaged."""
+    if spec.place:
+        from treespec.draft.model_free.suffix_cache import folders_in
+        from treespec.draft.model_free.token_files import check_file, segments
+
+        for folder in folders_in(Path(spec.place).expanduser()):
+            for file in segments(folder):
+                check_file(file)
+
+
+def check_there(name: str, what: str) -> None:
+    """Raises InputError for a path without a directory. A hub id passes.
+
+    what: names the directory in the message.
+    """
+    if not Path(name).expanduser().is_dir() and (problem := mistyped(name, what)):
+        raise InputError(problem)
+
+
+def width_of(folder: str) -> int | None:
+    """The width of a target, or of a head's target, by config.json; None: it does not tell."""
+    return number_in(folder, "target_hidden_size", "hidden_size")
+
+
+def number_in(folder: str, *names: str) -> int | None:
+    """The first of these fields in config.json that is a number. A text model's may be nested."""
+    try:
+        config = json.loads((Path(folder).expanduser() / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return None  # on the hub, or damaged: loading says so
+    if not isinstance(config, dict):
+        return None
+    text = config.get("text_config")
+    parts = [config, text if isinstance(text, dict) else {}]
+    values = [part.get(name) for name in names for part in parts]
+    return next((value for value in values if isinstance(value, int)), None)

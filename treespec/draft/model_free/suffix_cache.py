@@ -1,0 +1,207 @@
+"""Suffix caches: the completions so far that `suffix` drafts from, bounded in tokens, by name.
+
+On disk a cache is a folder of segments, each written whole or not at all:
+
+    FOLDER/shared/000007.safetensors      a full segment stays as it is
+    FOLDER/shared/000008.safetensors      the last one grows
+
+A segment holds an eighth of the bound; the oldest are deleted. Several processes may add: each reads
+the last segment again, with the folder locked. A killed one leaves the segment as it was before its
+completion, or after it.
+"""
+
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from treespec.draft.model_free import token_files
+from treespec.draft.model_free.suffix_index import END, SuffixIndex
+from treespec.draft.model_free.token_files import segments
+from treespec.errors import InputError
+from treespec.files.atomic import LOCK, locked
+
+NAMES = 256  # caches at a time; the one that was not used for longest is forgotten
+SHARED = "shared"  # the folder of the cache without a name
+SEGMENTS = 8  # of which the oldest is forgotten as a whole
+WITHOUT = "the suffix cache goes on without its folder: %s"
+
+log = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True)
+class CacheFolder:
+    """A suffix cache on disk.
+
+    tokens: the most to keep. tokenizer: a digest of the target's. vocab_size: of the target.
+    """
+
+    folder: Path
+    tokens: int
+    tokenizer: str
+    vocab_size: int
+
+    def completions(self) -> list[list[int]]:
+        """The latest ones, oldest first, but for those with a token that the target lacks.
+
+        Two models of one tokenizer may be padded to vocabularies of different sizes. Raises
+        InputError for a file of another tokenizer, and for a damaged one.
+        """
+        found: list[list[int]] = []
+        for path in segments(self.folder):
+            try:
+                tokens = token_files.read(path, self.tokenizer)["tokens"]
+            except InputError:
+                if path.exists():
+                    raise
+                continue  # another process has just forgotten it
+            ends = np.flatnonzero(tokens == END)
+            found += [part[part != END].tolist() for part in np.split(tokens, ends)]
+        return [known for known in found if known and max(known) < self.vocab_size]
+
+    def add(self, completion: Sequence[int]) -> None:
+        """Append a completion. Raises InputError where the folder cannot be written."""
+        most = max(self.tokens // SEGMENTS, 1)
+        tokens = np.array([*completion[-most:], END], dtype=np.int32)
+        with locked(self.folder, wait=lambda holder: None):
+            # 1. The last segment, or the next one where it is full.
+            files = segments(self.folder)
+            number = int(files[-1].stem) if files else 1
+            if files:
+                before = token_files.read(files[-1], self.tokenizer)["tokens"]
+                if np.count_nonzero(before != END) + len(tokens) - 1 <= most:
+                    tokens = np.concatenate([before, tokens])
+                else:
+                    number += 1
+
+            # 2. Write it, then delete the oldest ones.
+            path = self.folder / f"{number:06}.safetensors"
+            token_files.write(path, self.tokenizer, {"tokens": tokens})
+            for segment in segments(self.folder)[:-SEGMENTS]:
+                with suppress(OSError):  # the next completion tries it again
+                    segment.unlink()
+
+    def delete(self) -> None:
+        """Forget all completions, but for those in files that this process may not delete."""
+        with suppress(OSError):  # or another process adds to it
+            for segment in segments(self.folder):
+                segment.unlink(missing_ok=True)
+            (self.folder / LOCK).unlink(missing_ok=True)
+            self.folder.rmdir()
+
+
+@final
+class SuffixCache:
+    """The latest completions, up to a number of tokens, in two halves.
+
+    When the young half is full it becomes the old one, and the old one is forgotten:
+
+        old    a b c d         old    e f g h
+        young  e f g h    ->   young  i
+    """
+
+    def __init__(self, tokens: int, folder: CacheFolder | None = None) -> None:
+        """tokens: the most to keep. folder: where they are kept, too."""
+        self.half, self.folder = max(tokens // 2, 1), folder
+        self.young, self.old = SuffixIndex(), SuffixIndex()
+        for completion in folder.completions() if folder else ():
+            self._add(completion)
+
+    def __len__(self) -> int:
+        return len(self.young) + len(self.old)
+
+    @property
+    def indexes(self) -> tuple[SuffixIndex, SuffixIndex]:
+        return self.young, self.old
+
+    def add(self, completion: Sequence[int]) -> None:
+        """Keep a completion. A folder that cannot be written is left alone from then on."""
+        completion = self._add(completion)
+        if self.folder and completion:
+            try:
+                self.folder.add(completion)
+            except (InputError, OSError) as error:
+                log.warning(WITHOUT, error)
+                self.folder = None
+
+    def _add(self, completion: Sequence[int]) -> list[int]:
+        kept = list(completion[-(self.half - 1) :]) if self.half > 1 else []
+        if kept:
+            if len(self.young) + len(kept) + 1 > self.half:
+                self.young, self.old = SuffixIndex(), self.young
+            self.young.extend(kept)
+            self.young.end_text()
+        return kept
+
+
+@final
+class SuffixCaches:
+    """Caches by name; "" is that of all who name none. None of them sees another's completions.
+
+    root: keeps them on disk; None: they end with the process.
+    """
+
+    def __init__(
+        self, tokens: int, root: Path | None = None, tokenizer: str = "", vocab_size: int = 0
+    ) -> None:
+        """tokenizer: a digest of the target's. Raises InputError for files that are of another
+        tokenizer or damaged.
+        """
+        self.tokens, self.root, self._of_target = tokens, root, (tokenizer, vocab_size)
+        self._by_name: OrderedDict[str, SuffixCache] = OrderedDict()
+        if root is not None:
+            folders = [self._on_disk(folder) for folder in folders_in(root)]
+            for place in folders:
+                place.completions()
+            for place in folders[:-NAMES]:
+                place.delete()
+            self.named("")  # reading takes up to a second: not amid the first completion
+
+    def named(self, name: str) -> SuffixCache:
+        """The cache of that name, read from its folder when it is first asked for."""
+        if name not in self._by_name:
+            self._by_name[name] = self._begun(name)
+        self._by_name.move_to_end(name)
+        if len(self._by_name) > NAMES:
+            _, forgotten = self._by_name.popitem(last=False)
+            if forgotten.folder:
+                forgotten.folder.delete()
+        return self._by_name[name]
+
+    def _begun(self, name: str) -> SuffixCache:
+        if self.root is not None:
+            try:
+                return SuffixCache(self.tokens, self._on_disk(self.root / folder_name(name)))
+            except InputError as error:  # damaged since it was checked: no request fails by that
+                log.warning(WITHOUT, error)
+        return SuffixCache(self.tokens)
+
+    def _on_disk(self, folder: Path) -> CacheFolder:
+        return CacheFolder(folder, self.tokens, *self._of_target)
+
+
+def folders_in(root: Path) -> list[Path]:
+    """The folders of the caches, the one that was written last at the end.
+
+    Raises InputError for a file.
+    """
+    if root.exists() and not root.is_dir():
+        raise InputError(f"the suffix cache {root} is a file: name a folder")
+    written: dict[Path, float] = {}
+    for file in root.glob("*/*.safetensors"):
+        with suppress(FileNotFoundError):  # another process has just forgotten it
+            written[file.parent] = file.parent.stat().st_mtime
+    return sorted(written, key=written.__getitem__)
+
+
+def folder_name(name: str) -> str:
+    """A folder's name for a cache's, which may be a secret or hold any characters."""
+    hashed = hashlib.sha256(f"treespec memory {name}".encode()).hexdigest()[:24]
+    return hashed if name else SHARED

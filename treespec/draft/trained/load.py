@@ -1,0 +1,135 @@
+"""Load a trained head for a target (`--drafter eagle:DIRECTORY`), and check that they belong together.
+
+Two vocabularies of one size may number other tokens. Drafts of the head of one are nonsense for the
+other: the completion is right, and no faster than without a head. So a head's config.json has a few of
+its target's tokens, by number. A target that was tuned further may rename some of them, so a head is
+refused if most differ.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from treespec.draft.drafters import DrafterSpec
+from treespec.draft.proposer import Proposer
+from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.new_heads import embedding_of, embedding_to_share
+from treespec.draft.trained.other_tokens import FIELD, in_target_tokens
+from treespec.draft.vocabulary import load_vocabulary, restrict
+from treespec.errors import InputError
+from treespec.heads.checkpoint import load_head
+from treespec.heads.head import Config, Head
+from treespec.heads.names import head_folder
+from treespec.model.target import Target
+
+FEW = 16  # tokens that a head names
+
+
+def load_trained(spec: DrafterSpec, target: Target) -> Proposer:
+    """The proposer of a head. Raises InputError for a head of another kind than the one named."""
+    head, kind = trained_head(spec.place, target), spec.kind.name
+    if kind not in ("head", head.kind):
+        raise InputError(
+            f"--drafter {spec.own} is a head of kind {head.kind}: write {head.kind}:{spec.place}"
+        )
+    return KINDS[head.kind].proposer(head, target)
+
+
+def trained_head(folder: str, target: Target) -> Head:
+    """A head of any kind with its draft vocabulary, before its target is packed.
+
+    Raises HeadError.
+    """
+    path = head_folder(folder)
+    head = load_head(path, target.dtype, target.output_device)
+    if head.vocab_size != target.vocab_size:
+        head = in_target_tokens(head, path, target, folder)
+    fit(head, target, folder)
+    if (tokens := load_vocabulary(path, target.vocab_size)) is not None:
+        restrict(head, target, tokens)
+    return head
+
+
+def fit(head: Head, target: Target, name: str) -> None:
+    """Check that a head belongs to a target, and share the embedding if both hold the same.
+
+    Raises InputError for the head of another target.
+    """
+    head.settle_taps(target.layers)
+    if beyond := [k for k in head.taps if not 0 <= k < target.layers]:
+        raise InputError(
+            f"head {name} taps layer {beyond[0]}, the target has {target.layers}: it is for "
+            "another target"
+        )
+    width = len(head.taps) * target.config.hidden_size or target.feature_width
+    if head.feature_size != width:
+        raise InputError(
+            f"head {name} is for features of width {head.feature_size}, the target's are {width}"
+        )
+    if head.vocab_size != target.vocab_size:
+        raise InputError(
+            f"head {name} is for a vocabulary of {head.vocab_size}, the target's is "
+            f"{target.vocab_size}"
+        )
+    check_tokens(head, target, name)
+    if head.lacks_embedding:
+        head.share_embedding(embedding_for(head, target, name))
+    head.share_embedding(embedding_to_share(target))
+
+
+def embedding_for(head: Head, target: Target, name: str) -> nn.Parameter | nn.Module:
+    """The target's embedding on its output device, for a head that came without one.
+
+    A quantised one is the target's own module, where the device is the same and it scales nothing.
+    Raises InputError.
+    """
+    width = target.model.get_input_embeddings().embedding_dim
+    if width != head.hidden_size:
+        raise InputError(
+            f"head {name} lacks embed_tokens.weight, and the target's embedding is {width} wide, "
+            f"not {head.hidden_size}"
+        )
+    own = embedding_to_share(target)
+    here = target.device == target.output_device
+    if isinstance(own, nn.Module) and here and target.embed_scale == 1.0:
+        return own
+    return nn.Parameter(embedding_of(target).to(target.output_device), requires_grad=False)
+
+
+def with_tokens(config: Config, target: Target) -> Config:
+    """A head's config with a few of the target's tokens, evenly spaced; without a tokenizer as it is."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        return config
+    size = min(len(tokenizer), target.vocab_size)
+    names = {number: token_at(tokenizer, number) for number in range(0, size, max(1, size // FEW))}
+    return config | {FIELD: {str(number): name for number, name in names.items() if name}}
+
+
+def check_tokens(head: Head, target: Target, name: str) -> None:
+    """Raises InputError for a head that was trained with another tokenizer. name: the head's.
+
+    A head of another project, without the field, passes.
+    """
+    stored = head.config.get(FIELD)
+    if not isinstance(stored, dict) or target.tokenizer is None:
+        return
+    theirs = {
+        number: token_at(target.tokenizer, int(number)) for number in stored if number.isdecimal()
+    }
+    differing = [number for number in theirs if theirs[number] != stored[number]]
+    if 2 * len(differing) > len(stored):
+        first = differing[0]
+        there = f"is {theirs[first]!r}" if theirs[first] else "does not exist"
+        raise InputError(
+            f"head {name} is for a target whose token {first} is {stored[first]!r}, this target's "
+            f"{there}: it was trained with another tokenizer"
+        )
+
+
+def token_at(tokenizer: Any, number: int) -> str | None:
+    """A token as the vocabulary spells it; None where there is none of that number."""
+    if number >= len(tokenizer):
+        return None
+    token = tokenizer.convert_ids_to_tokens(number)
+    return token if isinstance(token, str) else None

@@ -21,7 +21,7 @@ from treespec.eval.report import Report, Table, printable
 from treespec.eval.summary import Summary
 from treespec.options import command_line
 from treespec.requests.events import Cycle, explained, visible
-from treespec.text.printable import printable as shown
+from treespec.text.strings import printable as shown
 
 
 @dataclass(frozen=True)

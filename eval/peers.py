@@ -23,7 +23,7 @@ from treespec.model.quantised import sizes_of
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_model
-from treespec.text.printable import one_line
+from treespec.text.strings import one_line
 
 KEY = "OPENAI_API_KEY"  # the environment variable of a server's key
 SECONDS = 600.0  # that a server may be silent

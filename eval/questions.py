@@ -12,7 +12,7 @@ from treespec.eval.suites.checks import Check, check_of
 from treespec.eval.suites.known import SUITES, suite
 from treespec.eval.suites.known import task_of as spec_bench_task
 from treespec.options import either, nearest
-from treespec.text.archives import refuse_archive
+from treespec.text.sources import refuse_archive
 
 BUILTIN = Path(__file__).with_name("builtin.jsonl")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
 
-from treespec.text.printable import one_line
+from treespec.text.strings import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,9 +12,8 @@ from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.eval.common import Step
 from treespec.eval.questions import Question
-from treespec.text.conversations import read_conversations
+from treespec.text.conversations import CONVERSATIONS, read_conversations
 from treespec.text.encoding import encode_conversations
-from treespec.text.plain import CONVERSATIONS
 
 if TYPE_CHECKING:
     from treespec.eval.acceptance.config import AcceptanceConfig

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from treespec.api.trace import trace
+from treespec.api.spec import trace
 from treespec.eval.answering import Fresh
 from treespec.eval.common import seed_of
 from treespec.eval.config import EvalConfig

@@ -17,7 +17,7 @@ from treespec.cli.chat_config import ChatConfig
 from treespec.cli.config import load_spec
 from treespec.draft.trained.new_heads import new_eagle as new_head
 from treespec.heads.checkpoint import save_head
-from treespec.text.printable import CONTROL
+from treespec.text.strings import CONTROL
 
 CONTEXT = 4096
 PROMPT = "\x1b[?2004h"  # bracketed paste is switched on when a prompt is ready, and off when it is answered

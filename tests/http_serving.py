@@ -10,13 +10,12 @@ from models import GROUPED, random_head, random_model, tokenizer
 
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
+from treespec.cli.serve import bound
 from treespec.model.target import Target
-from treespec.serve.address import bound
 from treespec.serve.app import app_of
-from treespec.serve.limits import Limits
 from treespec.serve.metrics import Metrics
 from treespec.serve.run import Server, config_of
-from treespec.serve.state import State
+from treespec.serve.state import Limits, State
 
 MESSAGES = [{"role": "user", "content": "the user asks"}]
 NAME = "tiny"

@@ -20,7 +20,7 @@ from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
-from treespec.shaping.law import Law
+from treespec.shaping.distribution import Distribution
 from treespec.shaping.sampling import SamplingParams
 from treespec.trees.tree import TokenTree
 
@@ -186,7 +186,7 @@ def follow(drafter: Any, features: Tensor, following: Tensor) -> None:
 
 def draft_tree(drafter: Drafter, root: Tensor, params: SamplingParams, generator: torch.Generator) -> TokenTree:
     """The tree of one text, by a drafter that needs no target's cache."""
-    return drafter.draft_trees(root, [Law(params)], [generator], TreeCache(layers=1))[0]
+    return drafter.draft_trees(root, [Distribution(params)], [generator], TreeCache(layers=1))[0]
 
 
 CHAT = (

@@ -5,8 +5,7 @@ import torch
 import transformers as hf
 from models import GROUPED, random_head, random_model, tokenizer
 
-from treespec.api.spec import Spec
-from treespec.api.trace import trace
+from treespec.api.spec import Spec, trace
 from treespec.errors import InputError
 from treespec.model.target import Target
 
@@ -128,7 +127,7 @@ def failing(input_ids, scores):
         ({"repetition_penalty": 0}, "repetition_penalty is 0, must lie in"),
         ({"presence_penalty": 2.5}, "presence_penalty is 2.5, must lie in"),
         ({"frequency_penalty": "1"}, "frequency_penalty is '1', must be a number"),
-        ({"logit_bias": {-1: 1.0}}, "a token id of logit_bias is -1"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias: a token id is -1"),
         ({"logit_bias": {100000: 1.0}}, "token id 100000, which is outside the vocabulary"),
         ({"logit_bias": {1: float("nan")}}, "must be finite or -inf"),
         ({"logit_bias": [1]}, "must be a dict"),

@@ -14,7 +14,7 @@ from treespec.draft.trained.block import BlockProposer
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.trained.new_heads import new_dflash, new_p_eagle
 from treespec.errors import InputError
-from treespec.shaping.law import node_paths
+from treespec.shaping.distribution import node_paths
 from treespec.shaping.sampling import SamplingParams
 from treespec.trees.likeliest import likeliest
 

@@ -7,7 +7,7 @@ from certifying import CONFIG, PROMPTS, tiny
 
 from treespec.errors import InputError
 from treespec.eval.certify.run import Examination
-from treespec.shaping.penalties import Counts
+from treespec.shaping.processors import Counts
 
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
 SHORT = replace(CONFIG, tokens=120, length=12, greedy_tokens=12, **PENALTIES)

@@ -20,7 +20,7 @@ from treespec.cli.wrapped import Wrapped
 from treespec.decoding.sequence import Piece
 from treespec.errors import InputError
 from treespec.text.conversations import read_conversations
-from treespec.text.printable import CONTROL
+from treespec.text.strings import CONTROL
 from treespec.trees.static import TreeError
 
 

@@ -13,7 +13,7 @@ from treespec.cli.chat import stripped
 from treespec.cli.commands import COMMANDS, run
 from treespec.cli.config import load_spec
 from treespec.cli.conversation import Conversation
-from treespec.text.printable import CONTROL
+from treespec.text.strings import CONTROL
 
 COMMAND = [sys.executable, "-c", "from treespec.cli import main; main()", "chat"]
 TAU = r" \(tokens per target forward\)"

@@ -21,7 +21,7 @@ from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.heads.registry import HEADS
 from treespec.model.target import Target
-from treespec.text.printable import printable
+from treespec.text.strings import printable
 
 OSC = "\x1b]0;owned\x07"
 

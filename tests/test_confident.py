@@ -13,7 +13,7 @@ from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
-from treespec.shaping.law import Law as TextLaw
+from treespec.shaping.distribution import Distribution as TextLaw
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.confident import ConfidentChain
 from treespec.trees.policy import policy

@@ -18,9 +18,8 @@ from chat_templates import (
 from treespec.errors import InputError
 from treespec.text import templates
 from treespec.text.conversations import Conversation
-from treespec.text.encoding import encode_conversation, encode_conversations
-from treespec.text.examples import Example
-from treespec.text.forms import UnusableConversation
+from treespec.text.encoding import Example, encode_conversation, encode_conversations
+from treespec.text.entries import UnusableConversation
 
 
 def decoded_answers(tokenizer, example: Example) -> list[str]:

@@ -16,7 +16,7 @@ from treespec.draft.models.load import tokens_differ
 from treespec.draft.models.model import ModelProposer, SeveralModels
 from treespec.errors import InputError
 from treespec.model.target import Target
-from treespec.shaping.law import Law as TextLaw
+from treespec.shaping.distribution import Distribution as TextLaw
 from treespec.shaping.sampling import SamplingParams
 
 TOLERANCE = 2e-4  # float32, logits of order 1 to 10

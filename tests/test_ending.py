@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, normalizers, trainers
 from tokenizers.models import BPE
 
 from treespec.errors import InputError, TooLong
-from treespec.text.ending import INCOMPLETE, Ending
-from treespec.text.fitting import fitting
+from treespec.text.ending import Ending
+from treespec.text.strings import INCOMPLETE, fitting
 
 NEVER = frozenset[int]()
 TEXTS = [

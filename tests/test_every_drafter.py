@@ -8,7 +8,7 @@ from scipy.stats import kstest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treespec import load
-from treespec.api.trace import trace
+from treespec.api.spec import trace
 from treespec.draft.drafters import DRAFTERS as ROWS
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.datastore import build

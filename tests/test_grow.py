@@ -14,7 +14,7 @@ from scipy.stats import chi2_contingency
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams, TargetLaws, probs
+from treespec.shaping.sampling import SamplingParams, TargetDistributions, probs
 from treespec.trees.policy import policy
 from treespec.trees.static import StaticTree
 from treespec.verify.registry import scheme_by_name
@@ -122,7 +122,7 @@ def test_a_node_has_the_same_plan_by_itself_as_among_all(table, verifier):
     for _ in range(5):
         tree = draft_tree(drafter(table, shape, verifier), TEXT[-1:], SamplingParams(temperature=0.8), generator)
         logits = torch.randn(len(tree.tokens), 4, generator=generator, dtype=torch.float64)
-        laws, walk = TargetLaws(logits, SamplingParams(temperature=0.8)), Walk(scheme)
+        laws, walk = TargetDistributions(logits, SamplingParams(temperature=0.8)), Walk(scheme)
         row_of = {node: row for row, node in enumerate(tree.drafts.nodes.tolist())}
         alone = [walk.plan_at(tree, laws, node, row_of.get(node)) for node in range(len(logits))]
         assert torch.allclose(torch.cat(alone), walk.plans(tree, laws), rtol=0, atol=1e-6)

@@ -11,8 +11,7 @@ from chat_templates import (
 
 from treespec.errors import InputError
 from treespec.text.conversations import read_conversations
-from treespec.text.encoding import encode_conversation
-from treespec.text.examples import Example, split
+from treespec.text.encoding import Example, encode_conversation, split
 
 SHAREGPT = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},

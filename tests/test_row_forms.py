@@ -9,7 +9,7 @@ import pytest
 from chat_templates import CHATML, byte_tokenizer, each, prompt, turns
 
 from treespec.errors import InputError
-from treespec.text import hub_rows
+from treespec.text import sources
 from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
 from treespec.text.sources import digest
@@ -156,7 +156,7 @@ def test_a_data_set_of_the_hub_is_read_by_its_split(monkeypatch, expected):
     splits = {"train_sft": Table(FORMS["messages"]), "test": Table(FORMS["messages"][1:])}
     library = SimpleNamespace(load_dataset=lambda repository, configuration: splits)
     monkeypatch.setitem(sys.modules, "datasets", library)
-    monkeypatch.setattr(hub_rows, "commit_of", lambda repository: "0123")
+    monkeypatch.setattr(sources, "commit_of", lambda repository: "0123")
     assert encoded("owner/name:train_sft") == expected
     assert encoded("owner/name:default:test") == expected[1:]
     assert digest("owner/name:test") != digest("owner/name:train_sft")

@@ -19,8 +19,8 @@ from models import save_model
 
 from treespec.cli import app
 from treespec.cli.entry import run
+from treespec.cli.serve import bound
 from treespec.errors import InputError
-from treespec.serve.address import bound
 from treespec.serve.run import SPARE
 
 LONG = {"messages": MESSAGES, "max_tokens": 4000, "temperature": 0, "stream": True}

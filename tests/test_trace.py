@@ -10,8 +10,7 @@ from models import CONFIGS, random_head, random_model
 from rich.console import Console
 from tracing import cycle_of, own
 
-from treespec.api.spec import Spec
-from treespec.api.trace import trace
+from treespec.api.spec import Spec, trace
 from treespec.cli.trace import picture
 from treespec.draft.model_free.lookup import Lookup
 from treespec.draft.model_free.one_hot import OneHotDrafter

@@ -13,7 +13,7 @@ from treespec.api.load import load
 from treespec.draft.trained.kinds import KINDS
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
-from treespec.text.examples import Example
+from treespec.text.encoding import Example
 from treespec.train.loop import validate as watch
 from treespec.train.loop.meter import Averages
 from treespec.train.loop.validate import Validation, decoded_length, prompts_of

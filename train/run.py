@@ -23,7 +23,7 @@ from treespec.heads.checkpoint import save_head
 from treespec.heads.eagle import EagleHead
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.text.examples import Example
+from treespec.text.encoding import Example
 from treespec.train.checks import check
 from treespec.train.config import SAVED, TrainConfig
 from treespec.train.data.prepare import draft_vocabulary, law_tokens, prepare, read

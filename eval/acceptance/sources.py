@@ -21,7 +21,7 @@ from treespec.eval.texts import Passage, passages_of
 from treespec.files.atomic import read_tensors, write_tensors
 from treespec.model.identity import identity_of, target_identity
 from treespec.shaping.sampling import SamplingParams
-from treespec.text.plain import content_of
+from treespec.text.conversations import content_of
 
 Coordinates = dict[str, str | float]
 Collected = tuple["Logits", dict[str, object]]  # and the environment that they come from

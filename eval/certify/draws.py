@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treespec.api.spec import Spec
 from treespec.eval.certify.statistics import ODDS, POWERS, on_odds, on_powers
-from treespec.shaping.sampling import TargetLaws
+from treespec.shaping.sampling import TargetDistributions
 from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.facts import is_paced
 from treespec.verify.scheme import Chance, Scheme
@@ -69,7 +69,7 @@ class Witness:
         return is_paced(self.verifier)
 
     def __call__(
-        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
     ) -> Verdict:
         verdict = self.verifier(tree, p, generator)
         cycle = Cycle(verdict.tokens)

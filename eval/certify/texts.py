@@ -12,10 +12,10 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from treespec.api.spec import Spec
 from treespec.eval.certify.draws import Cycle, watched
-from treespec.shaping.law import Law
+from treespec.shaping.distribution import Distribution
 from treespec.shaping.sampling import SamplingParams
 from treespec.text.ending import Ending
-from treespec.text.prefix import common_prefix
+from treespec.text.strings import common_prefix
 
 AT_ONCE = 16  # texts of one prompt in one call of model.generate
 # Fields of a generation config that are options of treespec, or that change no token.
@@ -99,7 +99,7 @@ def fresh(model: PreTrainedModel) -> Iterator[None]:
 class Changed(LogitsProcessor):
     """The processors of a request for `model.generate`: each row's logits from its whole text."""
 
-    def __init__(self, law: Law, prompt: list[int]) -> None:
+    def __init__(self, law: Distribution, prompt: list[int]) -> None:
         self.law, self.prompt = law, prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

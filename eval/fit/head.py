@@ -27,7 +27,7 @@ from treespec.files.atomic import check_writable, write_text
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, largest, probs
-from treespec.text.plain import content_of
+from treespec.text.conversations import content_of
 from treespec.trees.likeliest import expected_length, likeliest
 from treespec.trees.sequoia import sequoia
 from treespec.trees.static import StaticTree, text_of

@@ -20,9 +20,8 @@ from treespec.eval.fit.config import SkipConfig
 from treespec.eval.loading import load_models
 from treespec.files.atomic import check_writable
 from treespec.model.target import Target
-from treespec.text.conversations import read_conversations
+from treespec.text.conversations import CONVERSATIONS, content_of, read_conversations
 from treespec.text.encoding import encode_conversations
-from treespec.text.plain import CONVERSATIONS, content_of
 
 if TYPE_CHECKING:
     from optuna import Study, Trial

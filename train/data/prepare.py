@@ -23,7 +23,7 @@ from treespec.heads.names import head_folder
 from treespec.model.inspect import context_length
 from treespec.model.target import Target
 from treespec.model.weights import load_config
-from treespec.text.examples import Example, split
+from treespec.text.encoding import Example, split
 from treespec.train.config import DRAFT_VOCAB, TrainConfig
 from treespec.train.data.batches import epoch_batches, padding
 from treespec.train.data.features import Store, live

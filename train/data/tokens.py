@@ -32,13 +32,11 @@ from treespec.files.atomic import locked, read_tensors, write_tensors
 from treespec.files.packages import cache_folder
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.variant import Variant
-from treespec.text.conversations import Conversation, conversation_of, refuse_unread
-from treespec.text.encoding import BATCH, encode_some, refuse_unencoded
-from treespec.text.examples import Example
-from treespec.text.forms import UnusableConversation
-from treespec.text.printable import one_line
-from treespec.text.report import Report
+from treespec.text.conversations import Conversation, Report, conversation_of, refuse_unread
+from treespec.text.encoding import BATCH, Example, encode_some, refuse_unencoded
+from treespec.text.entries import UnusableConversation
 from treespec.text.sources import entries, size
+from treespec.text.strings import one_line
 
 SHARE = 4 << 20  # bytes of data that are worth a process
 MOST = 8  # processes

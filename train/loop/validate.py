@@ -17,7 +17,7 @@ from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.files.atomic import read_tensors
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.text.examples import Example
+from treespec.text.encoding import Example
 from treespec.train.files.checkpoints import WEIGHTS, Place, save_as, trained
 from treespec.train.files.record import Validation
 from treespec.train.loop.meter import Meter

@@ -12,7 +12,7 @@ from threading import Event, Thread
 from typing import Any, final
 
 from treespec.errors import InputError
-from treespec.text.printable import one_line
+from treespec.text.strings import one_line
 from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.questions import Answer, Answered, drawn
 

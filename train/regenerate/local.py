@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from treespec.api.spec import Spec
-from treespec.decoding.sequence import Text
+from treespec.decoding.sequence import Request
 from treespec.errors import InputError
 from treespec.files.lines import Lines
 from treespec.text import templates
-from treespec.text.ending import INCOMPLETE
+from treespec.text.strings import INCOMPLETE
 from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.english import passes
 from treespec.train.regenerate.questions import Answer, Answered, Row, drawn, row_of
@@ -148,7 +148,7 @@ class Local:
 
     def answers(self, rows: Sequence[Answered]) -> Iterator[tuple[Answered, Answer | str]]:
         """Each row with the answer to its next question, or why it cannot be asked."""
-        asked: dict[Text, Answered] = {}
+        asked: dict[Request, Answered] = {}
         for one in rows:
             text = self._text(one)
             if isinstance(text, str):
@@ -161,7 +161,7 @@ class Local:
             ended = "model" if by_model else "max_new_tokens"
             yield asked[text], Answer(said, len(ids), ended)
 
-    def _text(self, one: Answered) -> Text | str:
+    def _text(self, one: Answered) -> Request | str:
         """The next turn of a row to decode, or why it cannot be asked."""
         messages, tokenizer = one.next_question, self.spec.target.tokenizer
         question = tokenizer(messages[-1]["content"], add_special_tokens=False, verbose=False)
@@ -177,10 +177,12 @@ class Local:
         return text
 
 
-def decoded(spec: Spec, texts: Sequence[Text], batch: int) -> Iterator[tuple[Text, str, list[int]]]:
+def decoded(
+    spec: Spec, texts: Sequence[Request], batch: int
+) -> Iterator[tuple[Request, str, list[int]]]:
     """Each text with what was said and its token ids, as they are finished."""
-    said: dict[Text, str] = dict.fromkeys(texts, "")
-    ids: dict[Text, list[int]] = {text: [] for text in texts}
+    said: dict[Request, str] = dict.fromkeys(texts, "")
+    ids: dict[Request, list[int]] = {text: [] for text in texts}
     for text, piece in spec.decoder.run(list(texts), batch):
         said[text] += piece.text
         ids[text] += piece.token_ids

@@ -14,11 +14,11 @@ import torch
 
 from treespec.api.spec import Spec
 from treespec.decoding.batch import ALONE, STRETCH, admitted
-from treespec.decoding.sequence import Piece, Text
+from treespec.decoding.sequence import Piece, Request
 from treespec.errors import Busy, InputError
 from treespec.files.locks import alone_with
 from treespec.model.target import Target
-from treespec.requests.output import Answer, OnPiece
+from treespec.requests.output import Completion, OnPiece
 from treespec.requests.request import Options, Seed, whole
 from treespec.text.prompts import Prompt
 
@@ -65,9 +65,9 @@ class Engine:
 
         # 2. Requests, and the thread that answers them.
         self._changed = Condition()  # guards the fields below
-        self._waiting: deque[Text] = deque()
-        self._running: list[Text] = []
-        self._answers: dict[Text, Answer] = {}  # of both
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._answers: dict[Request, Completion] = {}  # of both
         self._closed = False
         self._thread = Thread(target=self._work, name="treespec-engine", daemon=True)
         self._thread.start()
@@ -100,7 +100,7 @@ class Engine:
         seed: Seed = None,
         on_piece: OnPiece | None = None,
         **options: Unpack[Options],
-    ) -> Answer:
+    ) -> Completion:
         """Queue a request. prompt, seed, options: as for `Spec.stream`.
 
         on_piece: called on the engine's thread with each piece, and with None at the end, also
@@ -118,7 +118,7 @@ class Engine:
         seed: Seed = None,
         on_pieces: Sequence[OnPiece | None] | None = None,
         **options: Unpack[Options],
-    ) -> list[Answer]:
+    ) -> list[Completion]:
         """Queue n requests for one prompt, which is prefilled once: all of them, or none.
 
         seed: of the first; each other one has the next. on_pieces: `on_piece` of each. The rest is
@@ -135,7 +135,7 @@ class Engine:
 
         # 2. Their places in the queue.
         pairs = zip(texts, on_pieces or [None] * n, strict=True)
-        answers = {text: Answer(text, on_piece) for text, on_piece in pairs}
+        answers = {text: Completion(text, on_piece) for text, on_piece in pairs}
         with self._changed:
             self._refuse(n)
             self._waiting += texts
@@ -215,7 +215,7 @@ class Engine:
             self._changed.wait_for(lambda: self._answers or self._closed)
             return bool(self._answers)
 
-    def _step(self, entering: list[Text]) -> list[tuple[Text, Piece]]:
+    def _step(self, entering: list[Request]) -> list[tuple[Request, Piece]]:
         """A cycle of the decoder. An error of the models ends all requests that run."""
         rows = self.decoder.rows
         self.decoder.stretch = self.stretch if rows.running else ALONE

@@ -31,10 +31,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from treespec.api.load import load
 from treespec.api.spec import Spec
-from treespec.decoding.sequence import Text
+from treespec.decoding.sequence import Request
 from treespec.decoding.stats import Stats
 from treespec.errors import InputError
-from treespec.shaping.law import Law
+from treespec.requests.prepare import room_of
+from treespec.shaping.distribution import Distribution
 from treespec.shaping.processors import Processed
 from treespec.shaping.sampling import SamplingParams
 from treespec.text.ending import Ending
@@ -65,6 +66,7 @@ UNDERSTOOD = {
     "logits_to_keep",
     "cache_position",
 }
+KEPT = ("streamer", "assistant_model", "synced_gpus")
 # The last steps of a law, in the order that `SamplingParams` has too, and their attributes.
 WARPERS: dict[type[LogitsProcessor], str] = {
     TemperatureLogitsWarper: "temperature",
@@ -106,16 +108,16 @@ class Trees:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """input_ids: [B, P] int64, padded on the left. Returns [B, P + new] with padding behind."""
-        # 1. What `generate` keeps to itself. transformers 5 hands no streamer to a callable.
+        # 1. What `generate` keeps to itself: transformers 5 hands neither streamer, assistant_model nor
+        #    synced_gpus to a callable, by any public way. So its locals are read, here alone.
         frame = inspect.currentframe()
-        asked = frame.f_back.f_locals if frame and frame.f_back else {}
-        streamer = streamer or asked.get("streamer")
-        _refuse(model, generation_config, asked, synced_gpus, model_kwargs)
+        asked = dict(frame.f_back.f_locals) if frame and frame.f_back else {}
+        kept = {name: model_kwargs.pop(name, asked.get(name)) for name in KEPT}
+        streamer: BaseStreamer | None = kept["streamer"]
+        _refuse(model, generation_config, kept, model_kwargs)
         spec = self._spec(model)
 
         # 2. A request for each row.
@@ -124,14 +126,14 @@ class Trees:
         params, processors = law_of(logits_processor, bool(generation_config.do_sample))
         most = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
         seeds = torch.randint(2**62, (len(input_ids),)).tolist()
-        texts: dict[Text, list[int]] = {}  # each with its tokens, from the padding on
+        texts: dict[Request, list[int]] = {}  # each with its tokens, from the padding on
         for row, (ids, seed) in enumerate(zip(input_ids.tolist(), seeds, strict=True)):
             prompt = ids if mask is None else input_ids[row][mask[row] > 0].tolist()
             own = LogitsProcessorList(of_row(processor, row) for processor in processors)
-            law = Law(params, [Processed(own).begin(ids)] if own else [])
+            law = Distribution(params, [Processed(own).begin(ids)] if own else [])
             ending = Ending(None, ends, (), _room(spec, prompt, most - len(ids)))
             generator = torch.Generator(spec.target.output_device).manual_seed(seed)
-            texts[Text(prompt, ending, generator, Stats(), law)] = ids
+            texts[Request(prompt, ending, generator, Stats(), law)] = ids
 
         # 3. Decode them together. A criterion of transformers looks at each token.
         with spec.decoder.lock:
@@ -142,8 +144,9 @@ class Trees:
                     texts[text].append(token)
                     if streamer:
                         streamer.put(torch.tensor([token]))
-                    if others and _stops(others, texts[text], input_ids.device):
-                        text.cancelled = True
+                    if others:
+                        ids = torch.tensor([texts[text]], device=input_ids.device)
+                        text.cancelled = bool(others(ids, None).any())
         if streamer:
             streamer.end()
         self.stats = [text.stats for text in texts]
@@ -198,32 +201,28 @@ def of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
 def _refuse(
     model: PreTrainedModel,
     config: GenerationConfig,
-    asked: Mapping[str, Any],
-    synced_gpus: bool,
+    kept: Mapping[str, Any],
     inputs: Mapping[str, Any],
 ) -> None:
-    """Raises InputError for what trees cannot do. asked: the arguments of `generate`, as found."""
+    """Raises InputError for what trees cannot do. kept: the arguments that `generate` keeps."""
     # 1. Options and arguments of `generate`.
     named = {name: getattr(config, name, None) for name in REFUSED}
     wanted = [name for name, off in REFUSED.items() if named[name] not in (None, False, off)]
-    wanted += ["assistant_model"] if asked.get("assistant_model") is not None else []
-    wanted += ["synced_gpus"] if synced_gpus or asked.get("synced_gpus") else []
+    wanted += ["assistant_model"] if kept["assistant_model"] is not None else []
+    wanted += ["synced_gpus"] if kept["synced_gpus"] else []
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder: trees need a decoder")
 
     # 2. Inputs of the model. A fresh cache is `generate`'s own.
-    wanted += [name for name, value in inputs.items() if _beyond(name, value)]
+    wanted += [
+        name for name, value in inputs.items() if name not in UNDERSTOOD and value is not None
+    ]
     cache = inputs.get("past_key_values")
     wanted += ["past_key_values"] if cache is not None and cache.get_seq_length() else []
     if wanted:
         raise InputError(
             f"treespec.api.hf.Trees cannot do {wanted[0]}: leave it out, or leave out custom_generate"
         )
-
-
-def _beyond(name: str, value: object) -> bool:
-    """Whether an input of the model is set that trees know nothing of."""
-    return name not in UNDERSTOOD and value is not None
 
 
 def _parted(criteria: StoppingCriteriaList) -> tuple[frozenset[int], StoppingCriteriaList]:
@@ -236,11 +235,6 @@ def _parted(criteria: StoppingCriteriaList) -> tuple[frozenset[int], StoppingCri
         elif not isinstance(criterion, MaxLengthCriteria):
             others.append(criterion)
     return frozenset(ends), others
-
-
-def _stops(criteria: StoppingCriteriaList, ids: Sequence[int], device: torch.device) -> bool:
-    """Whether a criterion ends a text. ids: all its tokens."""
-    return bool(criteria(torch.tensor([ids], device=device), None).any())
 
 
 def _output(
@@ -258,12 +252,7 @@ def _output(
 
 def _room(spec: Spec, prompt: Sequence[int], most: int) -> int:
     """New tokens of an answer: as many as `generate` wants, and the context holds."""
-    room = spec.target.context_length - len(prompt)
-    if room < 1:
-        raise InputError(
-            f"the prompt has {len(prompt)} tokens, the model's context holds "
-            f"{spec.target.context_length}: shorten the prompt"
-        )
+    room = room_of(spec.target, prompt)
     if room < most:
         log.warning("generate wants %d tokens, the context holds %d more", most, room)
     return min(room, most)

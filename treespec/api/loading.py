@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from os import PathLike, fspath
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,31 +25,23 @@ DeviceMap = str | int | torch.device | dict[str, str | int | torch.device] | Non
 def load_sources(
     target: str | PathLike[str] | PreTrainedModel,
     drafters: Sequence[str],
-    *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    device_map: DeviceMap = "auto",
-    dtype: str | torch.dtype = "auto",
-    max_memory: dict | None = None,
+    *,
     trust_remote_code: bool = False,
     load_in: str | None = None,
     revision: str | None = None,
+    **placement: Any,
 ) -> tuple[Target, dict[str, Source]]:
     """A target, and by drafter name each source of drafts for it; options as for `load`.
 
-    drafters: `kind:value` each, as `--drafter` takes them.
+    drafters: `kind:value` each, as `--drafter` takes them. placement: device_map, dtype, max_memory.
     """
     specs = {name: DrafterSpec.parse(name) for name in drafters}
 
     # 1. The target.
-    target = unwrapped(target)
+    target, placement = unwrapped(target), {"device_map": "auto", "dtype": "auto"} | placement
     if isinstance(target, PreTrainedModel):
-        refuse_placement(
-            device_map=device_map,
-            dtype=dtype,
-            max_memory=max_memory,
-            load_in=load_in,
-            revision=revision,
-        )
+        refuse_placement(**placement, load_in=load_in, revision=revision)
         with alone_with([target]):
             model = Target(target, tokenizer)
     else:
@@ -58,19 +51,11 @@ def load_sources(
                 "model"
             )
         variant = Variant(load_in, revision)
-        if dtype == "auto":
+        if placement["dtype"] == "auto":
             rates = rates_of([calibration_beside(name) for name in drafters])
-            dtype = dtype_for(
-                fspath(target), device_map, max_memory, trust_remote_code, rates, variant
-            )
-        model = Target.load(
-            fspath(target),
-            trust_remote_code=trust_remote_code,
-            device_map=device_map,
-            dtype=dtype,
-            max_memory=max_memory,
-            variant=variant,
-        )
+            where = placement["device_map"], placement.get("max_memory"), trust_remote_code
+            placement["dtype"] = dtype_for(fspath(target), *where, rates, variant)
+        model = Target.load(fspath(target), trust_remote_code, variant, **placement)
         model.tokenizer = tokenizer or model.tokenizer
 
     # 2. Sources take what they need of the target's weights before those are packed.

@@ -1,30 +1,33 @@
 """The public API: `load` a target and a head, `generate` and `stream`."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Unpack, cast, final, overload
+from typing import Any, Unpack, cast, final, overload
 
+from treespec.decoding.batch import ALONE
 from treespec.decoding.decode import Decoder
-from treespec.decoding.sequence import Text
+from treespec.decoding.sequence import Piece, Request
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.measure import measure_up_to, measured_costs
 from treespec.draft.cost.model import Cost, CostBy
 from treespec.draft.fits import verifier_for
 from treespec.draft.proposer import Proposer
 from treespec.draft.source import Drafting, source_for
+from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.requests.asking import answers, requests_of, several_prompts, texts_of
-from treespec.requests.output import Output, Stream
+from treespec.requests.events import Cycle
+from treespec.requests.output import Output, Stream, output_of
+from treespec.requests.prepare import requests_for
 from treespec.requests.request import (
     BatchOptions,
     Options,
     Seed,
     Seeds,
-    asked,
+    checked,
     refuse_unknown,
+    seeds_of,
     whole,
 )
 from treespec.text.prompts import Arrays, Prompt, Prompts, Single, encode, prompts_of
@@ -132,22 +135,22 @@ class Spec:
         """The token ids of a prompt, by `treespec.text.prompts.encode`. Raises InputError."""
         return encode(self.target, prompt, self.template)
 
-    def request(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Options]) -> Text:
+    def request(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Options]) -> Request:
         """The decoder's request for a prompt. seed: as for `stream`. Raises InputError."""
         return self.requests(prompt, 1, seed=seed, **options)[0]
 
     def requests(
         self, prompt: Prompt, n: int, *, seed: Seed = None, **options: Unpack[Options]
-    ) -> list[Text]:
+    ) -> list[Request]:
         """n requests for one prompt, for one decoder, which prefills it once. Raises InputError.
 
         seed: of the first; each other one has the next.
         """
         refuse_unknown(options, "seed")
-        count, wanted = whole("n", n, least=1), asked(options)
+        count, wanted = whole("n", n, least=1), checked(options)
         ids = encode(self.target, prompt, self.template, wanted.chat_template_kwargs)
         self.measure(1)
-        return texts_of(self.target, self.template, ids, wanted, seed, count)
+        return requests_for(self.target, self.template, ids, wanted, seed, count)
 
     def stream(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Options]) -> Stream:
         """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
@@ -195,17 +198,11 @@ class Spec:
         n: as for `generate_all`, and seed and options too, or as for `stream`. Threads that
         generate wait for each other, and supersede an open stream of this Spec.
         """
-        refuse_unknown(options, "n", "batch", "seed")
-        if (several := prompts_of(prompt)) is not None:
-            rest: BatchOptions = {"batch": batch, "seed": seed, **options}
-            samples = partial(self.generate_all, several, **rest)
-            return samples() if n is None else samples(n=n)
-        one, first = cast(Prompt, prompt), cast(Seed, seed)
-        texts = self.requests(one, 1 if n is None else n, seed=first, **options)
-        at_once = len(texts) if batch is None else whole("batch", batch, least=1)
-        self.measure(at_once)
-        outputs = answers(self.decoder, texts, at_once)
-        return outputs[0] if n is None else outputs
+        several = prompts_of(prompt)
+        if several is not None:
+            return self._outputs(several, n, batch, seed, options)
+        (output,) = self._outputs([cast(Prompt, prompt)], n, batch, [cast(Seed, seed)], options)
+        return cast(Output | list[Output], output)
 
     @overload
     def generate_all(
@@ -231,17 +228,74 @@ class Spec:
         (each next answer gets the next seed), or a list with one for each prompt. Each answer is
         the same as for its prompt alone with that seed, up to rounding. Raises InputError.
         """
+        several = prompts_of(prompts)
+        if several is None and not (isinstance(prompts, list | tuple) and not prompts):
+            raise InputError(
+                "generate_all takes a list of prompts, and this is none: take generate for one prompt"
+            )
+        return self._outputs(several or [], n, batch, seed, options)
+
+    def _outputs(
+        self,
+        prompts: Sequence[Prompt],
+        n: int | None,
+        batch: int | None,
+        seed: Seeds,
+        options: Options,
+    ) -> list[Any]:
+        """An output for each prompt; with n a list of n."""
         # 1. Options, before any prompt is blamed for them.
         refuse_unknown(options, "n", "batch", "seed")
-        asked(options)
-        each, several = whole("n", 1 if n is None else n, least=1), several_prompts(prompts)
-        most = len(several) * each
+        checked(options)
+        each = whole("n", 1 if n is None else n, least=1)
+        most = len(prompts) * each
         at_once = whole("batch", most if batch is None else batch, least=min(1, most))
 
-        # 2. Decode them together.
-        texts = requests_of(self.requests, several, each, seed, options)
+        # 2. The requests. An error names its prompt.
+        count, texts = len(prompts), list[Request]()
+        if count > 1 and options.get("on_cycle"):
+            raise InputError("on_cycle hears of one answer at a time: give one prompt")
+        pairs = zip(prompts, seeds_of(seed, count, each), strict=True)
+        for number, (prompt, own_seed) in enumerate(pairs, 1):
+            try:
+                texts += self.requests(prompt, each, seed=own_seed, **options)
+            except InputError as error:
+                if count == 1:
+                    raise
+                raise InputError(f"prompt {number} of {count}: {error}") from None
+
+        # 3. Decode them together. Other threads wait meanwhile.
         self.measure(at_once)
-        outputs = answers(self.decoder, texts, at_once)
+        pieces: dict[Request, list[Piece]] = {text: [] for text in texts}
+        with self.decoder.lock:
+            for text, piece in self.decoder.run(texts, at_once) if texts else ():
+                pieces[text].append(piece)
+        outputs = [output_of(pieces[text], text.stats) for text in texts]
         if n is None:
             return outputs
         return [outputs[first : first + each] for first in range(0, most, each)]
+
+
+def trace(
+    spec: Spec, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Options]
+) -> Iterator[Cycle]:
+    """The cycles of `spec.generate` with this prompt and seed, as they come.
+
+    It decodes with a cache and drafter of its own; `spec` may decode other texts meanwhile.
+    Raises InputError as `Spec.stream` does, and for a spec without a drafter.
+    """
+    if spec.source is None:
+        raise InputError(
+            "a trace shows drafted trees, and nothing drafts: give --head or --drafter"
+        )
+    cycles: list[Cycle] = []
+    heard = options.get("on_cycle")
+    options["on_cycle"] = cycles.append
+    own = spec.new()
+    own.decoder.stretch = ALONE  # others may decode with the models meanwhile
+    for _ in own.stream(prompt, seed=seed, **options):
+        for cycle in cycles:
+            if heard:
+                heard(cycle)
+            yield cycle
+        cycles.clear()

@@ -22,7 +22,7 @@ def certify(config: CertifyConfig) -> None:
     from treespec.cli.progress import with_progress
     from treespec.eval.certify.run import certify as run
     from treespec.eval.certify.run import promised
-    from treespec.text.printable import one_line
+    from treespec.text.strings import one_line
 
     # 2. Say what the tests can find.
     end_notice()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, final
 from treespec.cli.chat_config import ChatConfig
 from treespec.cli.config import begin, load_spec
 from treespec.cli.options import takes
-from treespec.text.printable import CONTROL
+from treespec.text.strings import CONTROL
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History

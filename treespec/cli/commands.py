@@ -16,7 +16,7 @@ from treespec.decoding.stats import figures_of
 from treespec.errors import InputError
 from treespec.options import SEEDS
 from treespec.text.conversations import read_conversations
-from treespec.text.printable import one_line
+from treespec.text.strings import one_line
 from treespec.trees.policy import FORMS
 from treespec.verify.facts import NAMES
 

@@ -115,8 +115,7 @@ def check_data(name: str, answered: bool = True) -> None:
     answered: as for `check_conversations`.
     """
     from treespec.text.conversations import check_conversations
-    from treespec.text.hub_rows import load_library
-    from treespec.text.sources import hub_name, size
+    from treespec.text.sources import hub_name, load_library, size
     from treespec.train.data.known import DATA_SETS
 
     if hub_name(name):
@@ -129,7 +128,7 @@ def check_data(name: str, answered: bool = True) -> None:
 
 def check_text(file: str | None, name: str = "text") -> None:
     """Raises InputError for a `--text` that cannot be read. A pipe, which is read once, passes."""
-    from treespec.text.plain import CONVERSATIONS, content_of
+    from treespec.text.conversations import CONVERSATIONS, content_of
 
     check_readable(**{name: file})
     if file is None or Path(file).is_fifo():

@@ -12,7 +12,7 @@ from treespec.cli.config_file import expanded
 from treespec.cli.terminal import end_notice
 from treespec.errors import InputError
 from treespec.files.quiet import LOUD
-from treespec.text.printable import one_line
+from treespec.text.strings import one_line
 
 if TYPE_CHECKING:
     import typer

@@ -10,7 +10,7 @@ from treespec.cli.options import takes
 from treespec.cli.terminal import readable, standard_input
 from treespec.errors import InputError
 from treespec.options import TOKENS, option
-from treespec.text.printable import printable
+from treespec.text.strings import printable
 
 if TYPE_CHECKING:
     from treespec.api.spec import Spec

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from treespec.cli.terminal import end_notice
-from treespec.text.printable import one_line
+from treespec.text.strings import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,7 +11,7 @@ from treespec.cli.early import begin, check_data, check_folder, check_pairing
 from treespec.cli.options import takes
 from treespec.cli.progress import remark, with_progress
 from treespec.cli.terminal import end_notice
-from treespec.text.printable import one_line
+from treespec.text.strings import one_line
 from treespec.train.regenerate.config import RegenerateConfig
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,7 +13,6 @@ from treespec.cli.options import takes
 from treespec.demo.known import DEMO
 from treespec.errors import InputError
 from treespec.options import MANY, TOKENS, option, shared
-from treespec.serve.address import bound
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "TREESPEC_API_KEY"
@@ -105,9 +105,8 @@ def serve(config: ServeConfig) -> None:
     from treespec.api.engine import Engine
     from treespec.serve import run
     from treespec.serve.app import app_of
-    from treespec.serve.limits import Limits
     from treespec.serve.metrics import Metrics
-    from treespec.serve.state import State
+    from treespec.serve.state import Limits, State
 
     spec.warm_up()
     limits = Limits(
@@ -142,3 +141,22 @@ def serve(config: ServeConfig) -> None:
     finally:
         engine.close(finish=False)
     print("ended", file=sys.stderr)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises InputError for an address that cannot be had.
+
+    port: 0 takes a free one.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        own = socket.socket(family, socket.SOCK_STREAM)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.bind((host, port))
+        own.listen()
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(
+            f"cannot listen on {host}, port {port}: {reason}; name others by --host and --port"
+        ) from error
+    return own

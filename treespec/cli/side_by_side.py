@@ -19,8 +19,7 @@ from rich.text import Text
 
 from treespec.api.spec import Spec
 from treespec.decoding.stats import TAU, Stats, figures_of
-from treespec.text.prefix import common_prefix
-from treespec.text.printable import printable
+from treespec.text.strings import common_prefix, printable
 
 if TYPE_CHECKING:
     from treespec.decoding.sequence import Piece

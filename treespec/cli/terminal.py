@@ -3,7 +3,7 @@
 import sys
 
 from treespec.errors import InputError
-from treespec.text.printable import one_line
+from treespec.text.strings import one_line
 
 
 def readable(text: str, name: str) -> str:

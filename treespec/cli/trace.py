@@ -56,7 +56,7 @@ def trace(config: TraceConfig) -> None:
 
     # 2. Answer, and show each cycle as it comes.
     spec = load_spec(config)
-    from treespec.api.trace import trace as cycles_of
+    from treespec.api.spec import trace as cycles_of
     from treespec.decoding.stats import TAU
 
     cycles = cycles_of(spec, prompt_of(text, config.raw), seed=config.seed, **options)

@@ -1,4 +1,4 @@
-"""The texts that are decoded together: one row a text in the target's cache and in the drafter."""
+"""The sequences decoded together: one row each in the target's cache and in the drafter."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,12 +8,12 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from treespec.decoding.sequence import Text
+from treespec.decoding.sequence import Request
 from treespec.decoding.stats import shared
 from treespec.draft.drafter import Drafter
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
-from treespec.text.prefix import common_prefix
+from treespec.text.strings import common_prefix
 
 STRETCH = 1024  # prompt tokens a prefill takes at once: bounds the memory of their features
 ALONE = 128  # where nobody decodes, but somebody may come
@@ -27,7 +27,7 @@ class Prefill:
     """
 
     def __init__(
-        self, target: Target, text: Text, cache: TreeCache, drafter: Drafter | None
+        self, target: Target, text: Request, cache: TreeCache, drafter: Drafter | None
     ) -> None:
         self.target, self.text, self.cache, self.drafter = target, text, cache, drafter
         self.observed: list[tuple[Tensor, Tensor]] = []  # features and tokens, for its samples
@@ -79,8 +79,8 @@ class Kept(NamedTuple):
 
 
 @final
-class Rows:
-    """Texts enter and leave between cycles.
+class Batch:
+    """Sequences enter and leave between cycles.
 
     texts: one a row of the cache. A text that has ended keeps its row until `exchange`; without
     texts the cache is nobody's.
@@ -100,17 +100,17 @@ class Rows:
     def clear(self) -> None:
         """Forget all texts."""
         self.cache = self.target.new_cache()
-        self.texts: list[Text] = []
-        self.entering: deque[Text] = deque()
-        self.prefills: dict[Text, Prefill] = {}  # of those entering texts that have begun
+        self.texts: list[Request] = []
+        self.entering: deque[Request] = deque()
+        self.prefills: dict[Request, Prefill] = {}  # of those entering texts that have begun
         self.kept: list[Kept] = []
 
     @property
-    def running(self) -> list[Text]:
+    def running(self) -> list[Request]:
         """The texts that go on."""
         return [text for text in self.texts if not text.ended]
 
-    def exchange(self, entering: Iterable[Text] = (), most: int | None = None) -> None:
+    def exchange(self, entering: Iterable[Request] = (), most: int | None = None) -> None:
         """Ended texts leave; entering ones get a row each once their prompts are prefilled.
 
         most: prompt tokens that are prefilled now; None: all.
@@ -151,7 +151,7 @@ class Rows:
             drafter.select([row + 1])
         return self.cache.alone(row), drafter
 
-    def _keep(self, text: Text, cache: TreeCache, drafter: Drafter | None) -> None:
+    def _keep(self, text: Request, cache: TreeCache, drafter: Drafter | None) -> None:
         left = Kept(text.committed, len(text.prompt), text.memory, cache, drafter)
         self.kept = [*self.kept, left][-self.keep :]
 
@@ -192,7 +192,7 @@ class Rows:
                 complete.append(prefill)
         return complete
 
-    def _begun(self, text: Text) -> Prefill:
+    def _begun(self, text: Request) -> Prefill:
         """Begin a prompt behind the longest prefix that is kept of it.
 
         The last common position is computed again: drafters pair its feature with the token that
@@ -252,14 +252,14 @@ class Rows:
 
 
 def admitted(
-    waiting: deque[Text], running: Sequence[Text], batch: int, columns: int | None = None
-) -> list[Text]:
+    waiting: deque[Request], running: Sequence[Request], batch: int, columns: int | None = None
+) -> list[Request]:
     """Take the texts that enter now off the front of `waiting`.
 
     batch: texts at a time. columns: positions that the memory of keys and values holds; None: any
     number. Every row is as long as the longest text may become. A text alone always enters.
     """
-    entering: list[Text] = []
+    entering: list[Request] = []
     longest = max((text.columns for text in running), default=0)
     while waiting and len(running) + len(entering) < batch:
         others = len(running) + len(entering)
@@ -271,7 +271,7 @@ def admitted(
 
 
 @contextmanager
-def prefilling(texts: Iterable[Text]) -> Iterator[None]:
+def prefilling(texts: Iterable[Request]) -> Iterator[None]:
     """Time the block as the texts' prefill."""
     stats = [text.stats for text in texts]
     with shared(stats, "total"), shared(stats, "prefill"):

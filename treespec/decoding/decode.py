@@ -9,15 +9,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from treespec.decoding.batch import Rows, admitted
-from treespec.decoding.sequence import Piece, Recorded, Text, take
+from treespec.decoding.batch import Batch, admitted
+from treespec.decoding.sequence import Piece, Recorded, Request, take
 from treespec.decoding.stats import shared
 from treespec.draft.drafter import Drafter
 from treespec.errors import InputError, SupersededError
 from treespec.files.locks import alone_with
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
-from treespec.shaping.law import Path, node_paths
+from treespec.shaping.distribution import Path, node_paths
 from treespec.trees.tree import TokenTree, root_only
 from treespec.verify.together import judge_all
 from treespec.verify.walk import Verdict, Verifier
@@ -50,7 +50,7 @@ class Decoder:
         """draft_models: the models that the drafter computes with besides the target."""
         self.target, self.verifier = target, verifier
         self.models = [target.model, *draft_models]
-        self.rows = Rows(target, drafter)
+        self.rows = Batch(target, drafter)
         self.lock = RLock()
         self.latest = object()  # marks the iteration that the texts belong to
         self.sound = True  # False within a cycle, and after an interrupted one
@@ -66,7 +66,7 @@ class Decoder:
         return self.rows.drafter
 
     @torch.inference_mode()
-    def run(self, texts: Sequence[Text], batch: int = 1) -> Iterator[tuple[Text, Piece]]:
+    def run(self, texts: Sequence[Request], batch: int = 1) -> Iterator[tuple[Request, Piece]]:
         """Yields pieces as they are accepted, fills the texts' stats. Raises a text's error.
 
         batch: texts at a time; the next text takes the place of a finished one. A text's draws come
@@ -95,7 +95,7 @@ class Decoder:
         if self.latest is not iteration:
             raise SupersededError
 
-    def step(self, entering: Sequence[Text]) -> list[tuple[Text, Piece]]:
+    def step(self, entering: Sequence[Request]) -> list[tuple[Request, Piece]]:
         """Ended texts leave, texts enter, and all go through a cycle. Returns the pieces.
 
         A text whose prompt is not complete goes without the cycle.
@@ -116,7 +116,7 @@ class Decoder:
         self.sound = True
         return pieces
 
-    def _cycle(self) -> list[tuple[Text, Piece]]:
+    def _cycle(self) -> list[tuple[Request, Piece]]:
         """One forward over a tree for each text."""
         device, drafter, texts = self.target.output_device, self.drafter, self.rows.texts
         stats = [text.stats for text in texts]

@@ -1,6 +1,6 @@
-"""The texts that a decoder answers, and the pieces of their answers."""
+"""The requests of a decoder, what samples of one prompt share, and the pieces of completions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias, final
@@ -8,14 +8,86 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from treespec.decoding.logprobs import TokenLogprob, logprobs
-from treespec.decoding.samples import Samples
 from treespec.decoding.stats import Stats
+from treespec.draft.drafter import Drafter
 from treespec.errors import InputError
-from treespec.shaping.law import Law, Path
+from treespec.model.cache import TreeCache
+from treespec.shaping.distribution import Distribution, Path
 from treespec.text.ending import Ending
 from treespec.trees.tree import TokenTree
 from treespec.verify.walk import Verdict
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token of the answer in the target's own law given the text before it.
+
+    The law is the softmax of the target's raw logits: before penalties, biases and processors,
+    temperature, top-k and the rest, as OpenAI-compatible servers report it. So a token's
+    log-probability does not depend on how it was sampled.
+
+    token: its id. logprob: natural logarithm. top: the likeliest tokens and their log-probabilities,
+    in descending order; `token` need not be among them.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def logprobs(
+    logits: Tensor, nodes: Sequence[int], tokens: Sequence[int], top: int
+) -> list[TokenLogprob]:
+    """The log-probabilities of the tokens that follow nodes of a tree.
+
+    logits: [N, V], the target's. nodes, tokens: [M]. top: likeliest tokens of each.
+    """
+    # 1. In one copy to the host.
+    law = logits[list(nodes)].float().log_softmax(-1)  # [M, V] log-probabilities
+    chosen = law.gather(1, torch.tensor(tokens, device=law.device)[:, None])
+    values, ids = law.topk(min(top, law.shape[1]))
+    numbers = torch.cat([chosen, values], dim=1).tolist()
+
+    # 2. By token.
+    told = []
+    for token, (own, *others), likeliest in zip(tokens, numbers, ids.tolist(), strict=True):
+        told.append(TokenLogprob(token, own, tuple(zip(likeliest, others, strict=True))))
+    return told
+
+
+@final
+class Samples:
+    """The prompt's keys and values and its features, from the first text until the last has begun.
+
+    left: texts of the prompt that have not begun. Each copies the keys and values; its drafter
+    observes the features anew.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.cache: TreeCache | None = None
+        self.observed: list[
+            tuple[Tensor, Tensor]
+        ] = []  # features and tokens, as they were observed
+
+    def begin(self, cache: TreeCache, observed: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """One text more has begun. cache: its own, with the prompt alone. observed: features and
+        tokens of the prompt, from the text that prefilled it.
+        """
+        self.left -= 1
+        if self.left <= 0:
+            self.cache, self.observed = None, []
+        elif self.cache is None:
+            self.cache, self.observed = cache.alone(0), list(observed)
+
+    def fill(self, drafter: Drafter | None) -> TreeCache:
+        """Bring the prompt into a new text's drafter. Returns a cache that holds it."""
+        assert self.cache
+        if drafter:
+            for features, tokens in self.observed:
+                drafter.observe([features], [tokens])
+        return self.cache.alone(0)
+
 
 LEAD = 8  # tokens of the prompt that an answer is remembered with
 FORBIDDEN = (
@@ -57,8 +129,8 @@ Listener: TypeAlias = Callable[[Recorded], None]
 
 @final
 @dataclass(eq=False)
-class Text:
-    """One request: the prompt, the answer's end, the generator of its draws, its counts, its law.
+class Request:
+    """One sequence to decode: its prompt and end, the generator of its draws, counts and distribution.
 
     prompt: at least one token, and shorter than the context. committed: tokens whose keys and
     values are in the cache. root: the token after them.
@@ -75,7 +147,7 @@ class Text:
     ending: Ending
     generator: torch.Generator
     stats: Stats
-    law: Law
+    law: Distribution
     committed: list[int] = field(default_factory=list)
     root: int = -1
     cancelled: bool = False
@@ -126,7 +198,7 @@ class Text:
             self.error = error
 
 
-def take(text: Text, tree: TokenTree, verdict: Verdict, logits: Tensor) -> Iterator[Piece]:
+def take(text: Request, tree: TokenTree, verdict: Verdict, logits: Tensor) -> Iterator[Piece]:
     """Pieces of a verdict up to the answer's end: accepted drafts, then the target's own token.
 
     logits: [N, V], the target's.

@@ -64,15 +64,6 @@ class Stats:
         """The clock that times stages, in seconds."""
         return time.perf_counter()
 
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the seconds of the block to a stage."""
-        started = self.now()
-        try:
-            yield
-        finally:
-            self.seconds[stage] += self.now() - started
-
     def add(self, other: "Stats") -> None:
         """Add another generation's counts and seconds."""
         self.prompt_tokens += other.prompt_tokens
@@ -98,13 +89,11 @@ class Stats:
 @contextmanager
 def shared(texts: Sequence[Stats], stage: str) -> Iterator[None]:
     """Time a stage that several texts go through together, and give each an equal share of it."""
-    first, before = texts[0], texts[0].seconds[stage]
+    started = texts[0].now()
     try:
-        with first.timed(stage):
-            yield
+        yield
     finally:
-        share = (first.seconds[stage] - before) / len(texts)
-        first.seconds[stage] = before
+        share = (texts[0].now() - started) / len(texts)
         for stats in texts:
             stats.seconds[stage] += share
 

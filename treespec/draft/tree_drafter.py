@@ -27,7 +27,7 @@ from treespec.draft.proposer import Frontier, Proposer
 from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
-from treespec.shaping.law import Law
+from treespec.shaping.distribution import Distribution
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree, root_only
 from treespec.verify.scheme import Scheme
@@ -84,7 +84,7 @@ class TreeDrafter(Drafter):
     def draft_trees(
         self,
         roots: Tensor,
-        laws: Sequence[Law],
+        laws: Sequence[Distribution],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
@@ -113,7 +113,9 @@ class TreeDrafter(Drafter):
                 trees[row] = with_chain(root, chain, trees[row], scheme, generators[row])
         return trees
 
-    def _offers(self, cache: OneHotDrafter, roots: Tensor, laws: Sequence[Law]) -> list[TokenTree]:
+    def _offers(
+        self, cache: OneHotDrafter, roots: Tensor, laws: Sequence[Distribution]
+    ) -> list[TokenTree]:
         """The cache's tree for each text. Sets `idle`."""
         cache.chains, offers = self.chains, []
         for row, (root, law) in enumerate(zip(roots, laws, strict=True)):
@@ -136,7 +138,7 @@ class TreeDrafter(Drafter):
     def _grown(
         self,
         roots: Tensor,
-        laws: Sequence[Law],
+        laws: Sequence[Distribution],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         rests: Sequence[bool],
@@ -164,7 +166,7 @@ class TreeDrafter(Drafter):
         return [in_target(tree, vocabulary, self.proposer.vocab_size) for tree in trees]
 
     def _growth(
-        self, row: int, root: Tensor, logits: Tensor, law: Law, generator: torch.Generator
+        self, row: int, root: Tensor, logits: Tensor, law: Distribution, generator: torch.Generator
     ) -> Growth:
         """The growth of a text's tree, of logits that its law shapes and hears.
 

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,16 +27,18 @@ LOCK = ".lock"
 
 
 @contextmanager
-def writing(path: str | Path) -> Iterator[Path]:
+def writing(path: str | Path, folder: bool = False) -> Iterator[Path]:
     """Yields the temporary file to write. It is renamed when the block ends, deleted if it fails.
 
-    Raises InputError where the file cannot be written: a full disk, a missing permission, a parent
-    that is a file.
+    folder: yield a new folder in place of a file. Raises InputError where it cannot be written: a
+    full disk, a missing permission, a parent that is a file.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if folder:
+            temporary.mkdir()
         yield temporary
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
@@ -44,8 +46,21 @@ def writing(path: str | Path) -> Iterator[Path]:
             f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
         ) from error
     finally:
-        with suppress(OSError):  # its parent is no directory: nothing was written
-            temporary.unlink(missing_ok=True)
+        remove(temporary)
+
+
+def new_folder(path: str | Path) -> AbstractContextManager[Path]:
+    """`writing` of a folder."""
+    return writing(path, folder=True)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, as far as this process may."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def check_writable(path: str | Path) -> None:
@@ -79,23 +94,6 @@ def check_folder(folder: str, out: str | None = None, option: str = "--out") -> 
         raise InputError(f"{option} {out or folder}: {there} is a file, not a directory")
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"{option} {out or folder}: {there} may not be written to")
-
-
-@contextmanager
-def new_folder(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary folder, renamed to `path` when the block ends. Raises as `writing`."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        os.rename(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -227,13 +225,8 @@ def remove_leftovers(folder: str | Path) -> None:
         return
     for path in Path(folder).iterdir():
         match = TEMPORARY.fullmatch(path.name)
-        if not match or runs(int(match[1])):
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with suppress(OSError):  # another user's
-                path.unlink(missing_ok=True)
+        if match and not runs(int(match[1])):
+            remove(path)
 
 
 def runs(process: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from huggingface_hub import (
     constants,
@@ -67,23 +67,16 @@ class HubFile:
     def path(self) -> Path | None:
         """The file in the hub's cache, downloaded if it must be. None: the hub does not give it."""
         # 1. The cache of the hub's own library.
-        cached = try_to_load_from_cache(
-            self.repository, self.file, revision=self.revision, repo_type=self.kind
-        )
+        place = self.repository, self.file
+        where: dict[str, Any] = {"revision": self.revision, "repo_type": self.kind}
+        cached = try_to_load_from_cache(*place, **where)
         if isinstance(cached, str):
             return Path(cached)
 
         # 2. The hub, if it answers one request in time; its library would wait and repeat.
-        address = hf_hub_url(
-            self.repository, self.file, revision=self.revision, repo_type=self.kind
-        )
         try:
-            get_hf_file_metadata(address, timeout=SECONDS)
-            return Path(
-                hf_hub_download(
-                    self.repository, self.file, revision=self.revision, repo_type=self.kind
-                )
-            )
+            get_hf_file_metadata(hf_hub_url(*place, **where), timeout=SECONDS)
+            return Path(hf_hub_download(*place, **where))
         except Exception:  # in the words of whichever HTTP client the hub's library uses
             return None
 

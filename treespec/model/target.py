@@ -111,25 +111,20 @@ class Target:
     def load(
         cls,
         path: str,
-        *,
-        device_map: Any = None,
-        dtype: str | torch.dtype = "auto",
-        max_memory: dict | None = None,
-        offload_folder: str | None = None,
-        attn_implementation: str | None = None,
         trust_remote_code: bool = False,
         variant: Variant = AS_IT_IS,
+        *,
+        dtype: str | torch.dtype = "auto",
+        **placement: Any,
     ) -> "Target":
         """The model and tokenizer of a directory or hub id.
 
-        Options are those of `from_pretrained`; without them transformers' defaults hold.
-        variant: the files that are read, and the form of the weights.
+        variant: the files that are read, and the form of the weights. dtype, placement: options of
+        `from_pretrained`, such as device_map, max_memory and offload_folder; None is its default.
         Raises InputError for a model that cannot be loaded or cannot score a tree.
         """
         path = os.path.expanduser(path)
-        options = {"device_map": device_map, "max_memory": max_memory}
-        options |= {"offload_folder": offload_folder, "attn_implementation": attn_implementation}
-        given = {name: value for name, value in options.items() if value is not None}
+        given = {name: value for name, value in placement.items() if value is not None}
         model = load_model(path, trust_remote_code, variant, dtype=dtype, **given)
         target = cls(model, load_tokenizer(path, trust_remote_code, variant))
         target.trust_remote_code = trust_remote_code

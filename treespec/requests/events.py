@@ -18,9 +18,9 @@ from torch import Tensor
 
 from treespec.decoding.sequence import Listener, Piece, Recorded
 from treespec.decoding.stats import Stats
-from treespec.shaping.law import Path
+from treespec.shaping.distribution import Path
 from treespec.shaping.sampling import SamplingParams, probs
-from treespec.text.printable import one_line
+from treespec.text.strings import one_line, text_after
 from treespec.trees.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def chance(value: float) -> str:
 STAGES = ("draft", "head", "target", "verify", "commit")
 
 
-def telling(
+def reporting(
     on_cycle: Callable[[Cycle], object],
     tokenizer: "PreTrainedTokenizerBase | None",
     params: SamplingParams,
@@ -241,14 +241,4 @@ def _mean(laws: Tensor) -> Tensor:
 
 def _words(tokenizer: "PreTrainedTokenizerBase | None", before: int | None, token: int) -> str:
     """A token's text where it follows another; `#7` without a tokenizer."""
-    if tokenizer is None:
-        return f"#{token}"
-
-    def text(tokens: list[int]) -> str:
-        return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-
-    alone = text([token])
-    if before is None:
-        return alone
-    left, both = text([before]), text([before, token])
-    return both[len(left) :] if both.startswith(left) else alone
+    return f"#{token}" if tokenizer is None else text_after(tokenizer, before, token)

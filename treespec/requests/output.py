@@ -7,8 +7,7 @@ from itertools import chain
 from threading import Condition, RLock
 from typing import final
 
-from treespec.decoding.logprobs import TokenLogprob
-from treespec.decoding.sequence import Piece, Text
+from treespec.decoding.sequence import Piece, Request, TokenLogprob
 from treespec.decoding.stats import Stats, figures_of
 from treespec.errors import InputError
 
@@ -108,14 +107,14 @@ OnPiece = Callable[[Piece | None], None]
 
 
 @final
-class Answer:
+class Completion:
     """An iterator over the pieces as they are accepted, for one consumer; `next` waits for a piece.
 
     Iteration ends with the answer, or once it is cancelled. An answer that failed raises its error
     on every `next`, so a cut answer never looks complete.
     """
 
-    def __init__(self, text: Text, on_piece: OnPiece | None = None) -> None:
+    def __init__(self, text: Request, on_piece: OnPiece | None = None) -> None:
         """on_piece: is called on the engine's thread for each piece, and with None at the end."""
         self._text, self._on_piece = text, on_piece
         self._pieces: list[Piece] = []
@@ -123,7 +122,7 @@ class Answer:
         self._over = False
         self._changed = Condition()
 
-    def __iter__(self) -> "Answer":
+    def __iter__(self) -> "Completion":
         return self
 
     def __next__(self) -> Piece:

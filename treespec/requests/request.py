@@ -5,19 +5,16 @@ import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import numpy as np
 import torch
 
 from treespec.errors import InputError
-from treespec.shaping.bias import Bias
 from treespec.shaping.compiled import KINDS
-from treespec.shaping.options import real, shapers_of
-from treespec.shaping.options import whole as whole
-from treespec.shaping.processors import Processor
+from treespec.shaping.processors import Bias, Processor, Shaper, shapers_of
+from treespec.shaping.processors import whole as whole
 from treespec.shaping.sampling import SamplingParams
-from treespec.shaping.shaper import Shaper
 
 if TYPE_CHECKING:
     from treespec.requests.events import Cycle
@@ -38,15 +35,15 @@ class Options(TypedDict, total=False):
     has exactly the law of the changed logits (`treespec.shaping`):
     logit_bias: {token id: added to its logit}; -inf forbids a token.
     repetition_penalty: of the tokens of prompt and answer; 1 is off. presence_penalty,
-    frequency_penalty: of the answer's tokens, from -2 to 2; 0 is off (`treespec.shaping.penalties`).
+    frequency_penalty: of the answer's tokens, from -2 to 2; 0 is off (`treespec.shaping.processors`).
     logits_processor: a transformers `LogitsProcessor`, any function like one, a
-    `treespec.shaping.shaper.Shaper`, or a list of them. Each must be a function of its arguments.
+    `treespec.shaping.processors.Shaper`, or a list of them. Each must be a function of its arguments.
     json_schema, regex, grammar: what the answer must be, at most one of them: a JSON schema as a
     dict or JSON text, a regular expression, or a grammar in llguidance's Lark. The answer ends
     where nothing may follow.
 
     logprobs: give the log-probability of each token. top_logprobs: and of so many likeliest tokens
-    (`treespec.decoding.logprobs.TokenLogprob`).
+    (`treespec.decoding.sequence.TokenLogprob`).
     chat_template_kwargs: variables for the chat template of messages, such as enable_thinking.
     memory: for `--drafter suffix`, whose answers to draft from: requests of one name share theirs,
     default "". None: from the text at hand alone, as a sampled answer with a number for a seed is in
@@ -100,7 +97,7 @@ def refuse_unknown(options: Mapping[str, object], *more: str) -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Checked:
     """Checked options. stop: strings; any of them ends the answer.
 
     shapers: in order, none of which has begun. grammar: what the answer must be: the option's name
@@ -127,15 +124,14 @@ class Asked:
         return max((token for bias in biases for token in bias.tokens), default=-1)
 
 
-def asked(options: Options) -> Asked:
+DRAWN = ("temperature", "top_k", "top_p", "min_p")  # options that `SamplingParams` checks
+
+
+def checked(options: Options) -> Checked:
     """Raises InputError for an option of the wrong type or out of range."""
     # 1. How tokens are drawn.
-    params = SamplingParams(
-        temperature=real("temperature", options.get("temperature", 0.0)),
-        top_k=whole("top_k", options.get("top_k", 0)),
-        top_p=real("top_p", options.get("top_p", 1.0)),
-        min_p=real("min_p", options.get("min_p", 0.0)),
-    )
+    named: dict[str, Any] = {name: v for name, v in options.items() if name in DRAWN}
+    params = SamplingParams(**named)
 
     # 2. Where the answer ends.
     most = whole("max_new_tokens", options.get("max_new_tokens", 256), least=1)
@@ -151,7 +147,7 @@ def asked(options: Options) -> Asked:
     # 3. What it tells, and what the template is told.
     tops = whole("top_logprobs", options.get("top_logprobs", 0), least=0)
     told = _flag("logprobs", options.get("logprobs", False)) or tops > 0
-    return Asked(
+    return Checked(
         params,
         _strings(options.get("stop", ())),
         most,
@@ -161,9 +157,9 @@ def asked(options: Options) -> Asked:
         grammar,
         tops if told else None,
         _variables(options.get("chat_template_kwargs", {})),
-        _name("memory", options.get("memory", "")),
+        _checked("memory", options.get("memory", ""), str | None, "a string or None"),
         _flag("remember", options.get("remember", True)),
-        _function("on_cycle", options.get("on_cycle")),
+        _checked("on_cycle", options.get("on_cycle"), Callable | None, "a function"),
     )
 
 
@@ -181,21 +177,13 @@ def _variables(given: object) -> Mapping[str, object]:
     return given
 
 
-def _function(name: str, value: object) -> Callable[..., object] | None:
-    if value is not None and not callable(value):
-        raise InputError(f"{name} is {value!r:.40}, must be a function")
-    return value
-
-
 def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise InputError(f"{name} is {value!r:.40}, must be True or False")
-    return bool(value)
+    return bool(_checked(name, value, bool | np.bool_, "True or False"))
 
 
-def _name(name: str, value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise InputError(f"{name} is {value!r:.40}, must be a string or None")
+def _checked(name: str, value: object, kind: Any, wanted: str) -> Any:
+    if not isinstance(value, kind):
+        raise InputError(f"{name} is {value!r:.40}, must be {wanted}")
     return value
 
 

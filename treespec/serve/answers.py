@@ -12,7 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from treespec.decoding.sequence import Piece
 from treespec.errors import Busy, InputError
-from treespec.requests.output import Answer
+from treespec.requests.output import Completion
 from treespec.serve.errors import ApiError, failed, refused
 from treespec.serve.state import State
 from treespec.shaping.compiled import KINDS
@@ -36,7 +36,7 @@ class Answers:
         self.state, self.loop = state, asyncio.get_running_loop()
         self.end = self.loop.time() + state.limits.seconds
         self.arrived: asyncio.Queue[Arrival] = asyncio.Queue()
-        self.answers: list[Answer] = []
+        self.answers: list[Completion] = []
         self.gone: asyncio.Task | None = None
         self.deadline: asyncio.TimerHandle | None = None
 

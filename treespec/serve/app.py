@@ -1,16 +1,115 @@
 """The application: its paths, its errors, and what every request passes first."""
 
+import hashlib
+import secrets
 from collections.abc import Sequence
+from ipaddress import ip_address
+from typing import final
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from treespec.serve import chat, completions, page
-from treespec.serve.errors import add_handlers
-from treespec.serve.guard import Guard
+from treespec.serve import completions, page
+from treespec.serve.errors import ApiError, add_handlers, response
+from treespec.serve.replies import Fields
 from treespec.serve.state import State, state_of
-from treespec.serve.wire import Fields
+
+OPEN = ("/", "/health")  # without a key; the page itself holds nothing secret
+PATHS = (
+    *OPEN,
+    *("/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/metrics", "/cycles"),
+)
+
+
+@final
+class Guard:
+    """ASGI middleware; it counts requests by path and status, too."""
+
+    def __init__(self, app: ASGIApp, state: State) -> None:
+        self.app, self.state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in PATHS else "other"
+        bounded = Bounded(receive, self.state.limits.body)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.state.metrics.requests.labels(path, str(message["status"])).inc()
+                message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+            await send(message)
+
+        request = Request(scope)
+        key = self._key(request)
+        if key is not None:
+            request.state.memory = hashlib.sha256(key.encode()).hexdigest()
+        error = self._refusal(request, key)
+        await (response(error) if error else self.app)(scope, bounded, counted)
+
+    def _refusal(self, request: Request, key: str | None) -> ApiError | None:
+        """Why the request goes no further; None: it does. key: the one that it brings."""
+        path = request.scope["path"]  # request.url would read it off the Host header, too
+        if self.state.ending and path not in ("/metrics", "/health"):
+            return self.state.cut()
+        if self.state.api_keys and path not in OPEN and key is None:
+            message = "Incorrect API key provided; send it as Authorization: Bearer KEY"
+            headers = {"WWW-Authenticate": "Bearer"}
+            return ApiError(401, message, code="invalid_api_key", headers=headers)
+        if not self.state.api_keys and not named(request):
+            message = "This server answers to localhost: give it an --api-key for other names"
+            return ApiError(403, message)
+        size = request.headers.get("content-length", "")
+        most = self.state.limits.body
+        return too_large(most) if size.isdecimal() and int(size) > most else None
+
+    def _key(self, request: Request) -> str | None:
+        """The server's key that the request brings; None: it brings none of them."""
+        kind, _, brought = request.headers.get("authorization", "").partition(" ")
+        given = brought.strip().encode("latin-1")
+        # All keys are compared, so that the time does not tell which one was nearly right.
+        equal = [key for key in self.state.api_keys if secrets.compare_digest(given, key.encode())]
+        return equal[0] if equal and kind.lower() == "bearer" else None
+
+
+def named(request: Request) -> bool:
+    """False where a request reaches this machine's own address under another machine's name.
+
+    A foreign page could lead its own name to 127.0.0.1, and a browser would let it read the answers.
+    """
+    arrived, host = (request.scope.get("server") or ("", 0))[0], request.headers.get("host", "")
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    return not loopback(arrived) or loopback(name.strip("[]"))
+
+
+def loopback(name: str) -> bool:
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return name.lower() == "localhost"
+
+
+@final
+class Bounded:
+    """Receives a body of at most `most` bytes, whatever its headers say."""
+
+    def __init__(self, receive: Receive, most: int) -> None:
+        self.receive, self.most, self.seen = receive, most, 0
+
+    async def __call__(self) -> Message:
+        message = await self.receive()
+        self.seen += len(message.get("body", b""))
+        if self.seen > self.most:
+            raise too_large(self.most)
+        return message
+
+
+def too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than this server's limit of {most} bytes")
+
 
 router = APIRouter()
 
@@ -19,7 +118,7 @@ def app_of(state: State, origins: Sequence[str] = ()) -> FastAPI:
     """origins: pages of these may call the server from a browser; the server's own always may."""
     app = FastAPI(title="treespec", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.treespec = state
-    for part in (router, chat.router, completions.router, page.router):
+    for part in (router, completions.router, page.router):
         app.include_router(part)
     add_handlers(app)
     app.add_middleware(Guard, state=state)

@@ -1,53 +1,123 @@
-"""/v1/completions: how prompts go on, whole or as a stream; /tokenize: their token ids."""
+"""/v1/chat/completions, /v1/completions, and /tokenize: the token ids of a prompt."""
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast, final
+from typing import cast
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from treespec.errors import InputError
-from treespec.requests.output import Answer
+from treespec.requests.output import Completion
 from treespec.serve import messages
 from treespec.serve.answers import Answers
 from treespec.serve.errors import ApiError, refused
-from treespec.serve.logprobs import Told, joined
-from treespec.serve.options import fit_default, options_of
-from treespec.serve.schema import CompletionRequest, TokenizeRequest
+from treespec.serve.logprobs import LogprobWriter
+from treespec.serve.replies import ChatReply, Fields, Part, Reply
+from treespec.serve.schema import ChatRequest, CompletionRequest, Sampled, TokenizeRequest
 from treespec.serve.state import State, memory_of, state_of
-from treespec.serve.wire import Fields, end_of, events, heading, told_of, usage
-from treespec.text.fitting import fitting
+from treespec.serve.tools import Catcher, choice_of, form_of
+from treespec.text import templates
 from treespec.text.prompts import well_formed
+from treespec.text.strings import fitting
 
 router = APIRouter()
 
 
+@router.post("/v1/chat/completions")
+async def chat(request: Request, asked: ChatRequest) -> Response:
+    state, choice = state_of(request), choice_of(asked)
+    form = choice.form
+    if choice.tools and form is None:
+        form = form_of(messages.source_of(state.spec, choice.tools))
+    most = 1 if asked.parallel_tool_calls is False else None
+    begin = {"role": "assistant", "content": "", "refusal": None}
+
+    def encode() -> list[list[int]]:
+        variables = asked.chat_template_kwargs
+        ids = messages.encoded(state.spec, asked.messages, choice.tools, variables)
+        state.check_prompt(ids, "messages")
+        return [ids]
+
+    def part(answer: Completion, told: LogprobWriter, _: int) -> Part:
+        return Part(answer, Catcher(form, state.spec.target.tokenizer, most), told.chat, begin)
+
+    more = {} if choice.schema is None else {"json_schema": choice.schema}
+    return await _respond(request, asked, encode, part, ChatReply, more)
+
+
 @router.post("/v1/completions")
 async def complete(request: Request, asked: CompletionRequest) -> Response:
+    state, prompts = state_of(request), prompts_of(asked)
+    if asked.echo and asked.logprobs is not None:
+        raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
+
+    def encode() -> list[list[int]]:
+        encoded = []
+        for prompt in prompts:
+            try:
+                encoded.append(state.spec.encode(prompt))
+            except InputError as error:
+                raise refused(error, "prompt") from error
+            state.check_prompt(encoded[-1], "prompt")
+        return encoded
+
+    def part(answer: Completion, told: LogprobWriter, place: int) -> Part:
+        prompt, tokenizer = prompts[place], state.spec.target.tokenizer
+        echo = ""
+        if asked.echo and (tokenizer or isinstance(prompt, str)):
+            echo = prompt if isinstance(prompt, str) else str(tokenizer.decode(prompt))
+        told.offset = len(echo)
+        return Part(answer, Catcher(None, None), told.completion, echo)
+
+    return await _respond(request, asked, encode, part, Reply, {})
+
+
+async def _respond(
+    request: Request,
+    asked: Sampled,
+    encode: Callable[[], list[list[int]]],
+    part: Callable[[Completion, LogprobWriter, int], Part],
+    reply: type[Reply],
+    options: Fields,
+) -> Response:
+    """encode: the prompts' token ids. part: the choice of an answer to the prompt with a number.
+
+    options: those of `Spec.generate` that the fields of `Sampled` do not name.
+    """
     # 1. What is asked, in treespec's terms.
     state = state_of(request)
     state.check_model(asked.model)
-    options = options_of(state, asked) | {"memory": memory_of(request)}
-    if asked.echo and asked.logprobs is not None:
-        raise ApiError(400, "echo goes without logprobs: prompts are not scored", "echo")
-    prompts = prompts_of(asked)
-    samples = asked.n or 1
     answers = Answers(state)
-    ids = await answers.tokenised(_encoded, state, prompts)
-    fit_default(state, asked, options, ids)
+    prompts = await answers.tokenised(encode)
+    options = _options(state, asked, prompts) | options | {"memory": memory_of(request)}
 
     # 2. The answers.
-    await answers.submit(ids, samples, asked.seed, options)
+    samples = asked.n or 1
+    await answers.submit(prompts, samples, asked.seed, options)
     answers.watch(request)
+    target, template = state.spec.target, templates.stops(state.spec.template)
+    hidden = frozenset() if asked.ignore_eos else target.eos | set(template.token_ids)
     parts = []
     for number, answer in enumerate(answers.answers):
         place = number // samples
-        echo = _text(state, prompts[place]) if asked.echo else ""
-        parts.append(Part(answer, echo, told_of(state, options, ids[place], len(echo))))
-    reply = Reply(state, asked, options, answers, parts, len(prompts))
-    return events(reply.chunks()) if asked.stream else JSONResponse(await reply.whole())
+        told = LogprobWriter(target.tokenizer, prompts[place][-1], hidden)
+        parts.append(part(answer, told, place))
+    return await reply(state, asked, answers, parts, len(prompts)).send()
+
+
+def _options(state: State, asked: Sampled, prompts: Sequence[Sequence[int]]) -> Fields:
+    """The options of one answer, without its seed. Raises ApiError for a limit of the server.
+
+    Without a limit of the request, the answer is as long as the server and the engine's memory allow.
+    """
+    name, tokens = asked.limit
+    if tokens is not None:
+        state.check_tokens(tokens, name)
+    else:
+        tokens = min(asked.usual_tokens or state.limits.tokens, state.limits.tokens)
+        if (columns := state.engine.columns) is not None:
+            tokens = max(1, min(tokens, columns - max(map(len, prompts))))
+    return {"temperature": state.temperature, "max_new_tokens": tokens} | asked.options()
 
 
 @router.post("/tokenize")
@@ -80,90 +150,3 @@ def prompts_of(asked: CompletionRequest) -> list[str | list[int]]:
     if not given:
         raise ApiError(400, "the prompt is empty: give text or token ids", "prompt")
     return list(cast(Sequence[str | list[int]], given))
-
-
-def _encoded(state: State, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    encoded = []
-    for prompt in prompts:
-        try:
-            encoded.append(state.spec.encode(prompt))
-        except InputError as error:
-            raise refused(error, "prompt") from error
-        state.check_prompt(encoded[-1], "prompt")
-    return encoded
-
-
-def _text(state: State, prompt: str | list[int]) -> str:
-    tokenizer = state.spec.target.tokenizer
-    return prompt if isinstance(prompt, str) else str(tokenizer.decode(prompt)) if tokenizer else ""
-
-
-@final
-@dataclass
-class Part:
-    """One of the choices. echo: its prompt, or "". told: of the pieces so far."""
-
-    answer: Answer
-    echo: str
-    logprobs: Told
-    told: list[Fields | None] = field(default_factory=list)
-
-
-@final
-@dataclass
-class Reply:
-    """What is sent back. parts: the choices. prompts: their number."""
-
-    state: State
-    asked: CompletionRequest
-    options: Fields
-    answers: Answers
-    parts: list[Part]
-    prompts: int
-
-    async def whole(self) -> Fields:
-        async for number, piece in self.answers.arrivals():
-            if piece:
-                part = self.parts[number]
-                part.told.append(part.logprobs.completion(piece))
-        choices = []
-        for number, part in enumerate(self.parts):
-            end = end_of(self.state, part.answer, self.options)
-            fields = {"index": number, "text": part.echo + part.answer.output.text}
-            choices.append(fields | {"logprobs": joined(part.told), "finish_reason": end})
-        counts = usage(self.answers.answers, self.prompts)
-        fields = heading(self.state, "text_completion", "cmpl")
-        return fields | {"choices": choices, "usage": counts}
-
-    async def chunks(self) -> AsyncIterator[Fields | None]:
-        # 1. The echoes of the prompts.
-        fields = heading(self.state, "text_completion", "cmpl")
-        counted = self.asked.counted
-        fields |= {"usage": None} if counted else {}
-
-        def chunk(number: int, text: str, end: str | None = None, told: Any = None) -> Fields:
-            choice = {"index": number, "text": text, "logprobs": told, "finish_reason": end}
-            return fields | {"choices": [choice]}
-
-        for number, part in enumerate(self.parts):
-            if part.echo:
-                yield chunk(number, part.echo)
-
-        # 2. Pieces as they come, and the end of each choice.
-        async for arrival in self.answers:
-            if arrival is None:
-                yield None
-                continue
-            number, piece = arrival
-            part = self.parts[number]
-            if piece is None:
-                yield chunk(number, "", end_of(self.state, part.answer, self.options))
-                continue
-            told = part.logprobs.completion(piece)
-            if piece.text or told:
-                yield chunk(number, piece.text, told=told)
-
-        # 3. The counts.
-        if counted:
-            counts = usage(self.answers.answers, self.prompts)
-            yield fields | {"choices": [], "usage": counts}

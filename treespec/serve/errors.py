@@ -10,14 +10,17 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from treespec.errors import InputError, TooLong
-from treespec.text.printable import one_line
+from treespec.text.strings import one_line
 
 log = logging.getLogger(__name__)
 
 KINDS = {429: "rate_limit_error"}  # the type of each status; the others by the hundred
-# The request's field of an option that a message of treespec begins with.
-FIELDS = {name: name for name in ("regex", "grammar", "logit_bias", "min_tokens", "stop", "seed")}
-FIELDS |= {"json_schema": "response_format", "chat_template_kwargs": "chat_template_kwargs"}
+# The fields of a request that an option of `Spec.generate` has the name and the meaning of.
+SAME = {"temperature", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty"}
+SAME |= {"repetition_penalty", "min_tokens", "ignore_eos", "regex", "grammar", "logit_bias"}
+# The request's field of the option that a message of treespec begins with.
+FIELDS = {name: name for name in (*SAME, "top_k", "seed", "chat_template_kwargs")}
+FIELDS |= {"json_schema": "response_format"}
 
 
 @final

@@ -4,15 +4,14 @@ import re
 from functools import lru_cache
 from typing import Any, final
 
-from treespec.decoding.logprobs import TokenLogprob
-from treespec.decoding.sequence import Piece
-from treespec.text.ending import INCOMPLETE
+from treespec.decoding.sequence import Piece, TokenLogprob
+from treespec.text.strings import INCOMPLETE, text_after
 
 LEAST = -9999.0  # OpenAI's logarithm of 0, which JSON has no number for
 
 
 @final
-class Told:
+class LogprobWriter:
     """The tokens of one answer, in the order in which they come.
 
     before: the token before the answer; the text of a token depends on it. hidden: tokens that are
@@ -81,13 +80,10 @@ def words(tokenizer: Any, before: int, token: int) -> tuple[str, bytes]:
     if tokenizer is None:
         return f"token_id:{token}", b""
 
-    def text(tokens: list[int]) -> str:
-        return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-
-    # 1. The text: decoded alone, a token may lose its leading space.
-    alone, left, both = text([token]), text([before]), text([before, token])
-    own = both[len(left) :] if both.startswith(left) and INCOMPLETE not in left else alone
+    # 1. The text.
+    alone = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
     if INCOMPLETE not in alone:
+        own = text_after(tokenizer, before, token)
         return own, own.encode()
 
     # 2. The bytes of part of a character: by fallback tokens such as <0xE2>, or by byte-level BPE.

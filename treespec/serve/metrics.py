@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from treespec.api.engine import Engine
 from treespec.decoding.sequence import Piece
-from treespec.requests.output import Answer
+from treespec.requests.output import Completion
 
 TAUS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10)
 SHORT = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -73,7 +73,7 @@ class Metrics:
 
         return seen
 
-    def count(self, answer: Answer, done: bool) -> None:
+    def count(self, answer: Completion, done: bool) -> None:
         """Add an answer that has ended. done: False for one that was cut off."""
         stats = answer.stats
         self.answers.labels("error" if answer.error else "done" if done else "cancelled").inc()

@@ -18,16 +18,15 @@ from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import Field
 
-from treespec.api.spec import Spec
-from treespec.api.trace import trace
+from treespec.api.spec import Spec, trace
 from treespec.decoding.batch import ALONE
 from treespec.options import TREE_FORMS, either
 from treespec.requests.events import Cycle, explained, visible
 from treespec.serve.errors import ApiError, refused
 from treespec.serve.messages import encoded
-from treespec.serve.schema import Asked, Message
+from treespec.serve.replies import Fields, events
+from treespec.serve.schema import Message, StrictBody
 from treespec.serve.state import State, memory_of, state_of
-from treespec.serve.wire import Fields, events
 from treespec.verify.facts import LOSSY, NAMES
 
 router = APIRouter()
@@ -35,7 +34,7 @@ TREES = list(TREE_FORMS.values())
 STAGES = ("draft", "target", "verify", "commit")  # of a cycle; head is a part of draft
 
 
-class PageRequest(Asked):
+class PageRequest(StrictBody):
     """drafts: False decodes one token at a time. verifier, tree: None are the server's."""
 
     messages: list[Message] = Field(min_length=1)
@@ -100,10 +99,7 @@ def verifiers(state: State) -> list[str]:
 async def answer(request: Request, asked: PageRequest) -> Response:
     # 1. What decodes, and what is asked of it.
     state = state_of(request)
-    most = state.limits.tokens
-    if asked.max_tokens > most:
-        message = f"max_tokens is {asked.max_tokens}, this server's limit is {most}"
-        raise ApiError(400, message, "max_tokens")
+    state.check_tokens(asked.max_tokens, "max_tokens")
     # Other forms of trees may read files or take any amount of memory.
     for name, known in (("verifier", verifiers(state)), ("tree", TREES)):
         if (value := getattr(asked, name)) is not None and value not in known:

@@ -1,17 +1,17 @@
 """What a request may hold, by the names of OpenAI's API and, beyond it, of vLLM's.
 
 Null stands for an absent field. An unknown field, a wrong type or range is an error with the field's
-name.
+name. Ranges of options that `Spec.generate` checks are not said again.
 """
 
 import difflib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from treespec.text.parts import text_of
-from treespec.text.printable import one_line
+from treespec.serve.errors import SAME, ApiError
+from treespec.text.strings import one_line, text_of
 
 # OpenAI's fields that change no token. A prediction only makes OpenAI's own answers faster.
 HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
@@ -36,7 +36,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class Asked(Body):
+class StrictBody(Body):
     """The body of a request. Its unknown fields might change the answer, so they are refused."""
 
     @model_validator(mode="before")
@@ -55,55 +55,44 @@ class Asked(Body):
         return given
 
 
-def _token_ids(bias: dict[str, float]) -> dict[str, float]:
-    for token in bias:
-        if not token.isdecimal():
-            raise ValueError(f"{token!r} is no token id")
-    return bias
-
-
-def _strings(stop: object) -> list[str]:
-    strings = [stop] if isinstance(stop, str) else stop
-    if not isinstance(strings, list) or not all(isinstance(one, str) for one in strings):
-        raise ValueError("must be a string or a list of strings")
-    if "" in strings:
-        raise ValueError("a stop string is empty")
-    if len(strings) > MOST_STOPS:
-        raise ValueError(f"there are {len(strings)} stop strings, at most {MOST_STOPS} are taken")
-    return strings
+def _few(stop: str | list[str]) -> str | list[str]:
+    if not isinstance(stop, str) and len(stop) > MOST_STOPS:
+        raise ValueError(f"there are {len(stop)} stop strings, at most {MOST_STOPS} are taken")
+    return stop
 
 
 MOST_STOPS = 16
-Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_token_ids)]
-Stops = Annotated[Any, AfterValidator(_strings)]
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class Sampled(Asked):
+class Sampled(StrictBody):
     """The fields of both kinds of completion.
 
     model: None is the server's. The fields from top_k on are not OpenAI's.
+    usual_tokens: of an answer without max_tokens, as OpenAI's; None: the server's limit.
     """
 
+    usual_tokens: ClassVar[int | None] = 16
+
     model: str | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: float | None = None
+    top_p: float | None = None
     max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=1 << 63)
-    stop: Stops | None = None
+    stop: Annotated[str | list[str], AfterValidator(_few)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Bias | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    min_tokens: int | None = Field(None, ge=0)
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
     ignore_eos: bool | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -112,6 +101,25 @@ class Sampled(Asked):
     def counted(self) -> bool:
         """Whether a stream ends with a chunk of usage; its other chunks then have none."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the answer, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def tops(self) -> int | None:
+        """Most likely tokens to name at each place; None: no probabilities."""
+        return None
+
+    def options(self) -> dict[str, Any]:
+        """The options of `Spec.generate` that the request names. Raises ApiError."""
+        options = self.model_dump(include=SAME, exclude_none=True)
+        if self.top_k is not None:
+            options["top_k"] = max(self.top_k, 0)  # -1 is off in other servers
+        if (tops := self.tops) is not None:
+            options |= {"logprobs": True, "top_logprobs": tops}
+        return options
 
 
 class Function(Body):
@@ -175,6 +183,29 @@ class ChatRequest(Sampled):
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    usual_tokens: ClassVar[int | None] = None
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:  # OpenAI's name since 2024
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().limit
+
+    @property
+    def tops(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def options(self) -> dict[str, Any]:
+        wanted, name = self.response_format, "response_format.json_schema"
+        if wanted is None or wanted.type == "text":
+            return super().options()
+        if wanted.type == "json_object":
+            return super().options() | {"json_schema": {"type": "object"}}
+        if wanted.json_schema is None:
+            raise ApiError(400, f"Missing required parameter: '{name}'", name)
+        return super().options() | {"json_schema": wanted.json_schema.json_schema}
 
 
 class CompletionRequest(Sampled):
@@ -184,8 +215,12 @@ class CompletionRequest(Sampled):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
+    @property
+    def tops(self) -> int | None:
+        return self.logprobs
 
-class TokenizeRequest(Asked):
+
+class TokenizeRequest(StrictBody):
     """Either a prompt or messages."""
 
     model: str | None = None

@@ -12,10 +12,27 @@ from fastapi import Request
 from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.serve.errors import ApiError
-from treespec.serve.limits import Limits
 from treespec.serve.metrics import Metrics
 from treespec.shaping.trial import Trial
 from treespec.text import templates
+
+
+@dataclass(frozen=True)
+class Limits:
+    """prompt: tokens; None is the context. tokens: of an answer. answers: of a request.
+
+    body: bytes of a request. seconds: from the arrival of a request to the end of its answers.
+    arrival: seconds in which headers and body must arrive.
+    pages: answers on the page at a time; each has a cache of its own.
+    """
+
+    body: int = 4 << 20
+    prompt: int | None = None
+    tokens: int = 4096
+    answers: int = 64
+    seconds: float = 600.0
+    arrival: float = 30.0
+    pages: int = 2
 
 
 @final
@@ -85,6 +102,12 @@ class State:
             asked = f"n is {samples}" + (f" for {prompts} prompts" if prompts > 1 else "")
             message = f"{asked}: this server's limit is {most} answers a request"
             raise ApiError(400, message, "n" if samples > 1 else "prompt")
+
+    def check_tokens(self, tokens: int, param: str) -> None:
+        """Raises ApiError for more tokens than this server lets an answer have."""
+        if tokens > self.limits.tokens:
+            message = f"{param} is {tokens}, this server's limit is {self.limits.tokens}"
+            raise ApiError(400, message, param)
 
     def check_prompt(self, ids: Sequence[int], param: str) -> None:
         """Raises ApiError for a prompt beyond the context, or beyond this server's limit."""

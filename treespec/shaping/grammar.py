@@ -3,14 +3,14 @@
 import math
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.shaping.compiled import Grammar, compiled, too_complex
+from treespec.shaping.compiled import Grammar, too_complex
 
 MOST_FORCED = 64  # tokens of a forced chain: bounds the nodes of a forward
 
@@ -117,12 +117,3 @@ class GrammarShaper:
             self.matcher.consume_token(token)
             self.below.append(token)
         return True
-
-
-def grammar_shapers(
-    wanted: tuple[str, object] | None, tokenizer: Any, vocab_size: int, ends: frozenset[int]
-) -> list[GrammarShaper]:
-    """The shaper of what an answer must be, if anything. wanted: kind and source of a grammar."""
-    if wanted is None:
-        return []
-    return [GrammarShaper(compiled(*wanted, tokenizer, vocab_size, ends))]

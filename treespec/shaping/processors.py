@@ -1,12 +1,160 @@
-"""transformers' logits processors: functions of the token ids so far and their scores."""
+"""Logits processors of a request: biases, penalties, a least length, transformers' own."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias, final
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from treespec.errors import InputError
+
+
+@runtime_checkable
+class Shaper(Protocol):
+    """Changes the logits after a text, before temperature, top-k and the rest; one object a text.
+
+    Draft logits and target logits go through the same shapers, each row by its own path. So the
+    draft law stays the law of the draws, and verification is lossless for the shaped target law.
+    """
+
+    def begin(self, prompt: Sequence[int]) -> "Shaper":
+        """A fresh one for a text with this prompt."""
+        ...
+
+    def shape(
+        self, answer: Sequence[int], paths: Sequence[Sequence[int]], logits: Tensor
+    ) -> Tensor:
+        """New logits [N, V] of the token that follows `answer + paths[i]`; -inf forbids a token.
+
+        answer: the committed tokens after the prompt; it only grows from call to call. logits: [N,
+        V] in float32 or float64, not to be changed in place. A path may hold tokens that the shaper
+        itself forbids. No text goes there, so any logits will do.
+        """
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class Bias:
+    """Adds a number to the logits of some tokens, as OpenAI's `logit_bias`; -inf forbids a token.
+
+    tokens, values: as long as each other.
+    """
+
+    tokens: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def begin(self, prompt: Sequence[int]) -> "Bias":
+        return self
+
+    def shape(
+        self, answer: Sequence[int], paths: Sequence[Sequence[int]], logits: Tensor
+    ) -> Tensor:
+        tokens = torch.tensor(self.tokens, device=logits.device)
+        values = torch.tensor(self.values, dtype=logits.dtype, device=logits.device)
+        return logits.index_add(1, tokens, values.expand(len(logits), -1))
+
+
+@final
+@dataclass(frozen=True)
+class LeastTokens:
+    """Forbids the end tokens before the answer has `least` tokens.
+
+    ends: the tokens that end an answer.
+    """
+
+    least: int
+    ends: tuple[int, ...]
+
+    def begin(self, prompt: Sequence[int]) -> "LeastTokens":
+        return self
+
+    def shape(
+        self, answer: Sequence[int], paths: Sequence[Sequence[int]], logits: Tensor
+    ) -> Tensor:
+        rows = [row for row, path in enumerate(paths) if len(answer) + len(path) < self.least]
+        if not rows or not self.ends:
+            return logits
+        ends = torch.tensor(self.ends, device=logits.device)
+        early = torch.tensor(rows, device=logits.device)
+        return logits.index_put((early[:, None], ends), logits.new_tensor(-torch.inf))
+
+
+@final
+@dataclass(frozen=True)
+class Penalties:
+    """Makes tokens less likely that the prompt or the answer holds.
+
+    repetition: divides the positive logits of all tokens of prompt and answer, and multiplies the
+    negative ones (Keskar et al. 2019, 1909.05858); transformers and vLLM count the same. 1 is off.
+    presence, frequency: subtracted from the logits of the answer's tokens, once for each token and
+    once for each of its occurrences (OpenAI's API reference). 0 is off. Below 1 or 0 they make
+    tokens likelier.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+
+@final
+class Counts:
+    """The penalties of one text: each token that occurred has a column in small tables.
+
+    place: the column of each token. counts: how often the answer holds it. read: tokens of the
+    answer that were counted.
+    """
+
+    def __init__(self, by: Penalties, prompt: Sequence[int] = ()) -> None:
+        self.by = by
+        counted = dict.fromkeys(prompt) if by.repetition != 1 else {}
+        self.place = {token: column for column, token in enumerate(counted)}
+        self.prompted = len(self.place)  # the first columns are the prompt's
+        self.counts = [0] * len(self.place)
+        self.read = 0
+
+    def begin(self, prompt: Sequence[int]) -> "Counts":
+        return Counts(self.by, prompt)
+
+    def shape(
+        self, answer: Sequence[int], paths: Sequence[Sequence[int]], logits: Tensor
+    ) -> Tensor:
+        # 1. Count the answer's new tokens.
+        for token in answer[self.read :]:
+            column = self.place.setdefault(token, len(self.place))
+            if column == len(self.counts):
+                self.counts.append(0)
+            self.counts[column] += 1
+        self.read = len(answer)
+
+        # 2. Each row's own counts [N, C]: the answer's, and those of its path.
+        place = dict.fromkeys(token for path in paths for token in path if token not in self.place)
+        beyond = {token: len(self.counts) + column for column, token in enumerate(place)}
+        tokens = torch.tensor([*self.place, *beyond], dtype=torch.int64, device=logits.device)
+        base = torch.tensor([*self.counts, *[0] * len(beyond)], dtype=logits.dtype)
+        counts = base.repeat(len(paths), 1)
+        for row, path in enumerate(paths):
+            for token, number in Counter(path).items():
+                counts[row, self.place.get(token, beyond.get(token, 0))] += number
+        counts = counts.to(logits.device)
+
+        # 3. Penalise these columns alone.
+        columns = logits.index_select(1, tokens)  # [N, C]
+        occurred = counts > 0
+        if self.by.repetition != 1:
+            repeated = occurred.clone()
+            repeated[:, : self.prompted] = True
+            less = torch.where(
+                columns > 0, columns / self.by.repetition, columns * self.by.repetition
+            )
+            columns = torch.where(repeated, less, columns)
+        columns = columns - self.by.frequency * counts - self.by.presence * occurred
+        return logits.index_copy(1, tokens, columns)
+
 
 # (input_ids [B, T] int64, scores [B, V]) -> scores [B, V]
 Processor: TypeAlias = Callable[..., Tensor]
@@ -52,3 +200,71 @@ class Processed:
         if scores.isnan().any():
             raise InputError(f"the logits processor {name} returned scores that are not numbers")
         return scores
+
+
+def shapers_of(options: Mapping[str, Any]) -> Iterator[Shaper]:
+    """The shapers that options ask for, in the order in which they act; none has begun.
+
+    transformers and vLLM add biases before they penalise, too. Raises InputError for an option of
+    the wrong type or out of range. options: see `treespec.requests.request.Options`.
+    """
+    bias = _bias(options.get("logit_bias", {}))
+    if bias.tokens:
+        yield bias
+    penalties = Penalties(
+        _in_range("repetition_penalty", options.get("repetition_penalty", 1.0), 1e-3, 1e3),
+        _in_range("presence_penalty", options.get("presence_penalty", 0.0), -2, 2),
+        _in_range("frequency_penalty", options.get("frequency_penalty", 0.0), -2, 2),
+    )
+    if penalties != Penalties():
+        yield Counts(penalties)
+    given = options.get("logits_processor", ())
+    for place, one in enumerate(given if isinstance(given, Sequence) else [given], 1):
+        if isinstance(one, Shaper):
+            yield one
+        elif callable(one):
+            yield Processed(one)
+        else:
+            raise InputError(
+                f"logits_processor {place} is {one!r:.40}, must be a function of token ids and "
+                "scores"
+            )
+
+
+def _bias(given: object) -> Bias:
+    if not isinstance(given, Mapping):
+        raise InputError(f"logit_bias is {given!r:.40}, must be a dict of token ids and numbers")
+    values: dict[int, float] = {}
+    for token, value in given.items():
+        named = int(token) if isinstance(token, str) and token.isdecimal() else token
+        place = whole("logit_bias: a token id", named, least=0)
+        bias = values[place] = real(f"logit_bias of token {place}", value)
+        if math.isnan(bias) or bias == math.inf:
+            raise InputError(f"logit_bias of token {place} is {bias}, must be finite or -inf")
+    return Bias(tuple(values), tuple(values.values()))
+
+
+def _in_range(name: str, value: object, least: float, most: float) -> float:
+    number = real(name, value)
+    if not least <= number <= most:
+        raise InputError(f"{name} is {value}, must lie in [{least:g}, {most:g}]")
+    return number
+
+
+def whole(name: str, value: object, least: int | None = None) -> int:
+    """Raises InputError for anything but a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InputError(f"{name} is {value!r:.40}, must be a whole number")
+    if least is not None and value < least:
+        raise InputError(f"{name} is {value}, must be at least {least}")
+    return int(value)
+
+
+def real(name: str, value: object) -> float:
+    """Raises InputError for anything but a number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InputError(f"{name} is {value!r:.40}, must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # out of every range

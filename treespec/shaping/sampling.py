@@ -50,7 +50,7 @@ class SamplingParams:
         """Raise InputError unless the field is a number of that kind, NumPy's too, in its range."""
         value: float = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, kind) or not inside(value):
-            raise InputError(f"{name} is {value!r}, must be {wanted}")
+            raise InputError(f"{name} is {value!r:.40}, must be {wanted}")
         object.__setattr__(self, name, int(value) if kind is numbers.Integral else float(value))
 
     @property
@@ -103,7 +103,7 @@ class Logits(Protocol):
 
 
 @final
-class TargetLaws:
+class TargetDistributions:
     """[N, V] probabilities p for verifiers, computed by `probs` for the requested rows only."""
 
     def __init__(self, logits: Logits, params: SamplingParams) -> None:

@@ -1,12 +1,17 @@
-"""Conversations as rows of a file, a folder or a data set hold them."""
+"""Conversations as rows of a file, a folder or a data set hold them, and a report of those left out."""
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from treespec.errors import InputError
 from treespec.text.entries import (
+    TEXT,
+    TOKENS,
     Message,
+    UnusableConversation,
     cuts_of,
     form_of,
     messages_of,
@@ -15,9 +20,58 @@ from treespec.text.entries import (
     tokens_of,
     tools_of,
 )
-from treespec.text.forms import TEXT, TOKENS, UnusableConversation
-from treespec.text.report import Report
 from treespec.text.sources import entries
+
+SHOWN = 5  # problems kept in a report
+
+
+@dataclass
+class Report:
+    """Counts: conversations used, those of them that were cut, and those left out by reason.
+
+    thoughtless: answers of used conversations that do not count, as the template drops their
+    thoughts.
+    """
+
+    used: int = 0
+    cut: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)  # the first few, with file and line
+    thoughtless: int = 0
+
+    def leave_out(self, where: str, error: UnusableConversation) -> None:
+        self.left_out[error.reason] += 1
+        if len(self.problems) < SHOWN:
+            self.problems.append(f"{where}: {error}")
+
+    def __str__(self) -> str:
+        cut = f", {self.cut} of them cut at the maximal length" if self.cut else ""
+        counts = [f"{reason}: {count}" for reason, count in self.left_out.most_common()]
+        reasons = f" ({'; '.join(counts)})" if counts else ""
+        dropped = f"; the template drops the thoughts of {self.thoughtless} further answers"
+        dropped = f"{dropped}, which do not count" if self.thoughtless else ""
+        return (
+            f"{self.used} conversations used{cut}, {self.left_out.total()} left out{reasons}"
+            f"{dropped}"
+        )
+
+    def add(self, other: "Report") -> None:
+        """Count what a later part of the data adds."""
+        self.used += other.used
+        self.cut += other.cut
+        self.left_out += other.left_out
+        self.problems = (self.problems + other.problems)[:SHOWN]
+        self.thoughtless += other.thoughtless
+
+    def fields(self) -> dict[str, Any]:
+        """What JSON can hold of it."""
+        return vars(self) | {"left_out": dict(self.left_out)}
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "Report":
+        """A report from its fields, as JSON holds them."""
+        return cls(**fields | {"left_out": Counter(fields["left_out"])})
+
 
 FORM = '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}'
 
@@ -51,12 +105,8 @@ def read_conversations(
     takes messages alone. Unusable ones are left out and counted. Raises InputError for a source
     that cannot be read or has no usable conversation.
     """
-    found, report = [], Report()
-    for where, raw in entries(source):
-        try:
-            found.append(conversation_of(where, raw, answered))
-        except UnusableConversation as error:
-            report.leave_out(where, error)
+    report = Report()
+    found = list(_usable(source, answered, report))
     report.used = len(found)
     refuse_unread(source, report)
     return found, report
@@ -65,13 +115,16 @@ def read_conversations(
 def check_conversations(source: str | Path, answered: bool = True) -> None:
     """Raises InputError as `read_conversations`, but reads no further than to the first usable one."""
     report = Report()
+    if next(_usable(source, answered, report), None) is None:
+        refuse_unread(source, report)
+
+
+def _usable(source: str | Path, answered: bool, report: Report) -> Iterator[Conversation]:
     for where, raw in entries(source):
         try:
-            conversation_of(where, raw, answered)
-            return
+            yield conversation_of(where, raw, answered)
         except UnusableConversation as error:
             report.leave_out(where, error)
-    refuse_unread(source, report)
 
 
 def conversation_of(where: str, raw: object, answered: bool = True) -> Conversation:
@@ -96,3 +149,21 @@ def refuse_unread(source: object, report: Report) -> None:
     no_json = "not valid JSON" in report.left_out
     form = f"; give one conversation a line, such as {FORM}" if no_json else ""
     raise InputError(f"no usable conversation in {source}: {shown}{form}")
+
+
+CONVERSATIONS = (".jsonl", ".json")  # suffixes of files of conversations; others are plain text
+
+
+def content_of(text: str) -> bytes:
+    """The bytes of the file that `--text` names.
+
+    Raises InputError for a file that cannot be read or is not UTF-8.
+    """
+    try:
+        content = Path(text).read_bytes()
+        content.decode()
+    except OSError as error:
+        raise InputError(f"cannot read --text {text}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"--text {text} is not text in UTF-8") from error
+    return content

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 from treespec.errors import InputError
+from treespec.text.strings import INCOMPLETE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character decode to
 
 
 @final
@@ -68,7 +67,7 @@ class Ending:
                 "the target has no tokenizer: stop strings cannot be found in its tokens"
             )
         if "" in stop:
-            raise InputError("a stop string is empty: leave it out")
+            raise InputError("stop has an empty string: leave it out")
         named = tokenizer.added_tokens_decoder if tokenizer and stop else {}
         special = [i for i, token in named.items() if token.special and token.content in stop]
         self.eos = eos | set(special)

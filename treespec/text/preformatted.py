@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from treespec.errors import InputError
-from treespec.text.forms import UnusableConversation
+from treespec.text.entries import UnusableConversation
 from treespec.text.templates import Template, render
 
 if TYPE_CHECKING:

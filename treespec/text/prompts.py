@@ -25,8 +25,7 @@ from transformers import BatchEncoding
 
 from treespec.errors import InputError
 from treespec.text import templates
-from treespec.text.fitting import fitting
-from treespec.text.parts import text_of
+from treespec.text.strings import fitting, text_of
 
 if TYPE_CHECKING:
     from treespec.model.target import Target

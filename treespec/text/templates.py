@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from treespec.errors import InputError, first_line
 from treespec.text import fschat
 from treespec.text.entries import thought_of
-from treespec.text.fitting import fitting
-from treespec.text.prefix import common_prefix
+from treespec.text.strings import common_prefix, fitting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

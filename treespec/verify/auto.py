@@ -14,7 +14,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import TargetLaws
+from treespec.shaping.sampling import TargetDistributions
 from treespec.trees.tree import TokenTree
 from treespec.verify.block import Block
 from treespec.verify.rrs_wo import RRSWithoutReplacement
@@ -34,7 +34,7 @@ class Auto:
     paced: ClassVar[bool] = True
 
     def __call__(
-        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
     ) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:

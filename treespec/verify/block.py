@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.shaping.sampling import TargetLaws, happens, sample
+from treespec.shaping.sampling import TargetDistributions, happens, sample
 from treespec.trees.tree import TokenTree
 from treespec.verify.laws import check, normalise
 from treespec.verify.scheme import Scheme
@@ -37,7 +37,7 @@ class Block:
     scheme: ClassVar[Scheme] = Single()
 
     def __call__(
-        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
     ) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import TargetLaws, happens, sample
+from treespec.shaping.sampling import TargetDistributions, happens, sample
 from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.laws import normalise
 from treespec.verify.partial import LayerScheme
@@ -41,7 +41,7 @@ class Layer:
         return f"layer:{self.scheme.name}"
 
     def __call__(
-        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
     ) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from treespec.shaping.law import Law, TreeLogits
-from treespec.shaping.sampling import Logits, TargetLaws, greedy_choice
+from treespec.shaping.distribution import Distribution, TreeLogits
+from treespec.shaping.sampling import Logits, TargetDistributions, greedy_choice
 from treespec.trees.tree import TokenTree
 from treespec.verify.walk import Verdict, Verifier, follow_all, follow_by_step
 
@@ -16,7 +16,7 @@ def judge_all(
     verifier: Verifier,
     trees: Sequence[TokenTree],
     logits: Sequence[Tensor],
-    laws: Sequence[Law],
+    laws: Sequence[Distribution],
     generators: Sequence[torch.Generator],
 ) -> list[Verdict | Exception]:
     """A verdict for each text's tree, or the error at it. logits: by text [N, V], the target's."""
@@ -38,16 +38,20 @@ def judge_all(
 
 
 def _judged(
-    verifier: Verifier, tree: TokenTree, logits: Tensor, law: Law, generator: torch.Generator
+    verifier: Verifier,
+    tree: TokenTree,
+    logits: Tensor,
+    law: Distribution,
+    generator: torch.Generator,
 ) -> Verdict:
     """A text's verdict; the law learns where it forbids every token. logits: [N, V]."""
     if not law.shapers:
-        return verifier(tree, TargetLaws(logits, law.params), generator)
+        return verifier(tree, TargetDistributions(logits, law.params), generator)
     rows = TreeLogits(law, tree, logits)
     if law.greedy:
         verdict = follow_by_step(tree, partial(_choice, rows))
     else:
-        verdict = verifier(tree, TargetLaws(rows, law.params), generator)
+        verdict = verifier(tree, TargetDistributions(rows, law.params), generator)
     path = [0, *verdict.path]
     law.stuck = next((at for at, node in enumerate(path) if node in rows.forbidden), None)
     return verdict

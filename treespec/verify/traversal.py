@@ -16,7 +16,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import Coins, TargetLaws, sample
+from treespec.shaping.sampling import Coins, TargetDistributions, sample
 from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.laws import check, normalise
 from treespec.verify.rrs_wo import RRSWithoutReplacement, without_sure
@@ -46,7 +46,7 @@ class Traversal:
     scheme: ClassVar[Scheme] = RRSWithoutReplacement()
 
     def __call__(
-        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
     ) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
@@ -65,7 +65,7 @@ class _Judge:
         self,
         tree: TokenTree,
         drafts: Drafts,
-        p: Tensor | TargetLaws,
+        p: Tensor | TargetDistributions,
         generator: torch.Generator,
     ) -> None:
         # 1. On the device: each inner node's laws. A sure token's law is one-hot, so its q is 1.

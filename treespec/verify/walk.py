@@ -7,7 +7,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import TargetLaws, sample
+from treespec.shaping.sampling import TargetDistributions, sample
 from treespec.trees.tree import Draws, TokenTree
 from treespec.verify.scheme import Scheme
 
@@ -37,7 +37,7 @@ class Verifier(Protocol):
     def scheme(self) -> Scheme: ...
 
     def __call__(
-        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
     ) -> Verdict:
         """p: [N, V] probabilities."""
         ...
@@ -62,17 +62,17 @@ class Walk:
         return self.scheme.name
 
     def __call__(
-        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
     ) -> Verdict:
         return (self.step_by_step if p.device.type == "cpu" else self.at_once)(tree, p, generator)
 
     def at_once(
-        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
     ) -> Verdict:
         return follow(tree, sample(self.plans(tree, p), generator))
 
     def step_by_step(
-        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
     ) -> Verdict:
         inner = tree.drafts.nodes.tolist() if tree.drafts else []
         row_of = {node: row for row, node in enumerate(inner)}
@@ -83,7 +83,7 @@ class Walk:
 
         return follow_by_step(tree, choice)
 
-    def plans(self, tree: TokenTree, p: Tensor | TargetLaws) -> Tensor:
+    def plans(self, tree: TokenTree, p: Tensor | TargetDistributions) -> Tensor:
         """[N, V] the plan at every node: probabilities of the output token."""
         if tree.drafts:
             nodes = tree.drafts.nodes
@@ -94,7 +94,7 @@ class Walk:
         return self.scheme.plan(p[:], p[:], Draws(children_of(tree)))
 
     def plan_at(
-        self, tree: TokenTree, p: Tensor | TargetLaws, node: int, row: int | None
+        self, tree: TokenTree, p: Tensor | TargetDistributions, node: int, row: int | None
     ) -> Tensor:
         """[1, V] the plan at one node.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, softplus
 
 from treespec.decoding.decode import Decoder
-from treespec.decoding.sequence import Text
+from treespec.decoding.sequence import Request
 from treespec.decoding.stats import Stats
 from treespec.draft.calibration import COLDEST, DRAWS, TOPS, Calibration
 from treespec.draft.outlines import features
@@ -18,8 +18,8 @@ from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
-from treespec.shaping.law import Law
-from treespec.shaping.sampling import SamplingParams, TargetLaws, probs
+from treespec.shaping.distribution import Distribution
+from treespec.shaping.sampling import SamplingParams, TargetDistributions, probs
 from treespec.text.ending import Ending
 from treespec.trees.static import StaticTree, eagle
 from treespec.trees.tree import TokenTree
@@ -183,7 +183,7 @@ class Counted:
         self.judged, self.accepted = torch.zeros(2, tree.max_draws, dtype=torch.float64)  # [K] each
 
     def __call__(
-        self, tree: TokenTree, p: Tensor | TargetLaws, generator: torch.Generator
+        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
     ) -> Verdict:
         verdict = self.walk(tree, p, generator)
         if tree.drafts is None:
@@ -216,11 +216,11 @@ def own_rates(
     tree = eagle().cut(proposer.max_depth) if proposer.max_depth else eagle()
     counted = Counted(tree)
     decoder = Decoder(target, TreeDrafter(proposer.new(), tree, counted.scheme), counted)
-    law = Law(SamplingParams(max(temperature, COLDEST)))
+    law = Distribution(SamplingParams(max(temperature, COLDEST)))
     for i, prompt in enumerate(prompts):
         generator = torch.Generator(device=target.output_device).manual_seed(seed + i)
         ending = Ending(None, target.eos, (), min(tokens, target.context_length - len(prompt)))
-        for _ in decoder.run([Text(list(prompt), ending, generator, Stats(), law)]):
+        for _ in decoder.run([Request(list(prompt), ending, generator, Stats(), law)]):
             pass
 
     # 2. From chances given that earlier draws were refused, to unconditional ones.

@@ -17,7 +17,7 @@ from treespec.draft.grow.ranked import Ranked, grow_ranked
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target, TreeOutput
-from treespec.shaping.law import Law
+from treespec.shaping.distribution import Distribution
 from treespec.shaping.sampling import SamplingParams
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.static import StaticTree, balanced
@@ -215,7 +215,7 @@ def ends(
     def end(tree: TokenTree, by: SamplingParams, logits: Tensor, kept: list[int]) -> Step:
         def finish() -> None:
             batch = len(cache.lengths)
-            laws = [Law(by)] * batch
+            laws = [Distribution(by)] * batch
             judge_all(Auto(), [tree] * batch, [logits] * batch, laws, [generator] * batch)
             cache.commit([kept] * batch)
             cache.rewind([len(tokens)] * batch)

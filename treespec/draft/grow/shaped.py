@@ -13,7 +13,7 @@ from treespec.draft.grow.fixed import drafts_of
 from treespec.draft.grow.growth import Growth
 from treespec.draft.proposer import Frontier
 from treespec.draft.vocabulary import spread
-from treespec.shaping.law import Law, Path
+from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.tree import TokenTree, hung_below
 from treespec.verify.scheme import Scheme
 
@@ -49,7 +49,7 @@ def grow_shaped(
 
 
 def shape_drafts(
-    law: Law, paths: Sequence[Path], logits: Tensor, vocabulary: Tensor | None, size: int
+    law: Distribution, paths: Sequence[Path], logits: Tensor, vocabulary: Tensor | None, size: int
 ) -> Tensor:
     """Draft logits as the law shapes them, over a draft vocabulary of N tokens or all V = `size`.
 

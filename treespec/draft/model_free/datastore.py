@@ -16,8 +16,7 @@ from treespec.draft.model_free.token_files import DATASTORE, datastore_file, fin
 from treespec.draft.options import ORDER
 from treespec.errors import InputError
 from treespec.files.atomic import LOCK, TEMPORARY, locked
-from treespec.text.conversations import read_conversations
-from treespec.text.plain import CONVERSATIONS
+from treespec.text.conversations import CONVERSATIONS, read_conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

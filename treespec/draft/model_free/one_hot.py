@@ -21,7 +21,7 @@ from treespec.draft.drafter import Drafter
 from treespec.draft.model_free.budget import part, rests
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
-from treespec.shaping.law import Law
+from treespec.shaping.distribution import Distribution
 from treespec.trees.tree import Rows, TokenTree, hung_below, root_only
 
 
@@ -89,7 +89,7 @@ class OneHotDrafter(Drafter):
     def draft_trees(
         self,
         roots: Tensor,
-        laws: Sequence[Law],
+        laws: Sequence[Distribution],
         generators: Sequence[torch.Generator],
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
@@ -124,7 +124,7 @@ class OneHotDrafter(Drafter):
         own, chain = moved(tree, root.device), self.chains[row]
         return hung_below(root[None], chain, own) if chain else own
 
-    def pace(self, row: int, law: Law) -> CostModel | None:
+    def pace(self, row: int, law: Distribution) -> CostModel | None:
         """What drafting costs and brings this sequence; None: it is not asked."""
         if not self.times:
             return None

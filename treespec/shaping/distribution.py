@@ -1,21 +1,31 @@
-"""The law of one text's tokens, and where it shapes the logits of a tree."""
+"""The distribution of one sequence's tokens, and how it shapes the logits of a tree."""
 
 from collections.abc import Sequence
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
+from treespec.shaping.processors import Shaper
 from treespec.shaping.sampling import SamplingParams
-from treespec.shaping.shaper import Shaper
 from treespec.trees.tree import TokenTree
 
 Path = tuple[int, ...]  # tokens from below the root down to a node
 
 
+class Forcing(Protocol):
+    """A shaper that may leave no choice. ends: the tokens that end an answer."""
+
+    ends: frozenset[int]
+
+    def forced(self, answer: Sequence[int]) -> list[int]:
+        """The tokens that must follow the answer."""
+        ...
+
+
 @final
-class Law:
-    """How logits become the law of a text's next token: the shapers in order, then the params.
+class Distribution:
+    """How logits become the distribution of a sequence's next token: the shapers, then the params.
 
     shapers: those of this text, which have begun with its prompt. answer: the committed tokens
     after the prompt. It is kept only for shapers. error: the first of a shaper; from then on the
@@ -30,6 +40,7 @@ class Law:
     ) -> None:
         """seeded: whether the caller chose the seed of the draws."""
         self.params, self.shapers, self.seeded = params, tuple(shapers), seeded
+        self.grammar: Forcing | None = None  # the one among the shapers that forces tokens
         self.answer: list[int] = []
         self.error: Exception | None = None
         self.over = False
@@ -54,20 +65,19 @@ class Law:
             self.answer += tokens
 
     def forced(self) -> list[int]:
-        """The tokens that must follow the answer, as far as a shaper leaves no choice.
+        """The tokens that must follow the answer, as far as a grammar leaves no choice.
 
-        A shaper that knows them has a method `forced(answer)`, and the tokens that end an answer as
-        `ends`. Sets `over`: whether the last forced token is one of these.
+        Only a grammar knows them. Sets `over`: whether the last forced token ends the answer.
         """
+        if self.grammar is None or self.error:
+            return []
         try:
-            for shaper in () if self.error else self.shapers:
-                if forced := getattr(shaper, "forced", None):
-                    tokens: list[int] = forced(self.answer)
-                    self.over = bool(tokens) and tokens[-1] in getattr(shaper, "ends", ())
-                    return tokens
+            tokens = self.grammar.forced(self.answer)
         except Exception as error:
             self.error = error
-        return []
+            return []
+        self.over = bool(tokens) and tokens[-1] in self.grammar.ends
+        return tokens
 
     def shape(self, paths: Sequence[Path], logits: Tensor) -> Tensor:
         """[N, V] the shaped logits after the answer and each of N paths. logits: [N, V]."""
@@ -88,7 +98,7 @@ class TreeLogits:
     laws of nodes that no text reaches are numbers.
     """
 
-    def __init__(self, law: Law, tree: TokenTree, logits: Tensor) -> None:
+    def __init__(self, law: Distribution, tree: TokenTree, logits: Tensor) -> None:
         self.law, self.tree, self.logits = law, tree, logits
         self.forbidden: set[int] = set()
         self.paths = node_paths(tree)

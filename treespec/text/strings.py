@@ -1,0 +1,106 @@
+"""Strings: safe to print, of a content's parts, with a common beginning, short enough for a context."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from treespec.errors import TooLong
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Characters that move the cursor, change the terminal or turn the direction of text are shown as
+# symbols. The C1 controls (U+0080 to U+009F) are escapes to some terminals: U+009B begins a
+# sequence as ESC [ does.
+REPLACED = INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # also for the first bytes of a character
+DIRECTIONS = (
+    *range(0x202A, 0x202F),  # embeddings and overrides
+    *range(0x2066, 0x206A),  # isolates
+    *(0x061C, 0x200E, 0x200F),  # marks
+    *range(0x206A, 0x2070),  # deprecated format controls
+)
+HIDDEN = (  # without width
+    *(0x00AD, 0x180E, 0x200B, 0xFEFF),
+    *range(0x2060, 0x2065),
+    *range(0xFFF9, 0xFFFC),
+)
+TAGS = range(0xE0000, 0xE0080)  # text that no terminal shows
+LINES = (0x2028, 0x2029)  # separators that some terminals break a line at
+
+CONTROL: dict[int, str] = {code: chr(0x2400 + code) for code in range(32)}
+CONTROL |= dict.fromkeys(
+    (*range(0x7F, 0xA0), *DIRECTIONS, *HIDDEN, *TAGS, *range(0xD800, 0xE000)), REPLACED
+)
+CONTROL |= dict.fromkeys(LINES, "\n")
+CONTROL |= {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
+
+
+def printable(text: str) -> str:
+    """The text with symbols for control characters, so that a terminal only shows it.
+
+    Joiners (U+200C, U+200D) stay: Persian, Hindi and emoji need them.
+    """
+    return text.translate(CONTROL)
+
+
+def one_line(text: str) -> str:
+    """`printable`, with symbols for line breaks and tabs."""
+    return printable(text).replace("\n", "␊").replace("\t", "␉")
+
+
+def text_of(content: object) -> str:
+    """The text of a content; parts `{"type": "text", "text": …}` become lines.
+
+    Raises ValueError, which says what it must be, for anything else, such as a part of an image.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
+        raise ValueError("must be a string or a list of text parts")
+    return "\n".join(map(_text_of_part, content))
+
+
+def _text_of_part(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if not isinstance(part, dict) or kind != "text":
+        raise ValueError(f"has a part of type {kind!r:.40}: text alone is taken")
+    if not isinstance(part.get("text"), str):
+        raise ValueError("has a part of type 'text' without a text")
+    return str(part["text"])
+
+
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """The number of tokens or characters at the start that both share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def fitting(text: str, tokenizer: "PreTrainedTokenizerBase", context: int | None) -> str:
+    """The text itself. Raises TooLong where each of `context` tokens were too short to hold it."""
+    if context is not None and len(text) > context:
+        least = -(-len(text) // longest_token(tokenizer))
+        if least > context:
+            raise TooLong(
+                f"the prompt has {len(text)} characters, which are {least} tokens or more; the "
+                f"target's context holds {context}: shorten it"
+            )
+    return text
+
+
+@lru_cache(maxsize=1)
+def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Characters of the longest token: no token stands for more of a text."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def text_after(tokenizer: "PreTrainedTokenizerBase", before: int | None, token: int) -> str:
+    """A token's text where it follows another: decoded alone, it may lose its leading space."""
+
+    def text(*tokens: int) -> str:
+        return str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    if before is None:
+        return text(token)
+    left, both = text(before), text(before, token)
+    whole = both.startswith(left) and INCOMPLETE not in left
+    return both[len(left) :] if whole else text(token)

@@ -123,8 +123,8 @@ def speed(rows: Sequence[Row]) -> Chart:
     compared = any(row["overall"]["speedup"] for row in rows)
 
     def bar(row: Row) -> Bar:
-        figure = row["overall"]["speedup" if compared else "tokens_per_second"]
-        figure = figure or {"value": 1.0, "low": None, "high": None}  # the baseline's speedup
+        one: Figure = {"value": 1.0, "low": None, "high": None}  # the baseline's speedup
+        figure: Figure = row["overall"]["speedup" if compared else "tokens_per_second"] or one
         style: Style = "peer" if row["peer"] else "ours" if row["drafter"] else "plain"
         style = style if row["lossless"] else "lossy"
         name, shown = name_of(row, rows), interval(figure, 2 if compared else 1)

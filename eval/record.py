@@ -26,7 +26,8 @@ def head_of(config: EvalConfig, questions: Sequence[Question], processes: int) -
     """
     lines = json.dumps([asdict(question) for question in questions])
     options = asdict(config)
-    same = {name: x for name, x in options.items() if name not in (*CHANGE_NO_COMPLETION, "head")}
+    free = {*CHANGE_NO_COMPLETION, "head", *(["dtype"] if config.dtype == "auto" else [])}
+    same = {name: x for name, x in options.items() if name not in free}
     same |= {
         "target": PurePath(config.target).name,
         "processes": processes,

@@ -19,8 +19,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from treespec import decode, sampling
 from treespec.api.spec import Spec
+from treespec.decoding import decode
+from treespec.decoding.sequence import Request
+from treespec.shaping import sampling
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import Draws, TokenTree
 from treespec.verify import rrs_wo
@@ -147,7 +149,7 @@ class Outcomes:
                     weights[after] += mass
         return texts, mean
 
-    def note(self, text: decode.Text, merged: bool) -> list[Text]:
+    def note(self, text: Request, merged: bool) -> list[Text]:
         """What the latest cycle of a sequence led to. Returns the scripts of its other outcomes."""
         oracle = text.generator
         first = len(text.prompt)

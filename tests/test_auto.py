@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from drafting import source_of
 from models import TableConfig, TableModel, random_head, target
 from test_cost import times
 
@@ -18,7 +19,6 @@ from treespec.draft.cost.model import Cost, best_size, measured_batch
 from treespec.draft.cost.running import CostModel
 from treespec.draft.grow.auto import Profitable, expansion, shape_for
 from treespec.draft.grow.ranked import grow_ranked
-from treespec.draft.model_free.kinds import given_by
 from treespec.draft.pairing import check_pair
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams
@@ -185,7 +185,7 @@ def free_alone_dear_together(texts):
 def test_drafting_ends_where_it_stops_paying_and_begins_again_when_the_others_have_left(name):
     """Of two texts one ends early: while both run hardly a node is drafted, then many are."""
     model = target("llama")
-    source = random_head(model) if name == "head" else given_by("lookup")("", model)
+    source = random_head(model) if name == "head" else source_of("lookup", model)
     tree = "auto" if name == "head" else None
     spec = Spec(model, source, tree, times=free_alone_dear_together)
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]

@@ -10,8 +10,8 @@ import torch
 from enumeration import law
 from models import TableConfig, TableModel, random_head
 
+from treespec.api.calibrate import Row, calibrate, logistic, outcomes, own_rates
 from treespec.draft.calibration import FILE, FORMAT, Calibration, load_calibration, save_calibration
-from treespec.draft.cost.calibrate import Row, calibrate, logistic, outcomes, own_rates
 from treespec.draft.models.model import ModelProposer
 from treespec.draft.outlines import features, outline
 from treespec.draft.trained.eagle import EagleProposer

@@ -94,10 +94,10 @@ FILES = {
         lambda folder: write_json(folder / "times.json", {"format": FORMAT, "cost": asdict(times())}),
         lambda folder: costs_in(folder / "times.json", ["cost"]) or {"cost": times()},  # measured again
     ),
-    **{
-        f"store/{name}": (lambda folder: build([[5, 6, 7] * 9, [8, 9]], WORDS, folder / "store"), read_store)
-        for name in ("index.json", "tokens.npy", "suffixes.npy")
-    },
+    "store/datastore.safetensors": (
+        lambda folder: build([[5, 6, 7] * 9, [8, 9]], WORDS, folder / "store"),
+        read_store,
+    ),
     "ledger.jsonl": (write_ledger, lambda folder: Ledger(folder).entries),
     "logits.safetensors": (write_logits, read_logits),
 }

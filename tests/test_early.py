@@ -191,7 +191,7 @@ def home(tmp_path_factory):
     for name, file, content in [
         ("cut-head", "model.safetensors", "half"),
         ("wide", "config.json", '{"hidden_size": 4096}'),
-        ("uncalibrated", "calibration.json", '{"sizes": {}}'),
+        ("uncalibrated", "calibration.json", '{"format": 1, "sizes": {}}'),
     ]:
         shutil.copytree(folder / "eagle", folder / name)
         (folder / name / file).write_text(content)

@@ -33,10 +33,14 @@ from treespec.heads.known import Known
 ROW = Known(types=("mine",), loads="my_kind:KIND")
 """,
     "my_kind": """
-from treespec.heads.medusa import MedusaHead
 from treespec.heads.registry import HeadKind
 
-KIND = HeadKind(MedusaHead, "my head", lambda config, tensors: (config, tensors))
+
+def read(config, tensors):
+    return config, tensors
+
+
+KIND = HeadKind(head="treespec.heads.medusa:MedusaHead", read="my_kind:read")
 """,
     "bush": """
 from treespec.trees.policy import Form

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from treespec.draft.trained.kinds import KINDS
+from treespec.heads.registry import TRAINING
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
-from treespec.train.kinds import TRAINING, recipe_of
-from treespec.train.loss import Batch
+from treespec.train.losses.teacher import Batch
 
 TEXTS, LENGTH = 2, 66
 
@@ -63,9 +63,9 @@ def bytes_each(target, head, kind, loss):
     tokens = torch.randint(target.vocab_size, (TEXTS, LENGTH), generator=generator)
     counted, lengths = torch.ones_like(tokens, dtype=torch.bool), torch.full((TEXTS,), LENGTH)
     features = target.features(tokens, head.taps, last=True)
-    batch = Batch(tokens, counted, features, lengths, generator, recipe_of(config).unrolled_steps)
+    batch = Batch(tokens, counted, features, lengths, generator, TRAINING[kind].recipe.unrolled_steps)
     with Live() as live:
-        TRAINING[kind].objective(config, target, head, batch).total.backward()
+        TRAINING[kind].loss()(config, target, head, batch).total.backward()
     return live.peak / (TEXTS * (LENGTH - 2) * target.vocab_size)
 
 

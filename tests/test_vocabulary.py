@@ -8,10 +8,10 @@ from models import COMMON, CONFIGS, draft_tree, follow, random_head, random_mode
 from torch import nn
 from transformers import PhiConfig
 
+from treespec.api.calibrate import outcomes
 from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
-from treespec.draft.cost.calibrate import outcomes
 from treespec.draft.cost.model import Cost
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.trained.new_heads import new_eagle as new_head

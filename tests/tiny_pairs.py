@@ -9,34 +9,32 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as hf
+from drafting import source_of
 from models import GROUPED, TableConfig, TableModel, random_eagle3, random_head, random_model
 
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
-from treespec.draft.joint import Joint
-from treespec.draft.model_free.datastore import ORDER, Datastore
-from treespec.draft.model_free.given import GivenDrafter
-from treespec.draft.model_free.options import RestOptions, SuffixOptions
-from treespec.draft.model_free.rest import Rest
+from treespec.draft.cost.model import Cost
+from treespec.draft.model_free.datastore import ORDER, Datastore, suffix_array
+from treespec.draft.model_free.lookup import Rest
+from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.model_free.suffix import Suffix
-from treespec.draft.model_free.suffix_memory import Memories
-from treespec.draft.model_free.suffixes import suffix_array
-from treespec.draft.models.model import ModelProposer
-from treespec.draft.models.other_vocabulary import OtherVocabulary
-from treespec.draft.models.several import SeveralModels
-from treespec.draft.models.shared_vocabulary import SharedVocabulary
+from treespec.draft.model_free.suffix_cache import SuffixCaches
+from treespec.draft.models.model import ModelProposer, SeveralModels
+from treespec.draft.models.other_vocabulary import OtherVocabulary, SharedVocabulary
 from treespec.draft.models.skip import SkipProposer
 from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer
-from treespec.draft.pace.times import Times
-from treespec.draft.sources import source_of
+from treespec.draft.options import RestOptions, SuffixOptions
+from treespec.draft.source import Source
+from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.vocabulary import restrict
 from treespec.model.target import Target
 
 VOCAB, PROMPT, NEW, END = 4, [1, 0, 2, 1, 0, 1, 2], 3, 3
-TIMES = Times((1, 4, 16), (1.0, 1.5, 4.0), 0.1, 0.25, (0.1, 0.02), (0.1, 0.02))
-RATES = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), {"1": [(0.1, 4.0)]}, rates={"1": (0.5, 0.3)})
+TIMES = Cost((1, 4, 16), (1.0, 1.5, 4.0), 0.01)
+RATES = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), rates={"1": (0.5, 0.3)})
 
 
 @cache
@@ -75,10 +73,10 @@ def half(target: Target) -> Any:
     return head
 
 
-def retrieved() -> GivenDrafter:
-    tokens = np.random.default_rng(1).integers(VOCAB, size=200).astype(np.uint16)
+def retrieved() -> OneHotDrafter:
+    tokens = np.random.default_rng(1).integers(VOCAB, size=200).astype(np.int32)
     store = Datastore(tokens, suffix_array(tokens, ORDER), VOCAB)
-    return GivenDrafter(Rest(store, RestOptions(nodes=8, tokens=3)), "rest")
+    return OneHotDrafter(Rest(store, RestOptions(nodes=8, tokens=3)), "rest")
 
 
 def other_words(target: Target) -> OtherVocabulary:
@@ -88,9 +86,9 @@ def other_words(target: Target) -> OtherVocabulary:
     return OtherVocabulary(table(5, 5), target, words)
 
 
-def suffix_cache() -> Suffix:
+def suffix_cache() -> OneHotDrafter:
     chosen = SuffixOptions(percent=1, growth=9, nodes=8)
-    return Suffix(chosen, Memories(chosen.tokens))
+    return OneHotDrafter(Suffix(chosen, SuffixCaches(chosen.tokens)), "suffix")
 
 
 DRAFTERS: dict[str, Callable[[Target], Any]] = {
@@ -107,8 +105,8 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "snapkv": lambda target: SparseProposer(target, 5, 4),
     "rest": lambda target: retrieved(),
     "suffix": lambda target: source_of("suffix:percent=1,growth=9,nodes=8", target),
-    "suffix+model": lambda target: Joint(suffix_cache(), ModelProposer(near(2), target)),
-    "suffix+eagle": lambda target: Joint(suffix_cache(), random_head(target, seed=2)),
+    "suffix+model": lambda target: Source(ModelProposer(near(2), target), suffix_cache()),
+    "suffix+eagle": lambda target: Source(EagleProposer(random_head(target, seed=2), target), suffix_cache()),
 }
 
 

@@ -13,8 +13,8 @@ from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from treespec.api.calibrate import calibrate
 from treespec.draft.calibration import save_calibration
-from treespec.draft.cost.calibrate import calibrate
 from treespec.draft.cost.dtype import dtype_of_file
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.api.calibrate import Row, calibrate
 from treespec.api.spec import Spec
 from treespec.draft.calibration import FILE, save_calibration
-from treespec.draft.cost.calibrate import Row, calibrate
 from treespec.draft.cost.measure import cost_for
 from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.draft.vocabulary import most_frequent, save_vocabulary

@@ -43,7 +43,6 @@ class Spec:
 
     source: a `Source`, a trained head, a proposer or a drafter. tree: None is the default for the
     verifier; a drafter that hands over whole trees takes none. times: None measures on first use.
-
     It decodes one text, or one batch, at a time. Threads may share it: `generate` waits for another
     thread's `generate`, and supersedes an open stream. For two streams at a time take `new`; Specs
     of one target take turns, a cycle each.
@@ -79,17 +78,17 @@ class Spec:
     @property
     def name(self) -> str:
         """The target's directory without its path, or its hub id, or its architecture."""
-        known = str(getattr(self.target.model, "name_or_path", "") or "")
-        short = Path(known).name if Path(known).is_dir() else known
-        return short or type(self.target.model).__name__
+        model = self.target.model
+        known = str(getattr(model, "name_or_path", "") or "")
+        return (Path(known).name if Path(known).is_dir() else known) or type(model).__name__
 
     @property
     def drafting_names(self) -> list[str]:
         """The names of drafter, tree and verifier, or `no drafter`."""
         if self.source is None:
             return ["no drafter"]
-        tree = [str(self.policy)] if self.policy else []
-        return [self.source.name, *tree, f"verifier {self.verifier.name}"]
+        tree = str(self.policy) if self.policy else ""
+        return [name for name in (self.source.name, tree, f"verifier {self.verifier.name}") if name]
 
     @property
     def proposer(self) -> Proposer | None:

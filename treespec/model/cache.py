@@ -168,8 +168,7 @@ class Recurrent(Protocol):
 class TreeCache(Cache):
     """The `Cache` of a transformers model, with a `TreeLayer` for each layer.
 
-    lengths: committed positions of each text.
-    states: those of recurrent layers, None for a model of attention alone.
+    lengths: committed positions of each text. states: those of recurrent layers, if it has any.
 
     `select`, `put` and `join` empty the lengths while they move batch rows. So a cache without
     lengths is one whose change was interrupted, and `Decoder` makes a new one. All other changes
@@ -193,7 +192,7 @@ class TreeCache(Cache):
         return max(self.lengths, default=0)
 
     def reserve(self, columns: int) -> None:
-        """Allocate `columns` columns in every layer, where the length is known beforehand."""
+        """Allocate columns in every layer, where the length is known beforehand."""
         for layer in self.tree_layers:
             layer.reserve(columns)
 
@@ -280,14 +279,14 @@ class TreeCache(Cache):
     def join(self, others: Sequence["TreeCache"]) -> None:
         """Append the texts of other caches of the same model."""
         caches = [self, *others]
-        texts = [len(cache.lengths) for cache in caches]
-        joined, self.lengths = [length for cache in caches for length in cache.lengths], []
+        texts, self.lengths = [cache.lengths for cache in caches], []
         for layers in zip(*(cache.tree_layers for cache in caches), strict=True):
             capacity = max(layer.capacity for layer in layers)
-            layers[0].fill(list(zip(layers, texts, strict=True)), capacity)
+            rows = [(layer, len(one)) for layer, one in zip(layers, texts, strict=True)]
+            layers[0].fill(rows, capacity)
         if self.states:
             self.states.join([other.states for other in others if other.states])
-        self._end_at(joined)
+        self._end_at([length for lengths in texts for length in lengths])
 
     def alone(self, row: int) -> "TreeCache":
         """A copy of one text, in a cache of its own."""

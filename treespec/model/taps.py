@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
-
-from treespec.model.masks import Masks
 
 Hook = Callable[[nn.Module, tuple, dict], None]
 
@@ -35,34 +33,15 @@ def captured(layers: nn.ModuleList, taps: tuple[int, ...]) -> Iterator[dict[int,
 
 
 def tapped(
-    decoder: nn.Module,
-    layers: nn.ModuleList,
-    cache: Cache,
-    tokens: Tensor,
-    positions: Tensor,
-    masks: Masks,
-    taps: tuple[int, ...],
-    takes: frozenset[str],
+    decoder: nn.Module, layers: nn.ModuleList, arguments: dict[str, Any], taps: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """One forward of the decoder over B trees of N nodes, behind a cache.
+    """One forward of the decoder over B trees of N nodes, with these arguments.
 
-    tokens, positions: [B, N] int64. masks: as from `additive_masks`; None without attention.
-    taps: as for `captured`. takes: names of the arguments of the decoder's forward.
-    Returns the hidden states after the final norm [B, N, H], and the features: these same states,
-    or the tapped inputs side by side, [B, N, taps * H].
+    taps: as for `captured`. Returns the hidden states after the final norm [B, N, H], and the
+    features: these same states, or the tapped inputs side by side, [B, N, taps * H].
     """
-    # 1. The forward, with the inputs of the tapped layers.
     with captured(layers, taps) as inputs:
-        options = {
-            "position_ids": positions,
-            "attention_mask": masks,
-            "past_key_values": cache,
-            "cache_params": cache,
-        }
-        taken = {name: value for name, value in options.items() if name in takes}
-        hidden = decoder(input_ids=tokens, use_cache=True, **taken).last_hidden_state
-
-    # 2. The features.
+        hidden = decoder(**arguments).last_hidden_state
     if not taps:
         return hidden, hidden
     return hidden, torch.cat([inputs[k].to(hidden.device) for k in taps], dim=-1)

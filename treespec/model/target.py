@@ -32,12 +32,12 @@ from treespec.model.inspect import (
     refuse_what_cannot_branch,
     refusing,
 )
-from treespec.model.masks import Masks, additive_masks, batched, unpadded
+from treespec.model.masks import additive_masks, batched, unpadded
 from treespec.model.output import TreeOutput as TreeOutput
 from treespec.model.output import rows_of_output, scaled, tree_outputs
 from treespec.model.plain import understand
 from treespec.model.quantised import sizes_of
-from treespec.model.taps import captured, tapped
+from treespec.model.taps import tapped
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.variant import AS_IT_IS, Variant
 from treespec.model.weights import load_model
@@ -210,13 +210,9 @@ class Target:
         tokens: [B, T] int64; any padding on the right.
         last: whether the hidden states after the final norm follow the tapped layers' inputs.
         """
-        with captured(self.stack, taps) as inputs:
-            output = self.decoder(input_ids=tokens.to(self.device), use_cache=False)
-        hidden = output.last_hidden_state
-        if not taps:
-            return hidden
-        tapped = [inputs[k].to(hidden.device) for k in taps]
-        return torch.cat([*tapped, hidden] if last else tapped, dim=-1)
+        arguments = {"input_ids": tokens.to(self.device), "use_cache": False}
+        hidden, features = tapped(self.decoder, self.stack, arguments, taps)
+        return torch.cat([features, hidden], dim=-1) if taps and last else features
 
     def parted(self, features: Tensor, taps: Taps) -> tuple[Tensor, Tensor]:
         """Split `features(…, last=True)` [..., F] into the head's features and the last state."""
@@ -261,8 +257,7 @@ class Target:
     ) -> Tensor:
         """[B, N, H] hidden states after the final norm, of nodes below nodes of earlier calls.
 
-        tokens: [B, N] int64.
-        places: [B, T] int64, the positions of all T columns.
+        tokens: [B, N] int64. places: [B, T] int64, the positions of all T columns.
         seen: [B, N, T] bool, the columns that each node sees: T - N earlier columns, and the N
         columns that this call writes.
 
@@ -280,16 +275,24 @@ class Target:
     def _forward(
         self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor, taps: Taps
     ) -> tuple[Tensor, Tensor]:
-        inputs = self._inputs(tokens, places, seen)
+        inputs = self._inputs(cache, tokens, places, seen)
         with self.recurrent.running(cache, places, seen) if self.recurrent else nullcontext():
-            return tapped(self.decoder, self.stack, cache, *inputs, taps, self.takes)
+            return tapped(self.decoder, self.stack, inputs, taps)
 
-    def _inputs(self, tokens: Tensor, places: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Masks]:
-        """Tokens [B, N], positions [B, N] and masks, as the decoder takes them."""
+    def _inputs(
+        self, cache: TreeCache, tokens: Tensor, places: Tensor, seen: Tensor
+    ) -> dict[str, Any]:
+        """Those arguments that the decoder takes: tokens [B, N], positions [B, N], masks, the cache."""
         # Learned positions end at the context length. A node beyond it is never kept.
         n = tokens.shape[1]
         node_places = places[:, -n:].clamp_max(self.context_length - 1)
         repeated = repeats(self.config, n) if self.repeats_masks else 1
         masks = additive_masks(self.windows, places, seen, self.dtype, self.device, repeated)
-        masks = self.recurrent.all_masks(masks) if self.recurrent else masks
-        return tokens.to(self.device), node_places.to(self.device), masks
+        options = {
+            "position_ids": node_places.to(self.device),
+            "attention_mask": self.recurrent.all_masks(masks) if self.recurrent else masks,
+            "past_key_values": cache,
+            "cache_params": cache,
+        }
+        taken = {name: value for name, value in options.items() if name in self.takes}
+        return {"input_ids": tokens.to(self.device), "use_cache": True, **taken}

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -173,8 +173,12 @@ def answers(
     whole = render(tokenizer, messages, template, False, tools)
     names = _any_of(tuple(special))
     spans = []
+
+    def shown(turns: Messages, prompt: bool) -> str:
+        return render(tokenizer, turns, template, prompt, tools)
+
     for i, answer in words.items():
-        span = _answer(tokenizer, messages[: i + 1], template, whole, answer, names, tools)
+        span = _answer(shown, messages[: i + 1], whole, answer, names)
         if span is None or not holds(whole, span, answer):
             return whole, []
         spans.append(span)
@@ -187,21 +191,19 @@ def holds(text: str, span: tuple[int, int], words: str) -> bool:
 
 
 def _answer(
-    tokenizer: "PreTrainedTokenizerBase",
+    shown: Callable[[Messages, bool], str],
     messages: Messages,
-    template: Template,
     whole: str,
     answer: str,
     special: str,
-    tools: Tools,
 ) -> tuple[int, int] | None:
     """The span of the last message in the text of the whole conversation.
 
-    whole: the text. special: a pattern of special tokens.
+    shown: (messages, whether the prompt of an answer follows) -> their text. whole: the text.
+    special: a pattern of special tokens.
     """
     # 1. Where the answer starts.
-    prompt = render(tokenizer, messages[:-1], template, True, tools)
-    upto = render(tokenizer, messages, template, False, tools)
+    prompt, upto = shown(messages[:-1], True), shown(messages, False)
     start = len(prompt)
     if not whole.startswith(prompt):  # it opens a <think>, which finished answers lack
         start = common_prefix(prompt, whole)
@@ -216,7 +218,7 @@ def _answer(
         (len(body) - len(form) for form in forms if body.endswith(form)), upto.find(answer, start)
     )
     led = first < start or upto[start:first].strip()  # words before it: perhaps a header
-    if led and answer and prompt == render(tokenizer, messages[:-1], template, False, tools):
+    if led and answer and prompt == shown(messages[:-1], False):
         start = first
     if whole.startswith(upto):
         return start, mark.end(1) if mark else len(upto)

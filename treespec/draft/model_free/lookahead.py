@@ -36,6 +36,7 @@ from treespec.draft.model_free.one_hot import OneHotDrafter, TextDrafter
 from treespec.draft.model_free.suffix_index import Place
 from treespec.draft.options import JacobiOptions, LookaheadOptions
 from treespec.model.target import Target, TreeOutput
+from treespec.shaping.sampling import sample_each
 from treespec.trees.tree import Rows, TokenTree
 
 
@@ -110,8 +111,8 @@ class Lookahead(TextDrafter):
 
 def picks(text: np.ndarray, number: int, generator: torch.Generator) -> list[int]:
     """`number` random tokens of the text."""
-    places = torch.randint(len(text), (number,), generator=generator, device=generator.device)
-    return text[places.cpu().numpy()].tolist()
+    each = torch.ones(1, len(text), device=generator.device)
+    return text[sample_each(each, number, generator)[0].cpu().numpy()].tolist()
 
 
 def merged(root: int, continuations: Sequence[Sequence[int]]) -> TokenTree:

@@ -3,9 +3,14 @@
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from treespec.cli.chat_config import ChatConfig
+    from treespec.train.config import TrainConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="treespec-tests-")
@@ -18,6 +23,24 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from models import save_model  # transformers reads the environment when it is imported
 
     return save_model(tmp_path_factory.mktemp("read-only") / "model")
+
+
+@pytest.fixture
+def config(model_folder: Path, tmp_path: Path) -> "TrainConfig":
+    """A training run of a few seconds."""
+    from training import small_run, write_data
+
+    return small_run(model_folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head")
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> "ChatConfig":
+    """A chat with a target and a head on disk, to read only."""
+    from chatting import chat_config, save_models
+
+    folder = tmp_path_factory.mktemp("chats")
+    save_models(folder)
+    return chat_config(folder)
 
 
 @pytest.fixture(scope="session")

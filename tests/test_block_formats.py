@@ -1,12 +1,10 @@
 """DFlash and P-EAGLE directories of other projects, built by hand: each drafts as the head that it was built from."""
 
-import json
-
 import pytest
 import torch
 from models import follow, target
-from safetensors.torch import save_file
 from test_block_heads import TEXT, dflash, p_eagle
+from test_formats import write
 
 from treespec.draft.trained.block import BlockProposer
 from treespec.draft.trained.load import trained_head
@@ -123,13 +121,6 @@ FORMATS = {  # config.json, tensors of a head, the head, what it is built from
         {},
     ),
 }
-
-
-def write(folder, config, tensors):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
-    return folder
 
 
 def levels(head):

@@ -1,17 +1,13 @@
 """The commands of a conversation one by one, what it keeps and what it shows."""
 
 import json
-import sys
 from dataclasses import replace
 from random import Random
 
 import pytest
-import transformers as hf
-from chatting import answer, chat_config, save_models
-from models import tokenizer
+from chatting import answer
 from rich.cells import cell_len
 
-from treespec import cli
 from treespec.cli.chat import Screen, stripped
 from treespec.cli.commands import in_words, run
 from treespec.cli.config import load_spec
@@ -20,20 +16,12 @@ from treespec.cli.wrapped import Wrapped
 from treespec.decoding.sequence import Piece
 from treespec.errors import InputError
 from treespec.text.conversations import read_conversations
-from treespec.text.strings import CONTROL
 from treespec.trees.static import TreeError
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_models(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def config(folder):
-    return chat_config(folder)
+def config(chats):
+    return chats
 
 
 @pytest.fixture(scope="module")
@@ -44,31 +32,6 @@ def spec(config):
 @pytest.fixture
 def conversation(spec, config):
     return Conversation(spec, config)
-
-
-def fails(monkeypatch, capsys, *arguments):
-    """The one line of a command that exits with 2."""
-    monkeypatch.setattr(sys, "argv", ["treespec", "chat", *arguments])
-    monkeypatch.setattr(sys, "stdin", None)  # nothing is read
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 2
-    *_, line = capsys.readouterr().err.strip().split("\n")
-    assert line.startswith("treespec: ")
-    return line
-
-
-def test_what_cannot_be_used_is_one_line_before_the_prompt(folder, tmp_path, monkeypatch, capsys):
-    target = str(folder / "target")
-    assert "cannot load the target" in fails(monkeypatch, capsys, "--target", str(tmp_path / "nowhere"))
-    assert "temperature" in fails(monkeypatch, capsys, "--target", target, "--temperature", "-1")
-    assert "max-new-tokens" in fails(monkeypatch, capsys, "--target", target, "--max-new-tokens", "0")
-    untemplated = tmp_path / "untemplated"
-    hf.AutoModelForCausalLM.from_pretrained(target).save_pretrained(untemplated)
-    words = tokenizer()
-    words.chat_template = None
-    words.save_pretrained(untemplated)
-    assert "no chat template" in fails(monkeypatch, capsys, "--target", str(untemplated))
 
 
 @pytest.mark.parametrize(
@@ -239,10 +202,3 @@ def test_a_saved_conversation_goes_on(conversation, tmp_path):
     run(other, f"/save {file}")
     run(conversation, f"/load {file}")
     assert (conversation.messages, conversation.config.system) == (said, "Be long.")
-
-
-def test_no_control_code_reaches_the_screen():
-    everything = "".join(map(chr, range(0x100)))
-    shown = everything.translate(CONTROL)
-    assert [c for c in shown if ord(c) < 32 or 0x7F <= ord(c) < 0xA0] == ["\t", "\n"]
-    assert "plain text, naïve".translate(CONTROL) == "plain text, naïve"

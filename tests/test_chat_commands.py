@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from chatting import answer, chat_config, save_models
+from chatting import answer
 
 from treespec.cli.commands import COMMANDS, Question, run
 from treespec.cli.config import load_spec
@@ -13,10 +13,8 @@ from treespec.requests.output import Output
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_models(folder)
-    return replace(chat_config(folder), max_new_tokens=40)
+def config(chats):
+    return replace(chats, max_new_tokens=40)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from chatting import ANSWERED, CONTEXT, PROMPT, Terminal, answer, chat_config, save_models
+from chatting import ANSWERED, CONTEXT, PROMPT, Terminal, answer
 
 from treespec.cli.chat import stripped
 from treespec.cli.commands import COMMANDS, run
@@ -26,15 +26,13 @@ WARM, SURE = "/temperature 100", "/temperature 0"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_models(folder)
-    return folder
+def config(chats):
+    return chats
 
 
-@pytest.fixture(scope="module")
-def config(folder):
-    return chat_config(folder)
+@pytest.fixture
+def folder(chats, tmp_path):
+    return tmp_path
 
 
 @pytest.fixture
@@ -65,8 +63,8 @@ def unbroken(text):
 def test_a_conversation_in_a_terminal(folder, config, conversation):
     terminal = Terminal(COMMAND + arguments(config), environment(folder))
     first_screen = plain(terminal.until(re.escape(PROMPT)))
-    assert f"target    {folder / 'target'}, float32 on cpu" in first_screen
-    assert f"head {folder / 'head'}" in first_screen
+    assert f"target    {config.target}, float32 on cpu" in first_screen
+    assert f"head {config.head}" in first_screen
     assert f"verifier  topk, tree {config.tree}" in first_screen
     assert all(hint in first_screen for hint in ("/help", "Alt-Enter", "Ctrl-C", "Ctrl-D"))
 

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 from models import save_model
-from safetensors.torch import save_file
 
-from treespec.cli import app, main
-from treespec.cli.early import check_sources
+from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.cli.export import ENGINES
 from treespec.cli.terminal import readable
@@ -39,13 +37,6 @@ def folders(tmp_path_factory):
     tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], replace]}
     file.write_text(json.dumps(tokenizer))
     return {"target": str(model), "escaping": str(escaping), "head": str(folder / "head")}
-
-
-def ended(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["treespec", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return caught.value.code
 
 
 class Terminal(io.StringIO):
@@ -141,7 +132,7 @@ def test_generate_shows_controls_as_symbols_on_a_terminal_and_hands_them_on_thro
     options = ["generate", "--target", folders["escaping"], "--prompt", "the question", "--max-new-tokens", "12"]
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stdout", stream)
-        assert ended(monkeypatch, *options) == 0
+        assert run(app, [*options]) == 0
         assert ("\x1b" in stream.getvalue()) != stream.isatty()
         assert ("␛]0;owned␇" in stream.getvalue()) == stream.isatty()
 
@@ -150,59 +141,28 @@ def test_standard_input_is_utf_8_whatever_the_locale(folders, monkeypatch, capsy
     options = ["generate", "--target", folders["target"], "--max-new-tokens", "4"]
     for given in ("the naïve question", "\ufeffthe naïve question"):
         monkeypatch.setattr(sys, "stdin", typed(given.encode()))
-        assert ended(monkeypatch, *options) == 0
+        assert run(app, [*options]) == 0
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2
     assert said[0] == said[1]
     monkeypatch.setattr(sys, "stdin", typed(b"caf\xe9"))
-    assert ended(monkeypatch, *options) == 2
+    assert run(app, [*options]) == 2
     assert capsys.readouterr().err == "treespec: standard input is not UTF-8 text: byte 3 is 0xe9\n"
 
 
-def test_a_prompt_is_utf_8_whatever_the_locale(folders, monkeypatch, capsys):
+def test_a_prompt_is_utf_8_whatever_the_locale(folders, capsys):
     assert readable("caf\udcc3\udca9", "--prompt") == readable("café", "--prompt") == "café"
     for bad in ("caf\udce9", "\ud800"):
-        assert ended(monkeypatch, "generate", "--target", folders["target"], "--prompt", bad) == 2
+        assert run(app, ["generate", "--target", folders["target"], "--prompt", bad]) == 2
         assert capsys.readouterr().err == f"treespec: --prompt is not UTF-8 text: {ascii(bad)[1:-1]}\n"
 
 
-def test_an_answer_ends_before_a_stop_text(folders, monkeypatch, capsys):
+def test_an_answer_ends_before_a_stop_text(folders, capsys):
     options = ["generate", "--target", folders["target"], "--prompt", "the question", "--max-new-tokens", "12"]
-    assert ended(monkeypatch, *options) == 0
+    assert run(app, [*options]) == 0
     whole = capsys.readouterr().out.rstrip("\n")
-    assert ended(monkeypatch, *options, "--stop", "never said", "--stop", whole[3:5]) == 0
+    assert run(app, [*options, "--stop", "never said", "--stop", whole[3:5]]) == 0
     assert capsys.readouterr().out.rstrip("\n") == whole[: whole.index(whole[3:5])]
-
-
-class TestBeforeAnythingIsLoaded:
-    def test_names_are_checked(self, folders, tmp_path):
-        target, head = folders["target"], folders["head"]
-        for options, words in [
-            ((target[:-1], [f"head:{head}"]), "did you mean"),
-            ((target, [f"head:{head[:-1]}"]), "did you mean"),
-            ((target, ["lokup"]), "did you mean lookup"),
-            ((target, [f"eagle:{head[:-1]}"]), "did you mean"),
-            ((target, [f"self:{tmp_path}/none"]), "treespec skip"),
-        ]:
-            with pytest.raises(ValueError, match=words):  # InputError or HeadError
-                check_sources(*options)
-        check_sources(target, [f"head:{head}", "lookup:tokens=3", f"eagle:{head}", "sparse:512"])
-
-    def test_a_head_has_the_targets_width(self, folders, tmp_path):
-        (tmp_path / "config.json").write_text('{"hidden_size": 4096}')
-        save_file({}, tmp_path / "model.safetensors")
-        with pytest.raises(InputError, match="is for features of width 4096, the target's are 32"):
-            check_sources(folders["target"], [f"head:{tmp_path}"])
-
-    @pytest.mark.parametrize("command", ["skip", "tree", "certify", "eval", "acceptance", "train"])
-    def test_a_place_that_cannot_be_written_is(self, command, tmp_path, monkeypatch, capsys):
-        (tmp_path / "file").write_text("")
-        options = {"skip": ["--text", "x"], "train": ["--data", "x"]}.get(command, ["--head", "h"])
-        options = ["--target", "nowhere/at/all", *options]
-        assert ended(monkeypatch, command, *options, "--out", f"{tmp_path}/file/x.json") == 2
-        assert capsys.readouterr().err == (
-            f"treespec: --out {tmp_path}/file/x.json: {tmp_path}/file is a file, not a directory\n"
-        )
 
 
 def test_the_page_says_which_heads_which_engine_takes():

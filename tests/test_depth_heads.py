@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from drafting import source_of
-from models import follow, random_model, target
+from models import follow, random_head, random_model, target
 from safetensors.torch import load_file, save_file
 
 from treespec.api.spec import Spec
@@ -23,6 +23,7 @@ from treespec.heads.checksum import sealed
 from treespec.model.target import Target
 
 SEVERAL = ["medusa", "hydra", "hydra++"]
+PATHS = [(), (5,), (6,), (7,), (5, 8), (7, 9), (7, 10), (6, 11)]
 
 
 def heads_for(model, kind, heads=4, seed=0):
@@ -33,6 +34,30 @@ def heads_for(model, kind, heads=4, seed=0):
         for parameter in head.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return head
+
+
+def head_of(model, kind):
+    return random_head(model) if kind == "eagle" else heads_for(model, kind)
+
+
+def drafted(proposer, model, text, features):
+    """[8, V] logits after each of `PATHS`: two levels of a tree below a text that was seen in two parts."""
+    levels = [[5, 6, 7], [0, 0, 0]], [[8, 9, 10, 11], [0, 2, 2, 1]]
+    follow(proposer, features[:4], text[:4])
+    proposer.begin(text[3:4], model.new_cache())
+    proposer.extend([Frontier(torch.tensor([9, 8]), torch.tensor([0, 0]))])  # drafted, then forgotten
+    follow(proposer, features[4:], text[4:])
+    assert proposer.lengths == [len(text)]
+    logits = proposer.begin(text[-1:], model.new_cache())
+    return torch.cat([*logits, *(proposer.extend([Frontier(*map(torch.tensor, level))])[0] for level in levels)])
+
+
+def extrapolated(head, text, features, path=()):
+    """[1, H] the feature after a path by an EAGLE head over the whole text, one drafted feature after the other."""
+    for token in (*path, None):
+        hidden = head.step(text[None], features[None], torch.arange(len(text)))[0, -1:]
+        text, features = torch.cat([text, torch.tensor([token or 0])]), torch.cat([features, hidden])
+    return hidden
 
 
 def prompts(lengths=(7, 40, 1)):
@@ -117,9 +142,9 @@ def test_a_config_that_is_not_understood_is_one_line(kind, changes, complaint, t
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("kind", ["eagle", *SEVERAL])
 def test_heads_of_another_width_or_vocabulary_are_refused(kind):
-    head = heads_for(target("llama"), kind)
+    head = head_of(target("llama"), kind)
     for name in ("feature_size", "vocab_size"):
         setattr(head, name, getattr(head, name) + 1)
         with pytest.raises(InputError, match="the target's"):
@@ -175,34 +200,24 @@ def test_a_sampled_batch_equals_each_text_alone(kind, verifier, tree):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("kind", ["eagle", *SEVERAL])
 def test_tree_drafting_equals_each_path_alone(kind):
-    """Three levels against head i of the state and of the i + 1 tokens below it, computed for each path by itself."""
+    """EAGLE's feature extrapolated along a path; else head i of the state and of the i + 1 tokens below it."""
     model = target("gemma3")
-    head = heads_for(model, kind)
+    head = head_of(model, kind)
     text, features = torch.randint(3, 64, (7,)), torch.randn(7, 32)
-    proposer = KINDS[kind].proposer(head, model)
-    follow(proposer, features[:4], text[:4])
-    proposer.begin(text[3:4], model.new_cache())
-    proposer.extend([Frontier(torch.tensor([9, 8]), torch.tensor([0, 0]))])  # drafted, then forgotten
-    follow(proposer, features[4:], text[4:])
-    assert proposer.lengths == [7]
-    state = features[-1] if kind != "hydra++" else head.states(features[None], torch.arange(7))[0, -1]
+    state = head.states(features[None], torch.arange(7))[0, -1] if kind == "hydra++" else features[-1]
 
-    def alone(*tokens):
+    def alone(tokens):
+        if kind == "eagle":
+            return model.output_logits(extrapolated(head, text, features, tokens))[0]
         if kind == "medusa":
             return head.step(len(tokens), features[-1])
         embedded = model.model.get_input_embeddings()(torch.tensor([int(text[-1]), *tokens]))  # Gemma scales its own
         return head.step(len(tokens), torch.cat([state, *embedded]))
 
-    (at_root,) = proposer.begin(text[-1:], model.new_cache())
-    (level1,) = proposer.extend([Frontier(torch.tensor([5, 6, 7]), torch.tensor([0, 0, 0]))])
-    (level2,) = proposer.extend([Frontier(torch.tensor([8, 9, 10]), torch.tensor([0, 2, 2]))])
-    assert torch.allclose(at_root[0], alone(), atol=1e-4)
-    for row, path in zip(level1, [(5,), (6,), (7,)], strict=True):
-        assert torch.allclose(row, alone(*path), atol=1e-4)
-    for row, path in zip(level2, [(5, 8), (7, 9), (7, 10)], strict=True):
-        assert torch.allclose(row, alone(*path), atol=1e-4)
+    logits = drafted(KINDS[kind].proposer(head, model), model, text, features)
+    torch.testing.assert_close(logits, torch.stack([alone(path) for path in PATHS]), rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
@@ -221,21 +236,22 @@ def test_a_prefix_in_pieces_equals_the_prefix_at_once():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("kind", ["eagle", *SEVERAL])
 @pytest.mark.parametrize("length", [0, 2, 5, 6, 9])
 def test_rewinding_equals_never_having_seen_the_rest(kind, length):
     model = target("llama")
-    head, root = heads_for(model, kind), torch.tensor([7])
+    head, root = head_of(model, kind), torch.tensor([7])
     text, features = torch.randint(3, 64, (9,)), torch.randn(9, 32)
     used, fresh = (KINDS[kind].proposer(head, model) for _ in range(2))
     follow(used, features[:5], text[:5])
     used.begin(root, model.new_cache())
+    used.extend([Frontier(torch.tensor([3, 4]), torch.tensor([0, 0]))])
     follow(used, features[5:], text[5:])
     used.rewind([length])
     assert used.lengths == [length]
     if length:
         follow(fresh, features[:length], text[:length])
-    if length in (0, 2, 5):  # its state is gone, and nothing is drafted before there is another
+    if length in (0, 2, 5) and kind != "eagle":  # its state is gone, and nothing is drafted before there is another
         assert used.begin(root, model.new_cache()) == [None]
     for proposer in (used, fresh):
         follow(proposer, features[:3], text[:3])

@@ -2,20 +2,19 @@
 
 import pytest
 import torch
-from models import CONFIGS, follow, save_model, target
+from models import CONFIGS, save_model, target
+from test_depth_heads import PATHS, drafted, extrapolated
 from test_formats import DRAFTED, EIGHT
 from test_unrolled import one_by_one
 from training import small_run, write_data
 
 from treespec.api.spec import Spec
-from treespec.draft.proposer import Frontier
 from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.trained.new_heads import new_eagle3
 from treespec.draft.vocabulary import restrict, whole
 from treespec.heads.checkpoint import load_head
 from treespec.heads.formats.eagle3 import parts_of
-from treespec.heads.layers import last_seen
 from treespec.heads.unrolled import UnrolledAttention
 from treespec.train.run import train
 
@@ -67,13 +66,6 @@ def test_the_norms_stand_where_their_names_say():
         made({"norm_before_fc": True, "fc_norm": True})
 
 
-def test_a_window_is_the_last_columns_that_a_row_sees():
-    """The drawing of `last_seen`: two pairs, then two levels of two nodes each; node 3's parent is node 1."""
-    seen = torch.tensor([[1, 1, 0, 1, 0, 1], [1, 1, 1, 0, 1, 0]]).bool()
-    assert last_seen(seen, 3).tolist() == [[bool(x) for x in row] for row in ([0, 1, 0, 1, 0, 1], [0, 1, 1, 0, 1, 0])]
-    assert torch.equal(last_seen(seen, 4), seen)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("block", [2, 256])
@@ -104,24 +96,13 @@ def test_training_drafting_and_rollouts_are_one_head(name):
     alone = one_by_one(head, tokens, features[:, :-2], counts, steps)
     torch.testing.assert_close(torch.cat(at_once), torch.cat(alone), rtol=0, atol=1e-4)
     rollouts = KINDS["eagle3"].rollout(head, model, tokens[0], features[0], steps)
-    for drafted, rows in zip(rollouts, alone, strict=True):
-        torch.testing.assert_close(drafted, whole(rows, head, model)[: len(drafted)], rtol=0, atol=1e-4)
+    for rolled, rows in zip(rollouts, alone, strict=True):
+        torch.testing.assert_close(rolled, whole(rows, head, model)[: len(rolled)], rtol=0, atol=1e-4)
 
-    # a tree, whose node 3 hangs on node 1 of the level above
-    proposer = EagleProposer(head, model)
-    follow(proposer, features[0, :4], tokens[0, :4])
-    proposer.begin(None)
-    proposer.extend([Frontier(torch.tensor([9, 8, 7]), torch.tensor([0, 0, 0]))])  # drafted, then forgotten
-    follow(proposer, features[0, 4:], tokens[0, 4:])
-    proposer.begin(None)
-    proposer.extend([Frontier(torch.tensor([5, 6, 7]), torch.tensor([0, 0, 0]))])
-    (level,) = proposer.extend([Frontier(torch.tensor([8, 9, 10, 11]), torch.tensor([0, 2, 2, 1]))])
-    path, known = tokens[0], head.fuse(features[0])
-    for token in (*DRAFTED[[6, 11]].tolist(), None):
-        hidden = head.step(path[None], known[None], torch.arange(len(known)))[0, -1:]
-        if token is not None:
-            path, known = torch.cat([path, torch.tensor([token])]), torch.cat([known, hidden])
-    torch.testing.assert_close(level[3], head.logits(hidden)[0], rtol=0, atol=1e-4)
+    tree = drafted(EagleProposer(head, model), model, tokens[0], features[0])
+    known = head.fuse(features[0])
+    paths = torch.cat([extrapolated(head, tokens[0], known, DRAFTED[list(path)].tolist()) for path in PATHS])
+    torch.testing.assert_close(tree, head.logits(paths), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -35,6 +35,8 @@ NEEDS = {  # commands, and what each needs beside a target
 DRAFTING = ("generate", "chat", "serve", "eval", "certify", "regenerate")
 TREES = ("generate", "chat", "serve", "eval", "certify", "regenerate")
 HEADS = ("generate", "eval", "acceptance", "calibrate", "tree", "export")
+ONE, TRAIN = ("generate",), ("train",)
+ORIGINS = "--cors * --cors https://page.example:8443 --cors chrome-extension://abc --cors tauri://localhost --cors null"
 
 # (commands, options, words of the only line)
 WRONG = [
@@ -60,7 +62,7 @@ WRONG = [
     (HEADS, "--head HOME/empty", "is not a head directory: it has no readable config.json"),
     (HEADS, "--head HOME/cut-head", "model.safetensors is damaged"),
     (HEADS, "--head HOME/wide", "for features of width 4096, the target's are 32"),
-    (HEADS[:-1], "--head HOME/uncalibrated", "calibration.json is not understood: make it again"),
+    (HEADS[:-1], "--head HOME/uncalibrated", "calibration.json has format None, this treespec reads 1: make it again"),
     (("export",), "--head HOME/hydra", "vllm takes heads of kind eagle or eagle3 or medusa"),
     (("train",), "--from-head HOME/eagel", "did you mean HOME/eagle?"),
     # drafters
@@ -70,6 +72,7 @@ WRONG = [
     (DRAFTING, "--drafter eagle", "names no directory: write eagle:PATH"),
     (DRAFTING, "--drafter model:HOME/eagel", "no draft model's directory at"),
     (DRAFTING, "--drafter model:HOME/empty", "has no config.json"),
+    (DRAFTING, "--drafter self:HOME/none", "treespec skip"),
     (DRAFTING, "--drafter self:HOME/skip.json", "skip.json is damaged, it is not JSON"),
     (DRAFTING, "--drafter self:HOME/deep.json", "is for 99 layers, the target has 3"),
     (DRAFTING, "--drafter mtp:2", "mtp takes no value"),
@@ -107,6 +110,12 @@ WRONG = [
     (DRAFTING, "--head HOME/eagle --verifier is-lp:t=8", "unknown option 't'; its options are s, alphabet"),
     (("acceptance",), "--verifier topk,rsr", "unknown verifier 'rsr'"),
     (("acceptance",), "--head HOME/medusa --step 5", "--step is 5, the head HOME/medusa drafts 4 tokens ahead"),
+    (ONE, "--head HOME/eagle --verifier layer:nonsense", "unknown verifier 'nonsense'"),
+    (ONE, "--head HOME/eagle --verifier layer:rrs", "layer verification over rrs is not known"),
+    (ONE, "--head HOME/eagle --verifier traversal:s=3", "traversal has no options"),
+    (ONE, "--head HOME/eagle --tree sampled:nodes=.5", "tree 'sampled:nodes=.5': 'nodes=.5' is not understood"),
+    (ONE, "--head HOME/eagle --tree sampled --verifier block", "the sampled tree cannot go with verifier single"),
+    (ONE, "--head HOME/eagle --tree nowhere.json", "cannot read tree file nowhere.json"),
     # data
     (("train", "regenerate", "datastore build"), "--data HOME/talk.jsno", "there is no such file (did you mean"),
     (("train", "regenerate", "datastore build"), "--data HOME/words.jsonl", "no usable conversation in"),
@@ -118,13 +127,46 @@ WRONG = [
     (("eval", "certify"), "--head HOME/eagle --questions mt-bnch", "did you mean mt-bench?"),
     (("eval",), "--head HOME/eagle --categories sums", "builtin has no category 'sums'"),
     # places, and options by themselves
-    (("train", "eval", "acceptance", "tree", "datastore build", "export"), "--out HOME/deep.json/x.json", "is a file"),
+    (tuple(name for name in NEEDS if "--out" in NEEDS[name]), "--out HOME/deep.json/x.json", "is a file"),
     (("export",), "--out HOME/medusa", "medusa exists already: name a new folder"),
     (("export",), "--to vlm", "--to is 'vlm', must be"),
     (("train",), "--head egle", "--head is 'egle', must be one of"),
     (("train",), "--tracker mlfow", "--tracker is 'mlfow', must be"),
     (("train",), "--head medusa --no-bias", "--no-bias is for --head eagle: leave it out for medusa"),
     (("train",), "--save-dtype int4", "--save-dtype is 'int4', must be"),
+    (TRAIN, "--mixed-precision int3", "--mixed-precision is 'int3', must be no, bf16 or fp16"),
+    (TRAIN, "--tracker clearml", "pip install clearml"),
+    (TRAIN, "--draft-heads 3", "--draft-heads is for --head medusa, hydra, hydra++: leave it out for eagle"),
+    (TRAIN, "--head medusa --draft-heads 0", "--draft-heads is 0"),
+    (TRAIN, "--head medusa --head-layers 2", "--head-layers is for --head eagle3: leave it out for medusa"),
+    (TRAIN, "--head eagle3 --layer-family qwen2", "--layer-family is 'qwen2', must be llama or qwen3"),
+    (TRAIN, "--head eagle3 --norm-before-fc --fc-norm", "exclude each other"),
+    (TRAIN, "--patience 3 --validate-every 0", "--patience 3 needs --validate-every"),
+    (TRAIN, "--patience -1", "--patience is -1, must be"),
+    (TRAIN, "--grow-at 1", "--grow-at is 1.0, must be"),
+    (TRAIN, "--last-rate 1.5", "--last-rate is 1.5, must be"),
+    (TRAIN, "--dropout 1", "--dropout is 1.0, must be"),
+    (TRAIN, "--decay square", "--decay is 'square', must be"),
+    (TRAIN, "--first-weights fitted --from-head HOME/eagle", "leave --first-weights out"),
+    (TRAIN, "--feature-dtype int8", "--feature-dtype is of stored features"),
+    (TRAIN, "--features HOME/deep.json/x", "is a file"),
+    (TRAIN, "--out HOME/target", "holds a model that was not trained there"),
+    (("regenerate",), "--from-template 3", "give only one of --data and --from-template"),
+    (("regenerate",), "--filter englsh", "did you mean english?"),
+    (("regenerate",), "--part 3/2", "--part is '3/2'"),
+    (("regenerate",), "--greedy 1.5", "--greedy is 1.5"),
+    (("regenerate",), "--endpoint localhost", "must be a URL"),
+    (("serve",), "--cors localhost:3000", "must be an origin such as http://localhost:3000"),
+    *[(("serve",), f"--cors {wrong}", "must be an origin") for wrong in ("http://localhost:3000/page", "://")],
+    (("serve",), f"{ORIGINS} --target HOME/targt", "did you mean HOME/target?"),
+    (("serve",), "--api-key one --api-key=", "--api-key is empty"),
+    (("calibrate",), "--depth 0", "--depth is 0"),
+    (("generate", "chat"), "--temperature -1", "--temperature is -1.0"),
+    (("generate", "chat"), "--max-new-tokens 0", "--max-new-tokens is 0"),
+    (ONE, "--min-tokens 600", "--min-tokens is 600, must be at most --max-new-tokens, 512"),
+    (ONE, "--presence-penalty 3", "--presence-penalty is 3.0, must be"),
+    (ONE, "--logit-bias seven", "--logit-bias 'seven' is not understood"),
+    (ONE, "--chat-template-kwargs [1]", "--chat-template-kwargs '[1]' is no JSON object"),
     (("eval",), "--head HOME/eagle --temperature 0,,1", "has an empty part"),
     (NEEDS, "--config HOME/twice.yaml", "twice.yaml gives target twice: leave one out"),
     *[

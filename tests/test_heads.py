@@ -5,17 +5,12 @@ import shutil
 
 import pytest
 import torch
-from models import follow, random_head, target
+from models import random_head, target
 from safetensors.torch import load_file, save_file
 
-from treespec.draft.proposer import Frontier
-from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.trained.load import fit
 from treespec.draft.trained.new_heads import new_eagle as new_head
-from treespec.errors import InputError
 from treespec.heads.checkpoint import HeadError, load_head, save_head
-from treespec.heads.eagle import EagleHead
-from treespec.model.cache import TreeLayer
 
 PUBLISHED = {
     "architectures": ["LlamaForCausalLM"],
@@ -157,14 +152,6 @@ def test_a_bad_head_is_refused_with_its_name(published, spoil, complaint):
     assert "published" in str(caught.value)
 
 
-def test_a_head_of_another_width_or_vocabulary_is_refused():
-    model = target("llama")
-    with pytest.raises(InputError, match="vocabulary of 65, the target's is 64"):
-        fit(EagleHead(PUBLISHED | {"vocab_size": 65}), model, "h")
-    with pytest.raises(InputError, match="width 64, the target's are 32"):
-        fit(EagleHead(PUBLISHED | {"hidden_size": 64}), model, "h")
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "opt", "phi3", "gpt-neox"])
 @pytest.mark.parametrize("leave_out", [(), ("embed_tokens.weight",)], ids=["as of old", "without embedding"])
 def test_a_new_head_has_the_widths_of_its_target_and_survives_its_file(name, leave_out, tmp_path):
@@ -184,72 +171,6 @@ def test_the_head_sees_embeddings_as_its_target_does():
     head = new_head(model)
     scaled = model.model.get_input_embeddings()(tokens)
     assert torch.allclose(head.embed_tokens(tokens) * head.embed_scale, scaled)
-
-
-@torch.no_grad()
-def test_a_cached_head_equals_the_head_over_the_whole_text():
-    head = random_head(target("llama"))
-    tokens, features = torch.randint(3, 64, (1, 9)), torch.randn(1, 9, 32)
-    whole = head.step(tokens, features, torch.arange(9))
-    cache = TreeLayer(capacity=2)
-    for start, end in ((0, 4), (4, 5), (5, 9)):
-        mask = torch.ones(end - start, end, dtype=torch.bool).tril(start)
-        part = head.step(tokens[:, start:end], features[:, start:end], torch.arange(start, end), mask, [cache])
-        cache.length = end
-        assert torch.allclose(part, whole[:, start:end], atol=1e-5)
-
-
-@torch.no_grad()
-def test_tree_drafting_equals_drafting_each_path_alone():
-    """Two levels of a tree against the head run over each path: features extrapolated along the path."""
-    model = target("llama")
-    head = random_head(model)
-    text, features = torch.randint(3, 64, (7,)), torch.randn(7, 32)
-    proposer = EagleProposer(head, model)
-    follow(proposer, features[:4], text[:4])
-    proposer.begin(None)
-    proposer.extend([Frontier(torch.tensor([9, 8, 7]), torch.tensor([0, 0, 0]))])  # drafted, then forgotten
-    follow(proposer, features[4:], text[4:])
-    assert proposer.lengths == [7]
-    (at_root,) = proposer.begin(None)
-    first, second = torch.tensor([5, 6, 7]), torch.tensor([8, 9, 10, 11])
-    rows = torch.tensor([0, 2, 2, 1])
-    (level1,) = proposer.extend([Frontier(first, torch.tensor([0, 0, 0]))])
-    (level2,) = proposer.extend([Frontier(second, rows)])
-
-    def alone(tokens):
-        known_tokens, known = text, features
-        for token in tokens:
-            hidden = head.step(known_tokens[None], known[None], torch.arange(len(known)))[0, -1:]
-            known_tokens, known = torch.cat([known_tokens, torch.tensor([token])]), torch.cat([known, hidden])
-        return model.output_logits(head.step(known_tokens[None], known[None], torch.arange(len(known)))[0, -1])
-
-    assert torch.allclose(at_root[0], alone([]), atol=1e-4)
-    for i, token in enumerate(first.tolist()):
-        assert torch.allclose(level1[i], alone([token]), atol=1e-4)
-    for i, token in enumerate(second.tolist()):
-        assert torch.allclose(level2[i], alone([int(first[rows[i]]), token]), atol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("length", [0, 2, 5, 6, 9])
-def test_rewinding_equals_never_having_seen_the_rest(length):
-    model = target("llama")
-    head = random_head(model)
-    text, features = torch.randint(3, 64, (9,)), torch.randn(9, 32)
-    used, fresh = EagleProposer(head, model), EagleProposer(head, model)
-    follow(used, features[:5], text[:5])
-    used.begin(None)
-    used.extend([Frontier(torch.tensor([3, 4]), torch.tensor([0, 0]))])
-    follow(used, features[5:7], text[5:7])
-    follow(used, features[7:], text[7:])
-    used.rewind([length])
-    assert used.lengths == [length]
-    for proposer in (used, fresh):
-        if proposer is fresh and length:
-            follow(proposer, features[:length], text[:length])
-        follow(proposer, features[:3], text[:3])
-    assert torch.allclose(used.begin(None)[0], fresh.begin(None)[0], atol=1e-5)
 
 
 def test_a_head_with_values_that_are_not_finite_is_refused_by_name(tmp_path):

@@ -65,14 +65,6 @@ def test_the_loss_of_several_drafts_is_one_less_the_verifiers_best_rate(draws):
     torch.testing.assert_close(values, 1 - optimal_iid(p, logits.softmax(-1), draws), rtol=0, atol=1e-12)
 
 
-def test_one_draft_is_refused_as_often_as_two_laws_differ():
-    logits, p = laws()
-    values, slope = loss_of("acceptance:1").of(p, logits.log_softmax(-1))
-    expected, known = loss_of("tv").of(p, logits.log_softmax(-1))
-    torch.testing.assert_close(values, expected)
-    torch.testing.assert_close(slope, known)
-
-
 @pytest.mark.parametrize("name", TRIED)
 def test_laws_that_share_no_token_give_numbers(name):
     """In float32, q where p is 0 and the other way round; and q equal to p, where no loss has a gradient."""

@@ -1,7 +1,6 @@
 """Regeneration: every row is answered once, by the law and the seed that are its own, whatever happens on the way."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,17 +8,16 @@ import pytest
 from regenerating import by_row, config_for, killed_after, lines_of, save_words_model, write_questions
 
 from treespec import load
-from treespec.cli import main
+from treespec.cli import app
+from treespec.cli.entry import run
 from treespec.draft.trained.new_heads import new_eagle as new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.text.conversations import read_conversations
-from treespec.train.config import TrainConfig
 from treespec.train.regenerate.english import passes
 from treespec.train.regenerate.questions import Answer, Answered, drawn, row_of
 from treespec.train.regenerate.run import LEFT_OUT, OUT, UNFINISHED, regenerate
-from treespec.train.run import train
 
 
 @pytest.fixture(scope="module")
@@ -204,25 +202,14 @@ def test_english_and_code_pass_and_other_languages_do_not():
         assert passes(text, "all")
 
 
-def test_training_reads_what_regeneration_writes(whole, model, tmp_path):
+def test_training_reads_what_regeneration_writes(whole):
     conversations, report = read_conversations(Path(whole.out) / OUT)
     assert (len(conversations), report.left_out.total()) == (12, 0)
-    options = {"max_steps": 1, "batch_size": 2, "draft_steps": 1, "calibrate": False, "dtype": "float32"}
-    out = str(tmp_path / "head")
-    train(TrainConfig(target=str(model), data=str(Path(whole.out) / OUT), out=out, **options))
-    assert (tmp_path / "head" / "model.safetensors").exists()
 
 
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["treespec", "regenerate", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code
-
-
-def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path, monkeypatch, capsys):
+def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path, capsys):
     options = ["--target", str(model), "--data", str(data), "--out", str(tmp_path / "out"), "--max-new-tokens", "4"]
-    assert run(monkeypatch, *options) == 0
+    assert run(app, ["regenerate", *options]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("12 conversations, ")
     assert "12/12 conversations, " in printed.err
@@ -230,22 +217,14 @@ def test_the_command_tells_how_far_it_is_and_what_it_wrote(model, data, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("changes", "said"),
     [
-        ([], "give --data or --from-template"),
-        (["--data", "x", "--from-template", "3"], "give only one of --data and --from-template"),
-        (["--data", "sharegtp.jsonl"], "cannot read --data sharegtp.jsonl"),
-        (["--data", "x", "--filter", "englsh"], "did you mean english?"),
-        (["--data", "x", "--part", "3/2"], "--part is '3/2'"),
-        (["--data", "x", "--greedy", "1.5"], "--greedy is 1.5"),
-        (["--data", "x", "--endpoint", "localhost"], "must be a URL"),
-        (["--from-template", "3", "--endpoint", "http://localhost"], "cannot continue a user's turn"),
-        (["--from-template", "3", "--temperature", "0"], "write one again and again"),
+        ({}, "give --data or --from-template"),
+        ({"from_template": 3, "endpoint": "http://localhost"}, "cannot continue a user's turn"),
+        ({"from_template": 3, "temperature": 0.0}, "write one again and again"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(model, options, said, tmp_path, monkeypatch, capsys):
-    assert run(monkeypatch, "--target", str(model), "--out", str(tmp_path / "out"), *options) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+def test_what_cannot_be_asked_for_is_refused_before_anything_is_written(model, changes, said, tmp_path):
+    with pytest.raises(InputError, match=said):
+        regenerate(config_for(model, None, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()

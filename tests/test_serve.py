@@ -1,9 +1,6 @@
-"""The server answers as the Python call does; OpenAI's client and curl, unchanged."""
+"""The server answers as the Python call does; OpenAI's client, unchanged."""
 
 import asyncio
-import json
-import shutil
-import subprocess
 
 import httpx
 import openai
@@ -82,14 +79,6 @@ def test_samples_and_prompts_take_one_seed_after_another(ai, spec):
     several = ai.completions.create(model=NAME, prompt=[ids, ids[:5]], n=2, **OPTIONS)
     wanted = [spec.generate(p, **SAME | {"seed": 3 + i}).text for i, p in enumerate([ids, ids, ids[:5], ids[:5]])]
     assert [choice.text for choice in several.choices] == wanted
-
-
-def test_samples_of_one_prompt_are_prefilled_once(server, spec):
-    ids = spec.encode(MESSAGES) * 3
-    answers = server.engine.submit_n(ids, 3, **SAME)
-    wanted = [spec.generate(ids, **SAME | {"seed": 3 + i}).text for i in range(3)]
-    assert [answer.result().text for answer in answers] == wanted
-    assert [answer.stats.cached_tokens for answer in answers[1:]] == [len(ids) - 1] * 2
 
 
 def test_a_conversation_that_goes_on_reports_its_cached_tokens_though_others_asked_between(ai, spec):
@@ -188,14 +177,3 @@ def test_what_the_server_tells_of_itself(server, ai, spec):
     assert float(values["treespec_cycle_seconds_count"]) > 0
     assert (values["treespec_waiting"], values["treespec_running"]) == ("0.0", "0.0")
     assert 'treespec_requests_total{path="/v1/completions",status="200"}' in values
-
-
-@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
-def test_curl_streams(server, spec):
-    body = json.dumps({"messages": MESSAGES, "stream": True, **OPTIONS})
-    command = ["curl", "-sN", f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
-    events = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-    said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
-    assert said == spec.generate(MESSAGES, **SAME).text

@@ -147,25 +147,6 @@ def test_without_the_packages_one_line_says_what_to_install(monkeypatch, capsys)
     assert capsys.readouterr().err == "treespec: the server needs uvicorn: pip install 'treespec[serve]'\n"
 
 
-def test_what_is_no_origin_is_told_before_anything_is_loaded(capsys):
-    for wrong in ("localhost:3000", "http://localhost:3000/page", "://"):
-        assert run(app, ["serve", "--target", "nowhere", "--cors", wrong]) == 2
-        assert "must be an origin such as http://localhost:3000" in capsys.readouterr().err
-
-
-def test_every_kind_of_origin_that_a_browser_sends_is_taken(capsys):
-    for origin in ("*", "https://page.example:8443", "chrome-extension://abcdef", "tauri://localhost", "null"):
-        assert run(app, ["serve", "--target", "./nowhere", "--cors", origin]) == 2
-        assert "no target directory" in capsys.readouterr().err
-
-
-def test_an_empty_key_is_refused_before_anything_is_loaded(capsys):
-    """Such as that of a shell variable that is not set: the server would answer nobody."""
-    for wrong in ("", " "):
-        assert run(app, ["serve", "--target", "nowhere", "--api-key", "one", "--api-key", wrong]) == 2
-        assert "--api-key is empty" in capsys.readouterr().err
-
-
 def test_an_address_that_is_taken_is_told():
     with bound("127.0.0.1", 0) as taken, pytest.raises(InputError, match=r"cannot listen on .*--host and --port"):
         bound("127.0.0.1", taken.getsockname()[1])

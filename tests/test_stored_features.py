@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import CONFIGS, random_model, save_model
+from models import CONFIGS, random_model
 from safetensors.torch import load_file
-from training import same_weights, small_run, weights, write_data
+from training import same_weights, weights
 
 from treespec.errors import InputError
 from treespec.model.ends import load_ends
@@ -18,15 +18,9 @@ from treespec.train.data.features import packed, unpacked
 from treespec.train.run import train
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("stored") / "model")
-
-
 @pytest.fixture
-def config(model_folder, tmp_path):
-    data = write_data(tmp_path / "data.jsonl")
-    return small_run(model_folder, data, tmp_path / "head", features=str(tmp_path / "features"))
+def config(config, tmp_path):
+    return replace(config, features=str(tmp_path / "features"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -14,76 +14,18 @@ import torch
 from accelerate.state import AcceleratorState
 from models import random_head, target
 from safetensors.torch import load_file
-from training import Killed, kill_at, same_weights, small_run, weights, write_data
+from training import Killed, kill_at, same_weights, weights
 from transformers import LlamaConfig
 
 from treespec.api.load import load
+from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
 from treespec.heads.formats.engines import Served
 from treespec.heads.formats.export import export
 from treespec.model.target import Target
-from treespec.train.config import TrainConfig
 from treespec.train.data.batches import epoch_batches
-from treespec.train.loop.validate import rollout_agreement, validate
-from treespec.train.losses.eagle import eagle_objective
-from treespec.train.losses.teacher import Batch, counted
+from treespec.train.loop.validate import validate
 from treespec.train.run import train
-
-
-@pytest.fixture(scope="module")
-def data_file(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("train") / "data.jsonl")
-
-
-@pytest.fixture
-def config(model_folder, data_file, tmp_path):
-    return small_run(model_folder, data_file, tmp_path / "head")
-
-
-def test_the_drawn_five_token_shift():
-    """Token d and e are the assistant's: the pairs (f1, c) and (f2, d) count, drawn in train/losses/eagle.py."""
-    mask = torch.tensor([[False, False, False, True, True]])
-    assert counted(mask).tolist() == [[False, True, True]]
-    features = torch.arange(5.0)[None, :, None].expand(1, 5, 8)
-    pairs, wanted = features[:, :-2][counted(mask)], features[:, 1:-1][counted(mask)]
-    assert pairs[:, 0].tolist() == [1, 2]
-    assert wanted[:, 0].tolist() == [2, 3]
-
-
-def test_the_loss_is_smallest_at_the_targets_own_features():
-    model, generator = target("llama"), torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, 64, (2, 12), generator=generator)
-    features = model.features(tokens)
-    batch = Batch(tokens, torch.ones(2, 12, dtype=torch.bool), features, torch.tensor([12, 12]), generator)
-    config = TrainConfig(target="target", data="data", out="out")
-    right = features[:, 1:-1]
-    at_target = eagle_objective(config, model, lambda *_: [right], batch)
-    law = model.output_logits(right).softmax(-1)
-    assert float(at_target.parts["feature"]) == 0
-    assert float(at_target.parts["agreement"]) == 1
-    assert float(at_target.parts["token"]) == pytest.approx(float(-(law * law.log()).sum(-1).mean()), rel=1e-5)
-    off = eagle_objective(config, model, lambda *_: [right + 0.1 * torch.randn(right.shape)], batch)
-    assert off.parts["token"] > at_target.parts["token"]
-    assert float(off.total) == pytest.approx(float(off.parts["feature"] + 0.1 * off.parts["token"]))
-
-
-@torch.no_grad()
-def test_rollouts_all_at_once_equal_rollouts_one_by_one():
-    model = target("llama")
-    head, steps = random_head(model), 4
-    tokens = torch.randint(3, 64, (13,), generator=torch.Generator().manual_seed(5))
-    features = model.features(tokens[None])[0]
-    wanted = model.output_logits(features).argmax(-1)
-    together = rollout_agreement(head, model, tokens, features, steps)
-    assert len(together) == len(tokens) - steps - 1
-    for start in range(len(together)):
-        known = features[: start + 1]
-        for step in range(steps):
-            n = len(known)
-            hidden = head.step(tokens[1 : n + 1][None], known[None], torch.arange(n))[0, -1]
-            agrees = model.output_logits(hidden).argmax() == wanted[start + step + 1]
-            assert bool(together[start, step]) == bool(agrees)
-            known = torch.cat([known, hidden[None]])
 
 
 @torch.no_grad()
@@ -93,7 +35,9 @@ def test_predicted_acceptance_is_the_mean_run_of_agreement():
     tokens = torch.randint(3, 64, (60,), generator=torch.Generator().manual_seed(6))
     features = model.features(tokens[None])[0]
     result = validate(head, model, [(tokens, torch.ones(60, dtype=torch.bool), features)], 3)
-    agree = rollout_agreement(head, model, tokens, features, 3).tolist()
+    law = model.output_logits(features).argmax(-1)
+    rollout = [rows.argmax(-1) for rows in KINDS["eagle"].rollout(head, model, tokens, features, 3)]
+    agree = [[bool(rows[t] == law[t + step]) for step, rows in enumerate(rollout, 1)] for t in range(56)]
     runs = [next((i for i, good in enumerate(row) if not good), 3) for row in agree]
     assert result.positions == 56
     assert result.acceptance_length == pytest.approx(1 + sum(runs) / 56)
@@ -112,12 +56,10 @@ def test_a_killed_run_goes_on_to_the_same_weights(config, tmp_path, changes):
     assert same_weights(weights(killed), weights(whole))
 
 
-def test_a_finished_run_is_not_repeated_and_another_config_is_refused(config):
+def test_a_finished_run_is_not_repeated(config):
     first = train(replace(config, max_steps=1))
     again = train(replace(config, max_steps=1), kill_at(1))
     assert again == first
-    with pytest.raises(InputError, match=r"noise = 0\.1, not 0\.2"):
-        train(replace(config, max_steps=9, noise=0.2))
 
 
 def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, monkeypatch):
@@ -126,17 +68,6 @@ def test_no_room_for_features_is_said_before_any_is_written(config, tmp_path, mo
     with pytest.raises(InputError, match=r"features need .* GiB"):
         train(replace(config, features=str(tmp_path / "features")))
     assert not list((tmp_path / "features").glob("*.safetensors"))
-
-
-def test_training_makes_the_head_agree_with_the_target(config):
-    result = train(replace(config, max_steps=150, noise=0.0, batch_size=8, learning_rate=3e-3, token_weight=1.0))
-    before = validate_untrained(config)
-    assert result.agreement[0] > before.agreement[0] + 0.3
-    assert result.acceptance_length > before.acceptance_length + 0.3
-
-
-def validate_untrained(config):
-    return train(replace(config, out=config.out + "-untrained", max_steps=1, learning_rate=0.0))
 
 
 @pytest.mark.parametrize("more", [[], ["--shard-target", "--calibrate", "--features"]], ids=["whole", "sharded"])
@@ -213,5 +144,3 @@ def test_batches_cover_an_epoch_once_in_a_settled_order():
     assert batches != epoch_batches(lengths, 4, seed=1, epoch=3)
     seen = [i for batch in batches for i in batch]
     assert len(seen) == len(set(seen)) == 100
-    padding = sum(4 * max(lengths[i] for i in batch) - sum(lengths[i] for i in batch) for batch in batches)
-    assert padding < 0.05 * sum(lengths)

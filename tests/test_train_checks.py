@@ -1,4 +1,4 @@
-"""What training refuses before it loads a target, and how it says so: in a line that names the file or option."""
+"""What training refuses of its files and options, in a line that names the file or option."""
 
 import gzip
 import resource
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from training import Killed, kill_at, same_weights, small_run, weights, write_data
+from training import Killed, kill_at, same_weights, weights, write_data
 from transformers import AutoTokenizer
 
 from treespec.cli.train import stopped
@@ -16,11 +16,6 @@ from treespec.errors import InputError
 from treespec.heads.names import HeadError
 from treespec.model.target import Target
 from treespec.train.run import train
-
-
-@pytest.fixture
-def config(model_folder, tmp_path):
-    return small_run(model_folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head")
 
 
 @pytest.fixture
@@ -38,51 +33,6 @@ def refused(config, **changes):
         train(replace(config, **changes))
     assert "\n" not in str(told.value)
     return str(told.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"mixed_precision": "int3"}, "--mixed-precision is 'int3', must be no, bf16 or fp16"),
-        ({"tracker": "foo"}, "--tracker is 'foo', must be aim, "),
-        ({"tracker": "clearml"}, "pip install clearml"),
-        ({"data": "nowhere.jsonl"}, "cannot read nowhere.jsonl"),
-        ({"template": "vicunia"}, "vicunia"),
-        ({"head": "medusa", "bias": False}, "--no-bias is for --head eagle"),
-        ({"draft_heads": 3}, "--draft-heads is for --head medusa, hydra, hydra++: leave it out for eagle"),
-        ({"head": "meduza"}, "--head is 'meduza', must be one of eagle, eagle3, medusa"),
-        ({"head": "medusa", "draft_heads": 0}, "--draft-heads is 0"),
-        ({"head": "medusa", "head_layers": 2}, "--head-layers is for --head eagle3: leave it out for medusa"),
-        ({"head": "eagle3", "layer_family": "qwen2"}, "--layer-family is 'qwen2', must be llama or qwen3"),
-        ({"head": "eagle3", "norm_before_fc": True, "fc_norm": True}, "exclude each other"),
-        ({"patience": 3}, "--patience 3 needs --validate-every"),
-        ({"first_weights": "fitted", "from_head": "head"}, "leave --first-weights out"),
-        ({"feature_dtype": "int8"}, "--feature-dtype is of stored features"),
-    ],
-)
-@pytest.mark.usefixtures("no_target")
-def test_options_are_checked_before_the_target_is_loaded(config, changes, complaint):
-    assert complaint in refused(config, **changes)
-    assert not Path(config.out).exists()
-
-
-def test_a_target_that_is_not_there_is_one_line(config):
-    assert "nowhere" in refused(replace(config, target="nowhere/"))
-
-
-@pytest.mark.usefixtures("no_target")
-def test_a_file_in_the_place_of_a_folder_is_named(config, tmp_path):
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "head"):
-        assert (
-            refused(replace(config, out=str(path))) == f"--out {path}: {tmp_path / 'file'} is a file, not a directory"
-        )
-        assert refused(replace(config, features=str(path))).startswith(f"--features {path}: ")
-
-
-@pytest.mark.usefixtures("no_target")
-def test_the_folder_of_another_model_is_not_written_into(config):
-    assert "holds a model that was not trained there" in refused(replace(config, out=config.target))
 
 
 @pytest.mark.usefixtures("no_target")

@@ -1,6 +1,5 @@
 """What training reads: packed files, known data sets, answers that a limit cut; and the card that says so."""
 
-import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +8,10 @@ import pytest
 import torch
 from chat_templates import CHATML, byte_tokenizer, turns
 from safetensors.torch import load_file
-from training import checkpoint_of, same_weights, small_run, weights, write_data
+from training import checkpoint_of, same_weights, weights, write_data
 
 from treespec.api.load import load
-from treespec.draft.trained.load import FEW, FIELD, with_tokens
+from treespec.draft.trained.load import FEW, FIELD
 from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.text.conversations import Conversation, read_conversations
@@ -27,17 +26,8 @@ from treespec.train.start import RIDGE, fit_feature, sides, untrained
 
 
 @pytest.fixture
-def config(model_folder, tmp_path):
-    return small_run(model_folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head", max_steps=1)
-
-
-def test_a_packed_file_trains_the_same_head(config, tmp_path):
-    packed = tmp_path / "data.jsonl.gz"
-    packed.write_bytes(gzip.compress(Path(config.data).read_bytes()))
-    train(config)
-    other = replace(config, data=str(packed), out=str(tmp_path / "other"))
-    train(other)
-    assert same_weights(weights(config), weights(other))
+def config(config):
+    return replace(config, max_steps=1)
 
 
 def test_a_known_data_set_is_trained_on_by_its_name(config, tmp_path, monkeypatch):
@@ -51,34 +41,20 @@ def test_a_known_data_set_is_trained_on_by_its_name(config, tmp_path, monkeypatc
     assert same_weights(weights(config), weights(other))
 
 
-def test_an_answer_that_a_limit_cut_has_no_end_token_to_learn(tmp_path):
-    """Of two answers the first was cut: its end token is not counted, the second's is."""
+@pytest.mark.parametrize(("ended", "ends"), [(["max_new_tokens", "model"], 1), (["max_new_tokens"], 0)])
+def test_an_answer_that_a_limit_cut_has_no_end_token_to_learn(tmp_path, ended, ends):
+    """Of two answers the first was cut; where it is unclear which one was, no end token is learnt."""
     tokenizer, messages = byte_tokenizer(CHATML), turns(["u Hi", "a Hello", "u Bye", "a So long"])
-    line = {"messages": messages, "ended": ["max_new_tokens", "model"]}
     file = tmp_path / "data.jsonl"
-    file.write_text(json.dumps(line))
+    file.write_text(json.dumps({"messages": messages, "ended": ended}))
     (whole,), _ = encode_conversations(tokenizer, [Conversation(messages)], None, 100)
     (cut,), _ = encode_conversations(tokenizer, read_conversations(file)[0], None, 100)
     assert torch.equal(whole.input_ids, cut.input_ids)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    differing = (whole.loss_mask != cut.loss_mask).nonzero().flatten().tolist()
-    assert len(differing) == 1
-    assert whole.input_ids[differing[0]] == end
-    counted = [int(token) for token in cut.input_ids[cut.loss_mask]]
-    assert counted.count(end) == 1
-    assert counted[-1] == end
-
-
-def test_where_it_is_unclear_which_answer_was_cut_no_end_token_is_learnt(tmp_path):
-    """`ended` names another number of answers than the text has."""
-    tokenizer, messages = byte_tokenizer(CHATML), turns(["u Hi", "a Hello", "u Bye", "a So long"])
-    file = tmp_path / "data.jsonl"
-    file.write_text(json.dumps({"messages": messages, "ended": ["max_new_tokens"]}))
-    (example,), _ = encode_conversations(tokenizer, read_conversations(file)[0], None, 100)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    counted = example.input_ids[example.loss_mask].tolist()
-    assert counted
-    assert end not in counted
+    unlearnt = whole.input_ids[whole.loss_mask != cut.loss_mask].tolist()
+    assert unlearnt == [end] * (2 - ends)
+    assert cut.input_ids[cut.loss_mask].tolist().count(end) == ends
+    assert (int(cut.input_ids[cut.loss_mask][-1]) == end) == bool(ends)
 
 
 def test_a_head_directory_holds_its_own_weights_alone_and_drafts(config):
@@ -90,6 +66,7 @@ def test_a_head_directory_holds_its_own_weights_alone_and_drafts(config):
     assert {value.dtype for value in stored.values()} == {torch.float16}
     spec = load(config.target, config.out, "chain:3", "topk", dtype="float32")
     assert spec.head.embed_tokens.weight is spec.target.model.get_input_embeddings().weight
+    assert len(spec.head.config[FIELD]) >= FEW
     said = spec.generate("question 001", max_new_tokens=12).token_ids
     assert said == spec.baseline().generate("question 001", max_new_tokens=12).token_ids
 
@@ -152,13 +129,6 @@ def test_a_head_may_begin_by_passing_its_feature_on(config):
 
     torch.manual_seed(0)
     assert change(first_weights="feature") < 0.3 < change()
-
-
-def test_a_new_head_tells_tokens_of_its_target(config):
-    model = Target.load(config.target, dtype="float32")
-    told = untrained(config, model).config[FIELD]
-    assert told == with_tokens({}, model)[FIELD]
-    assert len(told) >= FEW
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -19,7 +19,6 @@ from training import (
     kill_at,
     killed,
     same_weights,
-    small_run,
     weights,
     write_data,
 )
@@ -34,9 +33,8 @@ PLACES = (0.02, 0.3, 0.7, 0.97)  # of the flipped bytes, as shares of a file: he
 
 
 @pytest.fixture
-def config(model_folder, tmp_path):
-    data = write_data(tmp_path / "data.jsonl")
-    return small_run(model_folder, data, tmp_path / "head", features=str(tmp_path / "features"))
+def config(config, tmp_path):
+    return replace(config, features=str(tmp_path / "features"))
 
 
 def refused(config):

@@ -13,29 +13,19 @@ from training import (
     kill_at,
     killed,
     same_weights,
-    small_run,
     weights,
-    write_data,
 )
-from transformers import LlamaConfig
 
 from treespec.api.load import load
 from treespec.errors import InputError
 from treespec.files.atomic import read_json, read_tensors, write_json, write_tensors
 from treespec.heads.checkpoint import load_head
-from treespec.heads.formats.engines import Served
-from treespec.heads.formats.export import export
 from treespec.heads.names import head_folder
 from treespec.train.data.batches import batches_from
 from treespec.train.files.checkpoints import all_in
 from treespec.train.loop import gradient
 from treespec.train.loop.gradient import forwards, forwards_each
 from treespec.train.run import train
-
-
-@pytest.fixture
-def config(model_folder, tmp_path):
-    return small_run(model_folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head")
 
 
 def steps_in(config):
@@ -142,7 +132,7 @@ def test_a_finished_run_goes_on_where_it_is_given_more_steps(config):
     assert same_weights(first, weights(config))
 
 
-def test_a_checkpoint_of_a_run_that_goes_on_is_a_head(config, tmp_path):
+def test_a_checkpoint_of_a_run_that_goes_on_is_a_head(config):
     killed(config, 3)
     assert load_head(checkpoint_of(config)).fc.weight.dtype == torch.float32
     assert head_folder(config.out) == checkpoint_of(config)
@@ -150,6 +140,3 @@ def test_a_checkpoint_of_a_run_that_goes_on_is_a_head(config, tmp_path):
     said = spec.generate("question 001", max_new_tokens=12, temperature=0.0)
     assert said.token_ids == spec.baseline().generate("question 001", max_new_tokens=12, temperature=0.0).token_ids
     assert said.stats.drafted[0] > 0
-    served = Served.of(config.target, LlamaConfig.from_pretrained(config.target))
-    weight = spec.target.model.get_input_embeddings().weight
-    assert export(str(checkpoint_of(config)), "sglang", tmp_path / "exported", served, lambda: weight).compared > 0

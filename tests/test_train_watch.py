@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from training import folder_of, small_run, weights, write_data
+from training import folder_of, weights
 
 from treespec.api.load import load
 from treespec.draft.trained.kinds import KINDS
@@ -19,11 +19,6 @@ from treespec.train.loop.meter import Averages
 from treespec.train.loop.validate import Validation, decoded_length, prompts_of
 from treespec.train.losses.teacher import Loss
 from treespec.train.run import train
-
-
-@pytest.fixture
-def config(model_folder, tmp_path):
-    return small_run(model_folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head")
 
 
 def lines_of(config):

@@ -14,40 +14,18 @@ from treespec.api.load import load
 from treespec.heads.checkpoint import load_head
 from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.layers import Attention, Rotary
-from treespec.heads.unrolled import UnrolledAttention, attend_rows
+from treespec.heads.unrolled import UnrolledAttention
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
 from treespec.train.losses.eagle import eagle3_objective
-from treespec.train.losses.teacher import Batch, drafted_laws
+from treespec.train.losses.teacher import Batch
 from treespec.train.run import train
 
 SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds likeliest, not all
-SEEN = """
-x . . . .   x . . . .   x . .
-x x . . .   . x . . .   . x .
-x x x . .   . . x . .   . . x
-"""
 
 
 def text(length, seed=0, batch=2):
     return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def test_a_row_sees_what_is_drawn():
-    """The drawing of heads/unrolled.py against the values that move a row's output."""
-    drawn = torch.tensor([[mark == "x" for mark in row.split()] for row in SEEN.split("\n") if row])
-    generator = torch.Generator().manual_seed(0)
-    q, keys = torch.randn(1, 2, 3, 4, generator=generator), torch.randn(1, 1, 5, 4, generator=generator)
-    values = [torch.randn(1, 1, n, 4, generator=generator) for n in (5, 5, 3)]
-    later = [torch.randn(1, 1, 3, 4, generator=generator) for _ in range(2)]
-
-    def out(first, *own):
-        values = [v[:, :, :3] for v in (first, *own)]
-        return attend_rows(q, keys[:, :, :3], values[0], list(zip(later, values[1:], strict=True)))
-
-    slopes = torch.autograd.functional.jacobian(out, tuple(values))
-    moved = torch.cat([s.abs().sum((0, 1, 3, 4, 5, 7)) > 0 for s in slopes], dim=1)  # [rows, columns of all steps]
-    assert torch.equal(moved, drawn)
 
 
 @pytest.mark.parametrize("block", [2, 3, 256])
@@ -133,16 +111,6 @@ def test_drafts_from_every_position_at_once_equal_each_alone_and_so_do_gradients
         assert (ours - alone).abs().max() < 1e-3 * alone.abs().max(), name
 
 
-def test_the_first_steps_feature_learns_from_the_last_steps_law():
-    """Through the recurrence alone: `fc` is used before step 1 only, and moves the law of step 3."""
-    model = target("llama")
-    head = random_eagle3(model)
-    tokens = text(8)
-    counts = torch.ones(2, 6, dtype=torch.bool)
-    logits = logits_of(head, tokens, model.features(tokens, head.taps)[:, :-2], counts, 3)
-    assert torch.autograd.grad(logits[2].square().sum(), head.fc.weight)[0].abs().max() > 0
-
-
 @torch.no_grad()
 def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
     """Against plain loops over texts, steps and rows, where the target's top token can be drafted: to 1e-5."""
@@ -167,30 +135,6 @@ def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
         crosses = [-(law * row.log_softmax(-1)).sum() for law, row in zip(laws, rows, strict=True)]
         total += 0.5**step * float(sum(crosses)) / len(crosses)
     assert float(found.total) == pytest.approx(total, abs=1e-5)
-
-
-@torch.no_grad()
-def test_laws_over_the_draft_vocabulary_are_the_targets_where_its_likeliest_token_is_drafted():
-    model = target("llama")
-    states = model.features(text(20))[0]
-    whole = model.output_logits(states).softmax(-1)
-    drafted, laws = drafted_laws(model, states, SOME)
-    assert drafted.tolist() == [likeliest in SOME for likeliest in whole.argmax(-1)]
-    assert 0 < laws.count == drafted.sum() < 20
-    torch.testing.assert_close(laws.of(slice(1, 9)), whole[drafted][1:9, SOME])
-
-
-def test_a_batch_in_which_nothing_counts_has_no_loss_and_a_gradient_for_every_weight():
-    model = target("llama")
-    head = random_eagle3(model)
-    tokens = text(6)
-    features, nothing = model.features(tokens, head.taps, last=True), torch.zeros(2, 6, dtype=torch.bool)
-    batch = Batch(tokens, nothing, features, torch.tensor([6, 6]), torch.Generator(), steps=7)
-    config = TrainConfig(target="target", data="data", out="out", head="eagle3")
-    total, _ = eagle3_objective(config, model, head, batch)
-    assert float(total.detach()) == 0
-    total.backward()
-    assert all(p.grad is not None and not p.grad.any() for p in head.parameters() if p.requires_grad)
 
 
 def test_a_draft_vocabulary_is_part_of_the_head_and_its_rows_begin_as_the_targets(model_folder, tmp_path, capsys):

@@ -24,9 +24,9 @@ from treespec.decoding import decode
 from treespec.decoding.sequence import Request
 from treespec.shaping import sampling
 from treespec.shaping.sampling import SamplingParams, probs
-from treespec.trees.tree import Draws, TokenTree
-from treespec.verify import rrs_wo
-from treespec.verify.laws import counts, keep_first, without
+from treespec.trees.tree import TokenTree
+from treespec.verify import rrs
+from treespec.verify.laws import without
 from treespec.verify.walk import Verifier
 
 Text = tuple[int, ...]
@@ -99,14 +99,13 @@ def judge_all(verifier: Any, trees: Any, logits: Any, laws: Any, generators: Seq
 JUDGE = decode.judge_all
 
 
-def in_turn(q: Tensor, k: int | Tensor, generator: Oracle) -> Draws:
+def in_turn(q: Tensor, width: int, generator: Oracle) -> Tensor:
     """Distinct draws for `rrs-wo`, which itself makes independent ones and drops repeats."""
-    width, number = counts(q, k)
     tokens = torch.empty(len(q), 0, dtype=torch.int64)
     for _ in range(width):
         token = sample(without(q, tokens), generator)[:, None]
         tokens = torch.cat([tokens, token.masked_fill(token >= q.shape[-1], -1)], dim=1)
-    return Draws(keep_first(tokens, number))
+    return tokens
 
 
 @contextmanager
@@ -119,7 +118,7 @@ def behind_every_draw() -> Iterator[None]:
             for module in modules:
                 if vars(module).get(ours.__name__) is theirs:
                     stack.enter_context(mock.patch.object(module, ours.__name__, ours))
-        stack.enter_context(mock.patch.multiple(rrs_wo, SPARE=1, independent=in_turn))
+        stack.enter_context(mock.patch.multiple(rrs, SPARE=1, independent=in_turn))
         stack.enter_context(mock.patch.object(decode, "judge_all", judge_all))
         yield
 

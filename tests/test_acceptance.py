@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treespec.api.spec import Spec
 from treespec.draft.proposer import Frontier
-from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.trained.proposers import EagleProposer
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, Case, cases, sweeps
 from treespec.eval.acceptance.plot import axes, panels

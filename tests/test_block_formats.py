@@ -6,8 +6,8 @@ from models import follow, target
 from test_block_heads import TEXT, dflash, p_eagle
 from test_formats import write
 
-from treespec.draft.trained.block import BlockProposer
 from treespec.draft.trained.load import trained_head
+from treespec.draft.trained.proposers import BlockProposer
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 from treespec.heads.formats.block import spaced
 from treespec.heads.known import kind_of, levels_of

@@ -14,7 +14,7 @@ from treespec.api.calibrate import Row, calibrate, logistic, outcomes, own_rates
 from treespec.draft.calibration import FILE, FORMAT, Calibration, load_calibration, save_calibration
 from treespec.draft.models.model import ModelProposer
 from treespec.draft.outlines import features, outline
-from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.trained.proposers import EagleProposer
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
 from treespec.model.target import Target

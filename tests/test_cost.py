@@ -22,7 +22,7 @@ from treespec.draft.cost.measure import (
 from treespec.draft.cost.model import SMALL, Cost, measured_batch
 from treespec.draft.cost.running import Correction, CostModel, CostModels, Prediction, bounded
 from treespec.draft.cost.timing import FORMAT, costs_in
-from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.trained.proposers import EagleProposer
 from treespec.files.atomic import write_json
 from treespec.model.target import Target
 from treespec.trees.likeliest import expected_length

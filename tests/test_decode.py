@@ -11,8 +11,7 @@ from models import CONFIGS, random_head, random_model, target
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import Cost
-from treespec.draft.fits import default_tree
-from treespec.draft.pairing import check_pair
+from treespec.draft.pairing import check_pair, default_tree
 from treespec.errors import InputError
 from treespec.model.target import Target
 from treespec.trees.dynamic import DynamicTree

@@ -13,7 +13,7 @@ from treespec.draft.cost.model import Cost
 from treespec.draft.proposer import Frontier
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.trained.load import fit
-from treespec.draft.trained.states import HydraProposer
+from treespec.draft.trained.proposers import HydraProposer
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.eval.acceptance.sources import logits_of

@@ -11,7 +11,7 @@ from enumeration import STOCHASTIC
 from models import TableConfig, TableModel, draft_tree, follow, random_head
 from scipy.stats import chi2_contingency
 
-from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, TargetDistributions, probs

@@ -18,7 +18,7 @@ from treespec.eval.acceptance import otm_lp
 from treespec.shaping import sampling
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import Drafts, Draws, TokenTree
-from treespec.verify import greedy, is_lp, kseq, laws, rrs_wo, spechub, topk
+from treespec.verify import greedy, is_lp, kseq, laws, rrs, spechub, topk
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Walk
 
@@ -78,14 +78,14 @@ TWICE = """accepted = torch.zeros_like(p).scatter(1, draws.tokens, p.gather(1, d
         return accepted + (1 - accepted.sum(-1, keepdim=True)) * p\n"""
 
 MUTATIONS = [
-    Mutation("single", 1, "residual p", laws, "answer(p, subtract(p, q, weight)", "answer(p, p.clone()"),
+    Mutation("single", 1, "residual p", laws, "accepted, subtract(p, q, weight)", "accepted, p.clone()"),
     Mutation("single", 1, "always accepted", laws, ".clamp(max=1)", ".clamp(min=1, max=1)"),
     Mutation("rrs", 2, "residual not taken", laws, "left = subtract(left, q, weight)", "left = left.clone()"),
     Mutation("rrs", 2, "residual not normalised", laws, "scale(q, present) * mass", "scale(q, present)"),
     Mutation(
         "rrs", 3, "laws of other draws", laws, "first_laws(q, k).unbind(1)", "first_laws(q, k).flip(1).unbind(1)", True
     ),
-    Mutation("rrs-wo", 2, "q with earlier draws", rrs_wo, "q = without(q, token)", "q = q.clone()"),
+    Mutation("rrs-wo", 2, "q with earlier draws", rrs, "q = without(q, token)", "q = q.clone()"),
     Mutation("rrs-wo", 3, "q not normalised", laws, *DIVIDED),
     Mutation("kseq", 3, "ρ = 1", kseq, "rho = smallest_rho(p, q, number)", "rho = torch.ones_like(p[:, :1]).double()"),
     Mutation(
@@ -151,7 +151,7 @@ def test_masses_that_do_not_sum_to_1_must_be_normalised(name: str) -> None:
 def test_tokens_there_for_sure_must_leave_the_law_of_the_draws() -> None:
     p, q = map(law, CASES["plain"])
     old = "return without(q, tops),"
-    broken = scheme_in(mutant(rrs_wo, (old, "return q,")), "rrs-wo")
+    broken = scheme_in(mutant(rrs, (old, "return q,")), "rrs-wo")
     rest = [0, *q.tolist()[1:]]  # the likeliest token comes last, for sure
     found = [((*draws, 0), mass) for draws, mass in sequential(rest, 2) if mass > 0]
     sure = torch.tensor([False, False, True])

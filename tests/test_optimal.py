@@ -113,7 +113,7 @@ def test_cells_are_as_fine_where_little_of_the_draft_is_left(mass: float) -> Non
 def p_values(of: ModuleType, p: Tensor, q: Tensor, k: int, exact: int, draws: int) -> tuple[float, float]:
     """Of scores being uniform (Kolmogorov and Smirnov) and of the selected token having the law x (χ²). p, q: [V]."""
     generator = torch.Generator().manual_seed(3)
-    tokens = independent(q[None], draws * k, generator).tokens
+    tokens = independent(q[None], draws * k, generator)
     place, coin = torch.rand(2, 1, draws * k, generator=generator, dtype=q.dtype)
     _, cell, coupled = couple(p[None], q[None], k, exact)
     scores = of.scores(coupled, cell.gather(1, tokens), place, coin).view(-1, k)

@@ -14,7 +14,7 @@ from torch import Tensor
 from treespec.draft.calibration import DRAWS, TOPS, Calibration
 from treespec.draft.outlines import outline
 from treespec.draft.pairing import check_pair
-from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.errors import InputError
 from treespec.heads.eagle import EagleHead
@@ -25,7 +25,7 @@ from treespec.trees.sampled import SampledTree, allot
 from treespec.trees.tree import Draws, TokenTree
 from treespec.verify.facts import NAMES
 from treespec.verify.registry import verifier_by_name
-from treespec.verify.rrs_wo import RRSWithoutReplacement
+from treespec.verify.rrs import RRSWithoutReplacement
 
 ERROR = 1e-4  # probability that a χ² fails by chance
 COUNTS = [(draws, tops) for draws in range(3) for tops in range(3)]

@@ -8,7 +8,7 @@ from treespec.api.spec import Spec
 from treespec.draft.drafter import Drafter
 from treespec.draft.per_text import PerText
 from treespec.draft.source import source_for
-from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.trained.proposers import EagleProposer
 from treespec.trees.tree import root_only
 
 

@@ -20,7 +20,7 @@ from treespec.draft.grow.drawn import Sampled
 from treespec.draft.grow.fixed import draft_laws
 from treespec.draft.grow.growth import Growth
 from treespec.draft.outlines import outline
-from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.draft.vocabulary import restrict
 from treespec.model.target import Target

@@ -11,14 +11,13 @@ from enumeration import CASES, law, outcomes
 from oracle import verdict_texts
 from verdicts import Drawn, Shape, Tables, Text, expected_length, random_tables, trees, walk
 
-from treespec.errors import InputError
 from treespec.trees.static import StaticTree, balanced, chain
 from treespec.trees.tree import Draws
 from treespec.verify.block import Block
 from treespec.verify.greedy import Greedy
 from treespec.verify.layer import Layer
-from treespec.verify.partial import LayerScheme
 from treespec.verify.registry import SCHEMES
+from treespec.verify.scheme import LayerScheme
 from treespec.verify.single import Single
 from treespec.verify.traversal import Traversal
 from treespec.verify.walk import Verifier
@@ -243,9 +242,3 @@ def test_a_node_whose_draw_is_absent_is_a_leaf(verifier: Verifier) -> None:
     """Whatever stands in the slots below it."""
     drawn = Drawn(CHAIN, DENSE, {(): (1,), (0,): (-1,), (0, 0): (0,)}, {(): (), (0,): (1,)})
     assert deviation(production(verifier)(drawn), verdicts.block(drawn)) < EXACT
-
-
-def test_block_verification_refuses_two_draws_at_a_node() -> None:
-    drawn, _ = next(trees("rrs-wo", ONE_LEVEL, DENSE))
-    with pytest.raises(InputError, match="at most 1 draws"):
-        Block()(*drawn.tensors(), torch.Generator())

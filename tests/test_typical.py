@@ -13,7 +13,7 @@ from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import Draws, TokenTree
-from treespec.verify.typical import Typical
+from treespec.verify.topk import Typical
 from treespec.verify.walk import Walk
 
 

@@ -13,7 +13,7 @@ from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.model_free.suffix_cache import SuffixCaches
 from treespec.draft.options import SuffixOptions
 from treespec.draft.source import Source
-from treespec.draft.trained.eagle import EagleProposer
+from treespec.draft.trained.proposers import EagleProposer
 from treespec.errors import InputError
 from treespec.model.target import Target
 

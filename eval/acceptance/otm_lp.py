@@ -15,8 +15,7 @@ from torch import Tensor
 
 from treespec.errors import InputError
 from treespec.trees.tree import Draws
-from treespec.verify.laws import answer, check, counts, independent
-from treespec.verify.scheme import Chance, Drawing, Scheme
+from treespec.verify.laws import Independent, answer
 
 LARGEST = 5000  # sets of drawn tokens, the rows of a program
 
@@ -103,7 +102,7 @@ def _rows(law: Tensor) -> list[Law]:
 
 @final
 @dataclass(frozen=True)
-class OtmLp(Scheme):
+class OtmLp(Independent):
     """Independent draws, and the plan that accepts most of all plans, by a linear program.
 
     Programs are solved row by row on the host. `plan` and `acceptance_rate` raise InputError where
@@ -111,15 +110,8 @@ class OtmLp(Scheme):
     """
 
     name: ClassVar[str] = "otm-lp"
-    drawing: ClassVar[Drawing] = "with replacement"
-    chance: ClassVar[Chance | None] = "independent"
-
-    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        check(self, q, counts(q, k)[0])
-        return independent(q, k, generator)
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        check(self, q, draws.tokens.shape[1])
         accepted, left = [], []
         for row_p, row_q, row in zip(_rows(p), _rows(q), draws.tokens.tolist(), strict=True):
             tokens = [x for x in row if x >= 0]
@@ -131,6 +123,5 @@ class OtmLp(Scheme):
         return answer(p, rest, every_token, probabilities)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        check(self, q, k)
         rows = zip(_rows(p), _rows(q), strict=True)
         return p.new_tensor([solve(row_p, row_q, k).rate for row_p, row_q in rows])

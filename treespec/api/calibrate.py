@@ -24,7 +24,7 @@ from treespec.text.ending import Ending
 from treespec.trees.static import StaticTree, eagle
 from treespec.trees.tree import TokenTree
 from treespec.verify.laws import rejections, without
-from treespec.verify.rrs_wo import RRSWithoutReplacement, laws_of
+from treespec.verify.rrs import RRSWithoutReplacement, laws_in_turn
 from treespec.verify.scheme import Scheme
 from treespec.verify.walk import Verdict, Walk
 
@@ -135,7 +135,7 @@ def tried(p: Tensor, q: Tensor, depth: int, generator: torch.Generator) -> tuple
     for j in range(TOPS + 1):
         rest = without(q, best[:, :j])
         tokens = RRSWithoutReplacement().draw(rest, DRAWS, generator).tokens
-        mass = rejections(p, laws_of(rest, tokens), tokens)[0]
+        mass = rejections(p, laws_in_turn(rest, tokens), tokens)[0]
         accepted.append(mass)
         room.append((1 - hit[:, :j].sum(-1, keepdim=True) - mass.cumsum(-1) + mass).clamp(min=1e-6))
     return top, hit.cpu(), draw, torch.stack(accepted, dim=1).cpu(), torch.stack(room, dim=1).cpu()

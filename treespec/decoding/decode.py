@@ -19,8 +19,7 @@ from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.shaping.distribution import Path, node_paths
 from treespec.trees.tree import TokenTree, root_only
-from treespec.verify.together import judge_all
-from treespec.verify.walk import Verdict, Verifier
+from treespec.verify.walk import Verdict, Verifier, judge_all
 
 UNREAD = Verdict([], [0])
 NOT_NUMBERS = (

@@ -1,14 +1,14 @@
 """The seam of drafting: whatever proposes a token tree for each of B texts."""
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from treespec.draft.per_text import PerText
+from treespec.draft.per_text import Observer
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from treespec.draft.cost.model import CostBy
 
 
-class Drafter(PerText, ABC):
+class Drafter(Observer):
     """Observes B texts, one at first, and drafts for them.
 
     The calls of a cycle: draft_trees, settle, observe.
@@ -38,24 +38,9 @@ class Drafter(PerText, ABC):
     forward_seconds: float = 0.0
 
     @property
-    def models(self) -> Sequence[nn.Module]:
-        """The draft models that it computes with besides the target, if it is no `TreeDrafter`."""
-        return ()
-
-    @property
     def timed(self) -> bool:
         """Whether the trees depend on measured times."""
         return False
-
-    @property
-    @abstractmethod
-    def taps(self) -> tuple[int, ...]:
-        """Target layers whose inputs it observes as features; () is the last hidden state."""
-
-    @property
-    @abstractmethod
-    def lengths(self) -> list[int]:
-        """Observed positions, by text."""
 
     def enter(self, memory: str | None) -> None:
         """A text begins in the only row. memory: which answers it may draft from; None: from none.
@@ -89,20 +74,6 @@ class Drafter(PerText, ABC):
 
         paths: by text, without the root.
         """
-
-    @abstractmethod
-    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        """Each text grew by n positions: their features [n, H], and their tokens and one more,
-        [n + 1].
-        """
-
-    @abstractmethod
-    def rewind(self, lengths: Sequence[int]) -> None:
-        """Other texts begin. They share the first `lengths` observed positions."""
-
-    @abstractmethod
-    def new(self) -> Self:
-        """Another drafter with the same options and one text, of which it has observed nothing."""
 
     def paced(self, times: "CostBy") -> "Drafter":
         """As `new`, for a verifier that takes any tree. It drafts no more than pays, if it can.

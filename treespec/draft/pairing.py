@@ -1,22 +1,130 @@
 """Which verifier, tree and drafter go together. It checks names and small files, not weights.
 
-A policy's own rules are those of `treespec.draft.fits`. This module must not load torch.
+This module must not load torch before it needs a scheme's code.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treespec.draft.drafters import DRAFTERS, DrafterSpec
-from treespec.draft.fits import DraftModel, check_fit
 from treespec.errors import InputError
 from treespec.heads.known import kind_in, levels_in
+from treespec.trees.auto import AutoTree
 from treespec.trees.shape import Policy
 from treespec.trees.static import chain
 from treespec.verify.facts import SCHEMES, Facts, Known, is_paced, stands_for
 
 if TYPE_CHECKING:
+    from treespec.draft.calibration import Calibration
     from treespec.verify.scheme import Scheme
     from treespec.verify.walk import Verifier
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """What the pairing rules ask about a draft model, known before its weights are read.
+
+    several: whether these are several models that take turns.
+    trained: whether it is a trained head.
+    deepest: the largest number of levels that it drafts; None: any number.
+    calibrated: whether the head's directory has a calibration.json.
+    at_once: whether the law of a level depends on the text alone, so that all are known at first.
+    """
+
+    several: bool = False
+    trained: bool = False
+    deepest: int | None = None
+    calibrated: bool = False
+    at_once: bool = False
+
+
+def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel) -> None:
+    """Raises InputError where policy, scheme and draft model cannot be paired."""
+    # 1. Draft models that take turns have a distribution each.
+    if model.several and policy.one_law:
+        raise InputError(
+            "draft models that take turns need a tree of fixed shape: take --tree eagle or 2x4"
+        )
+    if model.several and not (scheme.deterministic or scheme.law_per_draw):
+        raise InputError(
+            f"verifier {scheme.name} takes one draft law a node, several draft models have one "
+            "each: take --verifier rrs, is-lp or topk"
+        )
+
+    # 2. Where children come from.
+    if policy.at_once and not model.at_once:
+        raise InputError(
+            f"the tree {policy.name} needs a head that drafts all levels at once (medusa, dflash, "
+            "p-eagle): take --tree dynamic with --verifier topk, or --tree eagle"
+        )
+    if not (policy.may_draw or scheme.deterministic):
+        raise InputError(
+            f"the {policy.name} tree cannot go with verifier {scheme.name}: it keeps children by "
+            "the probability of what was drawn, which biases sampled draws; take --tree eagle (or "
+            "another static tree), or --verifier topk"
+        )
+    if policy.sure_tokens and not scheme.sure_tokens:
+        raise InputError(
+            f"the {policy.name} tree cannot go with verifier {scheme.name}: it takes tops and "
+            "draws from the rest of the draft law, which rrs-wo, traversal and optimal answer; "
+            "take one of them, or --tree eagle"
+        )
+
+    # 3. Its width and depth.
+    draws, most = policy.max_draws, scheme.max_draws
+    if draws and most and draws > most:
+        remedy = "chain:5" if most == 1 else f"balanced:{most}x3"
+        raise InputError(
+            f"verifier {scheme.name} answers at most {most} draws a node, this tree makes {draws}; "
+            f"take --tree {remedy}"
+        )
+    deepest, levels = model.deepest, policy.max_depth
+    if deepest is not None and levels > deepest and not policy.at_once:
+        form = "chain:" if policy.name == "static" else f"{policy.name}:depth="
+        raise InputError(
+            f"the tree is {levels} deep, the head drafts {deepest} tokens: take --tree "
+            f"{form}{deepest}"
+        )
+
+    # 4. A calibration.
+    if policy.sure_tokens and not model.calibrated:
+        make_it = "make it with treespec calibrate, or take"
+        remedy = make_it if model.trained else "without a head take"
+        raise InputError(
+            f"the {policy.name} tree needs a head's calibration.json: {remedy} --tree eagle"
+        )
+
+
+def default_tree(
+    scheme: "Scheme",
+    deepest: int | None = None,
+    calibration: "Calibration | None" = None,
+    several: bool = False,
+    paced: bool = False,
+) -> Policy:
+    """The tree without `--tree`: one chosen by its cost where acceptance rates are known, else the scheme's.
+
+    Rates are known for deterministic children. With a head's calibration they are known for draws
+    that are accepted in turn.
+    deepest: levels that can be drafted; None: any number. several: whether draft models take turns;
+    their tree has a fixed shape. paced: whether the verifier takes any tree; then `auto` guesses
+    unknown rates and learns them from the text.
+    """
+    calibrated = calibration is not None and bool(calibration.rates)
+    known = scheme.deterministic or (scheme.accepted_in_turn and calibrated)
+    if (known or paced) and not several:
+        return AutoTree(depth=min(AutoTree.depth, deepest or AutoTree.depth))
+    return scheme.default_tree.cut(deepest) if deepest else scheme.default_tree
+
+
+def verifier_for(verifier: "Verifier", several: bool, tree: Policy | None) -> "Verifier":
+    """The verifier that `auto` stands for. Some trees and several draft models need another one."""
+    from treespec.verify.registry import scheme_by_name
+    from treespec.verify.walk import Walk
+
+    name = stands_for(verifier, several, tree)
+    return Walk(scheme_by_name(name)) if name else verifier
 
 
 def check_named(spec: DrafterSpec, verifier: "Known | Verifier", tree: Policy | None) -> None:

@@ -1,8 +1,11 @@
 """State of texts that are decoded together: one row a text. Rows come and go."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain
 from typing import Self
+
+from torch import Tensor, nn
 
 
 class PerText:
@@ -31,3 +34,36 @@ class PerText:
                 setattr(self, name, [own[row] for row in rows])
             else:
                 own.select(rows)
+
+
+class Observer(PerText, ABC):
+    """Observes B texts, one at first, and drafts for them."""
+
+    @property
+    @abstractmethod
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose inputs it observes as features; () is the last hidden state."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> list[int]:
+        """Observed positions, by text."""
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The draft models that it computes with besides the target."""
+        return ()
+
+    @abstractmethod
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        """Each text grew by n positions: their features [n, H], and their tokens and one more,
+        [n + 1].
+        """
+
+    @abstractmethod
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths` observed positions of each text; other texts may follow them."""
+
+    @abstractmethod
+    def new(self) -> Self:
+        """Another one with the same models and options and one text, of which nothing is observed."""

@@ -1,15 +1,15 @@
 """The seam of draft models: draft logits for tree nodes, a level at a time."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from treespec.draft.per_text import PerText
+from treespec.draft.per_text import Observer
 
 if TYPE_CHECKING:
     from treespec.heads.head import Head
@@ -45,7 +45,7 @@ def aligned(
     return pad_sequence(tokens, batch_first=True), pad_sequence(parents, batch_first=True), sizes
 
 
-class Proposer(PerText, ABC):
+class Proposer(Observer):
     """Observes B texts, one at first, and drafts for them.
 
     The calls of a cycle: begin, extend for each level, observe.
@@ -90,11 +90,6 @@ class Proposer(PerText, ABC):
         drafted = self.vocab_size if self.vocabulary is None else len(self.vocabulary)
         return [self.head.config if self.head else None, drafted]
 
-    @property
-    @abstractmethod
-    def lengths(self) -> list[int]:
-        """Observed positions, by text."""
-
     @abstractmethod
     def begin(self, roots: Tensor, cache: "TreeCache") -> list[Tensor | None]:
         """For each text [1, N] draft logits for the children of its root.
@@ -111,17 +106,3 @@ class Proposer(PerText, ABC):
     def levels(self, row: int) -> Tensor:
         """[D, N] draft logits of all levels of a text's tree, between `begin` and `extend`."""
         raise TypeError(f"{type(self).__name__} drafts level by level")
-
-    @abstractmethod
-    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        """Each text grew by n positions: their features [n, H], and their tokens and one more,
-        [n + 1].
-        """
-
-    @abstractmethod
-    def rewind(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths` observed positions of each text."""
-
-    @abstractmethod
-    def new(self) -> Self:
-        """Another proposer over the same models and one text, of which nothing is observed."""

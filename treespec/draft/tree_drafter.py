@@ -16,13 +16,13 @@ from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import CostBy
 from treespec.draft.cost.running import Choice
 from treespec.draft.drafter import Drafter
-from treespec.draft.fits import DraftModel, check_fit
 from treespec.draft.grow.auto import AutoBuilder
 from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.grow.growth import Growth, grow_together, ungrown
 from treespec.draft.grow.shaped import below_chain, grow_shaped, in_drafts, shape_drafts, with_chain
 from treespec.draft.model_free.budget import reached
 from treespec.draft.model_free.one_hot import OneHotDrafter
+from treespec.draft.pairing import DraftModel, check_fit
 from treespec.draft.proposer import Frontier, Proposer
 from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from treespec.shaping.sampling import TargetDistributions, happens, sample
 from treespec.trees.tree import TokenTree
-from treespec.verify.laws import check, normalise
+from treespec.verify.laws import normalise
 from treespec.verify.scheme import Scheme
 from treespec.verify.single import Single
 from treespec.verify.walk import Verdict, follow
@@ -29,8 +29,7 @@ class Block:
         R_i = (w_i p - q)+, of mass r_i          q is 0 where a node has no draw
         node i is kept with r_i / (r_i + 1 - w_i), and the next token comes from R_i
 
-    A draw without a node is kept with its weight; no token follows it. The host waits once. Raises
-    InputError where a node has two draws.
+    A draw without a node is kept with its weight; no token follows it. The host waits once.
     """
 
     name: ClassVar[str] = "block"
@@ -44,7 +43,6 @@ class Block:
             return follow(tree, sample(p[:], generator))
         p = p[:]
         nodes, tokens = tree.drafts.nodes, tree.drafts.draws.tokens
-        check(self.scheme, tree.drafts.q, tokens.shape[1])
 
         # 1. The draw below each node [N] and its law [N, V].
         draw = torch.full_like(tree.tokens, -1).index_copy(0, nodes, tokens[:, 0])
@@ -66,6 +64,9 @@ class Block:
         # 4. The path to it, in one copy to the host.
         kept, token, *drawn = torch.cat([depth, last, draw]).tolist()
         return Verdict(list(range(1, len(p)))[:kept], [*drawn[:kept], token][: len(p)])
+
+
+BLOCK = Block()
 
 
 def weights(p: Tensor, q: Tensor, draw: Tensor) -> Tensor:

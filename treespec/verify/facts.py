@@ -34,9 +34,13 @@ SHARE = (float, Range(above=0, most=1))
 
 @dataclass(frozen=True)
 class Facts:
-    """The properties of a `Scheme` by which it is paired. options: how each is read, and its range."""
+    """The properties of a `Scheme` by which it is paired.
+
+    loads: "module:NAME" of its class. options: how each is read, and its range.
+    """
 
     name: str
+    loads: str
     lossless: bool = True
     deterministic: bool = False
     max_draws: int | None = None
@@ -49,14 +53,20 @@ class Facts:
 SCHEMES = {
     facts.name: facts
     for facts in (
-        Facts("single", max_draws=1, layered=True),
-        Facts("rrs", law_per_draw=True, options={"draft-temperatures": TEMPERATURES}),
-        Facts("rrs-wo", sure_tokens=True),
-        Facts("kseq"),
-        Facts("spechub", max_draws=2),
-        Facts("greedy", layered=True),
+        Facts("single", "treespec.verify.single:Single", max_draws=1, layered=True),
+        Facts(
+            "rrs",
+            "treespec.verify.rrs:RRS",
+            law_per_draw=True,
+            options={"draft-temperatures": TEMPERATURES},
+        ),
+        Facts("rrs-wo", "treespec.verify.rrs:RRSWithoutReplacement", sure_tokens=True),
+        Facts("kseq", "treespec.verify.kseq:KSeq"),
+        Facts("spechub", "treespec.verify.spechub:SpecHub", max_draws=2),
+        Facts("greedy", "treespec.verify.greedy:Greedy", layered=True),
         Facts(
             "is-lp",
+            "treespec.verify.is_lp:IsLp",
             law_per_draw=True,
             options={
                 "s": (int, Range(least=1, most=256, whole=True)),
@@ -66,13 +76,15 @@ SCHEMES = {
         ),
         Facts(
             "optimal",
+            "treespec.verify.optimal:Optimal",
             sure_tokens=True,
             layered=True,
             options={"threshold": SHARE, "extra": SWITCH, "exact": SWITCH, "first": SWITCH},
         ),
-        Facts("topk", deterministic=True),
+        Facts("topk", "treespec.verify.topk:TopK", deterministic=True),
         Facts(
             "typical",
+            "treespec.verify.topk:Typical",
             lossless=False,
             deterministic=True,
             options={"epsilon": SHARE, "delta": SHARE},
@@ -85,7 +97,7 @@ SCHEMES = {
 class Known:
     """A verifier by its name. paced: whether it takes any tree (`is_paced`).
 
-    loads: "module:NAME" of the `Verifier`, where an installed package brings it.
+    loads: "module:NAME" of the `Verifier`; "": it is the walk, or layer verification, over the scheme.
     """
 
     name: str
@@ -97,9 +109,9 @@ class Known:
 BEYOND_THE_NODE: dict[str, Known] = {
     known.name: known
     for known in (
-        Known("auto", SCHEMES["rrs-wo"], paced=True),
-        Known("block", SCHEMES["single"]),
-        Known("traversal", SCHEMES["rrs-wo"]),
+        Known("auto", SCHEMES["rrs-wo"], True, "treespec.verify.traversal:AUTO"),
+        Known("block", SCHEMES["single"], loads="treespec.verify.block:BLOCK"),
+        Known("traversal", SCHEMES["rrs-wo"], loads="treespec.verify.traversal:TRAVERSAL"),
     )
 } | installed("verifiers")
 LOSSY = tuple(name for name, scheme in SCHEMES.items() if not scheme.lossless)

@@ -12,18 +12,16 @@ from torch.nn.functional import pad
 
 from treespec.trees.tree import Draws
 from treespec.verify.laws import (
-    check,
-    counts,
     keep_first,
     likeliest,
     overlap,
+    partial_draft,
     sample_if_any,
     scale,
     single_draft,
     without,
 )
-from treespec.verify.partial import LayerScheme, partial_draft
-from treespec.verify.scheme import Chance, Drawing
+from treespec.verify.scheme import Chance, Drawing, LayerScheme
 
 
 def tops(q: Tensor, number: Tensor, width: int) -> Tensor:
@@ -62,27 +60,22 @@ class Greedy(LayerScheme):
     drawing: ClassVar[Drawing] = "greedy"
     chance: ClassVar[Chance | None] = "the last"
 
-    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        width, number = counts(q, k)
-        check(self, q, width)
+    def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         best = tops(q, number - 1, width - 1)
         last = sample_if_any(without(q, best), generator)
         tokens = pad(best, (0, 1), value=-1).scatter_(1, (number - 1).clamp(min=0), last)
         return Draws(keep_first(tokens, number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        check(self, q, draws.tokens.shape[1])
         last = last_draw(draws.tokens)
         rest = without(q, draws.tokens.scatter(1, last, -1))
         return single_draft(p, rest, draws.tokens.gather(1, last))
 
     def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        check(self, q, draws.tokens.shape[1])
         drawn = draws.tokens >= 0
         best = drawn.scatter(1, last_draw(draws.tokens), False)
         rest = without(q, draws.tokens.masked_fill(~best, -1))
         return partial_draft(p, rest, draws.tokens, drawn & ~best, best)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        check(self, q, k)
         return rate(p, q, tops(q, torch.full_like(q[:, :1], k - 1), k - 1))

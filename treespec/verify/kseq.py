@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.laws import Independent, answer, check, ratio, scale, subtract
+from treespec.verify.laws import Independent, answer, ratio, scale, subtract
 
 
 def shared(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,6 @@ class KSeq(Independent):
     name: ClassVar[str] = "kseq"
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        check(self, q, draws.tokens.shape[1])
         # 1. The smallest ρ for the number of draws present.
         present = draws.tokens >= 0
         number = present.sum(-1, keepdim=True)
@@ -64,7 +63,6 @@ class KSeq(Independent):
         return answer(p, subtract(p, both, paid.to(p.dtype)), draws.tokens, accepted)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        check(self, q, k)
         number = torch.full_like(q[:, :1], k, dtype=torch.int64)
         _, beta = shared(p, q, smallest_rho(p, q, number))
         return (1 - (1 - beta) ** number).squeeze(1).to(p.dtype)

@@ -16,46 +16,17 @@ from treespec.trees.tree import Draws
 from treespec.verify.scheme import Chance, Drawing, Scheme
 
 
-def check(scheme: Scheme, q: Tensor, width: int) -> None:
-    """Raises InputError for a law per draw, and for more than `max_draws` draws a node.
-
-    width: draws at the widest node.
-    """
-    if q.dim() != 2 and not scheme.law_per_draw:
-        raise InputError(
-            f"verifier {scheme.name} takes one draft law a node; for a law per draw take rrs or "
-            "is-lp"
-        )
-    if scheme.max_draws and width > scheme.max_draws:
-        raise InputError(
-            f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, not {width}; "
-            "take a narrower tree, or a verifier for any number of draws, such as rrs"
-        )
-
-
-def counts(q: Tensor, k: int | Tensor) -> tuple[int, Tensor]:
-    """K, the draws at the widest node, and the number of draws at each node, [B, 1].
-
-    k: an int, or [B]. Where it lies on the host, the device does not wait.
-    """
-    if isinstance(k, int):
-        return k, torch.full((len(q), 1), k, device=q.device)
-    return int(k.max()), k.to(q.device)[:, None]
-
-
 def keep_first(tokens: Tensor, number: Tensor) -> Tensor:
     """The draws [B, K] with -1 beyond the first `number` [B, 1]."""
     return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= number, -1)
 
 
-def independent(q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-    """k independent draws at each node; tokens may repeat. q: [B, V], or [B, K, V]."""
-    width, number = counts(q, k)
+def independent(q: Tensor, width: int, generator: torch.Generator) -> Tensor:
+    """[B, width] independent draws; tokens may repeat. q: [B, V], or [B, K, V]."""
     each = q.dim() == 3
     tokens = sample(first_laws(q, width), generator) if each else sample_each(q, width, generator)
     # A law of NaN or of no mass gives V: the draw is absent.
-    tokens = tokens.masked_fill_(tokens >= q.shape[-1], -1)
-    return Draws(keep_first(tokens, number))
+    return tokens.masked_fill_(tokens >= q.shape[-1], -1)
 
 
 class Independent(Scheme, Protocol):
@@ -64,9 +35,8 @@ class Independent(Scheme, Protocol):
     drawing: ClassVar[Drawing] = "with replacement"
     chance: ClassVar[Chance | None] = "independent"
 
-    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        check(self, q, counts(q, k)[0])
-        return independent(q, k, generator)
+    def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
+        return Draws(keep_first(independent(q, width, generator), number))
 
 
 def laws_of(q: Tensor, k: int) -> Sequence[Tensor]:
@@ -148,19 +118,49 @@ def answer(p: Tensor, rest: Tensor, tokens: Tensor, accepted: Tensor) -> Tensor:
     return normalise(rest, p, refused).scatter_add_(1, tokens.clamp(min=0), accepted)
 
 
-def single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = None) -> Tensor:
-    """[B, V] the plan for one draw y of law q: accepted with min(1, p/q), else norm (p - q)+.
+def one_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, K] Pr(each token is accepted), and the mass (p - q)+ left of p, for one draw y of law q.
 
-    Without a draw the plan is p.
-    tokens: [B, K]; y is one of them. chosen: [B, K] Pr(y is that token). Default: 1, for K = 1.
+    y is accepted with min(1, p/q). Without a draw all of p is left.
+    tokens: [B, K]; y is one of them. chosen: [B, K] Pr(y is that token).
     """
-    present = tokens >= 0
     at = tokens.clamp(min=0)
-    weight = scale(q, present.any(-1, keepdim=True))
-    accepted = ratio(p.gather(1, at), q.gather(1, at) * weight) * (
-        present if chosen is None else chosen
-    )
-    return answer(p, subtract(p, q, weight), tokens, accepted)
+    weight = scale(q, chosen.any(-1, keepdim=True))
+    accepted = ratio(p.gather(1, at), q.gather(1, at) * weight) * chosen
+    return accepted, subtract(p, q, weight)
+
+
+def single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = None) -> Tensor:
+    """[B, V] the plan for one draw: where `one_draft` refuses it, the output is from norm (p - q)+.
+
+    chosen: as for `one_draft`. Default: 1, for K = 1.
+    """
+    accepted, left = one_draft(p, q, tokens, tokens >= 0 if chosen is None else chosen)
+    return answer(p, left, tokens, accepted)
+
+
+def partial_draft(
+    p: Tensor, law: Tensor, tokens: Tensor, chosen: Tensor, sure: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`LayerScheme.partial` for one draw of a known law, beside sure tokens.
+
+    Where the draw is refused, the sure tokens take their p from the refused mass. On average that
+    mass is 1 - the sum of min(p, law), which is at least their p.
+
+    p: [B, V] masses. law: [B, V], 0 on the sure tokens.
+    tokens: [B, K]. chosen, sure: [B, K] bool, which token is the draw and which tokens are sure.
+    """
+    # 1. p without what the draw and the sure tokens take.
+    accepted, left = one_draft(p, law, tokens, chosen)
+    left = without(left, tokens.masked_fill(~sure, -1))
+
+    # 2. The sure tokens' share of the refused mass.
+    sure_mass = p.gather(1, tokens.clamp(min=0)) * sure
+    outside = (1 - p.sum(-1, keepdim=True)).clamp(min=0)
+    mean_refused = outside + sure_mass.sum(-1, keepdim=True) + left.sum(-1, keepdim=True)
+    refused = 1 - accepted.sum(-1, keepdim=True)
+    tiny = torch.finfo(p.dtype).tiny
+    return accepted + refused * sure_mass / mean_refused.clamp(min=tiny), left
 
 
 def recursive_rejection(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from treespec.shaping.sampling import TargetDistributions, happens, sample
 from treespec.trees.tree import Drafts, TokenTree
 from treespec.verify.laws import normalise
-from treespec.verify.partial import LayerScheme
+from treespec.verify.scheme import LayerScheme
 from treespec.verify.walk import Verdict, follow
 
 

@@ -19,20 +19,18 @@ from treespec.shaping.sampling import uniforms
 from treespec.trees.tree import Draws
 from treespec.verify.coupling import TINY, Coupling, couple, scores
 from treespec.verify.laws import (
-    check,
-    counts,
     independent,
     keep_first,
     likeliest,
     normalise,
     overlap,
+    partial_draft,
     rejections,
     scale,
     single_draft,
     without,
 )
-from treespec.verify.partial import LayerScheme, partial_draft
-from treespec.verify.scheme import Chance, Drawing, SureScheme
+from treespec.verify.scheme import Chance, Drawing, LayerScheme, SureScheme
 
 # Cells of nearly equal p/q: 64 an octave from 2^-8 to 2^6, each at most 1.6 % wide. They are the
 # upper bits of p/q as a float32.
@@ -73,12 +71,10 @@ class Optimal(SureScheme, LayerScheme):
     exact: int = 0
     first: int = 0
 
-    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
+    def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         # 1. The sure tokens, then draws from the rest of q, whose number is fixed before drawing.
-        width, number = counts(q, k)
-        check(self, q, width)
         tops, number_drawn, rest = self.allot(q, number, width)
-        drawn = independent(rest, self.most(width), generator).tokens
+        drawn = independent(rest, self.most(width), generator)
         tokens = torch.cat([tops, keep_first(drawn, number_drawn)], dim=1)
         scores_by = uniforms((*tokens.shape, 2), generator, q.device)
         sure = (torch.arange(tokens.shape[1], device=q.device) < tops.shape[1]).expand_as(tokens)
@@ -183,7 +179,6 @@ class Optimal(SureScheme, LayerScheme):
 
     def _sampled(self, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """[B, V] the law of the independent draws, and [B, K] bool which draws these are."""
-        check(self, q, draws.tokens.shape[1])
         assert draws.sure is not None
         drawn = (draws.tokens >= 0) & ~draws.sure
         rest = without(q, draws.tokens.masked_fill(drawn, -1))
@@ -206,7 +201,6 @@ class Optimal(SureScheme, LayerScheme):
         return selected_law(q, number, cell, coupling), draws.tokens, chosen
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        check(self, q, k)
         tops, number, rest = self.allot(q, torch.full_like(q[:, :1], k, dtype=torch.int64), k)
         rest = rest.mul_(scale(rest, number > 0))
         chance = torch.zeros_like(p[:, 0])

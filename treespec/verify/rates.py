@@ -22,7 +22,7 @@ from treespec.trees.tree import Draws
 from treespec.verify import greedy
 from treespec.verify.laws import overlap, scale, without
 from treespec.verify.optimal import Optimal
-from treespec.verify.scheme import Drawing, Scheme
+from treespec.verify.scheme import Drawing, Scheme, check
 
 CHUNK = 10_000_000  # elements of a tensor [rows, V] at a time
 LOST = 1e-12  # probability beyond each end of the quadrature
@@ -180,8 +180,10 @@ def measured(
     (`without_luck`).
 
     p: [B, V]. q: [B, V] or [B, K, V]. samples: samples of draws at each row, at least 2.
+    Raises InputError as `check`.
     """
     # 1. The exact rate, where it is known.
+    check(scheme, q, k)
     exact = scheme.acceptance_rate(p, q, k)
     if exact is not None:
         return Rate(exact, torch.zeros_like(exact))

@@ -1,5 +1,10 @@
-"""Recursive rejection sampling with replacement (Miao et al. 2024, SpecInfer)."""
+"""Recursive rejection sampling.
 
+With replacement: Miao et al. 2024 (SpecInfer). Without: Jeon et al. 2024 (RSD), Yang et al. 2024,
+Chen et al. 2024 (Sequoia), Li et al. 2024 (EAGLE-1).
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -9,11 +14,20 @@ from torch import Tensor
 from treespec.trees.tree import Draws
 from treespec.verify.laws import (
     Independent,
+    distinct,
+    independent,
+    keep_first,
     laws_of,
+    likeliest,
     normalise,
     overlap,
     recursive_rejection,
+    sample_if_any,
+    without,
 )
+from treespec.verify.scheme import Chance, Drawing, SureScheme
+
+SPARE = 4  # independent draws per wanted draw; four nearly always hold enough distinct tokens
 
 
 @final
@@ -46,3 +60,80 @@ class RRS(Independent):
             all_refused = all_refused * (1 - overlap(residual, law))
             residual = normalise((residual - law).clamp_(min=0), residual)
         return 1 - all_refused
+
+
+def laws_in_turn(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
+    """The laws of K draws [B, K]: q [B, V] without the earlier draws, not normalised."""
+    for token in tokens.split(1, dim=1):
+        yield q
+        q = without(q, token)
+
+
+@final
+@dataclass(frozen=True)
+class RRSWithoutReplacement(SureScheme):
+    """Distinct draws, each from q without the earlier ones, verified one after another.
+
+    As in `rrs`, each refused draw replaces p by its residual; the law of a draw is q without the
+    earlier draws. Independent draws without their repeats have the law of such draws. So `draw`
+    makes more independent draws than it needs, and samples one by one only where these hold too few
+    distinct tokens.
+
+    Sure tokens stand behind the draws, and the draws come from q without them. The law of a sure
+    token is one-hot, so recursive rejection accepts it with its share of the residual.
+    """
+
+    name: ClassVar[str] = "rrs-wo"
+    drawing: ClassVar[Drawing] = "without replacement"
+    chance: ClassVar[Chance | None] = "without replacement"
+    accepted_in_turn: ClassVar[bool] = True
+
+    def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
+        if width == 1:
+            return Draws(keep_first(independent(q, 1, generator), number))
+        spare = independent(q, SPARE * width, generator)
+        tokens = keep_first(distinct(spare)[:, :width], number)
+        wanted = torch.arange(width, device=q.device) < number
+        for column, is_short in enumerate(((tokens < 0) & wanted).any(0).tolist()):
+            if is_short:
+                more = sample_if_any(without(q, tokens[:, :column]), generator).squeeze(1)
+                present = tokens[:, column] >= 0
+                tokens[:, column] = torch.where(present, tokens[:, column], more)
+        return Draws(keep_first(tokens, number))
+
+    def draw_with_sure(
+        self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator
+    ) -> Draws:
+        """The draws, then the sure tokens, then absent draws."""
+        if not sure.any():
+            tokens = self.draw(q, drawn, generator).tokens
+            return Draws(tokens, sure=torch.zeros_like(tokens, dtype=torch.bool))
+
+        # 1. The sure tokens that q can draw, and draws from q without them.
+        tops = keep_first(likeliest(q, int(sure.max())), sure[:, None].to(q.device))
+        tops = tops.masked_fill(q.gather(1, tops.clamp(min=0)) == 0, -1)
+        others = tops[:, :0]
+        if drawn.any():
+            others = self.draw(without(q, tops), drawn, generator).tokens
+
+        # 2. Absent draws move to the end.
+        tokens = torch.cat([others, tops], dim=1)
+        is_sure = torch.arange(tokens.shape[1], device=q.device) >= others.shape[1]
+        present_first = (tokens < 0).int().argsort(dim=-1, stable=True)
+        return Draws(tokens, is_sure.expand_as(tokens)).columns(present_first)
+
+    def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
+        q, tokens = without_sure(q, draws)
+        return recursive_rejection(p, laws_in_turn(q, tokens), tokens)
+
+    def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
+        """For one draw its overlap with p; None for more, where only enumeration is known."""
+        return overlap(p, q) if k == 1 else None
+
+
+def without_sure(q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """q [B, V] without the sure tokens, and the draws [B, K] with -1 in their place."""
+    if draws.sure is None:
+        return q, draws.tokens
+    tops = draws.tokens.masked_fill(~draws.sure, -1)
+    return without(q, tops), draws.tokens.masked_fill(draws.sure, -1)

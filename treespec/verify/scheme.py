@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from treespec.errors import InputError
 from treespec.trees.static import StaticTree, eagle
 from treespec.trees.tree import Draws
 from treespec.verify.facts import check_options
@@ -34,45 +35,29 @@ class Scheme(Protocol):
     def __post_init__(self) -> None:
         check_options(self.name, vars(self))
 
-    @property
-    def name(self) -> str:
-        """The scheme's name on the command line (`--verifier`)."""
-        ...
+    name: ClassVar[str]
+    """The scheme's name on the command line (`--verifier`)."""
 
-    @property
-    def lossless(self) -> bool:
-        """Whether the rule holds."""
-        return True
+    lossless: ClassVar[bool] = True
+    """Whether the rule holds."""
 
-    @property
-    def deterministic(self) -> bool:
-        """Whether the draws are a function of q. Only then may drafted nodes be pruned."""
-        return False
+    deterministic: ClassVar[bool] = False
+    """Whether the draws are a function of q. Only then may drafted nodes be pruned."""
 
-    @property
-    def max_draws(self) -> int | None:
-        """The largest number of draws at a node; None: any number."""
-        return None
+    max_draws: ClassVar[int | None] = None
+    """The largest number of draws at a node; None: any number."""
 
-    @property
-    def law_per_draw(self) -> bool:
-        """Whether q may be [B, K, V], with a law for each draw."""
-        return False
+    law_per_draw: ClassVar[bool] = False
+    """Whether q may be [B, K, V], with a law for each draw."""
 
-    @property
-    def sure_tokens(self) -> bool:
-        """Whether the scheme is a `SureScheme`."""
-        return False
+    sure_tokens: ClassVar[bool] = False
+    """Whether the scheme is a `SureScheme`."""
 
-    @property
-    def layered(self) -> bool:
-        """Whether the scheme is a `treespec.verify.partial.LayerScheme`."""
-        return False
+    layered: ClassVar[bool] = False
+    """Whether the scheme is a `LayerScheme`."""
 
-    @property
-    def accepted_in_turn(self) -> bool:
-        """Whether a head's calibrated rates hold: distinct draws, accepted one after another."""
-        return False
+    accepted_in_turn: ClassVar[bool] = False
+    """Whether a head's calibrated rates hold: distinct draws, accepted one after another."""
 
     @property
     def drawing(self) -> Drawing | None:
@@ -82,19 +67,15 @@ class Scheme(Protocol):
         """
         return None
 
-    @property
-    def chance(self) -> Chance | None:
-        """Which of a node's draws chance makes, beside sure tokens, for `treespec certify`.
+    chance: ClassVar[Chance | None] = None
+    """Which of a node's draws chance makes, beside sure tokens, for `treespec certify`.
 
-        "independent": all, from one law. "without replacement": all, each without the earlier ones.
-        "the last": the last one, without the others. "the first": the first one. None: no draw.
-        """
-        return None
+    "independent": all, from one law. "without replacement": all, each without the earlier ones.
+    "the last": the last one, without the others. "the first": the first one. None: no draw.
+    """
 
-    @property
-    def default_tree(self) -> StaticTree:
-        """The tree for a draft model without measured acceptance rates."""
-        return eagle()
+    default_tree: ClassVar[StaticTree] = eagle()
+    """The tree for a draft model without measured acceptance rates."""
 
     @property
     def draft_temperatures(self) -> tuple[float, ...]:
@@ -105,7 +86,19 @@ class Scheme(Protocol):
         return ()
 
     def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        """k draws at each of B nodes. q: [B, V] or [B, K, V]. k: an int, or [B] int64."""
+        """k draws at each of B nodes. q: [B, V] or [B, K, V]. k: an int, or [B] int64.
+
+        Where k lies on the host, the device does not wait. Raises InputError as `check`.
+        """
+        if isinstance(k, int):
+            width, number = k, torch.full((len(q), 1), k, device=q.device)
+        else:
+            width, number = int(k.max()), k.to(q.device)[:, None]
+        check(self, q, width)
+        return self.make(q, width, number, generator)
+
+    def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
+        """`draw` for `number` [B, 1] draws at each node, at most `width`."""
         ...
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
@@ -117,12 +110,27 @@ class Scheme(Protocol):
         ...
 
 
+def check(scheme: Scheme, q: Tensor, width: int) -> None:
+    """Raises InputError for a law per draw, and for more than `max_draws` draws a node.
+
+    width: draws at the widest node.
+    """
+    if q.dim() != 2 and not scheme.law_per_draw:
+        raise InputError(
+            f"verifier {scheme.name} takes one draft law a node; for a law per draw take rrs or "
+            "is-lp"
+        )
+    if scheme.max_draws and width > scheme.max_draws:
+        raise InputError(
+            f"verifier {scheme.name} answers at most {scheme.max_draws} draws a node, not {width}; "
+            "take a narrower tree, or a verifier for any number of draws, such as rrs"
+        )
+
+
 class SureScheme(Scheme, Protocol):
     """A scheme that also answers sure tokens: the likeliest of q, taken beside the draws."""
 
-    @property
-    def sure_tokens(self) -> bool:
-        return True
+    sure_tokens: ClassVar[bool] = True
 
     @property
     def equal_draws(self) -> bool:
@@ -142,3 +150,19 @@ class SureScheme(Scheme, Protocol):
 def takes_sure_tokens(scheme: Scheme) -> TypeGuard[SureScheme]:
     """Whether the scheme is a `SureScheme`, in the type checker's terms."""
     return scheme.sure_tokens
+
+
+class LayerScheme(Scheme, Protocol):
+    """A scheme whose mean acceptance of each token, over all draws, has a closed form in p, q."""
+
+    layered: ClassVar[bool] = True
+
+    def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """The accepted mass on each draw, [B, K], and the mass left of p, [B, V].
+
+        p: [B, V] masses, each row with a sum of at most 1.
+
+        The rule: the sum over draws of Pr(draws | q) * accepted mass, plus the mass left, is p. The
+        accepted mass sums to at most 1 for any draws. The mass left depends on p and q alone.
+        """
+        ...

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from treespec.trees.static import StaticTree, chain
 from treespec.trees.tree import Draws
-from treespec.verify.laws import Independent, check, overlap, single_draft
-from treespec.verify.partial import LayerScheme, partial_draft
+from treespec.verify.laws import Independent, overlap, partial_draft, single_draft
+from treespec.verify.scheme import LayerScheme
 
 
 @final
@@ -19,8 +19,6 @@ class Single(Independent, LayerScheme):
 
     Where it is refused, the output comes from the residual norm (p - q)+. The acceptance rate is
     the sum over x of min(p(x), q(x)), which is optimal for one draw.
-
-    Every method raises InputError for more than one draw a node.
     """
 
     name: ClassVar[str] = "single"
@@ -29,15 +27,12 @@ class Single(Independent, LayerScheme):
     default_tree: ClassVar[StaticTree] = chain(5)
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        check(self, q, draws.tokens.shape[1])
         return single_draft(p, q, draws.tokens)
 
     def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        check(self, q, draws.tokens.shape[1])
         drawn = draws.tokens >= 0
         no_sure_tokens = torch.zeros_like(drawn)
         return partial_draft(p, q, draws.tokens, drawn, no_sure_tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        check(self, q, k)
         return overlap(p, q)

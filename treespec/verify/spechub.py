@@ -22,8 +22,6 @@ from treespec.trees.tree import Draws
 from treespec.verify.greedy import rate
 from treespec.verify.laws import (
     answer,
-    check,
-    counts,
     keep_first,
     overlap,
     ratio,
@@ -40,7 +38,7 @@ class SpecHub(Scheme):
     """A draw i ~ q and the likeliest token a; where i is a, a second draw from q without a.
 
     A node with one draw is verified as by `single`. So is a node whose q is one-hot, because no
-    second token exists. Every method raises InputError for more than two draws a node.
+    second token exists.
     """
 
     name: ClassVar[str] = "spechub"
@@ -49,16 +47,13 @@ class SpecHub(Scheme):
     chance: ClassVar[Chance | None] = "the first"
     default_tree: ClassVar[StaticTree] = eagle().narrowed(2)
 
-    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        width, number = counts(q, k)
-        check(self, q, width)
+    def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         first = sample_if_any(q, generator)
         top = q.argmax(-1, keepdim=True)
         second = torch.where(first == top, sample_if_any(without(q, top), generator), top)
         return Draws(keep_first(torch.cat([first, second], dim=1), number)[:, :width])
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        check(self, q, draws.tokens.shape[1])
         first, second = pad(draws.tokens, (0, 2 - draws.tokens.shape[1]), value=-1).split(1, dim=1)
         pair = second >= 0
 
@@ -97,5 +92,4 @@ class SpecHub(Scheme):
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         """The rate of `greedy`, which has another law of two draws but accepts as much."""
-        check(self, q, k)
         return rate(p, q, q.argmax(-1, keepdim=True)) if k == 2 else overlap(p, q)

@@ -1,13 +1,13 @@
 """Deterministic drafts (EAGLE-2 and 3, retrieval): the likeliest tokens, or any fixed set."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.laws import check, counts, keep_first, likeliest
+from treespec.verify.laws import keep_first, likeliest
 from treespec.verify.scheme import Scheme
 
 
@@ -22,14 +22,48 @@ class TopK(Scheme):
     name: ClassVar[str] = "topk"
     deterministic: ClassVar[bool] = True
 
-    def draw(self, q: Tensor, k: int | Tensor, generator: torch.Generator) -> Draws:
-        width, number = counts(q, k)
-        check(self, q, width)
+    def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         return Draws(keep_first(likeliest(q, width), number))
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         return p
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        check(self, q, k)
         return p.gather(1, q.topk(min(k, q.shape[-1])).indices).sum(-1)
+
+
+@final
+@dataclass(frozen=True)
+class Typical(TopK):
+    """Typical acceptance (Cai et al. 2024, Medusa): a draw x passes if p(x) > min(epsilon, delta exp(-H(p))).
+
+    H is the entropy in nats. The output is the passing draw with the largest p; where none passes,
+    it is sampled from p. This is lossy: the text is likelier than the target's own. q may be any
+    scores [B, V], and plans do not look at it.
+
+    epsilon: the absolute threshold, a probability. delta: the factor of the relative threshold.
+    Raises InputError where either lies outside (0, 1].
+    """
+
+    name: ClassVar[str] = "typical"
+    lossless: ClassVar[bool] = False
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
+        at = draws.tokens.clamp(min=0)
+        # The draw with the largest p [B, 1]; if it does not pass, none does.
+        mass, best = (p.gather(1, at) * (draws.tokens >= 0)).max(-1, keepdim=True)
+        chosen = torch.zeros_like(p).scatter_(1, at.gather(1, best), 1.0)
+        return chosen.where(mass > self.threshold(p), p)
+
+    def threshold(self, p: Tensor) -> Tensor:
+        """[B, 1] the probability that a draw must exceed to pass."""
+        entropy = torch.special.entr(p).sum(-1, keepdim=True)
+        return (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
+
+    def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
+        mass = p.gather(1, q.topk(min(k, q.shape[-1])).indices)
+        passes = mass.amax(-1, keepdim=True) > self.threshold(p)
+        return torch.where(passes.squeeze(1), 1.0, mass.sum(-1)).to(p.dtype)

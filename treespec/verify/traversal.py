@@ -18,10 +18,12 @@ from torch import Tensor
 
 from treespec.shaping.sampling import Coins, TargetDistributions, sample
 from treespec.trees.tree import Drafts, TokenTree
-from treespec.verify.laws import check, normalise
-from treespec.verify.rrs_wo import RRSWithoutReplacement, without_sure
+from treespec.verify.block import BLOCK
+from treespec.verify.laws import normalise
+from treespec.verify.rrs import RRSWithoutReplacement, without_sure
 from treespec.verify.scheme import Scheme
-from treespec.verify.walk import Verdict, children_by_token, follow
+from treespec.verify.topk import TopK
+from treespec.verify.walk import Verdict, Walk, children_by_token, follow
 
 
 @final
@@ -39,7 +41,7 @@ class Traversal:
                   q <- q without the child's token, normalised
 
     A draw without a node is a leaf; no token follows it. The host waits at the start, at each
-    refused draw and at the end. Raises InputError for a law per draw.
+    refused draw and at the end.
     """
 
     name: ClassVar[str] = "traversal"
@@ -51,10 +53,12 @@ class Traversal:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return follow(tree, sample(p[:], generator))
-        check(self.scheme, tree.drafts.q, tree.drafts.draws.tokens.shape[1])
         verdict = _Judge(tree, tree.drafts, p, generator).verdict(0, 1.0)
         assert verdict
         return verdict
+
+
+TRAVERSAL = Traversal()
 
 
 @final
@@ -148,3 +152,36 @@ class _Judge:
             scale = 1 / max(mass + (1 - weight), tiny)
             weight = mass * scale
         return None, rest, weight
+
+
+@final
+@dataclass(frozen=True)
+class Auto:
+    """The default verifier: for each cycle's tree the verification that accepts most.
+
+        root alone, or the likeliest tokens     the walk over `topk`
+        a chain of draws                        block verification
+        a tree of draws without replacement     traversal verification
+
+    The tree of a cycle depends on the text's past alone (`treespec.draft.grow.auto`), and each of
+    these verifiers is lossless for its trees. So the text keeps the target's law. Sampled children
+    are drawn as for `rrs-wo`.
+    """
+
+    name: ClassVar[str] = "auto"
+    scheme: ClassVar[Scheme] = RRSWithoutReplacement()
+    paced: ClassVar[bool] = True
+
+    def __call__(
+        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
+    ) -> Verdict:
+        """p: [N, V] probabilities."""
+        if tree.drafts is None:
+            return Walk(TopK())(tree, p, generator)
+        draws = tree.drafts.draws
+        if draws.tokens.shape[1] == 1 and draws.sure is None:
+            return BLOCK(tree, p, generator)
+        return TRAVERSAL(tree, p, generator)
+
+
+AUTO = Auto()

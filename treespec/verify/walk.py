@@ -1,13 +1,16 @@
 """The seam of verifiers, and the walk: sample the plan at a node, descend while it is a child."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import TargetDistributions, sample
+from treespec.shaping.distribution import Distribution, TreeLogits
+from treespec.shaping.sampling import Logits, TargetDistributions, greedy_choice, sample
 from treespec.trees.tree import Draws, TokenTree
 from treespec.verify.scheme import Scheme
 
@@ -81,17 +84,16 @@ class Walk:
             plan = self.plan_at(tree, p, node, row_of.get(node))
             return int(sample(plan, generator))
 
-        return follow_by_step(tree, choice)
+        return path_along(children_by_token(tree), choice)
 
     def plans(self, tree: TokenTree, p: Tensor | TargetDistributions) -> Tensor:
         """[N, V] the plan at every node: probabilities of the output token."""
-        if tree.drafts:
-            nodes = tree.drafts.nodes
-            plans = self.scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws)
-            return p[:].index_copy(0, nodes, plans)
-        if self.scheme.lossless:
-            return p[:]  # draws are a function of the text: the plan is p
-        return self.scheme.plan(p[:], p[:], Draws(children_of(tree)))
+        plans = self.given(tree, p, slice(None))
+        if not tree.drafts:
+            return plans
+        nodes = tree.drafts.nodes
+        of_draws = self.scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws)
+        return plans.index_copy(0, nodes, of_draws)
 
     def plan_at(
         self, tree: TokenTree, p: Tensor | TargetDistributions, node: int, row: int | None
@@ -100,13 +102,18 @@ class Walk:
 
         row: the node's row in the tree's drafts; None: it has no draws.
         """
-        law = p[node : node + 1]
-        if tree.drafts and row is not None:
-            draws = drawn_at(row, tree.drafts.draws)
-            return self.scheme.plan(law, tree.drafts.q[row : row + 1], draws)
+        here = slice(node, node + 1)
+        if not tree.drafts or row is None:
+            return self.given(tree, p, here)
+        draws = drawn_at(row, tree.drafts.draws)
+        return self.scheme.plan(p[here], tree.drafts.q[row : row + 1], draws)
+
+    def given(self, tree: TokenTree, p: Tensor | TargetDistributions, nodes: slice) -> Tensor:
+        """[n, V] the plans at nodes without draws, whose children are a function of the text."""
+        law = p[nodes]
         if self.scheme.lossless:
             return law
-        return self.scheme.plan(law, law, Draws(children_of(tree)[node : node + 1]))
+        return self.scheme.plan(law, law, Draws(children_of(tree)[nodes]))
 
 
 def drawn_at(row: int, draws: Draws) -> Draws:
@@ -133,9 +140,13 @@ def children_of(tree: TokenTree) -> Tensor:
 
 def children_by_token(tree: TokenTree) -> dict[tuple[int, int], int]:
     """{(node, token): the node's first child with that token}, on the host."""
+    return by_token(torch.stack([tree.parents, tree.tokens]).mT.tolist())
+
+
+def by_token(links: Iterable[Sequence[int]]) -> dict[tuple[int, int], int]:
+    """`children_by_token` from the parent and the token of each node."""
     child_of: dict[tuple[int, int], int] = {}
-    links = torch.stack([tree.parents, tree.tokens]).mT.tolist()
-    for node, (parent, token) in enumerate(links):
+    for node, (parent, token, *_) in enumerate(links):
         child_of.setdefault((parent, token), node)
     return child_of
 
@@ -150,28 +161,20 @@ def follow(tree: TokenTree, choice: Tensor) -> Verdict:
 
 def follow_all(trees: Sequence[TokenTree], choices: Sequence[Tensor]) -> list[Verdict]:
     """`follow` in each of several trees; the host waits once."""
-    steps = [
-        torch.stack([next_nodes(tree, choice), choice])
+    columns = [
+        torch.stack([tree.parents, tree.tokens, choice])
         for tree, choice in zip(trees, choices, strict=True)
     ]
-    next_of, chosen = torch.cat(steps, dim=1).tolist()
-    verdicts = []
-    first = 0  # where the tree's nodes begin
-    for tree in trees:
-        path = [0]
-        while (node := next_of[first + path[-1]]) >= 0:
-            path.append(node)
-        verdicts.append(Verdict(path[1:], [chosen[first + node] for node in path]))
-        first += len(tree.tokens)
-    return verdicts
+    nodes = iter(torch.cat(columns, dim=1).mT.tolist())
+    links = [list(islice(nodes, len(tree.tokens))) for tree in trees]
+    return [path_along(by_token(rows), [row[2] for row in rows].__getitem__) for rows in links]
 
 
-def follow_by_step(tree: TokenTree, choice: Callable[[int], int]) -> Verdict:
+def path_along(child_of: dict[tuple[int, int], int], choice: Callable[[int], int]) -> Verdict:
     """`follow` of tokens that are chosen when they are asked for, at the visited nodes alone.
 
-    choice: the output token at a node.
+    child_of: as `children_by_token`. choice: the output token at a node.
     """
-    child_of = children_by_token(tree)
     path, tokens = [0], []
     while True:
         tokens.append(choice(path[-1]))
@@ -181,8 +184,51 @@ def follow_by_step(tree: TokenTree, choice: Callable[[int], int]) -> Verdict:
         path.append(child)
 
 
-def next_nodes(tree: TokenTree, choice: Tensor) -> Tensor:
-    """[N] int64: each node's first child that carries its chosen token [N], -1 for none."""
-    rows = torch.arange(len(choice), device=choice.device)
-    child = (tree.parents == rows[:, None]) & (tree.tokens == choice[:, None])  # [N, N]
-    return torch.where(child.any(1), child.int().argmax(1), -1)
+def judge_all(
+    verifier: Verifier,
+    trees: Sequence[TokenTree],
+    logits: Sequence[Tensor],
+    laws: Sequence[Distribution],
+    generators: Sequence[torch.Generator],
+) -> list[Verdict | Exception]:
+    """A verdict for each text's tree, or the error at it. logits: by text [N, V], the target's."""
+    # 1. Greedy texts without shapers: the host waits once for all of them.
+    at_once = [row for row, law in enumerate(laws) if law.greedy and not law.shapers]
+    choices = [greedy_choice(logits[row]) for row in at_once]
+    greedy = follow_all([trees[row] for row in at_once], choices) if at_once else []
+    verdicts: dict[int, Verdict | Exception] = dict(zip(at_once, greedy, strict=True))
+
+    # 2. All others, one after another, by the rows that the verifier visits.
+    for row, (tree, law) in enumerate(zip(trees, laws, strict=True)):
+        if row in verdicts:
+            continue
+        try:
+            verdicts[row] = _judged(verifier, tree, logits[row], law, generators[row])
+        except Exception as error:  # of this text's law or verdict; the others go on
+            verdicts[row] = error
+    return [verdicts[row] for row in range(len(trees))]
+
+
+def _judged(
+    verifier: Verifier,
+    tree: TokenTree,
+    logits: Tensor,
+    law: Distribution,
+    generator: torch.Generator,
+) -> Verdict:
+    """A text's verdict; the law learns where it forbids every token. logits: [N, V]."""
+    if not law.shapers:
+        return verifier(tree, TargetDistributions(logits, law.params), generator)
+    rows = TreeLogits(law, tree, logits)
+    if law.greedy:
+        verdict = path_along(children_by_token(tree), partial(_choice, rows))
+    else:
+        verdict = verifier(tree, TargetDistributions(rows, law.params), generator)
+    path = [0, *verdict.path]
+    law.stuck = next((at for at, node in enumerate(path) if node in rows.forbidden), None)
+    return verdict
+
+
+def _choice(logits: Logits, node: int) -> int:
+    """The likeliest token at a node. logits: [N, V]."""
+    return int(greedy_choice(logits[node]))

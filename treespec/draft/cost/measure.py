@@ -22,9 +22,9 @@ from treespec.shaping.sampling import SamplingParams
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.static import StaticTree, balanced
 from treespec.trees.tree import TokenTree
-from treespec.verify.auto import Auto
-from treespec.verify.rrs_wo import RRSWithoutReplacement
-from treespec.verify.together import judge_all
+from treespec.verify.rrs import RRSWithoutReplacement
+from treespec.verify.traversal import Auto
+from treespec.verify.walk import judge_all
 
 log = logging.getLogger(__name__)
 

@@ -26,13 +26,11 @@ class Levels:
     def __init__(self, seen: Tensor) -> None:
         self.seen = seen
 
-    def extend(self, frontiers: Sequence[Frontier | None]) -> tuple[Tensor, Tensor, list[int]]:
-        """The next level: [B, F] tokens, [B, F] rows of the parents, nodes of each sequence."""
-        tokens, above, sizes = aligned(frontiers, self.seen.device)
-        b, n = tokens.shape
-        own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(b, n, n)
+    def extend(self, above: Tensor) -> None:
+        """The next level. above: [B, F] rows of the parents."""
+        b, n = above.shape
+        own = torch.eye(n, dtype=torch.bool, device=above.device).expand(b, n, n)
         self.seen = torch.cat([rows_of(self.seen, above), own], dim=2)
-        return tokens, above, sizes
 
 
 @final
@@ -56,7 +54,8 @@ class Branch:
 
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         """For each sequence [F, V] logits for the children of its frontier; [0, V] without one."""
-        tokens, _, sizes = self.levels.extend(frontiers)
+        tokens, above, sizes = aligned(frontiers, self.places.device)
+        self.levels.extend(above)
         self.places = torch.cat([self.places, self.after.expand(tokens.shape)], dim=1)
         self.after = self.after + 1
         hidden = self.model.forward_nodes(self.cache, tokens, self.places, self.levels.seen)

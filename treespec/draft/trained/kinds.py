@@ -14,9 +14,12 @@ from torch import Tensor
 from treespec.draft.drafters import DRAFTERS
 from treespec.draft.proposer import Proposer
 from treespec.draft.trained import new_heads
-from treespec.draft.trained.block import BlockProposer
-from treespec.draft.trained.eagle import EagleProposer
-from treespec.draft.trained.states import HydraProposer, MedusaProposer
+from treespec.draft.trained.proposers import (
+    BlockProposer,
+    EagleProposer,
+    HydraProposer,
+    MedusaProposer,
+)
 from treespec.draft.vocabulary import whole
 from treespec.heads.block import BlockHead
 from treespec.heads.features import FeatureHead

@@ -7,17 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from treespec.draft.models.branch import Levels
-from treespec.draft.proposer import Frontier
-from treespec.draft.trained.pairs import PairProposer
+from treespec.draft.trained.pairs import DeepeningProposer
 from treespec.heads.mtp import Mtp
 from treespec.model.chunks import Chunk
-from treespec.model.masks import additive_masks, rows_of, unpadded
+from treespec.model.masks import additive_masks, rows_of
 from treespec.model.target import Target
 from treespec.trees.mask import committed, positions
 
 
 @final
-class MtpProposer(PairProposer):
+class MtpProposer(DeepeningProposer):
     """Drafts with L MTP layers and the target's output path; one text at first.
 
     The pair (target's state at position t, token t + 1) has column t of the cache, in every layer,
@@ -60,7 +59,7 @@ class MtpProposer(PairProposer):
         device = last[0].device
         self.drafted = Levels(committed(self.cache.lengths, device))
         self.places = torch.arange(self.cache.end, device=device).expand(len(last[0]), -1)
-        return self._logits(0, self.states[0])
+        return self.logits(self.states[0])
 
     def pairs(
         self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
@@ -71,10 +70,9 @@ class MtpProposer(PairProposer):
             stages.append(self._forward(i, tokens, below, places, chunk.seen))
         return stages[1:]
 
-    @torch.no_grad()
-    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+    def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
         # 1. The new nodes' columns.
-        tokens, above, sizes = self.drafted.extend(frontiers)
+        self.drafted.extend(above)
         self.level += 1
         lengths = torch.tensor(self.cache.lengths, device=tokens.device)[:, None]
         places = (lengths + self.level - 1).expand(tokens.shape)
@@ -88,8 +86,7 @@ class MtpProposer(PairProposer):
             i: self._forward(i, tokens, rows_of(states, above), self.places, seen)
             for i, states in below.items()
         }
-        logits = self._logits(first, unpadded(self.states[first], sizes))
-        return list(logits.split(sizes))
+        return self.states[first]
 
     def _forward(
         self, i: int, tokens: Tensor, below: Tensor, places: Tensor, seen: Tensor
@@ -141,6 +138,6 @@ class MtpProposer(PairProposer):
         first = torch.stack(before) * known
         return torch.cat([first[:, None], states[:, :-1]], dim=1)
 
-    def _logits(self, i: int, states: Tensor) -> Tensor:
-        """[..., H] states of layer i -> [..., V]."""
-        return self.target.output_logits(states, self.mtp.layer(i).head)
+    def logits(self, states: Tensor) -> Tensor:
+        layer = self.mtp.layer(min(self.level, len(self.mtp) - 1))
+        return self.target.output_logits(states, layer.head)

@@ -9,58 +9,17 @@ EAGLE's heads, block heads and MTP layers read a text as pairs. Five tokens, of 
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import final
 
 import torch
 from torch import Tensor
 
-from treespec.draft.proposer import PREFILL_AT, Proposer
+from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer, aligned
 from treespec.model.cache import TreeCache
 from treespec.model.chunks import Chunk, causal_chunks
-from treespec.model.masks import together
+from treespec.model.masks import together, unpadded
 from treespec.model.target import Target
 
-MOST_WAITING = 96  # pairs that a text may collect while it rests without drafts
-
-
-@final
-class Pairs:
-    """Pairs of one text that wait for the layers.
-
-    `joined` concatenates them when the layers take them. A resting text adds a pair each cycle, and
-    concatenating in each would copy all of them each time.
-    """
-
-    def __init__(self, features: Tensor, tokens: Tensor | None = None) -> None:
-        """features: [n, F]. tokens: [n] int64, the token after each feature; None if n is 0."""
-        if tokens is None:
-            tokens = torch.empty(0, dtype=torch.int64, device=features.device)
-        self.features, self.tokens = [features], [tokens]
-        self.count = len(tokens)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def add(self, features: Tensor, tokens: Tensor) -> None:
-        """features: [n, F]. tokens: [n] int64."""
-        if not self.count:
-            self.features, self.tokens = [], []  # the empty tensors may have another dtype
-        self.features.append(features)
-        self.tokens.append(tokens)
-        self.count += len(tokens)
-
-    def joined(self) -> tuple[Tensor, Tensor]:
-        """[n, F] features and [n] tokens."""
-        if len(self.tokens) > 1:
-            self.features, self.tokens = [torch.cat(self.features)], [torch.cat(self.tokens)]
-        return self.features[0], self.tokens[0]
-
-    def split(self, length: int) -> "Pairs":
-        """Keep the first `length` pairs; return the others."""
-        features, tokens = self.joined()
-        self.features, self.tokens = [features[:length]], [tokens[:length]]
-        self.count = min(length, self.count)
-        return Pairs(features[length:], tokens[length:])
+MOST_WAITING = 96  # pairs that a text may collect while it rests: each cycle copies them
 
 
 class PairProposer(Proposer):
@@ -73,8 +32,8 @@ class PairProposer(Proposer):
     target: Target
     chunk: int | None  # pairs per forward; None: the target's chunk size
     cache: TreeCache
-    waiting: list[Pairs]  # by text
-    nothing: Tensor  # [0, F] of the features' dtype and device
+    waiting: list[tuple[Tensor, Tensor]]  # by text, features [n, F] and the tokens after them [n]
+    nothing: tuple[Tensor, Tensor]  # `waiting` of a text without any
     per_text: tuple[str, ...] = ("waiting", "cache")
 
     @abstractmethod
@@ -99,16 +58,13 @@ class PairProposer(Proposer):
         """layers: of the cache. width: F of the features. dtype: theirs."""
         self.target, self.chunk, self.vocab_size = target, chunk, target.vocab_size
         self.cache = TreeCache(layers=layers)
-        self.nothing = torch.empty(0, width, dtype=dtype, device=target.output_device)
-        self.waiting = self.none_waiting(1)
-
-    def none_waiting(self, texts: int) -> list[Pairs]:
-        """`waiting` without any pair."""
-        return [Pairs(self.nothing) for _ in range(texts)]
+        nothing = torch.empty(0, width, dtype=dtype, device=target.output_device)
+        self.nothing = nothing, nothing.new_empty(0, dtype=torch.int64)
+        self.waiting = [self.nothing]
 
     @torch.no_grad()
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
-        if not any(map(len, self.waiting)):
+        if not any(len(tokens) for _, tokens in self.waiting):
             return [None] * len(self.waiting)
         logits = self.first(self.run(roots), roots)
         rows = zip(logits, self.cache.lengths, strict=True)
@@ -121,7 +77,7 @@ class PairProposer(Proposer):
         Returns [B, H] of each stage, at the sequences' last pairs.
         """
         self.cache.rewind(self.cache.lengths)
-        pairs = [pairs.joined() for pairs in self.waiting]
+        pairs = self.waiting
         counts, device = [len(tokens) for _, tokens in pairs], pairs[0][1].device
         last: list[list[Tensor]] = []
         for chunk in causal_chunks(self.cache, counts, self.chunk_size, device):
@@ -134,29 +90,72 @@ class PairProposer(Proposer):
                 for row, taken in enumerate(chunk.taken):
                     if taken or not chunk.columns.start:
                         rows[row] = states[row, taken - 1]
-        self.waiting = self.none_waiting(len(counts))
+        self.waiting = [self.nothing] * len(counts)
         return [torch.stack(rows) for rows in last]
 
     @property
     def lengths(self) -> list[int]:
         texts = zip(self.cache.lengths, self.waiting, strict=True)
-        return [done + len(pairs) for done, pairs in texts]
+        return [done + len(tokens) for done, (_, tokens) in texts]
 
     def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        for pairs, new, known in zip(self.waiting, features, tokens, strict=True):
-            pairs.add(new, known[1:].to(new.device))
-        fresh, waiting = max(map(len, tokens)) - 1, max(map(len, self.waiting))
-        if fresh > PREFILL_AT or waiting > MOST_WAITING:
-            ends = [pairs.split(len(pairs) - 1) for pairs in self.waiting]
+        for row, (new, known) in enumerate(zip(features, tokens, strict=True)):
+            before, following = self.waiting[row], known[1:].to(new.device)
+            if len(before[1]):  # else the empty features may have another dtype
+                new, following = torch.cat([before[0], new]), torch.cat([before[1], following])
+            self.waiting[row] = new, following
+        most = max(len(known) for _, known in self.waiting)
+        if max(map(len, tokens)) - 1 > PREFILL_AT or most > MOST_WAITING:
+            ends = [(states[-1:], known[-1:]) for states, known in self.waiting]
+            self.waiting = [(states[:-1], known[:-1]) for states, known in self.waiting]
             self.run()
             self.waiting = ends
 
     def rewind(self, lengths: Sequence[int]) -> None:
         cached = self.cache.lengths
-        for pairs, length, done in zip(self.waiting, lengths, cached, strict=True):
-            pairs.split(max(0, length - done))
+        kept = [max(0, length - done) for length, done in zip(lengths, cached, strict=True)]
+        self.waiting = [(f[:n], t[:n]) for (f, t), n in zip(self.waiting, kept, strict=True)]
         self.cache.rewind([min(pair) for pair in zip(cached, lengths, strict=True)])
 
     def chunk_size(self, columns: int) -> int:
         """Pairs in the next forward. columns: of the cache."""
         return self.chunk or self.target.rows_beside(columns)
+
+
+class DeepeningProposer(PairProposer):
+    """Drafts a level from states of the level above."""
+
+    @abstractmethod
+    def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
+        """[B, F, H] states at the frontiers.
+
+        tokens: [B, F] the target's, padded. above: [B, F] the row of each node's parent.
+        """
+
+    @abstractmethod
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., N] draft logits of states [..., H] of this level."""
+
+    @torch.no_grad()
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        tokens, above, sizes = aligned(frontiers, self.target.output_device)
+        tokens = tokens if self.vocabulary is None else self.vocabulary[tokens]
+        states = unpadded(self.deeper(tokens, above), sizes)
+        return list(self.logits(states).split(sizes))
+
+
+class AtOnceProposer(PairProposer):
+    """Drafts a level from the text alone."""
+
+    at_once = True
+    level = 0
+
+    @abstractmethod
+    def law(self) -> Tensor:
+        """[B, 1, N] draft logits of this level."""
+
+    @torch.no_grad()
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        self.level += 1
+        sizes = [len(frontier.tokens) if frontier else 0 for frontier in frontiers]
+        return [row.expand(size, -1) for row, size in zip(self.law(), sizes, strict=True)]

@@ -1,0 +1,225 @@
+"""Trained heads as proposers.
+
+EAGLE's heads extrapolate features; their cache keeps the target's features of accepted tokens, and
+forgets those that the head drafted. Medusa's and Hydra's take a hidden state of each sequence's last
+position: Medusa's logits of a level are the same at all its nodes, Hydra's depend on the tokens of a
+path. Block heads draft all levels of a cycle's trees in one forward.
+"""
+
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from treespec.draft.models.branch import Levels
+from treespec.draft.trained.pairs import AtOnceProposer, DeepeningProposer
+from treespec.heads.block import BlockHead, Pairs
+from treespec.heads.features import FeatureHead
+from treespec.heads.hydra import HydraHead
+from treespec.heads.medusa import MedusaHead
+from treespec.model.chunks import Chunk
+from treespec.model.masks import rows_of
+from treespec.model.target import Target
+from treespec.trees.mask import committed, positions
+
+
+@final
+class EagleProposer(DeepeningProposer):
+    """Drafts with a head and the target's output path; one text at first.
+
+    Levels of the trees are written behind the pairs in the head's own cache, one row a text, and
+    forgotten by the next `begin`:
+
+        | observed pairs | level 1 | level 2 | ...
+
+    Texts with fewer pairs or frontier nodes are padded with ones that no node sees.
+    """
+
+    head: FeatureHead
+
+    def __init__(self, head: FeatureHead, target: Target, chunk: int | None = None) -> None:
+        """chunk: pairs per forward of the head. Default: the target's chunk size."""
+        self.head = head
+        self.start(target, chunk, len(head.attentions), head.feature_size, head.dtype)
+        self.positions = torch.empty(0)  # [B, 1] positions of the last level's features
+        self.frontier = torch.empty(0)  # [B, F, H] features extrapolated at the frontiers
+        self.drafted = Levels(torch.empty(0))
+
+    def new(self) -> "EagleProposer":
+        return EagleProposer(self.head, self.target, self.chunk)
+
+    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
+        self.frontier = last[0][:, None]
+        device = self.frontier.device
+        self.drafted = Levels(committed(self.cache.lengths, device))
+        self.positions = torch.tensor(self.cache.lengths, device=device)[:, None] - 1
+        return self.logits(self.frontier)
+
+    def pairs(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> list[Tensor]:
+        return [self._forward(tokens, self.head.fuse(features), chunk.positions, chunk.seen)]
+
+    def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
+        self.drafted.extend(above)
+        self.positions = self.positions + 1
+        features = rows_of(self.frontier, above)
+        self.frontier = self._forward(tokens, features, self.positions, self.drafted.seen)
+        return self.frontier
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.head.logits(states, self.target)
+
+    def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """One step of the head; its keys and values stay in the cache. Returns [B, T, H].
+
+        tokens: [B, T]. features: [B, T, H]. positions: [B, T or 1]. mask: [B, T, P + T].
+        """
+        layers = self.cache.tree_layers
+        hidden = self.head.step(tokens, features, positions, mask[:, None], layers)
+        for layer in layers:
+            layer.length += tokens.shape[1]
+        return hidden
+
+
+@final
+class MedusaProposer(AtOnceProposer):
+    """Drafts from the last hidden state of each sequence."""
+
+    head: MedusaHead
+
+    def __init__(self, head: MedusaHead, target: Target) -> None:
+        self.head = head
+        self.start(target, None, 0, head.feature_size, head.dtype)
+        self.states = torch.empty(0)  # [B, H]
+
+    def levels(self, row: int) -> Tensor:
+        state = self.states[row]
+        return torch.stack([self.head.step(k, state) for k in range(self.head.max_depth)])
+
+    def pairs(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> list[Tensor]:
+        return [features]
+
+    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
+        (self.states,), self.level = last, 0
+        return self.law()
+
+    def new(self) -> "MedusaProposer":
+        return MedusaProposer(self.head, self.target)
+
+    def law(self) -> Tensor:
+        return self.head.step(self.level, self.states)[:, None]
+
+
+@final
+class HydraProposer(DeepeningProposer):
+    """Drafts with heads and the target's embeddings.
+
+    Hydra++'s prefix layer attends over the hidden states up to a position; its cache is the layer's.
+    """
+
+    head: HydraHead
+
+    def __init__(self, head: HydraHead, target: Target, chunk: int | None = None) -> None:
+        """chunk: positions per forward of the prefix layer. Default: the target's chunk size."""
+        self.head = head
+        self.start(target, chunk, int(head.kind == "hydra++"), head.feature_size, head.dtype)
+        # [B, F, (level + 2) H] the state, and the embeddings along the path to each frontier node.
+        self.inputs = torch.empty(0)
+        self.level = 0
+
+    def pairs(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> list[Tensor]:
+        for layer in self.cache.tree_layers:
+            features = self.head.states(features, chunk.positions, chunk.seen[:, None], layer)
+            layer.length += features.shape[1]
+        return [features]
+
+    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
+        (states,), self.level = last, 0
+        self.inputs = torch.cat([states, self._embedded(roots, states)], dim=-1)[:, None]
+        return self.logits(self.inputs)
+
+    def deeper(self, tokens: Tensor, above: Tensor) -> Tensor:
+        embedded = self._embedded(tokens, self.inputs)
+        self.inputs = torch.cat([rows_of(self.inputs, above), embedded], dim=-1)
+        self.level += 1
+        return self.inputs
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.head.step(self.level, states)
+
+    def new(self) -> "HydraProposer":
+        return HydraProposer(self.head, self.target, self.chunk)
+
+    def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
+        return self.target.embeddings(tokens).to(like.dtype)
+
+
+@final
+class BlockProposer(AtOnceProposer):
+    """Drafts with a block head and the target's output path; one text at first.
+
+    `begin` runs the head over the waiting pairs together with the block, which is behind them in
+    the same forward and is then forgotten.
+    """
+
+    head: BlockHead
+
+    def __init__(self, head: BlockHead, target: Target, chunk: int | None = None) -> None:
+        """chunk: pairs per forward of the head. Default: the target's chunk size."""
+        self.head = head
+        self.start(target, chunk, head.layer_count, head.feature_size, head.dtype)
+        self.laws = torch.empty(0)  # [B, D, N] draft logits of all levels
+        self.block = torch.empty(0)  # [B, S, H] states of the block
+
+    def levels(self, row: int) -> Tensor:
+        return self.laws[row]
+
+    def new(self) -> "BlockProposer":
+        return BlockProposer(self.head, self.target, self.chunk)
+
+    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
+        self.level, self.laws = 0, self.head.logits(self.drafted(last), self.target)
+        return self.law()
+
+    def law(self) -> Tensor:
+        return self.laws[:, self.level, None]
+
+    def drafted(self, last: list[Tensor]) -> Tensor:
+        """[B, D, H] the states of all levels, after `run` with roots, which gave `last`."""
+        return self.head.drafted(last[0] if last else None, self.block)
+
+    def pairs(
+        self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
+    ) -> list[Tensor]:
+        """The block stands behind the last chunk."""
+        below = None if roots is None else roots.to(self.target.output_device)
+        places, seen = self._beside(chunk, 0 if below is None else self.head.block)
+        new = Pairs(tokens, features.to(self.head.dtype), places, seen)
+        own, self.block = self.head.run(new, below, self.cache.tree_layers, self.target.embeddings)
+        return [] if own is None else [own]
+
+    def _beside(self, chunk: Chunk, size: int) -> tuple[Tensor, Tensor]:
+        """Positions [B, T] of all columns, and what the rows see, [B, n + S, T], with a block of S.
+
+        A text of two cached pairs and one of three new ones, and a block of two:
+
+            columns      | a b | 0 1 2 | S S |
+            pair 0       | x x | x . . | . . |      positions 0 1 2 3 4, the block's 3 4
+            the block    | x x | x . . | x x |
+        """
+        n, device = chunk.depth.shape[1], chunk.depth.device
+        lengths, taken = (torch.tensor(x, device=device) for x in (chunk.lengths, chunk.taken))
+        block = torch.arange(size, device=device)
+        places = positions(chunk.depth, chunk.lengths)
+        places = torch.cat([places, (lengths + taken)[:, None] + block], dim=1)
+        cached = chunk.seen[:, :1, :-n].expand(-1, size, -1)
+        new = (torch.arange(n, device=device) < taken[:, None])[:, None].expand(-1, size, -1)
+        itself = new.new_ones(len(places), size, size)
+        rows = torch.cat([cached, new, itself], dim=2)
+        return places, torch.cat([pad(chunk.seen, (0, size)), rows], dim=1)

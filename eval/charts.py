@@ -1,8 +1,8 @@
 """Charts of a page: rows of bars, each a label, an SVG of percentages and a value."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from treespec.eval.bootstrap import Figure
 from treespec.eval.common import STAGE_NAMES, STAGES
@@ -43,6 +43,12 @@ class Bar:
         return max(sum(self.lengths), self.high or 0.0, self.marker or 0.0)
 
 
+def bar_of(label: str, figure: Figure, unit: str = "") -> Bar:
+    """A figure with its interval."""
+    shown = interval(figure) + unit
+    return Bar(label, [value_of(figure)], shown, figure["low"], figure["high"])
+
+
 def value_of(figure: Figure | None) -> float:
     """Its value; 0 where there is none."""
     return (figure and figure["value"]) or 0.0
@@ -64,8 +70,6 @@ class Chart:
     its own for each (part), or grey and then one that pales (step).
     """
 
-    kind: ClassVar[str] = "bars"
-
     title: str
     text: str
     groups: Sequence[Group]
@@ -81,24 +85,7 @@ class Chart:
         return 98 / max(*farthest, self.reference or 0.0, 1e-9)
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A number a cell, with a bar behind it. None: no figure."""
-
-    kind: ClassVar[str] = "grid"
-
-    title: str
-    text: str
-    columns: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[float | None]]]
-    largest: float = field(init=False, default=0.0)
-
-    def __post_init__(self) -> None:
-        found = [value for _, values in self.rows for value in values if value is not None]
-        object.__setattr__(self, "largest", max(found, default=1.0) or 1.0)
-
-
-def charts_of(summary: Summary) -> list[Chart | Grid]:
+def charts_of(summary: Summary) -> list[Chart]:
     """The charts of an evaluation; those of times only where one process measured."""
     rows = summary["rows"]
     pairs = [row for row in rows if row["drafter"]]
@@ -128,7 +115,7 @@ def speed(rows: Sequence[Row]) -> Chart:
         style: Style = "peer" if row["peer"] else "ours" if row["drafter"] else "plain"
         style = style if row["lossless"] else "lossy"
         name, shown = name_of(row, rows), interval(figure, 2 if compared else 1)
-        return Bar(name, [value_of(figure)], shown, figure["low"], figure["high"], style)
+        return replace(bar_of(name, figure), shown=shown, style=style)
 
     return Chart(
         title="How much faster" if compared else "Tokens a second",
@@ -234,9 +221,8 @@ def forwards(summary: Summary) -> Chart:
     groups: dict[int, list[Bar]] = {}
     for one in summary["forwards"]:
         if one["what"] == "target":
-            ms, name = one["ms"], f"{one['nodes']} node{'s' if one['nodes'] > 1 else ''}"
-            bar = Bar(name, [value_of(ms)], f"{interval(ms)} ms", ms["low"], ms["high"])
-            groups.setdefault(one["context"], []).append(bar)
+            name = f"{one['nodes']} node{'s' if one['nodes'] > 1 else ''}"
+            groups.setdefault(one["context"], []).append(bar_of(name, one["ms"], " ms"))
     return Chart(
         title="What a node costs the target",
         text="The time of one forward by the size of its tree. While the bars are equally long, nodes "
@@ -245,19 +231,16 @@ def forwards(summary: Summary) -> Chart:
     )
 
 
-def categories(pairs: Sequence[Row]) -> Grid:
+def categories(pairs: Sequence[Row]) -> Chart:
     """τ of each pair by category."""
-    names = list(pairs[0]["categories"])
-    cells = [
-        (
-            f"{name_of(row, pairs)}, T {row['temperature']:g}",
-            [row["categories"][name]["acceptance_length"]["value"] for name in names],
-        )
-        for row in pairs
-    ]
-    return Grid(
+    return Chart(
         title="τ by category",
         text="How far the draft model follows depends on the text. Speedups are in the tables.",
-        columns=names,
-        rows=cells,
+        groups=[
+            Group(
+                f"{name_of(row, pairs)}, temperature {row['temperature']:g}",
+                [bar_of(name, own["acceptance_length"]) for name, own in row["categories"].items()],
+            )
+            for row in pairs
+        ],
     )

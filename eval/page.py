@@ -5,19 +5,18 @@ Jinja escapes whatever it fills in, so that no model's text and no name becomes 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import PurePath
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from treespec.eval.charts import Chart, Grid, charts_of
+from treespec.eval.charts import Chart, charts_of
 from treespec.eval.common import drafted_by
 from treespec.eval.config import EvalConfig
 from treespec.eval.ledger import Ledger
 from treespec.eval.notes import name_of
 from treespec.eval.picture import expected, picture
-from treespec.eval.report import Report, Table, printable
+from treespec.eval.report import Report, printable
 from treespec.eval.summary import Summary
 from treespec.options import command_line
 from treespec.requests.events import Cycle, explained, visible
@@ -33,7 +32,7 @@ class Page:
     title: str
     subtitle: str
     report: Report
-    charts: Sequence[Chart | Grid]
+    charts: Sequence[Chart]
     setup: Sequence[tuple[str, str]]
     traced: Sequence[dict[str, Any]]
 
@@ -80,14 +79,4 @@ def rendered(page: Page) -> str:
     environment.filters["breaks"] = lambda text: text.replace("\n", "↵\n")
     environment.filters["cycle"] = Cycle.from_json
     functions: dict[str, Any] = {"picture": picture, "explained": explained, "expected": expected}
-    functions["without_empty_columns"] = without_empty_columns
     return environment.get_template("page.html").render(page=page, **functions)
-
-
-def without_empty_columns(table: Table) -> Table:
-    """A table whose every column has a text in some row."""
-    labels, columns = list(table.labels), list(table.columns)
-    kept = [any(row[place] for row in table.rows) for place in range(len(labels) + len(columns))]
-    rows = [list(compress(row, kept)) for row in table.rows]
-    kept_labels = list(compress(labels, kept))
-    return Table(table.title, kept_labels, list(compress(columns, kept[len(labels) :])), rows)

@@ -2,9 +2,9 @@
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product, zip_longest
+from itertools import product
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
@@ -33,20 +33,21 @@ class Table:
     title: str
     labels: Sequence[str]
     columns: Sequence[str]
-    rows: list[list[str]]
+    rows: Sequence[Sequence[str]]
     brief: bool = False
 
     @property
-    def filled(self) -> tuple[list[list[str]], list[list[str]]]:
-        """(labels, figures): the texts of each column, its name first; without empty ones."""
-        columns = [list(map(printable, column)) for column in zip(*self.rows, strict=True)]
-        named = [
-            [printable(name), *cells]
-            for name, cells in zip([*self.labels, *self.columns], columns, strict=True)
-        ]
+    def filled(self) -> "Table":
+        """Its printable text, without empty columns."""
+        rows: list[Sequence[str]] = [(*self.labels, *self.columns), *self.rows]
+        columns = [[printable(cell) for cell in column] for column in zip(*rows, strict=True)]
         count = len(self.labels)
-        labels, figures = named[:count], named[count:]
-        return [c for c in labels if any(c[1:])], [c for c in figures if any(c[1:])]
+        labels, figures = (
+            [c for c in part if any(c[1:])] for part in (columns[:count], columns[count:])
+        )
+        names, *cells = zip(*labels, *figures, strict=True)
+        heads = names[: len(labels)], names[len(labels) :]
+        return Table(printable(self.title), *heads, cells, self.brief)
 
 
 @dataclass(frozen=True)
@@ -59,49 +60,39 @@ class Report:
 
     @property
     def filled(self) -> list[Table]:
-        """The tables that have rows."""
-        return [table for table in self.tables if table.rows]
+        """The tables that have rows, as `Table.filled`."""
+        return [table.filled for table in self.tables if table.rows]
+
+    def parts(self, width: int, draw: Callable[[Table], list[str]]) -> list[tuple[str, str]]:
+        """The title ("" of the notes) and text of each part. draw: the lines of a table."""
+        found = [(table.title, "\n".join(draw(table))) for table in self.filled]
+        for title, items in {"": self.notes, "Verdict": self.verdict}.items():
+            found += [(title, "\n".join(_item(item, width) for item in items))] if items else []
+        return found
 
 
 def markdown(report: Report) -> str:
     """The whole report as Markdown, whose tables have aligned columns in the source too."""
-    parts = []
-    for table in report.filled:
-        parts += [f"## {printable(table.title)}", "\n".join(markdown_lines(table))]
-    parts.append("\n".join(_item(note, PROSE) for note in report.notes))
-    if report.verdict:
-        parts += ["## Verdict", "\n".join(_item(line, PROSE) for line in report.verdict)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    parts = report.parts(PROSE, markdown_lines)
+    return "\n\n".join(f"## {title}\n\n{text}" if title else text for title, text in parts) + "\n"
 
 
 def show(report: Report, console: "Console") -> None:
     """Print on a terminal. No word or number is broken; wide tables are split between columns."""
-
-    def say(text: str, style: str = "") -> None:
-        console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
-
-    for table in report.filled:
-        say(f"\n{printable(table.title)}", "bold")
-        say("\n".join(terminal_lines(table, console.width)))
-    say("")
-    for note in report.notes:
-        say(_item(note, console.width))
-    if report.verdict:
-        say("\nVerdict", "bold")
-        for line in report.verdict:
-            say(_item(line, console.width))
+    for title, text in report.parts(console.width, lambda one: terminal_lines(one, console.width)):
+        for said, style in ((title and f"\n{title}", "bold"), (text, "")):
+            console.print(
+                said, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True
+            )
 
 
 def markdown_lines(table: Table) -> list[str]:
     """The table as lines of Markdown."""
     labels, figures = (
-        [[[cell.replace("|", "\\|")] for cell in c] for c in part] for part in table.filled
+        [[[line.replace("|", "\\|") for line in cell] for cell in column] for column in part]
+        for part in _columns(table)
     )
-    rules = [["-" * (_width(c) + 2)] for c in labels] + [
-        ["-" * (_width(c) + 1) + ":"] for c in figures
-    ]
-    lines = [f"| {' | '.join(cells)} |" for cells in _rows(labels, figures)]
-    return [lines[0], f"|{'|'.join(rule for (rule,) in rules)}|", *lines[1:]]
+    return [f"| {' | '.join(cells)} |" for cells in _lines(labels, figures, "-", ":")]
 
 
 def terminal_lines(table: Table, width: int) -> list[str]:
@@ -113,8 +104,8 @@ def terminal_lines(table: Table, width: int) -> list[str]:
     # 1. The pieces of each layout.
     packed: list[list[tuple[list[Column], list[Column]]]] = []
     for cut, narrow in product((False, True), (False, True)):
-        labels = [[[cell] for cell in column] for column in table.filled[0]]
-        figures = [_figure(column, cut, table.brief) for column in table.filled[1]]
+        labels, figures = _columns(table)
+        figures = [_figure(column, cut, table.brief) for column in figures]
         if narrow:
             room = width - max(map(_width, figures), default=0) - len(GAP) * len(labels)
             labels = _narrowed(labels, room)
@@ -125,38 +116,45 @@ def terminal_lines(table: Table, width: int) -> list[str]:
             pieces[-1][1].append(figure)
         packed.append(pieces)
 
-    # 2. The best of them: a rule below the heads, an empty line between pieces.
+    # 2. The best of them, with an empty line between pieces.
     best = min(packed, key=lambda pieces: (max(_wide(*p) for p in pieces) > width, len(pieces)))
-    lines: list[str] = []
-    for labels, figures in best:
-        rule = GAP.join("─" * _width(column) for column in (*labels, *figures))
-        drawn = [GAP.join(cells).rstrip() for cells in _rows(labels, figures)]
-        height = max(len(column[0]) for column in (*labels, *figures))
-        lines += [""] if lines else []
-        lines += [*drawn[:height], rule, *drawn[height:]]
-    return lines
+    drawn = (["", *(GAP.join(cells).rstrip() for cells in _lines(*piece))] for piece in best)
+    return [line for piece in drawn for line in piece][1:]
 
 
-def _rows(labels: list[Column], figures: list[Column]) -> list[list[str]]:
-    """The padded cells of every line: labels to the left, figures to the right, heads to the bottom."""
-    height = max(len(column[0]) for column in (*labels, *figures))
-    columns = [[[""] * (height - len(head)) + head, *cells] for head, *cells in (*labels, *figures)]
-    lines = []
-    for row in zip(*columns, strict=True):
-        for parts in zip_longest(*row, fillvalue=""):
-            space = [" " * (_width(c) - cell_len(p)) for c, p in zip(columns, parts, strict=True)]
-            lines.append(
-                [
-                    part + gap if number < len(labels) else gap + part
-                    for number, (part, gap) in enumerate(zip(parts, space, strict=True))
-                ]
-            )
-    return lines
+def _columns(table: Table) -> tuple[list[Column], list[Column]]:
+    """Its labels and figures, every cell one line."""
+    one = table.filled
+    rows = [(*one.labels, *one.columns), *one.rows]
+    columns = [[[cell] for cell in column] for column in zip(*rows, strict=True)]
+    return columns[: len(one.labels)], columns[len(one.labels) :]
+
+
+def _lines(
+    labels: list[Column], figures: list[Column], rule: str = "─", end: str = "─"
+) -> Iterator[tuple[str, ...]]:
+    """The padded cells of every line: labels to the left, figures to the right, heads to the bottom.
+
+    A line of `rule` stands below the heads, and ends in `end` below a figure's.
+    """
+    columns = [*labels, *figures]
+    heights = [max(map(len, row)) for row in zip(*columns, strict=True)]
+    drawn = []
+    for number, (head, *cells) in enumerate(columns):
+        width = max(2, _width(columns[number])) if rule == "-" else _width(columns[number])
+        last = rule if number < len(labels) else end
+        lines = [""] * (heights[0] - len(head)) + head + [rule * (width - 1) + last]
+        for cell, height in zip(cells, heights[1:], strict=True):
+            lines += cell + [""] * (height - len(cell))
+        gaps = [" " * (width - cell_len(line)) for line in lines]
+        pairs = zip(lines, gaps, strict=True)
+        drawn.append([a + gap if number < len(labels) else gap + a for a, gap in pairs])
+    return zip(*drawn, strict=True)
 
 
 def _width(column: Column) -> int:
     """Terminal cells of its widest line."""
-    return max(cell_len(line) for cell in column for line in cell or [""])
+    return max(cell_len(line) for cell in column for line in cell)
 
 
 def _wide(labels: list[Column], figures: list[Column]) -> int:
@@ -164,9 +162,9 @@ def _wide(labels: list[Column], figures: list[Column]) -> int:
     return sum(_width(column) + len(GAP) for column in (*labels, *figures)) - len(GAP)
 
 
-def _figure(texts: list[str], cut: bool, brief: bool) -> Column:
+def _figure(column: Column, cut: bool, brief: bool) -> Column:
     """A column of figures; its name wraps to their width. cut: brackets go below, or away (brief)."""
-    name, *values = texts
+    name, *values = (cell for [cell] in column)
     if cut:
         values = [re.sub(r" (\(.*\))", "" if brief else r"\n\1", value) for value in values]
     cells = [value.split("\n") for value in values]

@@ -2,7 +2,7 @@
 
 options, environment, machine, left_out: of the ledger's head. timed: False where several processes
 shared the machine. questions: their number. few_questions: categories with too few of them for their
-intervals. failed: why a peer has no figures, by its name. forwards: each `ForwardCase` with its ms. again: of the
+intervals. failed: why a peer has no figures, by its name. forwards: of `forward_times`. again: of the
 baseline's second time (A/A), by temperature and batch: its questions, and its speedup over the first.
 
 A row has the fields of its `Contestant`, and:

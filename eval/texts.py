@@ -1,13 +1,15 @@
-"""Texts to measure on: a file, or the target's own answers."""
+"""What a measurement loads: models by its options, and a text, of a file or the target's own answers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from treespec.api.load import load
+from treespec.api.options import PlacementOptions, TargetOptions, VariantOptions
 from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.eval.common import Step
@@ -17,6 +19,11 @@ from treespec.text.encoding import encode_conversations
 
 if TYPE_CHECKING:
     from treespec.eval.acceptance.config import AcceptanceConfig
+    from treespec.eval.fit.config import CalibrateConfig, TreeConfig
+
+    TextConfig = AcceptanceConfig | CalibrateConfig | TreeConfig
+
+MODELS = [known.name for kind in (TargetOptions, PlacementOptions) for known in fields(kind)]
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,13 @@ class Passage:
     group: int
 
 
+def load_models(config: VariantOptions, head: str | None) -> Spec:
+    """`treespec.load` with these options. head: what drafts; None: nothing. Raises as that does."""
+    return load(head=head, **{name: getattr(config, name) for name in MODELS})
+
+
 def passages_of(
-    config: "AcceptanceConfig",
+    config: "TextConfig",
     spec: Spec,
     questions: Sequence[Question],
     report: Callable[[Step], None],
@@ -43,32 +55,31 @@ def passages_of(
     Raises InputError for a file that cannot be read, and for a target without a tokenizer.
     """
     if config.text:
-        return _from_file(Path(config.text), config, spec)
+        length = min(config.max_length, spec.target.context_length)
+        return from_file(config.text, spec, config.limit, length)
     return list(_answers(config, spec, questions, report))
 
 
-def _from_file(path: Path, config: "AcceptanceConfig", spec: Spec) -> list[Passage]:
+def from_file(name: str, spec: Spec, limit: int | None, length: int) -> list[Passage]:
     """Conversations, of which the answers count, or pieces of plain text, of which all counts."""
     # 1. Conversations.
-    tokenizer = spec.target.tokenizer
-    length = min(config.max_length, spec.target.context_length)
+    path, tokenizer = Path(name), spec.target.tokenizer
     if tokenizer is None:
-        raise InputError(f"the target {config.target} has no tokenizer to read --text with")
+        raise InputError("the target has no tokenizer to read --text with")
     if path.suffix in CONVERSATIONS:
-        conversations = read_conversations(path)[0][: config.limit]
-        examples, _ = encode_conversations(tokenizer, conversations, config.template, length)
+        conversations = read_conversations(path)[0][:limit]
+        examples, _ = encode_conversations(tokenizer, conversations, spec.template, length)
         return [Passage(e.input_ids, e.loss_mask, i) for i, e in enumerate(examples)]
 
     # 2. Plain text.
     ids = tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
     tokens = torch.tensor(ids, dtype=torch.int64)
-    pieces = tokens.split(length) if len(tokens) else ()
-    every = [torch.ones_like(piece, dtype=torch.bool) for piece in pieces]
-    return [Passage(piece, every[i], i) for i, piece in enumerate(pieces)]
+    pieces = enumerate(tokens.split(length) if len(tokens) else ())
+    return [Passage(piece, torch.ones_like(piece, dtype=torch.bool), i) for i, piece in pieces]
 
 
 def _answers(
-    config: "AcceptanceConfig",
+    config: "TextConfig",
     spec: Spec,
     questions: Sequence[Question],
     report: Callable[[Step], None],

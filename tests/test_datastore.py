@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from models import TableConfig, TableModel, save_model, tokenizer
-from test_cli import run
 from test_decode import plain_generate
 from test_given import paths_of
 
 from treespec import load
 from treespec.api.spec import Spec
+from treespec.cli import app
+from treespec.cli.entry import run
 from treespec.draft.model_free import datastore
 from treespec.draft.model_free.datastore import Datastore, build, encoded, open_datastore, suffix_array
 from treespec.draft.model_free.lookup import Rest
@@ -203,16 +204,16 @@ def test_the_command_line_builds_a_datastore_and_drafts_from_it(tmp_path, monkey
     for name in ("said.jsonl", "said.txt"):
         out = str(tmp_path / f"store-{name}")
         options = ["datastore", "build", "--target", model, "--data", str(tmp_path / name), "--out", out]
-        assert run(monkeypatch, *options) == 0
+        assert run(app, [*options]) == 0
         printed = capsys.readouterr().out
         assert f"Draft from them with --drafter rest:{out}" in printed.replace("\n", "")
         assert ("said.jsonl:2: not valid JSON" in printed) == (name == "said.jsonl")
-        assert run(monkeypatch, *options) == 2
+        assert run(app, [*options]) == 2
         assert "exists: delete it" in capsys.readouterr().err
         drafted = load(model, drafter=f"rest:{out},nodes=16", dtype="float32").generate(prompt, max_new_tokens=24)
         assert drafted.token_ids == answer
     options = ["--target", model, "--drafter", f"rest:{out}", "--prompt", "the question", "--dtype", "float32"]
-    assert run(monkeypatch, "generate", *options, "--max-new-tokens", "8") == 0
+    assert run(app, ["generate", *options, "--max-new-tokens", "8"]) == 0
     wanted = spec.generate([{"role": "user", "content": "the question"}], max_new_tokens=8).text
     assert capsys.readouterr().out == wanted + "\n"
 

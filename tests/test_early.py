@@ -62,7 +62,7 @@ WRONG = [
     (HEADS, "--head HOME/empty", "is not a head directory: it has no readable config.json"),
     (HEADS, "--head HOME/cut-head", "model.safetensors is damaged"),
     (HEADS, "--head HOME/wide", "for features of width 4096, the target's are 32"),
-    (HEADS[:-1], "--head HOME/uncalibrated", "calibration.json has format None, this treespec reads 1: make it again"),
+    (HEADS[:-1], "--head HOME/uncalibrated", "calibration.json is not understood: make it again"),
     (("export",), "--head HOME/hydra", "vllm takes heads of kind eagle or eagle3 or medusa"),
     (("train",), "--from-head HOME/eagel", "did you mean HOME/eagle?"),
     # drafters

@@ -68,13 +68,14 @@ def test_such_questions_are_found() -> None:
 
 # What was reached: it only falls. Code tokens are Python tokens without comments, docstrings and layout.
 CEILINGS = {
-    "source code tokens": 309_980,
-    "test code tokens": 263_610,
-    "source files": 490,
-    "functions with 7 parameters or more": 23,
-    "rooms": 51,
-    "imports between rooms": 302,
-    "circles of files, type-only imports too": 4,
+    "source code tokens": 272_263,
+    "test code tokens": 253_996,
+    "source files": 352,
+    "source lines": 43_244,
+    "functions with 7 parameters or more": 4,
+    "rooms": 19,
+    "imports between rooms": 112,
+    "circles of files, type-only imports too": 0,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER, tokenize.ENCODING),
@@ -140,6 +141,7 @@ def test_the_house_only_shrinks() -> None:
         "source code tokens": sum(map(code_tokens, source)),
         "test code tokens": sum(code_tokens(text) for name, text in texts.items() if name.startswith("tests/")),
         "source files": len(source),
+        "source lines": sum(text.count("\n") for text in source),
         "functions with 7 parameters or more": sum(map(wide_functions, source)),
         "rooms": len({room(module) for module in inhabited}),
         "imports between rooms": len({(room(a), room(b)) for a in graph for b in graph[a] if room(a) != room(b)}),

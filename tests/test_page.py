@@ -11,7 +11,7 @@ from evaluating import config_in, tokens_of
 from tracing import cycle_of, own
 
 from treespec.decoding.sequence import Piece
-from treespec.eval.charts import Bar, Chart, Grid, Group
+from treespec.eval.charts import Bar, Chart, Group
 from treespec.eval.config import EvalConfig
 from treespec.eval.ledger import Ledger
 from treespec.eval.page import Page, rendered
@@ -59,7 +59,6 @@ def page_with(text):
     charts = [
         Chart("Speed", "", [Group(text, bars)], reference=1.0, marker="bound"),
         Chart("Time", "", [Group(text, [Bar(text, [1.0, 0.5], text)])], legend=["target", "rest"]),
-        Grid("τ", "", [text], [(text, [1.5, None])]),
     ]
     report = Report([Table(text, [text], [text], [[text, text]])], [text], [text])
     return Page(text, text, report, charts, [("command", text), (text, text)], [trace])

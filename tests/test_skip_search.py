@@ -5,9 +5,10 @@ import sys
 
 import pytest
 from models import save_model
-from test_cli import run
 
 from treespec import load
+from treespec.cli import app
+from treespec.cli.entry import run
 from treespec.draft.models.skip_set import SkipSet, load_skip_set
 
 
@@ -35,7 +36,7 @@ def test_answers_that_fill_the_context_are_refused(tmp_path, monkeypatch, capsys
     pytest.importorskip("optuna")
     words, text = save_model(tmp_path / "target"), tmp_path / "text.txt"
     text.write_text("the user asks")
-    assert run(monkeypatch, "skip", "--target", str(words), "--text", str(text), "--max-new-tokens", "512") == 2
+    assert run(app, ["skip", "--target", str(words), "--text", str(text), "--max-new-tokens", "512"]) == 2
     assert "the target's context holds 512: leave room for a prompt" in capsys.readouterr().err
 
 
@@ -47,7 +48,7 @@ def test_the_command_writes_a_skip_set_that_drafts(tmp_path, monkeypatch, capsys
     line = json.dumps({"messages": turns}) + "\n"
     text.write_text(line * 3 if name.endswith("jsonl") else "the user asks and the assistant answers " * 9)
     options = ["--text", str(text), "--out", str(out), "--trials", "4", "--limit", "2", "--max-new-tokens", "6"]
-    assert run(monkeypatch, "skip", "--target", str(words), *options, "--dtype", "float32") == 0
+    assert run(app, ["skip", "--target", str(words), *options, "--dtype", "float32"]) == 0
     assert "4/4" in capsys.readouterr().err
     kept = json.loads(out.read_text())
     assert (kept["target"], kept["trials"], kept["layers"]) == (str(words), 4, 3)
@@ -59,5 +60,5 @@ def test_the_command_writes_a_skip_set_that_drafts(tmp_path, monkeypatch, capsys
 
 def test_without_the_library_the_extra_is_named(model_folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert run(monkeypatch, "skip", "--target", str(model_folder), "--text", __file__) == 2
+    assert run(app, ["skip", "--target", str(model_folder), "--text", __file__]) == 2
     assert capsys.readouterr().err == "treespec: treespec skip searches with optuna: pip install 'treespec[skip]'\n"

@@ -27,8 +27,8 @@ from treespec.draft.models.skip_set import SkipSet
 from treespec.draft.models.sparse import SparseProposer
 from treespec.draft.options import RestOptions, SuffixOptions
 from treespec.draft.source import Source
-from treespec.draft.trained.eagle import EagleProposer
 from treespec.draft.trained.kinds import KINDS
+from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.vocabulary import restrict
 from treespec.model.target import Target
 

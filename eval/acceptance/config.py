@@ -1,7 +1,10 @@
 """The options of `treespec acceptance`, and the cases that follow from them."""
 
-from dataclasses import asdict, dataclass
+import tomllib
+from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 from treespec.api.options import (
     HeadOptions,
@@ -17,7 +20,7 @@ from treespec.verify.facts import REFERENCE, SCHEMES, known_scheme
 
 LOSSLESS = (*(name for name, scheme in SCHEMES.items() if scheme.lossless), REFERENCE)
 
-Settings = dict[str, str | int]
+Settings = dict[str, Any]
 
 DEFAULTS: Settings = {
     "verifier": "all",
@@ -29,28 +32,9 @@ DEFAULTS: Settings = {
 }
 GIVEN: Settings = {"temperature": "1", "draws": "2", "samples": 1000}  # for given laws
 
-# The experiments of two papers, each of one or two sweeps: Hu et al. 2025, Figures 1 and 2; Khisti
-# et al. 2025, Section 5 and Figure 2. The papers give the ends of the grids, we the values between.
-_TWO: Settings = {"temperature": "1", "draws": "2", "top_k": 5}
-PRESETS: dict[str, tuple[Settings, ...]] = {
-    "hu": (
-        {"temperature": "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1", "draws": "2,4"},
-        {"temperature": "0.6,1", "draws": "1,2,3,4,5,6,7,8,9,10"},
-    ),
-    "khisti-draws": (_TWO | {"draws": "2,4,8"},),
-    "khisti-temperatures": tuple(
-        _TWO | {"draft_temperature": temperatures}
-        for temperatures in ("1,1.2,1.4,1.6,2,2.4", "1.2/1.2,1.2/1.4,1.2/1.6,1.2/2,1.2/2.4")
-    ),
-    "khisti-truncation": tuple(
-        _TWO | {"top_k": 50, "verifier": ",".join(f"is-lp:{options}" for options in swept)}
-        for swept in (
-            [f"s={s}" for s in range(1, 11)],
-            [f"s=5,alphabet={size}" for size in (5, 10, 20, 30, 40, 50)],
-        )
-    ),
-    "khisti-figure2": (GIVEN,),
-}
+PRESETS: dict[str, list[Settings]] = tomllib.loads(
+    Path(__file__).with_name("presets.toml").read_text()
+)  # the sweeps of each
 
 
 def _default(name: str) -> str:
@@ -167,12 +151,10 @@ def sweeps(config: AcceptanceConfig) -> list[AcceptanceConfig]:
     Options that were given win over the preset.
     """
     usual = DEFAULTS | (GIVEN if config.given_laws else {})
-    settled = []
-    for preset in PRESETS[config.preset] if config.preset else ({},):
-        options = asdict(config)
-        values = usual | preset
-        options |= {name: value for name, value in values.items() if options[name] is None}
-        settled.append(AcceptanceConfig(**options))
+    unset = [name for name in usual if getattr(config, name) is None]
+    presets = PRESETS[config.preset] if config.preset else [{}]
+    found = [usual | preset for preset in presets]
+    settled = [replace(config, **{name: one[name] for name in unset}) for one in found]
     return list(dict.fromkeys(settled))
 
 
@@ -182,25 +164,18 @@ def cases(sweep: AcceptanceConfig) -> list[Case]:
     A list of draft temperatures (1.2/2) fits only its own number of draws. Raises InputError for a
     part that is no number, and if nothing fits.
     """
-    # 1. The values of each option.
-    temperatures = listed("temperature", sweep.temperature or "")
-    drafts = listed("draft-temperature", sweep.draft_temperature or "")
-    draws = listed("draws", sweep.draws or "")
-
-    # 2. Their combinations.
+    names = ("temperature", "draft-temperature", "draws")
+    given = (sweep.temperature, sweep.draft_temperature, sweep.draws)
+    parts = [listed(name, values or "") for name, values in zip(names, given, strict=True)]
     fitting = []
-    for temperature, draft, count in product(temperatures, drafts, draws):
+    for temperature, draft, count in product(*parts):
         if not (count.isdecimal() and int(count)):
             raise InputError(f"--draws {count!r} must be a whole number, at least 1")
-        target_temperature = number("temperature", temperature)
-        if draft == "same":
-            laws: tuple[float, ...] = (target_temperature,)
-        else:
-            laws = tuple(number("draft-temperature", part) for part in draft.split("/"))
+        at, own = number("temperature", temperature), temperature if draft == "same" else draft
+        laws = tuple(number("draft-temperature", part) for part in own.split("/"))
         if len(laws) in (1, int(count)):
             called = draft if draft == "same" or len(laws) > 1 else laws[0]
-            truncation = (sweep.top_k or 0, sweep.top_p)
-            fitting.append(Case(target_temperature, called, laws, int(count), *truncation))
+            fitting.append(Case(at, called, laws, int(count), sweep.top_k or 0, sweep.top_p))
     if not fitting:
         raise InputError(
             f"--draft-temperature {sweep.draft_temperature} has no list for --draws {sweep.draws}"
@@ -214,21 +189,20 @@ def schemes_in(verifiers: str) -> list[str]:
     Raises InputError for an unknown or lossy scheme, and for one with draft temperatures of its
     own.
     """
-    names = [
-        name
-        for part in listed("verifier", verifiers)
-        for name in (LOSSLESS if part == "all" else (part,))
-    ]
+    names = listed("verifier", verifiers)
+    if "all" in names:
+        at = names.index("all")
+        names[at : at + 1] = LOSSLESS
     for name in names:
-        if name == REFERENCE:
-            continue
-        scheme, options = known_scheme(name, allow_lossy=True)
-        if not scheme.lossless:
-            raise InputError(
-                f"verifier {name} is not lossless: its rate is not comparable; leave it out"
-            )
-        if options.get("draft_temperatures"):
-            raise InputError(
-                f"verifier {name}: give the temperatures of its draws by --draft-temperature, such as 1.2/2"
-            )
+        if name != REFERENCE:
+            scheme, options = known_scheme(name, allow_lossy=True)
+            if not scheme.lossless:
+                raise InputError(
+                    f"verifier {name} is not lossless: its rate is not comparable; leave it out"
+                )
+            if options.get("draft_temperatures"):
+                raise InputError(
+                    f"verifier {name}: give the temperatures of its draws by --draft-temperature, "
+                    "such as 1.2/2"
+                )
     return list(dict.fromkeys(names))

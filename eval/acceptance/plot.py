@@ -1,5 +1,6 @@
 """Plots of rates, where matplotlib is installed: an axis for whatever takes three values."""
 
+import re
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,17 +58,11 @@ def draw(figure: "Figure", titled: dict[str, Lines], axis: str) -> None:
             if axis not in rows[0]["at"]:
                 part.axhline(rates[0], color=colour, ls="--", label=name)
                 continue
-            errors = [row["rate"]["error"] or 0 for row in rows]
-            style = "--" if name.startswith("α*") else "o-"
-            part.errorbar(
-                [row["at"][axis] for row in rows],
-                rates,
-                errors,
-                fmt=style,
-                ms=3,
-                color=colour,
-                label=name,
+            places, errors = zip(
+                *((row["at"][axis], row["rate"]["error"] or 0) for row in rows), strict=True
             )
+            style = "--" if name.startswith("α*") else "o-"
+            part.errorbar(places, rates, errors, fmt=style, ms=3, color=colour, label=name)
         drawn, labels = part.get_legend_handles_labels()
         handles |= dict(zip(labels, drawn, strict=True))
         part.set(title=title, xlabel=AXES.get(axis, axis))
@@ -108,6 +103,4 @@ def place_with_options(row: Row) -> Coordinates:
 
 def options_of(row: Row) -> dict[str, float]:
     """The options of a method such as is-lp:s=8,alphabet=50."""
-    _, _, options = row["method"].partition(":")
-    parts = [part.partition("=") for part in options.split(",") if part]
-    return {name: float(value) for name, _, value in parts}
+    return {name: float(x) for name, x in re.findall(r"([\w-]+)=([^,]+)", row["method"])}

@@ -1,8 +1,9 @@
 """Acceptance rates of schemes at collected positions, stated and measured, beside their α*."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,49 +18,8 @@ from treespec.verify.scheme import Scheme
 ELEMENTS = 1 << 24  # most elements of a [rows, V] tensor: 64 MiB in float32
 
 
-class Mean(TypedDict):
-    """A mean and its standard error; None where one group gives no error."""
-
-    value: float
-    error: float | None
-
-
-class Row(TypedDict):
-    """One method at one place, as a rate over all positions.
-
-    at: temperature, draft (its temperature), draws and, for given distributions, which. method: a
-    scheme's name, or for α* how its draws are made. optimum: whether the row is α*. drawn: how the
-    method's draws are made, where α* of that is known. positions, groups: their numbers; a group is
-    a question or text. rate: α or α*; its error is over positions, by group, and at least `noise`:
-    the Monte-Carlo error of a rate that no formula states. gap: α* - α of the same draws, with an
-    error alike. measured: the share of sampled outputs that were draws; its error is that of
-    sampling.
-    """
-
-    at: Coordinates
-    method: str
-    optimum: bool
-    drawn: str | None
-    positions: int
-    groups: int
-    rate: Mean
-    noise: float | None
-    gap: Mean | None
-    measured: Mean | None
-
-
-class AcceptanceResult(TypedDict):
-    """What OUT/acceptance.json holds.
-
-    left_out: why each scheme that is missing does not fit. plots: names of the plots; None without
-    matplotlib. sweeps: the rows of each sweep.
-    """
-
-    config: dict[str, object]
-    environment: dict[str, object]
-    left_out: dict[str, str]
-    plots: list[str] | None
-    sweeps: list[list[Row]]
+Mean = dict[str, float | None]  # `value`, and its standard `error`: None where one group gives none
+Row = dict[str, Any]  # one method at one place, as `rows_of` makes it
 
 
 @dataclass(frozen=True)
@@ -91,7 +51,7 @@ def rate(
     The generator's device computes. samples: Monte-Carlo samples per position.
     """
     # 1. Positions in chunks, so that a [rows, V] tensor fits in memory.
-    chunks: dict[tuple[str, bool], list[MethodRates]] = {}
+    chunks = defaultdict[tuple[str, str | None, bool], list[tuple[Tensor, ...]]](list)
     refused: dict[str, str] = {}
     rows = max(1, ELEMENTS // logits.p.shape[1])
     target, *of_draws = (
@@ -104,7 +64,7 @@ def rate(
         q = laws[0] if len(laws) == 1 else torch.stack(laws, dim=1)  # [B, V] or [B, K, V]
 
         # 2. The schemes that take such draws, and α* of their draws; it is known for draws from one distribution.
-        rated = []
+        drawn = set()
         for name, scheme in schemes.items():
             try:
                 found = measured(scheme, p, q, case.draws, generator, samples)
@@ -112,25 +72,20 @@ def rate(
             except InputError as error:
                 refused[name] = str(error).partition(";")[0]
             else:
-                tensors = (found.value.cpu(), found.error.cpu(), hits.cpu())
-                rated.append(MethodRates(name, scheme.drawing, *tensors))
-        drawn = {rates.drawn for rates in rated} if q.dim() == 2 else set()
-        for kind in (kind for kind in OPTIMA if kind in drawn):
+                drawn.add(scheme.drawing)
+                chunk = found.value.cpu(), found.error.cpu(), hits.cpu()
+                chunks[name, scheme.drawing, False].append(chunk)
+        for kind in (kind for kind in OPTIMA if kind in drawn and q.dim() == 2):
             values = OPTIMA[kind](p, q, case.draws).cpu()
-            rated.append(MethodRates(kind, kind, values, torch.zeros_like(values)))
-        for rates in rated:
-            chunks.setdefault((rates.method, rates.optimum), []).append(rates)
+            chunks[kind, kind, True].append((values, torch.zeros_like(values)))
 
     # 3. All positions; a scheme refused in one chunk is left out everywhere.
-    joined = []
-    for (name, _), parts in chunks.items():
-        if name not in refused:
-            values = torch.cat([part.values for part in parts])
-            errors = torch.cat([part.errors for part in parts])
-            shares = [part.hits for part in parts if part.hits is not None]
-            of_outputs = torch.cat(shares) if shares else None
-            joined.append(MethodRates(name, parts[0].drawn, values, errors, of_outputs))
-    return joined, refused
+    whole = [
+        MethodRates(name, kind, *map(torch.cat, zip(*parts, strict=True)))
+        for (name, kind, _), parts in chunks.items()
+        if name not in refused
+    ]
+    return whole, refused
 
 
 def trials(
@@ -154,6 +109,12 @@ def rows_of(
 ) -> Iterator[Row]:
     """A row per method; with given distributions, a row per pair of them and method.
 
+    at: temperature, draft (its temperature), draws and, for given distributions, which. method,
+    optimum, drawn: as of `MethodRates`. positions, groups: their numbers; a group is a question or
+    text. rate: α or α*; its error is over positions, by group, and at least `noise`: the
+    Monte-Carlo error of a rate that no formula states. gap: α* - α of the same draws, with an error
+    alike. measured: the share of sampled outputs that were draws; its error is that of sampling.
+
     group: [n] int64. names: what names each pair; (): all positions are one place.
     """
     # 1. The places, and the positions [m] of each.
@@ -166,19 +127,15 @@ def rows_of(
     for at, positions in places:
         groups = group[positions]
         for rates in rated:
-            noise, gap = None, None
-            if rates.errors[positions].any():
-                noise = float(rates.errors[positions].square().sum().sqrt()) / len(positions)
+            gap = hits = None
+            noise = float(rates.errors[positions].square().sum().sqrt()) / len(positions) or None
             if rates.drawn in optima and not rates.optimum:
                 gap = average((optima[rates.drawn] - rates.values)[positions], groups, noise)
-            hits: Mean | None = None
             if rates.hits is not None:
                 shares = rates.hits[positions]
                 variance = (shares * (1 - shares)).sum() / (samples - 1)
-                hits = {
-                    "value": float(shares.mean()),
-                    "error": float(variance.sqrt() / len(shares)),
-                }
+                error = float(variance.sqrt() / len(shares))
+                hits = {"value": float(shares.mean()), "error": error}
             yield {
                 "at": at,
                 "method": rates.method,

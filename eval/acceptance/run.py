@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,8 +12,8 @@ from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig, cases, schemes_in, sweeps
 from treespec.eval.acceptance.otm_lp import OtmLp
 from treespec.eval.acceptance.plot import plot
-from treespec.eval.acceptance.rates import AcceptanceResult, Row, rate, rows_of
-from treespec.eval.acceptance.sources import collected, given
+from treespec.eval.acceptance.rates import Row, rate, rows_of
+from treespec.eval.acceptance.sources import FIGURE_2, collected, given
 from treespec.eval.acceptance.table import report_of
 from treespec.eval.common import Step
 from treespec.eval.report import markdown
@@ -26,11 +27,12 @@ from treespec.verify.scheme import Scheme
 
 def accept(
     config: AcceptanceConfig, report: Callable[[Step], None] = lambda step: None
-) -> AcceptanceResult:
+) -> dict[str, Any]:
     """Collect logits, or take the given distributions, then rate every scheme.
 
-    Writes and returns OUT/acceptance.json; also writes OUT/acceptance.md and plots. Raises
-    InputError for bad input.
+    Writes and returns OUT/acceptance.json; also writes OUT/acceptance.md and plots. Its fields:
+    config, environment; left_out: why each scheme that is missing does not fit; plots: names of the
+    plots, None without matplotlib; sweeps: the rows of each sweep. Raises InputError for bad input.
     """
     # 1. What is compared, and where p and q come from.
     planned = [
@@ -39,11 +41,10 @@ def accept(
     for case in (case for _, swept, _ in planned for case in swept):
         for temperature in (case.temperature, *case.draft_temperatures):
             SamplingParams(temperature, case.top_k, case.top_p)  # raises for a bad value
-    known = given(config.laws) if config.given_laws else None
+    known = given(config.laws or FIGURE_2) if config.given_laws else None
     with locked(config.out):
-        environment: dict[str, object] = {"torch": torch.__version__}
         if known:
-            logits, names = known
+            (logits, names), environment = known, dict[str, object](torch=str(torch.__version__))
         else:
             (logits, environment), names = collected(config, report), []
 
@@ -58,13 +59,8 @@ def accept(
             samples = sweep.samples or 2
             tables.append([])
             for case in swept:
-                report(
-                    Step(
-                        done,
-                        total,
-                        f"rates at temperature {case.temperature:g} of {case.draws} draws",
-                    )
-                )
+                text = f"rates at temperature {case.temperature:g} of {case.draws} draws"
+                report(Step(done, total, text))
                 rated, refused = rate(logits, case, schemes, samples, generator)
                 left_out = refused | left_out
                 if not rated:
@@ -75,7 +71,7 @@ def accept(
         # 3. The files.
         out = Path(config.out)
         report(Step(total, total, "tables and plots"))
-        result: AcceptanceResult = {
+        result = {
             "config": asdict(config),
             "environment": environment
             | {"treespec": version("treespec"), "rates on": str(generator.device)},

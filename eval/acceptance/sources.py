@@ -15,14 +15,16 @@ from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.common import Step
 from treespec.eval.environment import describe
-from treespec.eval.loading import load_models
 from treespec.eval.questions import Question, load_questions
-from treespec.eval.texts import Passage, passages_of
+from treespec.eval.texts import Passage, load_models, passages_of
 from treespec.files.atomic import read_tensors, write_tensors
 from treespec.model.identity import identity_of, target_identity
 from treespec.shaping.sampling import SamplingParams
 from treespec.text.conversations import content_of
 
+# Khisti et al. 2025, Figure 2, and a toy example: a uniform draft on 3 tokens against the target
+# (t1, t2, 1 - t1 - t2), for two t1 and 13 t2.
+FIGURE_2 = Path(__file__).with_name("figure2.json")
 Coordinates = dict[str, str | float]
 Collected = tuple["Logits", dict[str, object]]  # and the environment that they come from
 CHANGE_NO_LOGITS = {
@@ -81,9 +83,8 @@ def _stored(file: Path, config: AcceptanceConfig, identity: dict[str, object]) -
 
     identity: the options and text that its logits must come from. Models that are gone are not compared.
     """
-    tensors, about = read_tensors(
-        file, "delete it to collect the logits again, or choose another --out"
-    )
+    other = "choose another --out"
+    tensors, about = read_tensors(file, f"delete it to collect the logits again, or {other}")
     try:
         theirs, environment = json.loads(about["identity"]), json.loads(about["environment"])
         logits = Logits(*(tensors[name] for name in ("p", "q", "group")))
@@ -91,16 +92,12 @@ def _stored(file: Path, config: AcceptanceConfig, identity: dict[str, object]) -
         changes = [f"{name} was {theirs.get(name)}, now {identity[name]}" for name in changed]
         models = about["models"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"{file} does not hold logits of an acceptance run: choose another --out"
-        ) from error
+        raise InputError(f"{file} does not hold logits of an acceptance run: {other}") from error
     if changes:
-        raise InputError(
-            f"{file} was made otherwise ({'; '.join(changes)}): choose another --out, or delete it"
-        )
+        raise InputError(f"{file} was made otherwise ({'; '.join(changes)}): {other}, or delete it")
     if models != (_models(config) or models):
         raise InputError(
-            f"target or head have changed since {file} was made: choose another --out, or delete it"
+            f"target or head have changed since {file} was made: {other}, or delete it"
         )
     return logits, environment
 
@@ -167,48 +164,28 @@ def logits_of(
 # --- given ---------------------------------------------------------------------------------------
 
 
-def given(path: str | None) -> tuple[Logits, list[Coordinates]]:
-    """The distributions of a JSON file, or of `figure_2`, and what names each pair in tables.
+def given(path: str | Path) -> tuple[Logits, list[Coordinates]]:
+    """The distributions of a JSON file, and what names each pair in tables.
 
     Raises InputError for a file that cannot be read or does not hold n pairs of distributions.
     """
     # 1. The file.
-    if path is None:
-        p, q, at = figure_2()
-    else:
-        try:
-            laws = json.loads(Path(path).read_text())
-            p, q = (torch.tensor(laws[name], dtype=torch.float64) for name in "pq")
-            at = laws.get("at") or [{"law": number} for number in range(len(p))]
-        except OSError as error:
-            raise InputError(f"cannot read laws from {path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(
-                f'{path} must hold {{"p": [[…], …], "q": [[…], …]}}, rows of one length'
-            ) from error
+    try:
+        laws = json.loads(Path(path).read_text())
+        p, q = (torch.tensor(laws[name], dtype=torch.float64) for name in "pq")
+        at = laws.get("at") or [{"law": number} for number in range(len(p))]
+    except OSError as error:
+        raise InputError(f"cannot read laws from {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f'{path} must hold {{"p": [[…], …], "q": [[…], …]}}, rows of one length'
+        ) from error
 
     # 2. Over one vocabulary, without negative numbers, each summing to 1.
-    both = (
-        torch.stack([p, q]) if p.shape == q.shape and p.dim() == 2 and len(p) == len(at) else None
-    )
-    if both is None or (both < 0).any() or (both.sum(-1) - 1).abs().max() > 1e-3:
+    fits = p.shape == q.shape and p.dim() == 2 and len(p) == len(at)
+    both = torch.cat([p, q]) if fits else -torch.ones(1, 1)
+    if (both < 0).any() or (both.sum(-1) - 1).abs().max() > 1e-3:
         raise InputError(
             f"{path}: p and q must hold equally many laws over the same tokens, each summing to 1"
         )
     return Logits(p.log(), q.log(), torch.arange(len(p))), at
-
-
-def figure_2() -> tuple[Tensor, Tensor, list[Coordinates]]:
-    """p, q and their names of Khisti et al. 2025, Figure 2, and of a toy example.
-
-    A uniform draft on 3 tokens against the target (t1, t2, 1 - t1 - t2), for two t1 and 13 t2.
-    """
-    p, at = [], list[Coordinates]()
-    for name, t1 in {"1/3": 1 / 3, "1/6": 1 / 6}.items():
-        for i in range(13):
-            t2 = (1 - t1) * i / 12
-            p.append([t1, t2, max(0.0, 1 - t1 - t2)])
-            at.append({"t1": name, "t2": t2})
-    q = [[1 / 3] * 3 for _ in p]
-    laws = torch.tensor([[*p, [0.1, 0.6, 0.3]], [*q, [0.5, 0.3, 0.2]]], dtype=torch.float64)
-    return laws[0], laws[1], [*at, {"law": "toy"}]

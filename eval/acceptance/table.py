@@ -7,14 +7,15 @@ and a column per method.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from treespec.eval.acceptance.rates import AcceptanceResult, Mean, Row
+from treespec.eval.acceptance.rates import Mean, Row
 from treespec.eval.report import Report, Table
 
 WIDTH = 8  # columns side by side
 
 
-def report_of(result: AcceptanceResult) -> Report:
+def report_of(result: dict[str, Any]) -> Report:
     """What OUT/acceptance.md and the terminal show."""
     tables = [table for rows in result["sweeps"] for table in tables_of(rows)]
     return Report(tables, notes(result), verdict(result["sweeps"]))
@@ -35,11 +36,10 @@ def tables_of(rows: Sequence[Row]) -> list[Table]:
         # 1. The cells that hold something, by line and column.
         cells = {}
         for row in in_order(rows):
-            line, column = label(row), place_of(row, varies)
+            place = label(row), place_of(row, varies)
             if text := cell(row):
-                cells[(column, line) if by_law else (line, column)] = text
-        lines = list(dict.fromkeys(line for line, _ in cells))
-        columns = list(dict.fromkeys(column for _, column in cells))
+                cells[place[::-1] if by_law else place] = text
+        lines, columns = (list(dict.fromkeys(place[part] for place in cells)) for part in (0, 1))
 
         # 2. Tables of at most WIDTH columns.
         title = kind + (f" ({everywhere})" if everywhere else "")
@@ -69,27 +69,33 @@ def verdict(sweeps: Sequence[Sequence[Row]]) -> list[str]:
         # 1. The best methods at each place; none if all are equal there.
         varies, _ = coordinates(rows)
         best: dict[tuple[str, ...], list[str]] = {}
-        for place in dict.fromkeys(place_of(row, varies) for row in rows):
-            here = [row for row in rows if place_of(row, varies) == place]
+        places: dict[str, list[Row]] = {}
+        for row in rows:
+            places.setdefault(place_of(row, varies), []).append(row)
+        for place, here in places.items():
             optima = {row["drawn"]: row["rate"]["value"] for row in here if row["optimum"]}
-            rates = [
-                (min(row["rate"]["value"], optima.get(row["drawn"], 1.0)), row["noise"] or 0.0, row)
+            rates = {
+                row["method"]: (
+                    min(row["rate"]["value"], optima.get(row["drawn"], 1.0)),
+                    row["noise"] or 0.0,
+                )
                 for row in here
                 if not row["optimum"]
-            ]
-            most, error = max((rate[:2] for rate in rates), default=(0.0, 0.0))
+            }
+            most, error = max(rates.values(), default=(0.0, 0.0))
             methods = tuple(
-                row["method"]
-                for rate, noise, row in rates
+                method
+                for method, (rate, noise) in rates.items()
                 if most - rate <= max(0.0005, 2 * math.hypot(error, noise))
             )
             if len(methods) < len(rates):
                 best.setdefault(methods, []).append(f"{place} ({most:.1%})".strip())
 
         # 2. A sentence for each set of methods.
-        for methods, places in best.items():
-            where = ", ".join(places)
-            lines.append(f"Most is accepted by {', '.join(methods)} at {where}.")
+        lines += [
+            f"Most is accepted by {', '.join(methods)} at {', '.join(where)}."
+            for methods, where in best.items()
+        ]
     return lines
 
 
@@ -112,7 +118,7 @@ def place_of(row: Row, names: Sequence[str], gap: str = " ") -> str:
     return gap.join(f"{name}={at}" for name, at in shown.items())
 
 
-def notes(result: AcceptanceResult) -> list[str]:
+def notes(result: dict[str, Any]) -> list[str]:
     """What a reader must know to read the figures."""
     # 1. What was measured, and on what.
     config, row = result["config"], result["sweeps"][0][0]
@@ -134,12 +140,11 @@ def notes(result: AcceptanceResult) -> list[str]:
 
     # 2. What does not hold for all methods.
     rows = [row for rows in result["sweeps"] for row in rows]
-    noise = {row["method"]: row["noise"] for row in rows if row["noise"] is not None}
-    if noise:
-        most = max(row["noise"] for row in rows if row["noise"] is not None)
+    if sampled := [row for row in rows if row["noise"] is not None]:
+        methods = ", ".join(dict.fromkeys(row["method"] for row in sampled))
         lines.append(
-            f"No formula states all rates of {', '.join(noise)}: they have a sampling error up to "
-            f"{most:.1%}, which may lift them above their α*."
+            f"No formula states all rates of {methods}: they have a sampling error up to "
+            f"{max(row['noise'] for row in sampled):.1%}, which may lift them above their α*."
         )
     if result["left_out"]:
         lines.append(f"Left out where they do not fit: {'; '.join(result['left_out'].values())}.")
@@ -148,7 +153,7 @@ def notes(result: AcceptanceResult) -> list[str]:
 
 def _percent(mean: Mean | None, digits: int = 1) -> str:
     """A mean and its error in percent: 71.2 (0.4). "" for None."""
-    if mean is None:
+    if mean is None or (value := mean["value"]) is None:
         return ""
     error = "" if mean["error"] is None else f" ({100 * mean['error']:.{digits}f})"
-    return f"{round(100 * mean['value'], digits) + 0.0:.{digits}f}{error}"  # + 0.0: no -0.00
+    return f"{round(100 * value, digits) + 0.0:.{digits}f}{error}"  # + 0.0: no -0.00

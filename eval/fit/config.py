@@ -1,6 +1,7 @@
 """The options of `treespec calibrate`, `treespec tree` and `treespec skip`."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from treespec.api.options import TREE, HeadOptions, PlacementOptions, TargetOptions, TextOptions
 from treespec.errors import InputError
@@ -8,10 +9,25 @@ from treespec.options import MANY, SEEDS, TOKENS, option, shared
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
-    """Raises InputError for a number out of its range, and for --draft-vocab without --text."""
+class FitOptions(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
+    """A head, and the text to measure it on."""
 
-    head: str = shared(HeadOptions, "head", None)  # its directory gets calibration.json
+    head: str = shared(HeadOptions, "head", None)
+    max_length: ClassVar[int] = 1024  # most tokens of a conversation or piece
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_head()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig(FitOptions):
+    """Raises InputError for a number out of its range, and for --draft-vocab without --text.
+
+    The head's directory gets calibration.json.
+    """
+
+    answers_temperature: ClassVar[float] = 1.0
     draft_vocab: int | None = option(
         "restrict drafts to the N tokens most frequent in all of --text (FR-Spec)",
         None,
@@ -31,7 +47,6 @@ class CalibrateConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_head()
         if self.draft_vocab and not self.text:
             raise InputError(
                 "--draft-vocab needs --text: the target's few answers do not tell which tokens are "
@@ -40,10 +55,9 @@ class CalibrateConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
+class TreeConfig(FitOptions):
     """Raises InputError for a number out of its range, and for an unknown kind."""
 
-    head: str = shared(HeadOptions, "head", None)
     out: str = option("file for the tree, which --tree then reads; its name ends in .json")
     kind: str = option(
         "medusa: greedy, by the accuracy at each depth and rank; sequoia: optimal, by their means",
@@ -64,9 +78,12 @@ class TreeConfig(HeadOptions, TargetOptions, PlacementOptions, TextOptions):
     )
     seed: int = option("seed of the target's answers", 0, least=0, most=SEEDS)
 
+    @property
+    def answers_temperature(self) -> float:
+        return self.temperature
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_head()
         if self.nodes == 1 or (self.nodes == 0 and self.kind != "sequoia"):
             raise InputError(
                 f"--nodes is {self.nodes}: give at least 2 (the root counts), or 0 with "

@@ -4,6 +4,7 @@ The text is that of `--text`, or without it the target's own answers.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,10 @@ from treespec.draft.cost.measure import cost_for
 from treespec.draft.trained.kinds import KINDS, draft_steps
 from treespec.draft.vocabulary import most_frequent, save_vocabulary
 from treespec.errors import InputError
-from treespec.eval.acceptance.config import AcceptanceConfig
 from treespec.eval.common import Step
 from treespec.eval.fit.config import CalibrateConfig, TreeConfig
-from treespec.eval.loading import load_models
 from treespec.eval.questions import load_questions
-from treespec.eval.texts import Passage, passages_of
+from treespec.eval.texts import Passage, load_models, passages_of
 from treespec.files.atomic import check_writable, write_text
 from treespec.heads.head import Head
 from treespec.model.target import Target
@@ -56,13 +55,14 @@ def calibrate_head(
     if config.draft_vocab:
         report(Step(0, 1, f"loading {config.target}"))
         spec = load_models(config, None)
-        counted = [one.tokens[one.counts] for one in passages(config, spec, report, limit=None)]
+        whole = passages(replace(config, limit=None), spec, report)
+        counted = [one.tokens[one.counts] for one in whole]
         tokens, coverage = most_frequent(counted, config.draft_vocab, spec.target)
         save_vocabulary(tokens, coverage, config.head)
 
     # 3. The calibration.
     spec, head = loaded(config, report)
-    rows = list(rows_of(spec, head, passages(config, spec, report, config.limit)))
+    rows = list(rows_of(spec, head, passages(config, spec, report)))
     report(Step(1, 1, "calibrating"))
     fitted = calibrate(head, spec.target, rows, config.depth, config.positions, config.seed)
     save_calibration(fitted, config.head)
@@ -79,7 +79,7 @@ def make_tree(
     """
     check_files(config, config.out)
     spec, head = loaded(config, report)
-    rows = rows_of(spec, head, passages(config, spec, report, config.limit, config.temperature))
+    rows = rows_of(spec, head, passages(config, spec, report))
     table = accuracies(head, spec.target, rows, config.depth, config.ranks, config.temperature)
     if not bool(table[0].any()):
         raise InputError(
@@ -119,27 +119,10 @@ def loaded(config: CalibrateConfig | TreeConfig, report: Report) -> tuple[Spec, 
     return spec, spec.head
 
 
-def passages(
-    config: CalibrateConfig | TreeConfig,
-    spec: Spec,
-    report: Report,
-    limit: int | None,
-    temperature: float = 1.0,
-) -> list[Passage]:
-    """The text to measure on. temperature: of the target's answers."""
-    text = AcceptanceConfig(
-        out=".",
-        target=config.target,
-        head=config.head,
-        text=config.text,
-        limit=limit,
-        max_new_tokens=config.max_new_tokens,
-        answers_temperature=temperature,
-        seed=config.seed,
-        template=config.template,
-    )
-    questions = [] if config.text else load_questions(config.questions)[0][:limit]
-    return passages_of(text, spec, questions, report)
+def passages(config: CalibrateConfig | TreeConfig, spec: Spec, report: Report) -> list[Passage]:
+    """The text to measure on."""
+    questions = [] if config.text else load_questions(config.questions)[0][: config.limit]
+    return passages_of(config, spec, questions, report)
 
 
 def rows_of(spec: Spec, head: Head, passages: list[Passage]) -> Iterator[Row]:

@@ -5,11 +5,10 @@ attention and MLP. It maximises measured tokens a second on prompts of held-out 
 """
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from treespec.api.spec import Spec
 from treespec.draft.models.skip import SkipProposer, refuse_what_cannot_skip
@@ -17,11 +16,9 @@ from treespec.draft.models.skip_set import SkipSet, save_skip_set
 from treespec.errors import InputError
 from treespec.eval.common import Step
 from treespec.eval.fit.config import SkipConfig
-from treespec.eval.loading import load_models
+from treespec.eval.texts import from_file, load_models
 from treespec.files.atomic import check_writable
-from treespec.model.target import Target
-from treespec.text.conversations import CONVERSATIONS, content_of, read_conversations
-from treespec.text.encoding import encode_conversations
+from treespec.text.conversations import content_of
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -44,7 +41,7 @@ def search_skip_set(
     baseline = load_models(config, None)
     target = baseline.target
     refuse_what_cannot_skip(target)
-    prompts = prompts_of(config, target)
+    prompts = prompts_of(config, baseline)
 
     # 2. The search, after a warm-up.
     def speed(skipped: SkipSet) -> float:
@@ -148,36 +145,26 @@ def tokens_per_second(spec: Spec, prompts: Iterable[list[int]], config: SkipConf
     return sum(each.new_tokens for each in stats) / seconds
 
 
-def prompts_of(config: SkipConfig, target: Target) -> list[list[int]]:
+def prompts_of(config: SkipConfig, spec: Spec) -> list[list[int]]:
     """Token ids of prompts: conversations up to their first answer, or pieces of plain text.
 
-    Raises InputError for text without a prompt, and for a target without a tokenizer or room.
+    Of a prompt that is too long its end counts. Raises InputError for text without a prompt, and
+    for a target without a tokenizer or room for an answer.
     """
-    # 1. The longest prompt that leaves room for an answer.
-    path, room = Path(config.text), target.context_length - config.max_new_tokens
-    length = min(config.max_length, room)
+    context = spec.target.context_length
+    room = context - config.max_new_tokens
     if room < 1:
         raise InputError(
             f"--max-new-tokens is {config.max_new_tokens}, the target's context holds "
-            f"{target.context_length}: leave room for a prompt"
+            f"{context}: leave room for a prompt"
         )
-    if target.tokenizer is None:
-        raise InputError(f"the target {config.target} has no tokenizer to read --text with")
-
-    # 2. Conversations keep the end of a prompt that is too long.
-    if path.suffix in CONVERSATIONS:
-        conversations = read_conversations(path)[0][: config.limit]
-        examples, _ = encode_conversations(target.tokenizer, conversations, config.template, room)
-        ends = [int(example.loss_mask.int().argmax()) for example in examples]
-        before = [example.input_ids[:end] for example, end in zip(examples, ends, strict=True)]
-        prompts = [tokens[-length:].tolist() for tokens in before]
-
-    # 3. Plain text is cut into pieces.
-    else:
-        ids = target.tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
-        pieces = torch.tensor(ids, dtype=torch.int64).split(length)
-        prompts = [piece.tolist() for piece in pieces[: config.limit]]
-    prompts = [prompt for prompt in prompts if prompt]
-    if not prompts:
+    length, prompts = min(config.max_length, room), list[Tensor]()
+    for passage in from_file(config.text, spec, config.limit, room):
+        if passage.counts.all():
+            prompts += passage.tokens.split(length)
+        else:
+            prompts.append(passage.tokens[: int(passage.counts.int().argmax())][-length:])
+    found = [prompt.tolist() for prompt in prompts if len(prompt)][: config.limit]
+    if not found:
         raise InputError(f"--text {config.text} holds no prompt: give conversations, or more text")
-    return prompts
+    return found

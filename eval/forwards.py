@@ -68,10 +68,7 @@ def forward_times(spec: Spec, contexts: Sequence[int], seed: int) -> list[dict[s
 
 
 def timer(spec: Spec, context: int, seed: int) -> Callable[[Work, int], float]:
-    """What times a forward after `context` random tokens, in seconds.
-
-    The caches hold the same positions before and after.
-    """
+    """What times a forward in seconds, after `context` random tokens, which the caches hold again then."""
     # 1. A target's cache, and a draft model's if there is one.
     target, device = spec.target, spec.target.output_device
     cache, proposer = target.new_cache(), spec.proposer.new() if spec.proposer else None
@@ -94,7 +91,8 @@ def timer(spec: Spec, context: int, seed: int) -> Callable[[Work, int], float]:
         proposer.observe([features[again[1:].to(features.device)]], [tokens[again]])
         spent = seconds(lambda: proposer.begin(root, cache), device)
         if what == "extend":
-            level = Frontier(root.expand(nodes), torch.zeros_like(root).expand(nodes))
+            zeros = torch.zeros_like(root).expand(nodes)  # a token that every draft vocabulary has
+            level = Frontier(zeros, zeros)
             spent = seconds(lambda: proposer.extend([level]), device)
         proposer.rewind([context])
         return spent

@@ -68,10 +68,10 @@ def test_such_questions_are_found() -> None:
 
 # What was reached: it only falls. Code tokens are Python tokens without comments, docstrings and layout.
 CEILINGS = {
-    "source code tokens": 272_263,
-    "test code tokens": 253_996,
+    "source code tokens": 272_261,
+    "test code tokens": 253_928,
     "source files": 352,
-    "source lines": 43_244,
+    "source lines": 43_242,
     "functions with 7 parameters or more": 4,
     "rooms": 19,
     "imports between rooms": 112,

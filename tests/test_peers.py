@@ -9,9 +9,11 @@ import torch
 import transformers as hf
 from evaluating import answered, config_in, options_in, page_of, run_command
 from http_serving import NAME, serving
-from models import GROUPED, random_model
+from models import GROUPED, random_head, random_model
 
 from treespec.api.load import load
+from treespec.api.spec import Spec
+from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.eval import contestants, forwards, peers
 from treespec.eval.answering import waited_stages
@@ -20,6 +22,7 @@ from treespec.eval.contestants import GENERATE, Contestant
 from treespec.eval.ledger import Ledger
 from treespec.eval.peers import Server, Stock, load_assistant, load_stock
 from treespec.eval.run import evaluate
+from treespec.model.target import Target
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,13 @@ def measured(home, tmp_path_factory):
     summary = evaluate(config_in(home, out, **changes, **more))
     patch.undo()
     return out, summary
+
+
+def test_a_level_of_a_head_with_few_draft_tokens_is_timed():
+    model = Target(random_model(hf.LlamaConfig(**GROUPED)))
+    head = random_head(model)
+    restrict(head, model, torch.tensor([1, 5]))
+    assert forwards.forward_times(Spec(model, head), [8], 0)
 
 
 def test_transformers_says_in_float32_what_we_say_greedily(measured):

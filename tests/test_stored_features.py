@@ -8,9 +8,8 @@ import pytest
 import torch
 from models import CONFIGS, random_model
 from safetensors.torch import load_file
-from training import same_weights, weights
+from training import beside, refused, same_weights, trained, weights
 
-from treespec.errors import InputError
 from treespec.model.ends import load_ends
 from treespec.model.target import Target
 from treespec.train.data.batches import read_ahead
@@ -40,37 +39,33 @@ def test_the_ends_of_a_target_are_those_of_the_whole(name, tmp_path):
 
 
 def test_a_run_on_complete_features_loads_the_whole_target_at_its_end_alone(config, capsys):
-    live = replace(config, features=None, out=config.out + "-live")
-    train(live)
-    train(config)
+    live = trained(beside(config, "live"), features=None)
+    trained(config)
     said = capsys.readouterr().out
     assert "loading the whole target to store its features" in said
     assert "GiB, 128 bytes per token" in said  # 32 values in float32
-    again = replace(config, out=config.out + "-again")
-    result = train(again)
+    again = beside(config, "again")
+    assert train(again).positions > 0
     said = capsys.readouterr().out
     assert said.count("loading the whole target") == 1
     assert "loading the whole target to validate and calibrate the head" in said
     assert same_weights(weights(again), weights(config))
-    assert result.positions > 0
     for name, value in weights(live).items():
         assert torch.allclose(value, weights(config)[name], atol=1e-5)
 
 
 def test_eight_bits_take_a_byte_a_value_and_train_nearly_the_same_head(config, capsys):
-    train(replace(config, head="eagle3", out=config.out + "-exact"))
-    eight = replace(config, head="eagle3", features=config.features + "-8", feature_dtype="int8")
-    train(eight)
+    config = replace(config, head="eagle3")
+    exact = weights(trained(beside(config, "exact")))
+    eight = trained(config, features=config.features + "-8", feature_dtype="int8")
     said = capsys.readouterr().out
     assert "GiB, 512 bytes per token" in said  # three layers and the last state in float32
     assert "GiB, 132 bytes per token" in said  # in 8 bits, with two scales
     (shard,) = Path(eight.features).glob("*.safetensors")
     assert {value.dtype for value in load_file(shard).values()} == {torch.int8, torch.float16}
-    exact = load_file(f"{config.out}-exact/model.safetensors")
     for name, value in weights(eight).items():
         assert torch.allclose(value.float(), exact[name].float(), atol=5e-3), name
-    with pytest.raises(InputError, match="holds features of another target or data"):
-        train(replace(eight, feature_dtype="auto", out=config.out + "-other"))
+    assert "holds features of another target or data" in refused(beside(eight, "other"), feature_dtype="auto")
 
 
 def test_eight_bits_are_within_half_a_step_of_each_rows_largest_value():

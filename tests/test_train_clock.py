@@ -17,25 +17,17 @@ def config(**options):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("warm_up", [None, 7, 10**6])
 def test_minutes_and_steps_of_the_same_run_give_the_same_rates(kind, warm_up):
-    """1,000 steps of 0.6 s each, ended by steps, or by ten minutes of many more epochs."""
-    options = config(head=kind, warm_up=warm_up)
+    """1,000 steps of 0.6 s, ended by steps or by ten minutes: the highest rate is reached, the last is the recipe's."""
+    recipe, rates = config(head=kind, warm_up=warm_up).recipe, []
     by_steps, by_minutes = Clock(1000), Clock(10**9, minutes=10)
     for step in range(1, 1000):
         seconds = 0.6 * step
-        rate = learning_rate(options.recipe, by_steps, step, seconds)
-        assert learning_rate(options.recipe, by_minutes, step, seconds) == pytest.approx(rate, rel=1e-6)
-        grown = draft_steps_at(options.recipe, by_steps.behind(step, seconds))
-        assert grown == draft_steps_at(options.recipe, by_minutes.behind(step, seconds))
+        rates.append(learning_rate(recipe, by_steps, step, seconds))
+        assert learning_rate(recipe, by_minutes, step, seconds) == pytest.approx(rates[-1], rel=1e-6)
+        grown = draft_steps_at(recipe, by_steps.behind(step, seconds))
+        assert grown == draft_steps_at(recipe, by_minutes.behind(step, seconds))
     assert by_minutes.behind(1000, 600.0) == by_steps.behind(1000, 600.0) == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_reaches_its_highest_rate_and_ends_at_its_last_whatever_ends_it(kind):
-    """That ended by the clock EAGLE-3 never saw its rate, and stopped amid its decay."""
-    options = config(head=kind)
-    recipe = options.recipe
-    for clock in (Clock(1000), Clock(10**9, minutes=10)):
-        rates = [learning_rate(options.recipe, clock, step, 0.6 * step) for step in range(1000)]
+    if warm_up is None:
         assert max(rates) == pytest.approx(recipe.learning_rate, rel=1e-2)
         assert rates.index(max(rates)) <= 101
         assert rates[-1] == pytest.approx(recipe.learning_rate * recipe.last_rate, abs=2e-3 * recipe.learning_rate)

@@ -1,6 +1,6 @@
 """A loss or gradient that is not finite: its step is skipped, many in a row end the run, what is good is kept."""
 
-import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,15 +8,16 @@ import pytest
 import torch
 from models import random_head, target
 from training import (
-    Killed,
+    beside,
     checkpoint_of,
     files_of,
     folder_of,
-    kill_at,
+    killed,
+    metrics_of,
+    refused,
     same_weights,
-    small_run,
+    trained,
     weights,
-    write_data,
 )
 
 from treespec.errors import InputError
@@ -26,16 +27,13 @@ from treespec.train.data.batches import epoch_batches
 from treespec.train.files.checkpoints import latest_step
 from treespec.train.loop.gradient import IN_A_ROW, Skips
 from treespec.train.loop.run import check_weights
-from treespec.train.run import train
 
 
 @pytest.fixture
-def config(model_folder, tmp_path):
+def config(config, tmp_path):
     """A run that has stored its features, and not begun to train."""
-    data = write_data(tmp_path / "data.jsonl")
-    config = small_run(model_folder, data, tmp_path / "head", features=str(tmp_path / "features"))
-    with pytest.raises(Killed):
-        train(replace(config, out=str(tmp_path / "first")), kill_at(1))
+    config = replace(config, features=str(tmp_path / "features"))
+    killed(beside(config, "first"), 1)
     return config
 
 
@@ -50,41 +48,30 @@ def spoil(config, numbers=None):
     return len(tensors)
 
 
-def test_a_bad_step_is_skipped_and_counted_and_resuming_stays_exact(config, tmp_path):
+def test_a_bad_step_is_skipped_and_counted_and_resuming_stays_exact(config):
     count = spoil(config, [])
     spoil(config, epoch_batches([1] * count, config.batch_size, config.seed, 0)[3])
-    whole, killed = replace(config, out=str(tmp_path / "whole")), replace(config, out=str(tmp_path / "killed"))
-    train(whole)
+    whole = trained(beside(config, "whole"))
     assert all(value.isfinite().all() for value in weights(whole).values())
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "training" / "metrics.jsonl").read_text().splitlines()]
-    assert [line for line in lines if "skipped" in line] == [{"step": 4, "skipped": 1}]
+    assert [line for line in metrics_of(whole) if "skipped" in line] == [{"step": 4, "skipped": 1}]
     assert latest_step(folder_of(whole)) == 6
     for step in (3, 5):
-        with pytest.raises(Killed):
-            train(killed, kill_at(step))
-        assert latest_step(folder_of(killed)) == 2  # that of step 4 would follow a bad step
-    train(killed)
-    assert same_weights(weights(killed), weights(whole))
+        killed(config, step)
+        assert latest_step(folder_of(config)) == 2  # that of step 4 would follow a bad step
+    assert same_weights(weights(trained(config)), weights(whole))
 
 
 def test_many_bad_steps_in_a_row_end_the_run_and_keep_the_last_good_checkpoint(config):
-    config = replace(config, max_steps=100)
-    with pytest.raises(Killed):
-        train(config, kill_at(3))
+    config = killed(replace(config, max_steps=100))
     kept = files_of(checkpoint_of(config))
     spoil(config)
-    with pytest.raises(InputError, match=r"not finite since step 3; the checkpoint of step 2 is kept in .*training"):
-        train(config)
+    complaint = r"not finite since step 3; the checkpoint of step 2 is kept in .*training"
+    assert re.search(complaint, refused(config))
     assert files_of(checkpoint_of(config)) == kept
-    assert not (Path(config.out) / "model.safetensors").exists()
-
-
-def test_a_short_run_without_a_good_step_leaves_no_head(config):
-    spoil(config)
-    with pytest.raises(InputError, match="not finite at any step; no checkpoint was written"):
-        train(config)
-    assert not (Path(config.out) / "model.safetensors").exists()
-    assert not checkpoint_of(config).exists()
+    short = beside(config, "short", max_steps=6)
+    assert "not finite at any step; no checkpoint was written" in refused(short)
+    assert not checkpoint_of(short).exists()
+    assert not list(Path(config.out).parent.glob("*/model.safetensors"))
 
 
 def test_bad_steps_are_forgotten_after_a_good_one(tmp_path):

@@ -14,11 +14,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from training import (
+    beside,
     checkpoint_of,
     flipped,
+    folder_of,
     kill_at,
     killed,
+    metrics_of,
+    refused,
     same_weights,
+    trained,
     weights,
     write_data,
 )
@@ -35,13 +40,6 @@ PLACES = (0.02, 0.3, 0.7, 0.97)  # of the flipped bytes, as shares of a file: he
 @pytest.fixture
 def config(config, tmp_path):
     return replace(config, features=str(tmp_path / "features"))
-
-
-def refused(config):
-    with pytest.raises(InputError) as told:
-        train(config)
-    assert "\n" not in str(told.value)
-    return str(told.value)
 
 
 STORED = ["features/features-00000.safetensors", "features/index.json"]
@@ -82,29 +80,13 @@ def test_any_flipped_bit_in_the_header_of_stored_features_is_named(config):
         shard.write_bytes(whole)
 
 
-def test_features_whose_checksum_is_missing_beside_others_are_damaged(config):
-    killed(config)
-    (shard,) = Path(config.features).glob("*.safetensors")
-    whole = shard.read_bytes()
-    shard.write_bytes(whole.replace(b'"12":"', b'"52":"', 1))  # what one flipped bit of the header does
-    assert config.features in refused(replace(config, out=f"{config.out}-other", max_steps=20, batch_size=1))
-
-
-def test_a_flipped_bit_in_a_result_is_named(config):
-    train(replace(config, max_steps=1))
-    result = Path(config.out) / "training" / "result.json"
+def test_a_damaged_result_is_named_and_a_deleted_result_or_head_is_made_again(config):
+    before, result = weights(trained(config)), Path(config.out) / "training" / "result.json"
     flipped(result, 0.5)
-    assert str(result) in refused(replace(config, max_steps=1))
-    result.unlink()
-    train(replace(config, max_steps=1))
-
-
-def test_a_head_that_was_deleted_is_trained_again(config):
-    train(config)
-    before = weights(config)
-    (Path(config.out) / "model.safetensors").unlink()
-    train(config)
-    assert same_weights(weights(config), before)
+    assert str(result) in refused(config)
+    for file in (result, Path(config.out) / "model.safetensors"):
+        file.unlink()
+        assert same_weights(weights(trained(config)), before)
 
 
 def test_two_runs_do_not_write_into_one_folder_at_once(config):
@@ -132,45 +114,40 @@ def test_what_a_kill_left_goes_at_the_next_start(config, tmp_path):
 
 
 def test_metrics_hold_each_step_once_after_a_resume(config):
-    config = replace(config, max_steps=60, checkpoint_every=30, batch_size=1)
-    killed(config, 45)  # after the lines of 20 and 40
-    metrics = Path(config.out) / "training" / "metrics.jsonl"
-    with metrics.open("a") as file:
+    config = killed(
+        replace(config, max_steps=60, checkpoint_every=30, batch_size=1), 45
+    )  # after the lines of 20 and 40
+    with (folder_of(config) / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4')  # as a kill leaves it
-    train(config)
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [20, 40, 60]
+    assert [line["step"] for line in metrics_of(trained(config))] == [20, 40, 60]
 
 
 def retrain(folder):
     """Another model at the same path."""
     tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    tensors = {name: value + 0.3 * torch.randn(value.shape, generator=generator) for name, value in tensors.items()}
+    torch.manual_seed(1)
+    tensors = {name: value + 0.3 * torch.randn(value.shape) for name, value in tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def test_features_of_a_target_that_was_trained_again_are_not_mixed(config, tmp_path):
     model = shutil.copytree(config.target, tmp_path / "model")
-    config = replace(config, target=str(model))
-    killed(config)
-    train(replace(config, out=str(tmp_path / "same")))
+    config = killed(replace(config, target=str(model)))
+    trained(beside(config, "same"))
     retrain(model)
-    said = refused(replace(config, out=str(tmp_path / "other")))
-    assert "features holds features of another target or data" in said
+    assert "features holds features of another target or data" in refused(beside(config, "other"))
     assert "holds a run with another content of target" in refused(config)
     Path(config.features, "index.json").unlink()
-    assert "features-00000.safetensors holds features of another target" in refused(
-        replace(config, out=str(tmp_path / "other"))
-    )
+    complaint = "features-00000.safetensors holds features of another target"
+    assert complaint in refused(beside(config, "other"))
 
 
 def test_a_run_knows_its_data_by_content(config, tmp_path):
     killed(config)
-    moved = tmp_path / "moved.jsonl"
-    Path(config.data).rename(moved)
+    moved = Path(config.data).rename(tmp_path / "moved.jsonl")
     write_data(Path(config.data), name="something")
     assert "another content of data" in refused(config)
-    train(replace(config, data=str(moved)))
+    trained(config, data=str(moved))
 
 
 def test_paths_are_compared_by_where_they_lead(config, monkeypatch, tmp_path):

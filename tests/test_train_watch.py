@@ -1,13 +1,12 @@
 """What a run says of itself: acceptance decoded and predicted, the best head, means over interval and processes."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from training import folder_of, weights
+from training import folder_of, metrics_of, trained, weights
 
 from treespec.api.load import load
 from treespec.draft.trained.kinds import KINDS
@@ -19,10 +18,6 @@ from treespec.train.loop.meter import Averages
 from treespec.train.loop.validate import Validation, decoded_length, prompts_of
 from treespec.train.losses.teacher import Loss
 from treespec.train.run import train
-
-
-def lines_of(config):
-    return [json.loads(line) for line in (folder_of(config) / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_decoded_length_is_what_a_spec_over_the_saved_head_counts(model_folder, tmp_path):
@@ -50,7 +45,7 @@ def test_validations_hold_what_was_decoded_beside_what_was_predicted(config):
     result = train(replace(config, decode_on=2, decode_tokens=8, validate_every=3))
     assert result.decoded_length >= 1
     assert f"decoding accepts {result.decoded_length:.2f}" in str(result)
-    (line,) = [line for line in lines_of(config) if "acceptance_length" in line]
+    (line,) = [line for line in metrics_of(config) if "acceptance_length" in line]
     assert line["step"] == 3
     assert line["decoded_length"] >= 1
 
@@ -66,24 +61,22 @@ def scripted(monkeypatch, lengths):
     monkeypatch.setattr("treespec.train.run.validation", validation)
 
 
-def test_the_best_head_and_the_last_are_kept(config, monkeypatch):
+def test_a_run_that_ends_as_planned_saves_its_last_head(config, monkeypatch):
     scripted(monkeypatch, [2.0, 3.0, 1.5, 1.0])
-    train(replace(config, max_steps=4, validate_every=1, checkpoint_every=1))
-    best = load_file(folder_of(config) / "best" / "model.safetensors")
+    trained(config, max_steps=4, validate_every=1, checkpoint_every=1)
     last = load_file(folder_of(config) / "checkpoint-000004" / "model.safetensors")
-    assert load_head(folder_of(config) / "best").kind == "eagle"
-    assert any(not torch.equal(best[name], last[name]) for name in best)
     assert all(torch.equal(value, last[name].to(value.dtype)) for name, value in weights(config).items())
 
 
-def test_a_run_without_progress_ends_early_and_saves_its_best_head(config, monkeypatch, tmp_path, capsys):
-    """Best after step 2, two validations without a better one: the end after step 4, even with a kill amid."""
+def test_a_run_without_progress_ends_early_and_saves_its_best_head(config, monkeypatch, capsys):
+    """Best after step 2, two validations without a better one: the end after step 4."""
     scripted(monkeypatch, [2.0, 3.0, 1.5, 1.0])
-    options = {"max_steps": 50, "validate_every": 1, "checkpoint_every": 1, "save_dtype": "float32"}
-    train(replace(config, patience=2, **options))
+    trained(config, patience=2, max_steps=50, validate_every=1, checkpoint_every=1, save_dtype="float32")
     assert "the best head is that of step 2: it is saved" in capsys.readouterr().out
-    assert lines_of(config)[-1]["step"] == 4
-    best = load_file(folder_of(config) / "best" / "model.safetensors")
+    assert metrics_of(config)[-1]["step"] == 4
+    best, last = (load_file(folder_of(config) / name / "model.safetensors") for name in ("best", "checkpoint-000004"))
+    assert load_head(folder_of(config) / "best").kind == "eagle"
+    assert any(not torch.equal(best[name], last[name]) for name in best)
     assert all(torch.equal(value, best[name]) for name, value in weights(config).items())
 
 
@@ -98,7 +91,7 @@ def test_reported_losses_are_means_over_the_steps_since_the_last_report():
 
 def test_a_line_of_metrics_has_what_a_run_is_watched_by(config):
     train(replace(config, head="eagle3", unrolled_steps=3, max_steps=8))
-    (line,) = [line for line in lines_of(config) if "total" in line]
+    (line,) = [line for line in metrics_of(config) if "total" in line]
     assert line["step"] == 8
     assert {"learning_rate", "tokens_per_second", "memory_gib", "agreement_1", "agreement_3"} <= line.keys()
     assert line["tokens_per_second"] > 0

@@ -7,19 +7,16 @@ import pytest
 import torch
 from models import random_eagle3, target
 from torch.nn.functional import softmax
-from training import small_run, write_data
+from training import trained
 from transformers import LlamaConfig
 
-from treespec.api.load import load
 from treespec.heads.checkpoint import load_head
-from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.layers import Attention, Rotary
 from treespec.heads.unrolled import UnrolledAttention
 from treespec.model.target import Target
 from treespec.train.config import TrainConfig
 from treespec.train.losses.eagle import eagle3_objective
 from treespec.train.losses.teacher import Batch
-from treespec.train.run import train
 
 SOME = torch.arange(8, 40)  # holds most of the tokens that the target finds likeliest, not all
 
@@ -137,18 +134,11 @@ def test_the_loss_is_the_weighted_sum_over_steps_of_counted_laws():
     assert float(found.total) == pytest.approx(total, abs=1e-5)
 
 
-def test_a_draft_vocabulary_is_part_of_the_head_and_its_rows_begin_as_the_targets(model_folder, tmp_path, capsys):
-    options = {"head": "eagle3", "max_steps": 1, "learning_rate": 0.0, "draft_vocab": 40, "calibrate": True}
-    config = small_run(model_folder, write_data(tmp_path / "data.jsonl"), tmp_path / "head", **options)
-    train(config)
-    assert "draft vocabulary: 40 tokens, 100.0% of the answers" in capsys.readouterr().out
+def test_a_draft_vocabulary_is_part_of_the_head_and_its_rows_begin_as_the_targets(config):
+    trained(config, head="eagle3", max_steps=1, learning_rate=0.0, draft_vocab=40)
     assert not Path(config.out, "draft_vocab.json").exists()
     head, model = load_head(config.out), Target.load(config.target, dtype="float32")
-    assert isinstance(head, Eagle3Head)
     assert len(head.vocabulary) == head.config["draft_vocab_size"] == 40
     assert model.eos <= set(head.vocabulary.tolist())
     assert torch.equal(head.lm_head.weight, model.model.get_output_embeddings().weight[head.vocabulary])
     assert head.lacks_embedding
-    spec = load(config.target, config.out, "sampled:nodes=8,depth=3", "traversal", dtype="float32")
-    out = spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1)
-    assert out.stats.drafted[0] > 0

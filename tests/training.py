@@ -1,12 +1,15 @@
 """A run of a few seconds: conversations, options, and a kill at a step."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from treespec.errors import InputError
+from treespec.heads.names import HeadError
 from treespec.train.config import TrainConfig
 from treespec.train.run import train
 
@@ -26,6 +29,31 @@ def kill_at(step):
 def killed(config, step=3):
     with pytest.raises(Killed):
         train(config, kill_at(step))
+    return config
+
+
+def beside(config, name, **changes):
+    """The same run in a folder of its own, next to that of `config`."""
+    return replace(config, out=f"{config.out}-{name}", **changes)
+
+
+def trained(config, **changes):
+    """The config of a finished run."""
+    config = replace(config, **changes)
+    train(config)
+    return config
+
+
+def refused(config, **changes):
+    """What a run is refused with, in one line."""
+    with pytest.raises((InputError, HeadError)) as told:
+        train(replace(config, **changes))
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+def metrics_of(config):
+    return [json.loads(line) for line in (folder_of(config) / "metrics.jsonl").read_text().splitlines()]
 
 
 def write_data(file, count=24, name="question"):

@@ -1,7 +1,6 @@
 """Stored features let the target go: its two ends train the same head; 8 bits a value take a byte."""
 
 from dataclasses import replace
-from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from training import beside, refused, same_weights, trained, weights
 
 from treespec.model.ends import load_ends
 from treespec.model.target import Target
-from treespec.train.data.batches import read_ahead
 from treespec.train.data.features import packed, unpacked
 from treespec.train.run import train
 
@@ -77,9 +75,3 @@ def test_eight_bits_are_within_half_a_step_of_each_rows_largest_value():
     for part, given in zip(features.split(64, -1), back.split(64, -1), strict=True):
         step = part.abs().amax(-1, keepdim=True) / 127
         assert ((part - given).abs() <= 0.6 * step).all()  # half a step, and what float16 rounds of it
-
-
-def test_batches_are_read_one_ahead_in_their_order():
-    heard = []
-    ahead = read_ahead(count(), heard.append)
-    assert [(number, heard[-1]) for number in islice(ahead, 3)] == [(0, 1), (1, 2), (2, 3)]

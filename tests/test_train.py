@@ -16,13 +16,9 @@ from accelerate.state import AcceleratorState
 from models import random_head, target
 from safetensors.torch import load_file
 from training import beside, killed, refused, same_weights, trained, weights
-from transformers import LlamaConfig
 
 from treespec.api.load import load
 from treespec.draft.trained.kinds import KINDS
-from treespec.heads.formats.engines import Served
-from treespec.heads.formats.export import export
-from treespec.model.target import Target
 from treespec.train.data.batches import epoch_batches
 from treespec.train.loop.validate import validate
 from treespec.train.run import train
@@ -120,14 +116,6 @@ def test_a_draft_vocabulary_is_what_the_loss_is_over_and_all_that_the_head_draft
     assert spec.target.eos <= set(said["tokens"])
     assert spec.generate("question 001", temperature=1.0, max_new_tokens=12, seed=1).stats.drafted[0] > 0
     assert "--draft-vocab is 9999" in refused(beside(config, "large"), draft_vocab=9999)
-
-
-def test_a_head_without_a_bias_is_one_that_vllm_serves(config, tmp_path):
-    train(replace(config, bias=False, max_steps=1))
-    assert "fc.bias" not in weights(config)
-    served = Served.of(config.target, LlamaConfig.from_pretrained(config.target))
-    weight = Target.load(config.target).model.get_input_embeddings().weight
-    assert export(config.out, "vllm", tmp_path / "exported", served, lambda: weight).compared > 0
 
 
 def test_batches_cover_an_epoch_once_in_a_settled_order():

@@ -1,7 +1,5 @@
 """One clock: by steps or by minutes, a run warms up, grows and decays at the same shares of its length."""
 
-from dataclasses import asdict
-
 import pytest
 
 from treespec.train.config import TrainConfig
@@ -31,24 +29,6 @@ def test_minutes_and_steps_of_the_same_run_give_the_same_rates(kind, warm_up):
         assert max(rates) == pytest.approx(recipe.learning_rate, rel=1e-2)
         assert rates.index(max(rates)) <= 101
         assert rates[-1] == pytest.approx(recipe.learning_rate * recipe.last_rate, abs=2e-3 * recipe.learning_rate)
-
-
-@pytest.mark.parametrize(
-    ("kind", "published"),
-    [
-        ("eagle", {"learning_rate": 3e-5}),
-        ("eagle3", {"learning_rate": 5e-5}),
-        ("medusa", {"learning_rate": 1e-3, "epochs": 2, "weight_decay": 0.0, "warm_up": None, "decay": "cosine"}),
-        ("medusa", {"batch": 128, "clip": 1.0, "beta2": 0.999, "last_rate": 0.0}),
-        ("hydra", {"learning_rate": 5e-4, "epochs": 10}),
-        ("hydra++", {"learning_rate": 5e-4, "epochs": 10, "weight_decay": 0.1, "warm_up": 100, "decay": "cosine"}),
-        ("hydra++", {"batch": 32, "clip": 1.0, "beta2": 0.999, "last_rate": 0.33, "dropout": 0.2}),
-    ],
-)
-def test_a_kind_has_its_published_recipe_where_nothing_is_said(kind, published):
-    """Of Medusa and Hydra++ the commands in the README.md of FasterDecoding/Medusa and zankner/Hydra."""
-    assert published.items() <= asdict(config(head=kind).recipe).items()
-    assert config(head=kind, learning_rate=0.0, epochs=3).recipe.learning_rate == 0.0
 
 
 def test_a_step_has_the_recipes_batch_in_any_number_of_processes():

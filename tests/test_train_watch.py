@@ -12,10 +12,9 @@ from treespec.api.load import load
 from treespec.draft.trained.kinds import KINDS
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.model.target import Target
-from treespec.text.encoding import Example
 from treespec.train.loop import validate as watch
 from treespec.train.loop.meter import Averages
-from treespec.train.loop.validate import Validation, decoded_length, prompts_of
+from treespec.train.loop.validate import Validation, decoded_length
 from treespec.train.losses.teacher import Loss
 from treespec.train.run import train
 
@@ -29,16 +28,6 @@ def test_the_decoded_length_is_what_a_spec_over_the_saved_head_counts(model_fold
     accepted, cycles = sum(sum(one.accepted) for one in stats), sum(one.cycles for one in stats)
     found = decoded_length(head, model, prompts, steps=3, tokens=20)
     assert found == pytest.approx(1 + accepted / cycles)
-
-
-def test_a_prompt_is_all_before_the_first_answer():
-    def example(length, answer):
-        mask = torch.zeros(length, dtype=torch.bool)
-        mask[answer:] = True
-        return Example(torch.arange(length), mask)
-
-    examples = [example(9, 4), example(9, 0), example(90, 60), example(9, 5), example(9, 3)]
-    assert list(prompts_of(examples, 4, context=100)) == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
 
 
 def test_validations_hold_what_was_decoded_beside_what_was_predicted(config):

@@ -90,6 +90,21 @@ def target(name: str) -> Target:
     return Target(random_model(CONFIGS[name]()))
 
 
+def prompt(length: int = 7, seed: int = 3) -> list[int]:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def plain_generate(target: Target, ids: list[int], new: int) -> list[int]:
+    """What transformers' greedy generate says after a prompt."""
+    out = target.model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, pad_token_id=0)
+    return out[0, len(ids) :].tolist()
+
+
+def what(outputs: Any) -> list[tuple[list[int], list[int]]]:
+    """The tokens of each completion, and how many drafts each of its cycles accepted."""
+    return [(output.token_ids, output.stats.accepted) for output in outputs]
+
+
 def random_head(target: Target, seed: int = 0) -> EagleHead:
     torch.manual_seed(seed)
     return new_head(target).eval()

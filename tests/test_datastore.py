@@ -6,8 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from models import TableConfig, TableModel, save_model, tokenizer
-from test_decode import plain_generate
+from models import TableConfig, TableModel, plain_generate, save_model, tokenizer
 from test_given import paths_of
 
 from treespec import load

@@ -6,8 +6,7 @@ import pytest
 import torch
 import transformers as hf
 from growing import TEXTS, contents, joined, level_logits, same
-from models import CONFIGS, GROUPED, random_model, save_model, target, tokenizer
-from test_decode import plain_generate, prompt
+from models import CONFIGS, GROUPED, plain_generate, prompt, random_model, save_model, target, tokenizer
 
 from treespec import load
 from treespec.api.spec import Spec

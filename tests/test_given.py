@@ -8,9 +8,8 @@ import pytest
 import torch
 from drafting import source_of
 from evaluating import config_in, page_of
-from models import CONFIGS, TableConfig, TableModel, target
+from models import CONFIGS, TableConfig, TableModel, plain_generate, prompt, target
 from test_batch import prompts, what
-from test_decode import plain_generate, prompt
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from treespec import load

@@ -1,26 +1,36 @@
-"""Growing trees: EAGLE-2's tree is the likeliest part of all drafts, sampled trees carry the laws they came from."""
+"""Growing trees: the likeliest part of all drafts, chains that end where the draft is unsure, the best draws a node."""
 
 import itertools
 import math
-from collections import Counter
-from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from enumeration import STOCHASTIC
-from models import TableConfig, TableModel, draft_tree, follow, random_head
-from scipy.stats import chi2_contingency
+from enumeration import random_law
+from models import TableConfig, TableModel, draft_tree, follow, prompt, random_head, target
+from test_draft_model import small
 
+from treespec.api.spec import Spec
+from treespec.draft.calibration import DRAWS, TOPS, Calibration
+from treespec.draft.models.model import ModelProposer, SeveralModels
+from treespec.draft.outlines import outline
+from treespec.draft.pairing import check_pair
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
+from treespec.errors import InputError
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams, TargetDistributions, probs
+from treespec.shaping.sampling import SamplingParams
+from treespec.trees.confident import ConfidentChain
+from treespec.trees.mask import ancestor_mask
 from treespec.trees.policy import policy
-from treespec.trees.static import StaticTree
-from treespec.verify.registry import scheme_by_name
-from treespec.verify.walk import Walk
+from treespec.trees.sampled import SampledTree, allot
+from treespec.verify.facts import NAMES
+from treespec.verify.registry import SCHEMES, verifier_by_name
 
 TEXT, FEATURES = torch.tensor([1, 2, 0, 3, 1]), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+# At every node .6 by the top, and .4 of what it leaves by the first draw: .2 (.5 without the top); no others.
+DRAWN = Calibration((math.log(0.6 / 0.4), 0, -50, 0), (0, 0, 0, 0, -50, 0, 0))
+USUAL = Calibration((0, 0.9, -0.3, 0), (0.3, 0.2, -0.1, 0, -0.4, 0, 0))
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +39,12 @@ def table():
     return model, random_head(model, seed=2)
 
 
-LEVELS = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
-
-
-def drafter(table, tree, verifier):
+def grow(table, tree, verifier="topk", temperature=0.0, calibration=None, seed=0):
     model, head = table
     proposer = EagleProposer(head, model)
     follow(proposer, FEATURES, TEXT)
-    return TreeDrafter(proposer, policy(tree) if isinstance(tree, str) else tree, scheme_by_name(verifier))
+    drafter = TreeDrafter(proposer, policy(tree), verifier_by_name(verifier).scheme, calibration)
+    return draft_tree(drafter, TEXT[-1:], SamplingParams(temperature), torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -50,109 +58,146 @@ def draft_logits(table, path):
     return model.output_logits(head.step(tokens[None], known[None], torch.arange(len(known)))[0, -1])
 
 
-def paths(tree):
-    """The tokens from the root down to each node."""
-    return [tuple(tree.tokens[row][1:].tolist()) for row in tree.ancestors]
-
-
 def test_the_dynamic_tree_is_the_likeliest_part_of_all_drafts(table):
-    tree = draft_tree(
-        drafter(table, "dynamic:depth=3,topk=16,nodes=12", "topk"), TEXT[-1:], SamplingParams(), torch.Generator()
-    )
+    tree = grow(table, "dynamic:depth=3,topk=16,nodes=12")
     likelihood = {}
     for path in itertools.chain(*(itertools.product(range(4), repeat=d) for d in (1, 2, 3))):
         laws = [draft_logits(table, path[:i]).log_softmax(-1)[path[i]] for i in range(len(path))]
         likelihood[path] = float(sum(laws))
     best = sorted(likelihood, key=likelihood.__getitem__, reverse=True)[:11]
-    assert set(paths(tree)) == {(), *best}
-    assert tree.depth.tolist() == [len(path) for path in paths(tree)]
-    for node, parent in enumerate(tree.parents.tolist()):
-        assert paths(tree)[node][:-1] == paths(tree)[parent] if parent >= 0 else node == 0
-
-
-def test_a_sampled_tree_stores_the_laws_that_its_draws_came_from(table):
-    params = SamplingParams(temperature=0.7, top_k=3)
-    generator = torch.Generator().manual_seed(4)
-    tree = draft_tree(drafter(table, "3x2", "rrs"), TEXT[-1:], params, generator)
-    for row, node in enumerate(tree.drafts.nodes.tolist()):
-        law = probs(draft_logits(table, paths(tree)[node]), params)
-        assert torch.allclose(tree.drafts.q[row], law, atol=1e-5)
-        children = tree.tokens[tree.parents == node]
-        assert torch.equal(children, tree.drafts.draws.tokens[row])
-        assert (law[children] > 0).all()
-
-
-def test_draws_at_temperatures_of_their_own_store_a_law_each(table):
-    """The first draw at 0.7, the others at 1.4 times the sampling temperature; levels of 3, 2 and 1 draws."""
-    params = SamplingParams(temperature=0.8, top_p=0.9)
-    tree = draft_tree(
-        drafter(table, LEVELS, "rrs:draft-temperatures=0.7/1.4"), TEXT[-1:], params, torch.Generator().manual_seed(5)
-    )
-    q, tokens = tree.drafts.q, tree.drafts.draws.tokens
-    assert q.shape == (4, 3, 4)
-    assert (tokens >= 0).sum(1).tolist() == [3, 2, 1, 1]
-    for row, draw in (tokens >= 0).nonzero().tolist():
-        own = replace(params, temperature=0.8 * (1.4 if draw else 0.7))
-        law = probs(draft_logits(table, paths(tree)[tree.drafts.nodes[row]]), own)
-        assert torch.allclose(q[row, draw], law, atol=1e-5)
-        assert law[tokens[row, draw]] > 0
-
-
-@pytest.mark.parametrize(
-    ("verifier", "draws"), [("rrs:draft-temperatures=0.5/1/2", 3), ("is-lp:draft-temperatures=0.5/2", 2)]
-)
-def test_draws_at_temperatures_of_their_own_are_accepted_at_the_stated_rate(table, verifier, draws):
-    """z below 4: by chance in 6e-5 of all seeds."""
-    params, runs = SamplingParams(temperature=0.8), 800
-    generator = torch.Generator().manual_seed(6)
-    p = probs(torch.randn(1 + draws, 4, generator=generator), params)
-    trees = [draft_tree(drafter(table, f"{draws}x1", verifier), TEXT[-1:], params, generator) for _ in range(runs)]
-    scheme = scheme_by_name(verifier)
-    accepted = sum(len(Walk(scheme)(tree, p, generator).path) for tree in trees)
-    rate = float(scheme.acceptance_rate(p[:1], trees[0].drafts.q, draws))
-    assert 0.1 < rate < 0.95
-    assert abs(accepted / runs - rate) < 4 * math.sqrt(rate * (1 - rate) / runs)
-
-
-@pytest.mark.parametrize("verifier", [*STOCHASTIC, "rrs:draft-temperatures=0.5/1/2"])
-def test_a_node_has_the_same_plan_by_itself_as_among_all(table, verifier):
-    scheme = scheme_by_name(verifier)
-    shape = LEVELS.narrowed(scheme.max_draws) if scheme.max_draws else LEVELS
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(5):
-        tree = draft_tree(drafter(table, shape, verifier), TEXT[-1:], SamplingParams(temperature=0.8), generator)
-        logits = torch.randn(len(tree.tokens), 4, generator=generator, dtype=torch.float64)
-        laws, walk = TargetDistributions(logits, SamplingParams(temperature=0.8)), Walk(scheme)
-        row_of = {node: row for row, node in enumerate(tree.drafts.nodes.tolist())}
-        alone = [walk.plan_at(tree, laws, node, row_of.get(node)) for node in range(len(logits))]
-        assert torch.allclose(torch.cat(alone), walk.plans(tree, laws), rtol=0, atol=1e-6)
-
-
-def test_all_nodes_at_once_and_one_after_another_output_the_same_law(table):
-    """Frequencies of 3000 verdicts each way on one tree, by χ² of the two samples, with an error of 1e-4."""
-    generator, params = torch.Generator().manual_seed(8), SamplingParams(temperature=0.8)
-    tree = draft_tree(drafter(table, LEVELS, "rrs-wo"), TEXT[-1:], params, generator)
-    p, walk = probs(torch.randn(len(tree.tokens), 4, generator=generator), params), Walk(scheme_by_name("rrs-wo"))
-    seen = [
-        Counter(tuple(way(tree, p, generator).tokens) for _ in range(3000)) for way in (walk.at_once, walk.step_by_step)
-    ]
-    table_of = [[counts[text] for text in seen[0] | seen[1]] for counts in seen]
-    assert len(table_of[0]) > 8
-    assert chi2_contingency(table_of).pvalue > 1e-4
+    paths = [tuple(tree.tokens[row][1:].tolist()) for row in tree.ancestors]
+    assert set(paths) == {(), *best}
+    assert [paths[parent] for parent in tree.parents.tolist()[1:]] == [path[:-1] for path in paths[1:]]
+    assert tree.depth.tolist() == [len(path) for path in paths]
+    assert torch.equal(tree.ancestors, ancestor_mask(tree.parents, 3))
 
 
 def test_at_temperature_0_the_children_are_the_likeliest_under_any_verifier(table):
-    trees = [
-        draft_tree(drafter(table, "3x2", verifier), TEXT[-1:], SamplingParams(), torch.Generator())
-        for verifier in ("topk", "rrs", "rrs:draft-temperatures=0.5/2", "greedy")
-    ]
-    for tree in trees:
-        assert tree.drafts is None
-        assert torch.equal(tree.tokens, trees[0].tokens)
+    trees = [grow(table, "3x2", verifier) for verifier in ("topk", "rrs", "rrs:draft-temperatures=0.5/2", "greedy")]
+    assert all(tree.drafts is None and torch.equal(tree.tokens, trees[0].tokens) for tree in trees)
     assert trees[0].tokens[1:4].tolist() == draft_logits(table, ()).topk(3).indices.tolist()
 
 
 def test_nothing_is_drafted_before_anything_was_observed(table):
     model, head = table
-    fresh = TreeDrafter(EagleProposer(head, model), policy("eagle"), scheme_by_name("topk"))
+    fresh = TreeDrafter(EagleProposer(head, model), policy("eagle"), SCHEMES["topk"])
     assert draft_tree(fresh, torch.tensor([3]), SamplingParams(), torch.Generator()).tokens.tolist() == [3]
+
+
+class TestConfidentChains:
+    def test_a_chain_goes_on_while_its_last_token_was_likely_enough_and_keeps_that_token(self, table):
+        """The chance is that at temperature 1, whatever the temperature of the draws."""
+        lengths = set()
+        for seed in range(40):
+            tree = grow(table, "confident:depth=6,threshold=.5", "single", 0.7, seed=seed)
+            tokens = tree.tokens[1:].tolist()
+            sure = [float(draft_logits(table, tokens[:i]).softmax(-1)[tokens[i]]) for i in range(len(tokens))]
+            assert all(chance >= 0.5 for chance in sure[:-1])
+            assert len(tokens) == 6 or sure[-1] < 0.5
+            assert tree.parents.tolist() == list(range(-1, len(tokens)))
+            lengths.add(len(tokens))
+        assert len(lengths) > 1
+
+    def test_the_threshold_follows_what_was_accepted(self):
+        """β₁ .5, goal .9, ε .01, β₂ .9, chains of at most 4, by hand."""
+        chain, threshold, rate = ConfidentChain(depth=4), 0.8, 0.0
+        for accepted, drafted, wanted, known in [
+            (2, 2, 0.801, 0.5),  # below the goal yet
+            (2, 2, 0.802, 0.75),
+            (1, 1, 0.803, 0.875),
+            (3, 3, 0.802, 0.9375),  # above: less sure will do
+            (4, 4, 0.802, 0.96875),  # as long as it may be: nothing to gain
+            (0, 4, 0.803, 0.484375),
+        ]:
+            threshold, rate = chain.update((threshold, rate), accepted, drafted)
+            assert (threshold, rate) == (pytest.approx(wanted), pytest.approx(known))
+
+    def test_each_text_has_a_threshold_of_its_own_from_its_first_cycle_on(self):
+        spec = Spec(target("llama"), ModelProposer(target("llama"), target("llama")), "confident:depth=3,threshold=.2")
+        alone = [spec.generate(prompt(seed=seed), max_new_tokens=20) for seed in (3, 4)]
+        assert spec.decoder.drafter.builders[0].known[0] != 0.2
+        together = spec.generate([prompt(seed=seed) for seed in (3, 4)], max_new_tokens=20)
+        assert [out.stats.accepted for out in together] == [out.stats.accepted for out in alone]
+        assert [out.stats.drafted for out in together] == [out.stats.drafted for out in alone]
+
+    def test_several_models_have_no_one_confidence(self):
+        several = SeveralModels([ModelProposer(small(seed), target("llama")) for seed in (5, 6)])
+        with pytest.raises(InputError, match="fixed shape"):
+            Spec(target("llama"), several, "confident", "rrs")
+
+
+class TestSampledTrees:
+    def test_the_allotted_draws_are_the_best_of_all_pairs(self):
+        generator = torch.Generator().manual_seed(1)
+        rates = torch.rand(60, 30, generator=generator, dtype=torch.float64).numpy()
+        tops = rates[:, :3] / rates[:, :4].sum(-1, keepdims=True)  # [F, J]
+        left = 1 - np.pad(tops.cumsum(-1), ((0, 0), (1, 0)))
+        draws = rates[:, 4:24].reshape(60, 4, 5)
+        draws = left[..., None] * draws[..., :4] / draws.sum(-1, keepdims=True)  # [F, J + 1, M]
+        reach = rates[:, 24]
+        for price in (0.02, 0.1, 0.4):
+            k, children = allot(reach, tops, draws, price)
+            for row in range(60):
+                worth = {}
+                for j, m in itertools.product(range(4), range(5)):
+                    accepted = [*draws[row, j, :m].tolist(), *tops[row, :j].tolist()]
+                    worth[m, j] = reach[row] * sum(accepted) - price * (j + m), accepted
+                best = max(worth, key=lambda pair: worth[pair][0])
+                wanted = [reach[row] * chance for chance in worth[best][1]]
+                assert tuple(k[row].tolist()) == best
+                assert children[row].tolist() == pytest.approx(wanted + [0] * (7 - len(wanted)), abs=1e-12)
+            same_k, alike = allot(reach, tops, draws, price, even=True)
+            assert np.array_equal(same_k, k)
+            assert np.allclose(alike.sum(-1), children.sum(-1))
+            assert all(len({*alike[row, :m].tolist()}) <= 1 for row, (m, _) in enumerate(k.tolist()))
+
+    def test_the_drawn_five_node_tree_is_allotted(self, table):
+        tree = grow(table, "sampled:price=.15", "rrs-wo", 1.0, DRAWN)
+        assert tree.parents.tolist() == [-1, 0, 0, 2, 3]
+        assert tree.drafts.nodes.tolist() == [0, 2, 3]
+        assert (tree.drafts.draws.tokens >= 0).sum(-1).tolist() == [2, 1, 1]
+        assert tree.tokens[2:].tolist() == tree.drafts.q.argmax(-1).tolist()
+
+    @pytest.mark.parametrize("price", [0.001, 0.03, 0.2])
+    def test_children_are_reached_no_more_often_than_their_parent(self, price):
+        """By any calibration."""
+        generator = torch.Generator().manual_seed(2)
+        q = torch.stack([random_law(20, generator) for _ in range(200)])
+        for _ in range(5):
+            weights = torch.randn(11, generator=generator).tolist()
+            tops, draws = Calibration(tuple(weights[:4]), tuple(weights[4:])).chances(outline(q), depth=2)
+            assert (tops.shape, draws.shape) == ((200, TOPS), (200, TOPS + 1, DRAWS))
+            reach = torch.rand(200, generator=generator, dtype=q.dtype).numpy()
+            _, children = allot(reach, tops, draws, price)
+            assert (children >= 0).all()
+            assert (children.sum(-1) <= reach + 1e-12).all()
+
+    def test_at_temperature_0_it_is_the_dynamic_tree(self, table):
+        sampled = grow(table, "sampled:nodes=12,depth=3", "rrs-wo", calibration=USUAL)
+        dynamic = grow(table, "dynamic:nodes=12,depth=3")
+        assert sampled.drafts is None
+        assert all(torch.equal(vars(sampled)[name], vars(dynamic)[name]) for name in ("tokens", "parents", "depth"))
+
+    def test_without_a_calibration_it_is_refused_with_a_remedy(self, table):
+        with pytest.raises(InputError, match="treespec calibrate"):
+            grow(table, "sampled", "rrs-wo", 1.0)
+
+    def test_the_price_follows_the_sizes_of_a_sequences_trees_to_the_wanted_mean(self):
+        """Trees have 3 / price nodes here; a given price stays."""
+        tree = SampledTree(nodes=30)
+        price = tree.first
+        for _ in range(60):
+            price = tree.update(price, 0, round(3 / price) - 1)
+        assert 3 / price == pytest.approx(30, rel=0.05)
+        assert SampledTree(price=0.05).update(0.05, 0, 99) == SampledTree(price=0.05).first == 0.05
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampled_trees_go_with_verifiers_that_take_tokens_for_sure_and_confident_chains_with_all(name):
+    scheme = verifier_by_name(name, allow_lossy=True).scheme
+    check_pair(ConfidentChain(), scheme)
+    if name in ("rrs-wo", "optimal", "traversal", "auto", "layer:optimal"):
+        check_pair(SampledTree(), scheme)
+    else:
+        with pytest.raises(InputError, match=f"the sampled tree cannot go with verifier {scheme.name}"):
+            check_pair(SampledTree(), scheme)

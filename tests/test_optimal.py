@@ -2,18 +2,14 @@
 
 import itertools
 import math
-from types import ModuleType
 
 import pytest
 import torch
 from enumeration import CASES, law, random_law
-from mutants import mutant
-from scipy.stats import chisquare, kstest, norm
-from torch import Tensor
+from scipy.stats import kstest, norm
 
 from treespec.trees.tree import Draws
-from treespec.verify import coupling, optimal
-from treespec.verify.coupling import Coupling
+from treespec.verify import coupling
 from treespec.verify.laws import independent
 from treespec.verify.optimal import Optimal, selected_law
 from treespec.verify.rates import on_draws, optimal_iid
@@ -27,7 +23,7 @@ OPTIONS = [
 ]
 
 
-def laws(number: int = 10, vocabulary: int = 6) -> tuple[Tensor, Tensor]:
+def laws(number=10, vocabulary=6):
     """[B, V] p and q: all the cases, filled up with tokens of no mass, and random laws."""
     generator = torch.Generator().manual_seed(1)
     pairs = [[law([*values, *[0] * (vocabulary - 4)]) for values in case] for case in CASES.values()]
@@ -36,14 +32,14 @@ def laws(number: int = 10, vocabulary: int = 6) -> tuple[Tensor, Tensor]:
     return p, q
 
 
-def common_laws() -> tuple[Tensor, Tensor]:
+def common_laws():
     """Some whose tokens all show up in a few hundred draws."""
     p, q = laws()
     rows = ((q == 0) | (q > 0.03)).all(-1).nonzero().squeeze(1)[-5:]
     return p[rows], q[rows]
 
 
-def realistic(rows: int, vocabulary: int, spread: float, power: float = 1.3) -> tuple[Tensor, Tensor]:
+def realistic(rows, vocabulary, spread, power=1.3):
     """[B, V] p and q: Zipf's law, both with noise of their own."""
     generator = torch.Generator().manual_seed(2)
     zipf = -power * torch.arange(1.0, vocabulary + 1, dtype=torch.float64).log()
@@ -52,21 +48,22 @@ def realistic(rows: int, vocabulary: int, spread: float, power: float = 1.3) -> 
     return p.softmax(-1), q.softmax(-1)
 
 
-def couple(p: Tensor, q: Tensor, k: int, exact: int = 1) -> tuple[Tensor, Tensor, Coupling]:
+def couple(p, q, k, exact=1):
     """x [B, V], the cells of the tokens [B, V] and the coupling."""
     number = torch.full_like(q[:, :1], k, dtype=torch.int64)
     cell, coupled = Optimal(exact=exact).couple(p, q, number)
     return selected_law(q, number, cell, coupled), cell, coupled
 
 
-def overlap(p: Tensor, x: Tensor) -> Tensor:
-    return p.minimum(x).sum(-1)
+def limit(tests):
+    """Standard errors that this many z-tests stay below, but for ERROR."""
+    return norm.isf(ERROR / (2 * tests))
 
 
 @pytest.mark.parametrize("share", [1, 0.6])
 @pytest.mark.parametrize("exact", [0, 1])
 @pytest.mark.parametrize("k", KS)
-def test_the_selected_law_is_one_that_draws_can_reach(k: int, exact: int, share: float) -> None:
+def test_the_selected_law_is_one_that_draws_can_reach(k, exact, share):
     """Any selection has x(H) >= q(H)^K, as all draws may lie in H; for every H."""
     p, q = laws()
     x, _, _ = couple(share * p, q, k, exact)
@@ -77,29 +74,21 @@ def test_the_selected_law_is_one_that_draws_can_reach(k: int, exact: int, share:
 
 
 @pytest.mark.parametrize("share", [1, 0.6])
-@pytest.mark.parametrize("k", KS)
-def test_the_selected_law_reaches_the_optimal_rate(k: int, share: float) -> None:
-    p, q = laws(50)
-    x, _, _ = couple(share * p, q, k)
-    torch.testing.assert_close(overlap(share * p, x), optimal_iid(share * p, q, k), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("share", [1, 0.6])
 @pytest.mark.parametrize("spread", [0.1, 0.5, 2])
 @pytest.mark.parametrize("k", [2, 4, 8])
-def test_the_selected_law_reaches_the_optimal_rate_for_laws_like_a_models(k: int, spread: float, share: float) -> None:
+def test_the_selected_law_reaches_the_optimal_rate_for_laws_like_a_models(k, spread, share):
     """To 1e-9 where tokens are sorted, to 0.1 points where they are put into cells."""
     p, q = realistic(10, 2000, spread)
     best = optimal_iid(share * p, q, k)
     for exact, error in ((1, 1e-9), (0, 1e-3)):
         x, _, _ = couple(share * p, q, k, exact)
-        found = overlap(share * p, x)
+        found = (share * p).minimum(x).sum(-1)
         assert (found <= best + 1e-9).all()
         assert (found >= best - error).all()
 
 
 @pytest.mark.parametrize("mass", [0.5, 1e-3, 1e-6])
-def test_cells_are_as_fine_where_little_of_the_draft_is_left(mass: float) -> None:
+def test_cells_are_as_fine_where_little_of_the_draft_is_left(mass):
     """The rest of q after a sure token of 1 - mass, where p is spread otherwise; to 0.1 points."""
     p, q = realistic(10, 2000, 1, power=0.5)
     row = q[:, :1] * 0
@@ -110,38 +99,24 @@ def test_cells_are_as_fine_where_little_of_the_draft_is_left(mass: float) -> Non
     torch.testing.assert_close(rates[1], best, rtol=0, atol=1e-9)
 
 
-def p_values(of: ModuleType, p: Tensor, q: Tensor, k: int, exact: int, draws: int) -> tuple[float, float]:
-    """Of scores being uniform (Kolmogorov and Smirnov) and of the selected token having the law x (χ²). p, q: [V]."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = independent(q[None], draws * k, generator)
-    place, coin = torch.rand(2, 1, draws * k, generator=generator, dtype=q.dtype)
-    _, cell, coupled = couple(p[None], q[None], k, exact)
-    scores = of.scores(coupled, cell.gather(1, tokens), place, coin).view(-1, k)
-    tokens = tokens.view(-1, k)
-    selected = tokens.gather(1, scores.argmax(-1, keepdim=True)).flatten()
-    x = couple(p[None], q[None], k, exact)[0][0]
-    counts = selected.bincount(minlength=len(x))
-    assert (counts[x == 0] == 0).all()
-    seen = x * draws > 5
-    observed, expected = counts[seen].double(), x[seen] * draws
-    rare = draws - expected.sum()
-    if rare > 5:
-        observed = torch.cat([observed, (draws - observed.sum())[None]])
-        expected = torch.cat([expected, rare[None]])
-    frequencies = chisquare(observed, expected, sum_check=False).pvalue if len(observed) > 1 else 1.0
-    return kstest(scores.flatten().numpy(), "uniform").pvalue, frequencies
-
-
 @pytest.mark.parametrize("exact", [0, 1])
 @pytest.mark.parametrize("k", KS)
-def test_scores_are_uniform_and_the_selected_token_has_its_law(k: int, exact: int) -> None:
-    generator = torch.Generator().manual_seed(4)
+def test_scores_are_uniform_and_the_selected_token_has_its_law(k, exact):
+    """By Kolmogorov and Smirnov, and each token's frequency by a z-test."""
+    draws, generator = 100_000, torch.Generator().manual_seed(4)
     for _ in range(3):
-        p, q = random_law(6, generator), random_law(6, generator)
-        assert min(p_values(coupling, p, q, k, exact, draws=100_000)) > ERROR / 6
+        p, q = random_law(6, generator)[None], random_law(6, generator)[None]
+        tokens = independent(q, draws * k, generator)
+        place, coin = torch.rand(2, 1, draws * k, generator=generator, dtype=q.dtype)
+        x, cell, coupled = couple(p, q, k, exact)
+        scores = coupling.scores(coupled, cell.gather(1, tokens), place, coin).view(-1, k)
+        selected = tokens.view(-1, k).gather(1, scores.argmax(-1, keepdim=True)).flatten()
+        off = selected.bincount(minlength=6) / draws - x[0]
+        assert kstest(scores.flatten().numpy(), "uniform").pvalue > ERROR / 6
+        assert (off.abs() <= limit(36) * (x[0] * (1 - x[0]) / draws).sqrt() + 1e-12).all()
 
 
-def bias(scheme: Optimal, p: Tensor, q: Tensor, k: int, draws: int) -> tuple[Tensor, Tensor]:
+def bias(scheme, p, q, k, draws):
     """Mean plan less p [B, V] and measured less stated rate [B], in standard errors. p, q: [B, V]."""
     generator = torch.Generator().manual_seed(5)
     law_errors, rate_errors = [], []
@@ -158,13 +133,8 @@ def bias(scheme: Optimal, p: Tensor, q: Tensor, k: int, draws: int) -> tuple[Ten
     return torch.stack(law_errors), torch.stack(rate_errors)
 
 
-def limit(tests: int) -> float:
-    """Standard errors that this many z-tests stay below, but for ERROR."""
-    return norm.isf(ERROR / (2 * tests))
-
-
 @pytest.mark.parametrize("scheme", OPTIONS)
-def test_the_mean_plan_is_p_and_its_rate_the_stated_one(scheme: Optimal) -> None:
+def test_the_mean_plan_is_p_and_its_rate_the_stated_one(scheme):
     p, q = laws() if scheme.exact else common_laws()  # cells cost too much for many draws
     in_law, in_rate = bias(scheme, p, q, 3, draws=1000 if scheme.exact else 200)
     assert in_law.abs().max() < limit(in_law.numel())
@@ -174,7 +144,7 @@ def test_the_mean_plan_is_p_and_its_rate_the_stated_one(scheme: Optimal) -> None
 
 @pytest.mark.parametrize("scheme", [Optimal(exact=1), Optimal(extra=0, exact=1), Optimal(exact=1, first=1)])
 @pytest.mark.parametrize(("number", "sure"), [(2, 1), (1, 0), (0, 2), (3, 2)])
-def test_the_mean_plan_is_p_where_a_tree_asks_for_draws_and_tops(number: int, sure: int, scheme: Optimal) -> None:
+def test_the_mean_plan_is_p_where_a_tree_asks_for_draws_and_tops(number, sure, scheme):
     p, q = common_laws()
     rows_p, rows_q = (rows.repeat_interleave(500, 0) for rows in (p, q))
     drawn, tops = torch.full((len(rows_p),), number), torch.full((len(rows_p),), sure)
@@ -185,23 +155,7 @@ def test_the_mean_plan_is_p_where_a_tree_asks_for_draws_and_tops(number: int, su
     assert errors[1:].abs().max() < limit(errors[1:].numel())
 
 
-@pytest.mark.parametrize("extra", [0, 1])
-def test_the_mean_plan_over_realistic_laws_accepts_at_least_as_stated(extra: int) -> None:
-    p, q = realistic(3, 2000, 0.7)
-    _, in_rate = bias(Optimal(extra=extra), p, q, 4, draws=300)
-    assert in_rate.min() > -4
-
-
-@pytest.mark.parametrize("scheme", OPTIONS)
-def test_one_draw_is_the_single_draft_plan(scheme: Optimal) -> None:
-    p, q = laws()
-    draws = scheme.draw(q, 1, torch.Generator().manual_seed(6))
-    assert (draws.tokens[:, 1:] == -1).all()
-    single = SCHEMES["single"].plan(p, q, Draws(draws.tokens[:, :1]))
-    torch.testing.assert_close(scheme.plan(p, q, draws), single, rtol=0, atol=1e-12)
-
-
-def test_where_all_draws_but_one_are_sure_the_plan_is_that_of_greedy() -> None:
+def test_where_all_draws_but_one_are_sure_the_plan_is_that_of_greedy():
     q = law([0.5, 0.25, 0.08, 0.07, 0.06, 0.04]).expand(100, -1)  # two tokens are more than .35 of what is left
     generator = torch.Generator().manual_seed(7)
     p = torch.stack([random_law(6, generator) for _ in range(100)])
@@ -213,14 +167,14 @@ def test_where_all_draws_but_one_are_sure_the_plan_is_that_of_greedy() -> None:
 
 @pytest.mark.parametrize("scheme", OPTIONS)
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_a_draft_that_is_the_target_is_always_accepted(k: int, scheme: Optimal) -> None:
+def test_a_draft_that_is_the_target_is_always_accepted(k, scheme):
     p, _ = laws()
     rate = scheme.acceptance_rate(p, p, k)
     torch.testing.assert_close(rate, torch.ones_like(rate), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_the_first_draws_are_distinct_or_absent_and_about_as_many_as_asked_for(k: int) -> None:
+def test_the_first_draws_are_distinct_or_absent_and_about_as_many_as_asked_for(k):
     _, q = realistic(500, 2000, 0.7)
     drawn = Optimal().draw(q, k, torch.Generator().manual_seed(8))
     for row in drawn.tokens[:, :k].tolist():
@@ -231,63 +185,10 @@ def test_the_first_draws_are_distinct_or_absent_and_about_as_many_as_asked_for(k
     assert ((without_extra >= 0).sum(-1) == k).all()
 
 
-def test_independent_draws_follow_their_law() -> None:
-    """Without sure tokens each of two draws has the law q; a pair and its reverse are the same."""
-    q, pairs = law([0.5, 0.3, 0.2]), 50_000
-    tokens = Optimal(threshold=1, extra=0).draw(q.expand(pairs, -1), 2, torch.Generator().manual_seed(9)).tokens
-    one, two = tokens.sort(-1, descending=True).values[:, :2].unbind(-1)
-    seen = (3 * one + two).bincount(minlength=9)
-    wanted = {(a, b): q[a] * q[b] * (2 - (a == b)) for a in range(3) for b in range(a + 1)}
-    assert seen.sum() == sum(seen[3 * a + b] for a, b in wanted)
-    assert chisquare([seen[3 * a + b] for a, b in wanted], [mass * pairs for mass in wanted.values()]).pvalue > ERROR
-
-
-def test_float32_plans_at_vocabulary_size_are_laws() -> None:
-    p, q = (rows.float() for rows in realistic(4, 32_000, 1))
-    q[3], p[2] = torch.zeros(32_000).index_fill_(0, torch.tensor(5), 1), q[2]
-    for scheme in (Optimal(), Optimal(threshold=1), Optimal(exact=1)):
-        plan = scheme.plan(p, q, scheme.draw(q, torch.tensor([4, 1, 3, 2]), torch.Generator().manual_seed(10)))
-        assert plan.dtype == torch.float32
-        assert (plan >= 0).all()
-        torch.testing.assert_close(plan.sum(-1), torch.ones(4), rtol=0, atol=1e-5)
-
-
-def test_many_equal_masses_in_float32_keep_the_cells_exact() -> None:
+def test_many_equal_masses_in_float32_keep_the_cells_exact():
     """Sums in float32 would put the masses of the cells off by 3e-4."""
     q = torch.full((1, 150_000), 1 / 150_000)
     p = torch.where(torch.arange(150_000) < 40_000, 2.0, 1.0)[None] / 190_000
     _, _, coupled = couple(p, q, 2, exact=0)
     [least] = coupled.edges.unique()[[1]].tolist()
     assert least == pytest.approx(11 / 15, rel=0, abs=1e-9)
-
-
-@pytest.mark.parametrize("off", ["add(1).clamp(max=p.shape[-1])", "sub(1).clamp(min=0)"])
-def test_a_boundary_one_cell_off_loses_the_optimum_or_the_law(off: str) -> None:
-    old = "argmin(-1, keepdim=True)"
-    other = mutant(coupling, (old, f"{old}.{off}"))
-    p, q = laws(50)
-    order = (p / q).nan_to_num(nan=torch.inf).argsort(-1)
-    p, q = p.gather(1, order), q.gather(1, order)
-    failed = 0
-    for k in (2, 3):
-        number = torch.full_like(q[:, :1], k, dtype=torch.int64)
-        x = q * other.couple(p.minimum(k * q), q, number).density
-        reached = (x.cumsum(-1) >= q.cumsum(-1) ** k - 1e-9).all(-1) & ((x.sum(-1) - 1).abs() < 1e-9)
-        failed += (~reached | (overlap(p, x) < optimal_iid(p, q, k) - 1e-6)).sum()
-    assert failed > len(p) / 2
-
-
-@pytest.mark.parametrize("old", ["coin < chance", "is_over, under, over)"])
-def test_scores_that_are_exchanged_otherwise_have_another_law(old: str) -> None:
-    new = {"coin < chance": "coin < 1", "is_over, under, over)": "is_over, over, under)"}[old]
-    other = mutant(coupling, (old, new))
-    p, q = law([0.1, 0.4, 0.3, 0.2]), law([0.4, 0.2, 0.25, 0.15])
-    assert min(p_values(coupling, p, q, 3, 1, draws=20_000)) > ERROR
-    assert min(p_values(other, p, q, 3, 1, draws=20_000)) < 1e-9
-
-
-def test_a_residual_against_q_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:
-    p, q = law([0.1, 0.4, 0.3, 0.2])[None], law([0.4, 0.2, 0.25, 0.15])[None]
-    assert bias(Optimal(1, 0, 1), p, q, 3, 2000)[0].abs().max() < limit(4)
-    monkeypatch.setattr(optimal, "selected_law", lambda q, *_: q)
-    assert bias(Optimal(1, 0, 1), p, q, 3, 2000)[0].abs().max() > 10

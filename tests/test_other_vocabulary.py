@@ -4,10 +4,8 @@ import pytest
 import torch
 import transformers as hf
 from growing import TEXTS, contents, joined, level_logits, same
-from models import GROUPED, random_eagle3, random_head, random_model, save_model, tokenizer
+from models import GROUPED, plain_generate, random_eagle3, random_head, random_model, save_model, tokenizer, what
 from other_words import sentence_piece, without_shared_tokens
-from test_batch import what
-from test_decode import plain_generate
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 

@@ -1,19 +1,141 @@
-"""Optimal rates against linear programs and exact sums over sets; measured rates against enumeration."""
+"""Acceptance rates: those that schemes state, those of their plans, optimal ones, published ones, measured ones."""
 
 import itertools
+import math
 
 import pytest
 import torch
-from enumeration import CASES, Outcome, enumerate_plans, independent, law, optimum, outcomes, random_law, sequential
-from torch import Tensor
+from enumeration import (
+    CASES,
+    ENUMERABLE,
+    SCHEMES,
+    enumerate_plans,
+    independent,
+    law,
+    optimum,
+    outcomes,
+    random_law,
+    scheme_by_name,
+    sequential,
+)
 
+from treespec.trees.tree import Draws
 from treespec.verify.rates import measured, optimal_iid, optimal_tops, optimal_without_replacement
-from treespec.verify.registry import SCHEMES, scheme_by_name
 
-OPTIMAL = {"rrs": optimal_iid, "rrs-wo": optimal_without_replacement}  # by a scheme that draws so
+BEST = {"rrs": optimal_iid, "rrs-wo": optimal_without_replacement}  # by a scheme that draws so
+STATED = [
+    *[("single", 1), ("spechub", 1), ("spechub", 2), ("rrs-wo", 1)],
+    *[(name, k) for name in ("rrs", "kseq", "greedy", "otm-lp", "topk", "typical") for k in (1, 2, 3)],
+    *[(name, k) for name in ("is-lp", "is-lp:s=2", "is-lp:alphabet=2", "is-lp:s=1,alphabet=3") for k in (1, 2)],
+]
+OPTIMAL = [("single", 1), ("spechub", 2), ("greedy", 2), ("greedy", 3), ("topk", 2), ("is-lp", 2)]
+OPTIMAL += [("otm-lp", k) for k in (1, 2, 3)]
 
 
-def tops_then_independent(q: list[float], k: int, tops: int) -> list[Outcome]:
+def random_pairs(number, size=5, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [(random_law(size, generator), random_law(size, generator)) for _ in range(number)]
+
+
+def every_pair(number, size=5):
+    return [tuple(map(law, case)) for case in CASES.values()] + random_pairs(number, size)
+
+
+def tied(q, number):
+    """Equals on both sides of the last likeliest token: either may be drawn."""
+    return 0 < number < len(q) and q.sort().values[-number] == q.sort().values[-number - 1]
+
+
+def stated(name, p, q, k):
+    rate = scheme_by_name(name, allow_lossy=True).acceptance_rate(p[None], q[None], k)
+    assert (rate.shape, rate.dtype) == ((1,), p.dtype)
+    return rate.item()
+
+
+def of_the_plan(name, p, q, k):
+    [(_, rate)] = enumerate_plans(scheme_by_name(name, allow_lossy=True), p, q, [k])
+    return rate.item()
+
+
+@pytest.mark.parametrize(("name", "k"), STATED)
+def test_the_stated_rate_is_that_of_the_plan(name, k):
+    for p, q in every_pair(5):
+        if name not in ("greedy", "topk", "typical") or not tied(q, k - 1 if name == "greedy" else k):
+            assert stated(name, p, q, k) == pytest.approx(of_the_plan(name, p, q, k), rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["rrs", "is-lp", "is-lp:s=2,alphabet=2"])
+def test_so_it_is_where_each_draw_has_its_own_law(name):
+    p, q = law([0.1, 0.2, 0.3, 0.4]), law([[0.4, 0.3, 0.2, 0.1], [0, 0.1, 0.2, 0.7]])
+    assert stated(name, p, q, 2) == pytest.approx(of_the_plan(name, p, q, 2), rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ENUMERABLE)
+def test_no_plan_accepts_more_than_the_optimum_of_its_draws(name):
+    for p, q in random_pairs(5, 4):
+        for k in range(1, (SCHEMES[name].max_draws or 3) + 1):
+            assert of_the_plan(name, p, q, k) <= optimum(outcomes(name, q, k), p) + 1e-7
+
+
+@pytest.mark.parametrize(("name", "k"), OPTIMAL)
+def test_schemes_that_are_optimal_for_their_draws_reach_the_optimum(name, k):
+    for p, q in random_pairs(10):
+        assert of_the_plan(name, p, q, k) == pytest.approx(optimum(outcomes(name, q, k), p), rel=0, abs=1e-7)
+
+
+def test_kseq_accepts_at_least_its_share_of_the_optimum_and_one_draw_of_it_is_the_single_draft():
+    for p, q in random_pairs(10, 6):
+        for k in (1, 2, 3):
+            assert stated("kseq", p, q, k) >= (1 - 1 / math.e) * stated("otm-lp", p, q, k) - 1e-9
+        plans = [SCHEMES[name].plan(p[None], q[None], Draws(torch.tensor([[2]]))) for name in ("kseq", "single")]
+        torch.testing.assert_close(*plans, rtol=0, atol=1e-14)
+
+
+def test_rates_that_have_no_closed_form_are_not_stated():
+    p, q = (law(values)[None] for values in CASES["plain"])
+    assert SCHEMES["rrs-wo"].acceptance_rate(p, q, 2) is None
+    assert SCHEMES["is-lp"].acceptance_rate(p, q, 3) is None
+
+
+@pytest.mark.parametrize("s", [1, 2, 3, 6])
+def test_a_program_of_few_tokens_is_within_its_bound_of_the_optimum(s):
+    """Khisti et al. 2025: short of α* by at most the sum of (p - q^2)+ over the tokens that it does not see."""
+    for p, q in random_pairs(40, 6):
+        unseen = (p - q * q).sort(descending=True).values[s:].clamp(min=0).sum()
+        best = optimal_iid(p[None], q[None], 2).item()
+        assert best - unseen - 1e-9 <= stated(f"is-lp:s={s}", p, q, 2) <= best + 1e-9
+
+
+# Khisti et al. 2025, figure 2: target (t1, t2, 1 - t1 - t2), the optimum and two other schemes for two draws.
+@pytest.mark.parametrize(
+    ("t1", "t2", "best", "kseq", "rrs"),
+    [
+        *[(1 / 3, 0, 0.8889, 0.8114, 0.7778), (1 / 3, 1 / 9, 1, 0.8889, 0.8519), (1 / 3, 2 / 9, 1, 0.9576, 0.9259)],
+        *[(1 / 3, 1 / 3, 1, 1, 1), (1 / 6, 0, 0.7222, 0.6866, 0.6667), (1 / 6, 0.1389, 0.8611, 0.7912, 0.7593)],
+        *[(1 / 6, 0.2778, 1, 0.8889, 0.8519), (1 / 6, 0.4167, 1, 0.9625, 0.9444)],
+    ],
+)
+def test_two_uniform_draws_are_accepted_as_published(t1, t2, best, kseq, rrs):
+    p, q = law([t1, t2, 1 - t1 - t2]), law([1 / 3, 1 / 3, 1 / 3])
+    for name, rate in {"rrs": rrs, "kseq": kseq, "is-lp": best, "otm-lp": best}.items():
+        assert stated(name, p, q, 2) == pytest.approx(rate, rel=0, abs=1e-4)
+    assert optimal_iid(p[None], q[None], 2).item() == pytest.approx(best, rel=0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        *[("rrs", 0.8), ("is-lp", 0.85), ("otm-lp", 0.85), ("rrs-wo", 0.94), ("spechub", 1), ("greedy", 1)],
+        ("kseq", 0.1 + (1.5 + math.sqrt(1.85)) / 4),  # ρ(.1/ρ + .5), where .1/ρ + .5 = 2 - ρ
+    ],
+)
+def test_schemes_rank_as_known_on_three_tokens(name, rate):
+    p, q = law([0.1, 0.6, 0.3]), law([0.5, 0.3, 0.2])
+    assert of_the_plan(name, p, q, 2) == pytest.approx(rate, abs=1e-9)
+    assert optimal_tops(p[None], q[None], 2, 1).item() == pytest.approx(1)
+
+
+def tops_then_independent(q, k, tops):
     best = [x for x in sorted(range(len(q)), key=lambda x: -q[x])[:tops] if q[x] > 0]
     rest = [0.0 if x in best else mass for x, mass in enumerate(q)]
     if sum(rest) == 0:
@@ -22,56 +144,37 @@ def tops_then_independent(q: list[float], k: int, tops: int) -> list[Outcome]:
     return [((*best, *tail), probability) for tail, probability in tails if probability > 0]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", OPTIMAL)
-def test_the_optimal_rate_is_that_of_the_linear_program(name: str, case: str) -> None:
-    p, q = map(law, CASES[case])
-    for k in (1, 2, 3, 4):
-        best = optimum(outcomes(name, q, k), p)
-        assert OPTIMAL[name](p[None], q[None], k).item() == pytest.approx(best, rel=0, abs=1e-7)
-
-
 @pytest.mark.parametrize("share", [1, 0.6])
-@pytest.mark.parametrize("name", OPTIMAL)
-def test_the_optimal_rate_is_that_of_the_linear_program_for_random_laws_and_shares_of_laws(
-    name: str, share: float
-) -> None:
-    generator = torch.Generator().manual_seed(1)
-    p = share * torch.stack([random_law(6, generator) for _ in range(6)])
-    q = torch.stack([random_law(6, generator) for _ in range(6)])
-    for k in (1, 2, 3, 4):
-        rows = range(6 if name == "rrs-wo" or k < 4 else 1)
-        best = [optimum(outcomes(name, q[row], k), p[row]) for row in rows]
-        torch.testing.assert_close(OPTIMAL[name](p, q, k)[: len(rows)], law(best), rtol=0, atol=1e-7)
+@pytest.mark.parametrize("name", BEST)
+def test_the_optimal_rate_is_that_of_the_linear_program(name, share):
+    """Also of a share of a law."""
+    for p, q in every_pair(4, 6):
+        for k in (1, 2, 3) if name == "rrs" and len(p) > 4 else (1, 2, 3, 4):
+            best = optimum(outcomes(name, q, k), share * p)
+            assert BEST[name](share * p[None], q[None], k).item() == pytest.approx(best, rel=0, abs=1e-7)
 
 
 @pytest.mark.parametrize(("k", "tops"), [(1, 0), (2, 1), (3, 1), (3, 2), (3, 3), (4, 2)])
-def test_the_optimal_rate_of_tops_and_independent_draws_is_that_of_the_linear_program(k: int, tops: int) -> None:
-    generator = torch.Generator().manual_seed(2)
-    cases = [map(law, CASES[case]) for case in ("plain", "tiny q", "one-hot q", "two supported", "zeros in both")]
-    for p, q in [*cases, *((random_law(5, generator), random_law(5, generator)) for _ in range(5))]:
-        best = optimum(tops_then_independent(q.tolist(), k, tops), p)
-        assert optimal_tops(p[None], q[None], k, tops).item() == pytest.approx(best, rel=0, abs=1e-7)
+def test_so_is_that_of_tops_and_independent_draws(k, tops):
+    for p, q in every_pair(5):
+        if not tied(q, tops):
+            best = optimum(tops_then_independent(q.tolist(), k, tops), p)
+            assert optimal_tops(p[None], q[None], k, tops).item() == pytest.approx(best, rel=0, abs=1e-7)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_greedy_and_topk_reach_the_optimal_rate_of_their_tops(k: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    p, q = (torch.stack([random_law(40, generator) for _ in range(20)]) for _ in "pq")
+def test_greedy_and_topk_reach_the_optimal_rate_of_their_tops_and_is_lp_that_of_two_draws(k):
+    p, q = (torch.stack(rows) for rows in zip(*random_pairs(20, 40), strict=True))
     for name, tops in (("greedy", k - 1), ("topk", k)):
         torch.testing.assert_close(
             SCHEMES[name].acceptance_rate(p, q, k), optimal_tops(p, q, k, tops), rtol=0, atol=1e-12
         )
-
-
-def test_is_lp_that_frees_all_pairs_reaches_the_optimal_rate_of_two_draws() -> None:
-    generator = torch.Generator().manual_seed(4)
-    p, q = (torch.stack([random_law(8, generator) for _ in range(20)]) for _ in "pq")
+    p, q = (torch.stack(rows) for rows in zip(*random_pairs(20, 8), strict=True))
     rate = scheme_by_name("is-lp:s=8").acceptance_rate(p, q, 2)
     torch.testing.assert_close(rate, optimal_iid(p, q, 2), rtol=0, atol=1e-12)
 
 
-def smallest_cut(p: Tensor, found: list[Outcome]) -> float:
+def smallest_cut(p, found):
     """The minimum of p(H) + 1 - Q(H) over every set H."""
     sets = [({*draws}, probability) for draws, probability in found]
     cuts = []
@@ -82,8 +185,8 @@ def smallest_cut(p: Tensor, found: list[Outcome]) -> float:
 
 
 @pytest.mark.parametrize("spread", [0, 1, 3, 10])
-@pytest.mark.parametrize("k", [2, 3, 4, 5])
-def test_draws_without_replacement_are_exact_to_1e_9_for_masses_of_any_scale(k: int, spread: int) -> None:
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_draws_without_replacement_are_exact_to_1e_9_for_masses_of_any_scale(k, spread):
     generator = torch.Generator().manual_seed(5)
     q = (spread * torch.randn(3, 6, generator=generator, dtype=torch.float64)).softmax(-1)
     p = torch.stack([random_law(6, generator) for _ in range(3)])
@@ -91,37 +194,8 @@ def test_draws_without_replacement_are_exact_to_1e_9_for_masses_of_any_scale(k: 
     torch.testing.assert_close(optimal_without_replacement(p, q, k), law(best), rtol=0, atol=1e-9)
 
 
-def test_draws_without_replacement_are_not_those_of_the_generating_function() -> None:
-    """Its law, Pr(S) in proportion to the product of q over S (conditional Poisson sampling), overstates the rate."""
-    p, q = law([0.2, 0.3, 0.5]), law([0.6, 0.3, 0.1])
-    weights = {pair: (q[pair[0]] * q[pair[1]]).item() for pair in itertools.combinations(range(3), 2)}
-    other = optimum([(pair, weight / sum(weights.values())) for pair, weight in weights.items()], p)
-    [rate] = optimal_without_replacement(p[None], q[None], 2).tolist()
-    assert other == pytest.approx(5 / 6, rel=0, abs=1e-7)  # 1 + p(H) - .18 / .27 for H the first two
-    assert rate == pytest.approx(0.5 + 1 - 0.6 * 0.3 / 0.4 - 0.3 * 0.6 / 0.7, rel=0, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("t1", "t2", "best"),
-    [
-        *[(1 / 3, 0, 0.8889), (1 / 3, 1 / 9, 1), (1 / 3, 2 / 9, 1), (1 / 3, 1 / 3, 1)],
-        *[(1 / 6, 0, 0.7222), (1 / 6, 0.1389, 0.8611), (1 / 6, 0.2778, 1), (1 / 6, 0.4167, 1)],
-    ],
-)
-def test_two_uniform_draws_are_accepted_as_published(t1: float, t2: float, best: float) -> None:
-    """Khisti et al. 2025, figure 2."""
-    p, q = law([t1, t2, 1 - t1 - t2])[None], torch.full((1, 3), 1 / 3, dtype=torch.float64)
-    assert optimal_iid(p, q, 2).item() == pytest.approx(best, rel=0, abs=1e-4)
-
-
-def test_optimal_rates_are_as_known_on_three_tokens() -> None:
-    p, q = torch.tensor([[0.1, 0.6, 0.3]]), torch.tensor([[0.5, 0.3, 0.2]])
-    torch.testing.assert_close(optimal_iid(p, q, 2), torch.tensor([0.85]))
-    torch.testing.assert_close(optimal_tops(p, q, 2, 1), torch.tensor([1.0]))
-
-
 @pytest.mark.parametrize("k", [2, 4])
-def test_the_optimal_rate_at_vocabulary_size_is_the_sum_over_draws_by_class(k: int) -> None:
+def test_the_optimal_rate_at_vocabulary_size_is_the_sum_over_draws_by_class(k):
     """Tokens of three classes, equal within each, so Q is a sum over the 3^k sequences of classes; to 1e-9."""
     sizes, masses, ratios = torch.tensor([3, 1000, 148_997]), law([0.5, 0.3, 0.2]), law([0.1, 0.5, 4])
     of_token = torch.arange(3).repeat_interleave(sizes)
@@ -137,24 +211,20 @@ def test_the_optimal_rate_at_vocabulary_size_is_the_sum_over_draws_by_class(k: i
         inside += probability
     best = (p.cumsum(0) + 1 - inside).min().clamp(max=1)
     assert best < 0.99
-    [rate] = optimal_without_replacement(p[None], q[None], k)
-    torch.testing.assert_close(rate, best, rtol=0, atol=1e-9)
+    torch.testing.assert_close(optimal_without_replacement(p[None], q[None], k)[0], best, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("name", "k"), [("rrs-wo", 2), ("rrs-wo", 3), ("is-lp:s=2", 3)])
-def test_measured_rates_are_the_enumerated_one_to_five_standard_errors(name: str, k: int, case: str) -> None:
-    p, q = map(law, CASES[case])
-    [(_, exact)] = enumerate_plans(scheme_by_name(name), p, q, [k])
-    rows = 200 if name == "rrs-wo" else 20
-    generator = torch.Generator().manual_seed(6)
-    rate = measured(scheme_by_name(name), p.expand(rows, -1), q.expand(rows, -1), k, generator, samples=32)
-    error = rate.error.square().sum().sqrt() / rows
-    assert abs(rate.value.mean() - exact) <= 5 * error + 1e-9
+def test_measured_rates_are_the_enumerated_one_to_five_standard_errors(name, k):
+    rows, generator = 200 if name == "rrs-wo" else 20, torch.Generator().manual_seed(6)
+    for p, q in every_pair(0):
+        rate = measured(scheme_by_name(name), p.expand(rows, -1), q.expand(rows, -1), k, generator, samples=32)
+        error = rate.error.square().sum().sqrt() / rows
+        assert abs(rate.value.mean() - of_the_plan(name, p, q, k)) <= 5 * error + 1e-9
 
 
 @pytest.mark.parametrize(("name", "k"), [("rrs-wo", 2), ("rrs-wo", 4), ("is-lp:s=2", 3)])
-def test_the_standard_error_is_the_spread_of_measurements_and_falls_as_the_root_of_samples(name: str, k: int) -> None:
+def test_the_standard_error_is_the_spread_of_measurements_and_falls_as_the_root_of_samples(name, k):
     generator = torch.Generator().manual_seed(7)
     p, q = (random_law(30, generator).expand(200, -1) for _ in "pq")
     few, many = (measured(scheme_by_name(name), p, q, k, generator, samples) for samples in (32, 128))
@@ -162,16 +232,7 @@ def test_the_standard_error_is_the_spread_of_measurements_and_falls_as_the_root_
     assert 1.8 < (few.error.square().mean() / many.error.square().mean()).sqrt() < 2.2
 
 
-def test_the_measured_rate_of_rrs_wo_spreads_less_than_its_acceptances() -> None:
-    """Less than a fifth of the binomial standard error."""
-    generator = torch.Generator().manual_seed(8)
-    q = torch.randn(20, 100, generator=generator, dtype=torch.float64)
-    p = (q + torch.randn(20, 100, generator=generator)).softmax(-1)
-    rate = measured(SCHEMES["rrs-wo"], p, q.softmax(-1), 3, generator)
-    assert (rate.error < 0.2 * (rate.value * (1 - rate.value) / 64).sqrt()).all()
-
-
-def test_a_stated_rate_is_taken_as_it_is() -> None:
+def test_a_stated_rate_is_taken_as_it_is():
     p, q = (law(values)[None] for values in CASES["plain"])
     rate = measured(SCHEMES["rrs"], p, q, 3, torch.Generator())
     assert rate.value.equal(SCHEMES["rrs"].acceptance_rate(p, q, 3))

@@ -8,9 +8,8 @@ from functools import cache
 
 import pytest
 import torch
-from models import random_model
+from models import plain_generate, prompt, random_model
 from scipy.stats import chi2
-from test_decode import plain_generate, prompt
 from test_every_model import TOLERANCE
 from test_sequence_law import ERROR, chi_square
 from test_target import paths_of, plain_logits, prefix, random_tree

@@ -1,5 +1,6 @@
 """Every scheme is lossless: over all draws, Pr(draws) * plan sums to p. And `draw` follows the law it says."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -15,91 +16,97 @@ from enumeration import (
     outcomes,
     random_law,
     scheme_by_name,
+    with_tops,
 )
+from mutants import mutant
 from scipy.stats import chisquare
 
 from treespec.errors import InputError
+from treespec.eval.acceptance import otm_lp
 from treespec.trees.tree import Draws
-from treespec.verify import registry
+from treespec.verify import greedy, is_lp, kseq, laws, registry, rrs, spechub, topk
 from treespec.verify.is_lp import IsLp
 from treespec.verify.topk import Typical
 
 NAMES = [*ENUMERABLE, "is-lp:s=2", "is-lp:s=1", "is-lp:alphabet=2", "is-lp:s=2,alphabet=3"]
 OPTIMAL = ["optimal", "optimal:exact=1"]
-WITHOUT_REPLACEMENT = ["rrs-wo", "greedy", "spechub"]
+COUNTS = [(draws, tops) for draws in range(3) for tops in range(3)]
+OWN_LAWS = law([[0.4, 0.3, 0.2, 0.1], [0, 0.1, 0.2, 0.7], [0.5, 0, 0.5, 0]])  # one a draw
 
 
-def numbers_of_draws(name: str) -> list[int]:
+def numbers_of_draws(name):
     return list(range(1, (SCHEMES[name.split(":")[0]].max_draws or 3) + 1))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", NAMES)
-def test_output_law_is_the_target_law(name: str, case: str) -> None:
-    p, q = map(law, CASES[case])
-    for k in numbers_of_draws(name):
-        [(output, _)] = enumerate_plans(scheme_by_name(name), p, q, [k])
-        torch.testing.assert_close(output, p, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_output_law_is_the_target_law_for_random_laws(name: str) -> None:
+def pairs(number, size=5):
+    """p and q of every case, and random ones."""
     generator = torch.Generator().manual_seed(1)
-    for _ in range(5 if "is-lp" in name else 40):
-        p, q = random_law(5, generator), random_law(5, generator)
-        for k in numbers_of_draws(name)[-2:]:
-            [(output, _)] = enumerate_plans(scheme_by_name(name), p, q, [k])
-            torch.testing.assert_close(output, p, rtol=0, atol=1e-12)
+    cases = [tuple(map(law, case)) for case in CASES.values()]
+    return cases + [(random_law(size, generator), random_law(size, generator)) for _ in range(number)]
 
 
-@pytest.mark.parametrize("case", ["plain", "one-hot q", "two supported"])
 @pytest.mark.parametrize("name", NAMES)
-def test_output_law_is_the_target_law_where_nodes_have_different_numbers_of_draws(name: str, case: str) -> None:
-    p, q = map(law, CASES[case])
-    for output, _ in enumerate_plans(scheme_by_name(name), p, q, numbers_of_draws(name)):
-        torch.testing.assert_close(output, p, rtol=0, atol=1e-12)
+def test_output_law_is_the_target_law(name):
+    """With every number of draws alone, and at nodes of one batch that have different numbers."""
+    for p, q in pairs(5 if "is-lp" in name else 20):
+        for numbers in (numbers_of_draws(name), *([k] for k in numbers_of_draws(name))):
+            for output, _ in enumerate_plans(scheme_by_name(name), p, q, numbers):
+                torch.testing.assert_close(output, p, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("k", [2, 3])
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("rrs", "is-lp")) and name != "rrs-wo"])
-def test_output_law_is_the_target_law_where_each_draw_has_its_own_law(name: str, k: int) -> None:
+def test_it_is_where_each_draw_has_its_own_law(name, k):
     p = law([0.1, 0.2, 0.3, 0.4])
-    q = law([[0.4, 0.3, 0.2, 0.1], [0, 0.1, 0.2, 0.7], [0.5, 0, 0.5, 0]])
-    [(output, _)] = enumerate_plans(scheme_by_name(name), p, q, [k])
+    [(output, _)] = enumerate_plans(scheme_by_name(name), p, OWN_LAWS, [k])
     torch.testing.assert_close(output, p, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("draws", "tops"), [count for count in COUNTS if any(count)])
+def test_it_is_where_some_tokens_are_there_for_sure(draws, tops):
+    for p, q in pairs(25):
+        drawn, chances = with_tops(q, draws, tops)
+        plan = SCHEMES["rrs-wo"].plan(p.expand(len(chances), -1), q.expand(len(chances), -1), drawn)
+        assert (plan >= 0).all()
+        torch.testing.assert_close(plan.sum(-1), torch.ones_like(chances), rtol=0, atol=1e-12)
+        torch.testing.assert_close(chances @ plan, p, rtol=0, atol=1e-12)
+
+
+def marked(draws):
+    """Tokens of each node, those there for sure 10 more."""
+    return (draws.tokens + 10 * (draws.sure & (draws.tokens >= 0))).tolist()
+
+
+def test_tokens_for_sure_are_the_likeliest_and_come_after_the_draws():
+    k = torch.tensor(COUNTS)
+    for _, q in pairs(20)[-20:]:
+        drawn = SCHEMES["rrs-wo"].draw_with_sure(q.expand(len(k), -1), *k.unbind(-1), torch.Generator().manual_seed(4))
+        for count, tokens in zip(COUNTS, marked(drawn), strict=True):
+            assert tokens[: sum(count)] in marked(with_tops(q, *count)[0])
+            assert {*tokens[sum(count) :]} <= {-1}
+
+
 @pytest.mark.parametrize("name", [*NAMES, *OPTIMAL])
-def test_a_plan_depends_on_its_own_row_alone(name: str) -> None:
+def test_a_plan_depends_on_its_own_row_alone_and_is_p_without_draws(name):
     """Other nodes' laws may depend on this node's draws. The laws here leave programs several optima."""
     scheme = scheme_by_name(name)
-    generator = torch.Generator().manual_seed(2)
-    p = torch.stack([law(CASES[case][0]) for case in CASES])
-    q = torch.stack([law(CASES[case][1]) for case in CASES])
-    draws = scheme.draw(q, numbers_of_draws(name)[-1], generator)
+    p, q = (torch.stack([law(case[side]) for case in CASES.values()]) for side in (0, 1))
+    draws = scheme.draw(q, numbers_of_draws(name)[-1], torch.Generator().manual_seed(2))
     together = scheme.plan(p, q, draws)
     for row in range(len(p)):
         own = slice(row, row + 1)
-        alone = scheme.plan(p[own], q[own], draws.rows(own))
-        torch.testing.assert_close(together[own], alone, rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize("name", [*NAMES, *OPTIMAL])
-def test_without_draws_the_plan_is_p(name: str) -> None:
-    p, q = (law(values)[None] for values in CASES["plain"])
-    k = numbers_of_draws(name)[-1]
-    absent = Draws(torch.full((1, k), -1))
-    if name in OPTIMAL:
-        absent = replace(absent, sure=torch.zeros(1, k, dtype=torch.bool), uniforms=torch.zeros(1, k, 2))
-    torch.testing.assert_close(scheme_by_name(name).plan(p, q, absent), p, rtol=0, atol=1e-15)
+        torch.testing.assert_close(together[own], scheme.plan(p[own], q[own], draws.rows(own)), rtol=0, atol=1e-15)
+    absent = replace(draws, tokens=torch.full_like(draws.tokens, -1))
+    if draws.sure is not None:
+        absent = replace(absent, sure=torch.zeros_like(draws.sure))
+    torch.testing.assert_close(scheme.plan(p, q, absent), p, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_float32_plans_are_laws_where_rounding_leaves_no_residual(name: str) -> None:
+def test_float32_plans_are_laws_where_rounding_leaves_no_residual(name):
     p = torch.tensor([[1.0, 0, 0], [1, 0, 0]])
     q = torch.tensor([[1.0, 1e-12, 1e-12], [1, 0, 1e-12]])  # sums to 1 in float32
-    width = numbers_of_draws(name)[-1]
-    tokens = torch.tensor([[1, 2, 0], [2, 0, -1]])[:, :width]
+    tokens = torch.tensor([[1, 2, 0], [2, 0, -1]])[:, : numbers_of_draws(name)[-1]]
     if name == "greedy":
         tokens = torch.tensor([[0, 1, 2], [0, 2, -1]])
     plan = scheme_by_name(name).plan(p, q, Draws(tokens))
@@ -108,65 +115,92 @@ def test_float32_plans_are_laws_where_rounding_leaves_no_residual(name: str) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in [*NAMES, *OPTIMAL, "typical"] if name != "otm-lp"])
-def test_float32_plans_at_vocabulary_size_are_laws(name: str) -> None:
+def test_float32_plans_at_vocabulary_size_are_laws(name):
     generator = torch.Generator().manual_seed(3)
     scheme = scheme_by_name(name, allow_lossy=True)
-    k = min(4, scheme.max_draws or 4)
     logits = 4 * torch.randn(4, 3000, generator=generator)
     q = logits.softmax(-1)
     p = (logits + torch.randn(4, 3000, generator=generator)).softmax(-1)
     p[0], q[1] = q[0], torch.eye(3000)[7]
-    plan = scheme.plan(p, q, scheme.draw(q, k, generator))
+    plan = scheme.plan(p, q, scheme.draw(q, min(4, scheme.max_draws or 4), generator))
     assert plan.dtype == torch.float32
     assert (plan >= 0).all()
     torch.testing.assert_close(plan.sum(-1), torch.ones(4), rtol=0, atol=1e-5)
 
 
-def check_law(counts: Counter[tuple[int, ...]], expected: list[tuple[tuple[int, ...], float]]) -> None:
+def check_law(tokens, expected):
     """chi-squared at an error probability of 1e-6; cells that expect under 5 are one."""
-    total = counts.total()
+    counts = Counter(map(tuple, tokens.tolist()))
     assert counts.keys() <= {draws for draws, _ in expected}
-    cells = [(counts[draws], total * probability) for draws, probability in expected]
-    large = [cell for cell in cells if cell[1] >= 5]
-    small = [cell for cell in cells if cell[1] < 5]
-    if sum(e for _, e in small) >= 5:
-        large.append((sum(c for c, _ in small), sum(e for _, e in small)))
+    cells = [(counts[draws], counts.total() * probability) for draws, probability in expected]
+    large, small = ([cell for cell in cells if (cell[1] >= 5) == is_large] for is_large in (True, False))
+    rest = sum(c for c, _ in small), sum(e for _, e in small)
+    if rest[1] >= 5:
+        large.append(rest)
     else:
-        large[0] = (large[0][0] + sum(c for c, _ in small), large[0][1] + sum(e for _, e in small))
-    if len(large) > 1:
-        assert chisquare([c for c, _ in large], [e for _, e in large]).pvalue > 1e-6
+        large[0] = large[0][0] + rest[0], large[0][1] + rest[1]
+    assert len(large) == 1 or chisquare(*zip(*large, strict=True)).pvalue > 1e-6
 
 
-@pytest.mark.parametrize("q", [[0.05, 0.4, 0, 0.35, 0.2], [0.7, 0, 0.3, 0, 0], [0, 0, 0, 1, 0]])
+@pytest.mark.parametrize("q", [[0.05, 0.4, 0, 0.35, 0.2], [0.7, 0, 0.3, 0, 0], [3e-13, 1 - 1e-12, 7e-13]])
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name != "optimal"])
-def test_draws_follow_the_law_at_nodes_with_different_numbers_of_draws(name: str, q: list[float]) -> None:
+def test_draws_follow_the_law_at_nodes_with_different_numbers_of_draws(name, q):
+    """Also what is left of q after a draw of nearly all of it."""
     ks = torch.tensor(numbers_of_draws(name)).repeat(20_000)
     tokens = SCHEMES[name].draw(law(q).expand(len(ks), -1), ks, torch.Generator().manual_seed(4)).tokens
     assert tokens.shape == (len(ks), ks.max())
     for k in numbers_of_draws(name):
         assert (tokens[ks == k, k:] == -1).all()
         if not SCHEMES[name].deterministic or 0 not in q:
-            check_law(Counter(map(tuple, tokens[ks == k, :k].tolist())), outcomes(name, law(q), k))
+            check_law(tokens[ks == k, :k], outcomes(name, law(q), k))
 
 
 @pytest.mark.parametrize("name", ["rrs", "is-lp"])
-def test_draws_follow_a_law_each(name: str) -> None:
-    q = law([[0.4, 0.3, 0.2, 0.1], [0, 0.1, 0.2, 0.7]])
-    tokens = SCHEMES[name].draw(q.expand(20_000, -1, -1), 2, torch.Generator().manual_seed(5)).tokens
-    check_law(Counter(map(tuple, tokens.tolist())), outcomes(name, q, 2))
+def test_draws_follow_a_law_each(name):
+    tokens = SCHEMES[name].draw(OWN_LAWS[:2].expand(20_000, -1, -1), 2, torch.Generator().manual_seed(5)).tokens
+    check_law(tokens, outcomes(name, OWN_LAWS[:2], 2))
 
 
-@pytest.mark.parametrize("name", WITHOUT_REPLACEMENT)
-def test_draws_without_replacement_follow_the_law_of_a_tiny_rest(name: str) -> None:
-    q = law([3e-13, 1 - 1e-12, 7e-13])
-    tokens = SCHEMES[name].draw(q.expand(20_000, -1), 2, torch.Generator().manual_seed(6)).tokens
-    check_law(Counter(map(tuple, tokens.tolist())), outcomes(name, q, 2))
-
-
-def test_a_deterministic_draw_takes_scores_and_lists_the_best_first() -> None:
+def test_a_deterministic_draw_takes_scores_and_lists_the_best_first():
     scores = torch.tensor([[-3.0, 5, -1], [0, -9, 2]])
     tokens = SCHEMES["topk"].draw(scores, torch.tensor([4, 2]), torch.Generator()).tokens
     assert tokens.tolist() == [[1, 2, 0, -1], [2, 0, -1, -1]]
+
+
+MUTATIONS = [  # scheme, draws, the module that is changed, what stands there, and what stands there instead
+    ("single", 1, laws, "accepted, subtract(p, q, weight)", "accepted, p.clone()"),
+    ("rrs", 2, laws, "left = subtract(left, q, weight)", "left = left.clone()"),
+    ("rrs-wo", 2, rrs, "q = without(q, token)", "q = q.clone()"),
+    ("kseq", 3, kseq, "subtract(p, both, paid.to(p.dtype))", "subtract(p, both, torch.ones_like(beta))"),
+    ("spechub", 2, spechub, "(q_a * scale(second_top, pair))", "q_a"),
+    ("greedy", 2, greedy, "without(q, draws.tokens.scatter(1, last, -1))", "q"),
+    ("is-lp", 2, is_lp, "(wins * pairs).sum(-1)", "pairs.triu().sum(-1)"),
+    ("is-lp", 3, is_lp, "law = law.index_copy(0, rows, new.law)", "law = law.clone()"),
+    ("otm-lp", 2, otm_lp, "left = np.maximum(target - mass.sum(0), 0)", "left = target"),
+    ("topk", 2, topk, "return p\n", "return p.roll(1, -1)\n"),
+]
+
+
+@pytest.mark.parametrize(("name", "k", "part", "old", "new"), MUTATIONS)
+def test_a_broken_rule_has_another_law(name, k, part, old, new):
+    module = sys.modules[type(SCHEMES[name]).__module__]
+    broken = vars(mutant(module, (old, new), part=part))[type(SCHEMES[name]).__name__]()
+    worst = 0.0
+    for p, q in pairs(4, 4):
+        plans, chances = zip(*outcomes(name, q, k), strict=True)
+        rows = len(chances)
+        plan = broken.plan(p.expand(rows, -1), q.expand(rows, -1), Draws(torch.tensor(plans)))
+        worst = max(worst, float((law(chances) @ plan - p).abs().max()))
+    assert worst > 1e-6
+    assert {mutation[0] for mutation in MUTATIONS} == {*LOSSLESS} - {"optimal"}
+
+
+@pytest.mark.parametrize("name", ["single", "rrs", "rrs-wo", "kseq", "greedy", "spechub"])
+def test_masses_that_do_not_sum_to_1_are_normalised(name):
+    p, q = map(law, CASES["plain"])
+    draws, chances = zip(*outcomes(name, q, min(2, SCHEMES[name].max_draws or 2)), strict=True)
+    plan = SCHEMES[name].plan(p.expand(len(draws), -1), q.expand(len(draws), -1) / 2, Draws(torch.tensor(draws)))
+    torch.testing.assert_close(law(chances) @ plan, p, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -191,25 +225,25 @@ def test_a_deterministic_draw_takes_scores_and_lists_the_best_first() -> None:
         ("typical:delta=nan", "must be a number above 0 and at most 1"),
     ],
 )
-def test_an_unknown_scheme_or_option_is_named(spec: str, words: str) -> None:
+def test_an_unknown_scheme_or_option_is_named(spec, words):
     with pytest.raises(InputError) as error:
         registry.scheme_by_name(spec, allow_lossy=True)
     assert words in str(error.value)
 
 
-def test_options_have_the_type_of_their_field() -> None:
+def test_options_have_the_type_of_their_field():
     assert scheme_by_name("is-lp:s=8,draft-temperatures=0.8/1") == IsLp(s=8, draft_temperatures=(0.8, 1.0))
     assert scheme_by_name("typical:epsilon=0.2", allow_lossy=True) == Typical(epsilon=0.2)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name not in LOSSLESS])
-def test_a_lossy_scheme_must_be_allowed(name: str) -> None:
+def test_a_lossy_scheme_must_be_allowed(name):
     with pytest.raises(InputError, match="--allow-lossy"):
         scheme_by_name(name)
     assert scheme_by_name(name, allow_lossy=True) == SCHEMES[name]
 
 
-def test_a_program_that_is_too_large_is_refused() -> None:
+def test_a_program_that_is_too_large_is_refused():
     q = torch.full((1, 100), 0.01)
     draws = Draws(torch.tensor([[1, 2, 3]]))
     with pytest.raises(InputError, match=r"3 draws of 100 tokens make 166750 sets.*take optimal"):
@@ -219,13 +253,11 @@ def test_a_program_that_is_too_large_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_what_a_scheme_cannot_draw_or_answer_is_refused(name: str) -> None:
+def test_what_a_scheme_cannot_draw_or_answer_is_refused(name):
     scheme, generator = SCHEMES[name], torch.Generator()
     q = torch.full((1, 5), 0.2)
     if scheme.max_draws:
-        k = scheme.max_draws + 1
         with pytest.raises(InputError, match=f"at most {scheme.max_draws} draws"):
-            scheme.draw(q, k, generator)
-    own = q[:, None].expand(1, 2, 5)
+            scheme.draw(q, scheme.max_draws + 1, generator)
     with pytest.raises(InputError, match="law"):
-        scheme.draw(own, 3 if name in ("rrs", "is-lp") else 1, generator)
+        scheme.draw(q[:, None].expand(1, 2, 5), 3 if name in ("rrs", "is-lp") else 1, generator)

@@ -7,8 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from growing import TEXTS, contents, joined, level_logits, same
-from models import CONFIGS, TableConfig, TableModel, save_model, target
-from test_decode import prompt
+from models import CONFIGS, TableConfig, TableModel, prompt, save_model, target
 
 from treespec import load
 from treespec.api.spec import Spec

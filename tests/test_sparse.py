@@ -6,9 +6,7 @@ import pytest
 import torch
 import transformers as hf
 from growing import TEXTS, contents, joined, level_logits, same
-from models import CONFIGS, random_model, target
-from test_batch import what
-from test_decode import plain_generate, prompt
+from models import CONFIGS, plain_generate, prompt, random_model, target, what
 from test_draft_model import small
 
 from treespec.api.spec import Spec

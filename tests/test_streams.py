@@ -7,8 +7,7 @@ from threading import Barrier, Event
 
 import pytest
 from drafting import source_of
-from models import random_head, target
-from test_decode import plain_generate, prompt
+from models import plain_generate, prompt, random_head, target
 
 from treespec.api.spec import Spec
 from treespec.draft.models.skip import SkipProposer

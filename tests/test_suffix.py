@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from drafting import source_of
-from models import TableConfig, TableModel, target
-from test_decode import prompt
+from models import TableConfig, TableModel, prompt, target
 from test_given import paths_of, spec_of
 
 from treespec.api.engine import Engine

@@ -8,9 +8,8 @@ import sys
 import pytest
 import torch
 from drafting import source_of
-from models import target, tokenizer
+from models import prompt, target, tokenizer
 from safetensors.torch import load_file, save_file
-from test_decode import prompt
 from test_given import spec_of
 
 from treespec.draft.model_free.suffix_cache import SuffixCaches

@@ -2,8 +2,7 @@
 
 import pytest
 from drafting import source_of
-from models import TableConfig, TableModel, random_head, target
-from test_decode import plain_generate, prompt
+from models import TableConfig, TableModel, plain_generate, prompt, random_head, target
 
 from treespec.api.spec import Spec
 from treespec.draft.cost.model import Cost

@@ -10,7 +10,7 @@ import torch
 
 from treespec.api.spec import Spec
 from treespec.draft.cost.measure import branch
-from treespec.draft.proposer import Frontier
+from treespec.draft.drafter import Frontier
 from treespec.errors import InputError
 from treespec.eval.answering import wait
 from treespec.eval.bootstrap import interval, medians, resample

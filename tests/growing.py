@@ -2,7 +2,7 @@
 
 import torch
 
-from treespec.draft.proposer import Frontier
+from treespec.draft.drafter import Frontier
 
 TEXTS = ([7, 9, 4, 30, 11, 52, 8], [5], [20, 21, 3, 44, 17, 60, 33, 12, 6, 58, 41])  # the last token is the root
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from treespec.draft.drafter import Drafter
-from treespec.draft.trained.new_heads import new_eagle as new_head
-from treespec.draft.trained.new_heads import new_eagle3
+from treespec.draft.trained.kinds import new_eagle as new_head
+from treespec.draft.trained.kinds import new_eagle3
 from treespec.draft.vocabulary import restrict
 from treespec.heads.eagle import EagleHead
 from treespec.heads.eagle3 import Eagle3Head

@@ -13,7 +13,7 @@ from models import random_head, save_model, target, tokenizer
 from torch import Tensor
 
 from treespec.api.spec import Spec
-from treespec.draft.proposer import Frontier
+from treespec.draft.drafter import Frontier
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, Case, cases, sweeps

@@ -9,9 +9,8 @@ import torch
 from models import draft_tree, follow, random_head, target
 
 from treespec.api.spec import Spec
-from treespec.draft.proposer import Frontier
-from treespec.draft.trained.kinds import KINDS
-from treespec.draft.trained.new_heads import new_dflash, new_p_eagle
+from treespec.draft.drafter import Frontier
+from treespec.draft.trained.kinds import KINDS, new_dflash, new_p_eagle
 from treespec.draft.trained.proposers import BlockProposer
 from treespec.errors import InputError
 from treespec.shaping.distribution import node_paths

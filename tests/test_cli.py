@@ -10,7 +10,7 @@ from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.decoding.stats import TAU
 from treespec.draft.calibration import load_calibration
-from treespec.draft.trained.new_heads import new_eagle as new_head
+from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 

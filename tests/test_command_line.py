@@ -14,7 +14,7 @@ from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.cli.export import ENGINES
 from treespec.cli.terminal import readable
-from treespec.draft.trained.new_heads import new_eagle as new_head
+from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.heads.registry import HEADS

@@ -7,7 +7,7 @@ from models import save_model
 from test_recurrent_heads import save
 
 from treespec.api.load import load
-from treespec.draft.trained.new_heads import new_eagle as new_head
+from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 

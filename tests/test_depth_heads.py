@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from treespec.api.spec import Spec
 from treespec.draft.cost.model import Cost
-from treespec.draft.proposer import Frontier
+from treespec.draft.drafter import Frontier
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.trained.load import fit
 from treespec.draft.trained.proposers import HydraProposer

@@ -9,8 +9,7 @@ from test_unrolled import one_by_one
 from training import small_run, write_data
 
 from treespec.api.spec import Spec
-from treespec.draft.trained.kinds import KINDS
-from treespec.draft.trained.new_heads import new_eagle3
+from treespec.draft.trained.kinds import KINDS, new_eagle3
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.vocabulary import restrict, whole
 from treespec.heads.checkpoint import load_head

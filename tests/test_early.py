@@ -10,8 +10,8 @@ from models import hollow_model, random_eagle3, random_head, save_model, target
 from test_command_line import Terminal
 
 from treespec.cli import main
-from treespec.draft.trained.new_heads import new_eagle as new_head
-from treespec.draft.trained.new_heads import new_hydra, new_hydra_plus, new_medusa
+from treespec.draft.trained.kinds import new_eagle as new_head
+from treespec.draft.trained.kinds import new_hydra, new_hydra_plus, new_medusa
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 from treespec.options import DTYPES

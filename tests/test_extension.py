@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from models import save_model
 
-from treespec.draft.trained.new_heads import new_medusa
+from treespec.draft.trained.kinds import new_medusa
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 

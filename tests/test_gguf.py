@@ -14,7 +14,7 @@ from training import small_run, write_data
 from treespec.api.load import load
 from treespec.demo.fetch import gguf_from_package
 from treespec.demo.known import DEMO_MODEL
-from treespec.draft.trained.new_heads import new_eagle as new_head
+from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.blocks import BlockEmbedding, BlockLinear

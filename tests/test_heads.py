@@ -8,8 +8,8 @@ import torch
 from models import random_head, target
 from safetensors.torch import load_file, save_file
 
+from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.draft.trained.load import fit
-from treespec.draft.trained.new_heads import new_eagle as new_head
 from treespec.heads.checkpoint import HeadError, load_head, save_head
 
 PUBLISHED = {

@@ -11,11 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from treespec.api.spec import Spec
+from treespec.draft.drafter import Frontier
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.proposer import Frontier
 from treespec.draft.trained.mtp import MtpProposer
-from treespec.draft.trained.mtp_files import dequantised
-from treespec.draft.trained.mtp_load import load_mtp
+from treespec.draft.trained.mtp_load import dequantised, load_mtp
 from treespec.errors import InputError
 from treespec.heads.mtp_layouts import mtp_layers
 from treespec.model.target import Target

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from treespec.cli import main
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.pairing import model_of
-from treespec.draft.trained.new_heads import new_hydra, new_medusa
+from treespec.draft.trained.kinds import new_hydra, new_medusa
 from treespec.heads.checkpoint import load_head, save_head
 from treespec.heads.known import levels_in
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from treespec.api.load import load
 from treespec.draft.cost.measure import dependencies
-from treespec.draft.trained.new_heads import embedding_of, new_eagle3, new_medusa
-from treespec.draft.trained.new_heads import new_eagle as new_head
+from treespec.draft.trained.kinds import embedding_of, new_eagle3, new_medusa
+from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head

@@ -10,7 +10,7 @@ from regenerating import by_row, config_for, killed_after, lines_of, save_words_
 from treespec import load
 from treespec.cli import app
 from treespec.cli.entry import run
-from treespec.draft.trained.new_heads import new_eagle as new_head
+from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target

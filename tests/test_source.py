@@ -5,8 +5,7 @@ from drafting import source_of
 from models import random_head, target
 
 from treespec.api.spec import Spec
-from treespec.draft.drafter import Drafter
-from treespec.draft.per_text import PerText
+from treespec.draft.drafter import Drafter, PerText
 from treespec.draft.source import source_for
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.trees.tree import root_only

@@ -8,8 +8,8 @@ from models import save_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.draft.trained.load import FEW, FIELD, trained_head, with_tokens
-from treespec.draft.trained.new_heads import new_eagle as new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target

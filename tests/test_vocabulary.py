@@ -13,7 +13,7 @@ from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import Cost
-from treespec.draft.trained.new_heads import new_eagle as new_head
+from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.draft.vocabulary import FILE, load_vocabulary, most_frequent, restrict, save_vocabulary, whole

@@ -22,9 +22,6 @@ class Echo(TextDrafter):
         ancestors = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
         return TokenTree(tokens, parents=nodes - 1, depth=nodes, ancestors=ancestors)
 
-    def new(self):
-        return Echo(self.length)
-
 
 if __name__ == "__main__":
     spec = Spec(load(sys.argv[1]).target, OneHotDrafter(Echo(8), "echo"), verifier="topk")

@@ -39,9 +39,6 @@ class Again(Drafter):
     def rewind(self, lengths):
         self.observed = list(lengths)
 
-    def new(self):
-        return Again()
-
 
 spec = Spec(load(sys.argv[1]).target, Again(), verifier="topk")
 for answer in spec.generate(["One", "Two"], max_new_tokens=32):

@@ -10,8 +10,8 @@ from treespec.decoding.sequence import Piece, Request
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.measure import measure_up_to, measured_costs
 from treespec.draft.cost.model import Cost, CostBy
+from treespec.draft.drafter import Proposer
 from treespec.draft.pairing import verifier_for
-from treespec.draft.proposer import Proposer
 from treespec.draft.source import Drafting, source_for
 from treespec.errors import InputError
 from treespec.files.locks import alone_with

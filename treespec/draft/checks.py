@@ -53,7 +53,7 @@ def check_skip_set(spec: DrafterSpec, target: str) -> None:
 
 def check_mtp(spec: DrafterSpec, target: str) -> None:
     """Raises InputError for a target's folder without MTP layers. A hub id passes: loading tells."""
-    from treespec.draft.trained.mtp_files import layers_in, tensor_files
+    from treespec.draft.trained.mtp_load import layers_in, tensor_files
 
     layers, folder = number_in(target, "num_hidden_layers"), Path(target).expanduser()
     if layers is not None and folder.is_dir():

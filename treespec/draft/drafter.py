@@ -1,35 +1,194 @@
-"""The seam of drafting: whatever proposes a token tree for each of B texts."""
+"""The seams of drafting: state by sequence, draft models that give logits, drafters that give trees."""
 
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from treespec.draft.per_text import Observer
+from treespec.draft.cost.model import CostBy
+from treespec.heads.head import Head
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
 from treespec.shaping.distribution import Distribution
 from treespec.trees.shape import Policy
 from treespec.trees.tree import TokenTree
 
-if TYPE_CHECKING:
-    from treespec.draft.cost.model import CostBy
+PREFILL_AT = 32  # more new tokens than any accepted path: this is a prompt, run it at once
+
+
+class Renewed:
+    """It can be made again as it was made: `new` passes the same arguments to its class."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        made = super().__new__(cls)
+        object.__setattr__(made, "_made_with", (args, options))  # a frozen dataclass may be one
+        return made
+
+    def new(self) -> Self:
+        """Another one with the same models and options, for a new sequence."""
+        args, options = cast(Any, self)._made_with
+        return type(self)(*args, **options)
+
+
+class PerText:
+    """State of B sequences. `per_text` names the fields that hold it.
+
+    Such a field is a list with one entry a sequence, or an object with a `join` and a `select` of
+    its own: a cache, say.
+    """
+
+    per_text: tuple[str, ...] = ()
+
+    def join(self, others: Sequence[Self]) -> None:
+        """Append the sequences of others."""
+        for name in self.per_text:
+            own, theirs = getattr(self, name), [getattr(other, name) for other in others]
+            if isinstance(own, list):
+                setattr(self, name, [*own, *chain.from_iterable(theirs)])
+            else:
+                own.join(theirs)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep the sequences in these rows, in this order."""
+        for name in self.per_text:
+            own = getattr(self, name)
+            if isinstance(own, list):
+                setattr(self, name, [own[row] for row in rows])
+            else:
+                own.select(rows)
+
+
+class Observer(Renewed, PerText, ABC):
+    """Observes B sequences, one at first, and drafts for them."""
+
+    @property
+    @abstractmethod
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose inputs it observes as features; () is the last hidden state."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> list[int]:
+        """Observed positions, by sequence."""
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The draft models that it computes with besides the target."""
+        return ()
+
+    @abstractmethod
+    def observe(self, features: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        """Each sequence grew by n positions: their features [n, H], and their tokens and one more,
+        [n + 1].
+        """
+
+    @abstractmethod
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths` observed positions of each; other sequences may follow them."""
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Nodes whose children are to be drafted.
+
+    tokens: [F] draft tokens, numbered as the logits are. parent_rows: [F] the row of each node's
+    parent in the frontier above; 0 for the root.
+    """
+
+    tokens: Tensor
+    parent_rows: Tensor
+
+
+def aligned(
+    frontiers: Sequence[Frontier | None], device: torch.device
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Frontiers of B sequences side by side: [B, F] tokens, [B, F] parent rows, nodes of each.
+
+    Shorter frontiers are padded with 0. None counts as a frontier without nodes.
+    """
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    tokens = [frontier.tokens if frontier else nothing for frontier in frontiers]
+    parents = [frontier.parent_rows if frontier else nothing for frontier in frontiers]
+    sizes = [len(row) for row in tokens]
+    return pad_sequence(tokens, batch_first=True), pad_sequence(parents, batch_first=True), sizes
+
+
+class Proposer(Observer):
+    """Draft logits for tree nodes, a level at a time.
+
+    The calls of a cycle: begin, extend for each level, observe.
+    head: the trained head that it drafts with, if any. law_per_draw: whether it combines M draft
+    models, whose draws take turns; its logits are then [F, M, N] in place of [F, N].
+    at_once: whether the distribution of a level depends on the sequence alone; `levels` then gives
+    those of all levels.
+    """
+
+    head: Head | None = None
+    law_per_draw: bool = False
+    at_once: bool = False
+    vocab_size: int  # V of the target
+
+    @property
+    def name(self) -> str:
+        """For people; "" stands for its class."""
+        return f"{self.head.kind} head" if self.head else ""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.head.taps if self.head else ()
+
+    @property
+    def max_depth(self) -> int | None:
+        """Levels that it can draft; None: any number."""
+        return self.head.max_depth if self.head else None
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[N] int64 ascending: the target's token for each draft token; None: all V, in order."""
+        return self.head.vocabulary if self.head else None
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [self.head] if self.head else []
+
+    @property
+    def identity(self) -> object:
+        """All that the cost of its forwards depends on, in JSON's types."""
+        drafted = self.vocab_size if self.vocabulary is None else len(self.vocabulary)
+        return [self.head.config if self.head else None, drafted]
+
+    @abstractmethod
+    def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
+        """For each sequence [1, N] draft logits for the children of its root.
+
+        None for a sequence of which nothing was observed. roots: [B] int64. cache: the target's keys
+        and values of the committed sequences, for drafts by the target itself. Keys and values
+        written after them are dropped.
+        """
+
+    @abstractmethod
+    def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
+        """For each sequence [F, N] draft logits for its frontier's children; [0, N] without one."""
+
+    def levels(self, row: int) -> Tensor:
+        """[D, N] draft logits of all levels of a sequence's tree, between `begin` and `extend`."""
+        raise TypeError(f"{type(self).__name__} drafts level by level")
 
 
 class Drafter(Observer):
-    """Observes B texts, one at first, and drafts for them.
+    """Token trees for B sequences. The calls of a cycle: draft_trees, settle, observe.
 
-    The calls of a cycle: draft_trees, settle, observe.
-
-    `TreeDrafter` grows trees over any draft model (`treespec.draft.proposer`). Drafters without a
-    model return whole trees.
+    `TreeDrafter` grows trees over any `Proposer`. Drafters without a model return whole trees.
 
     name: for people; "" stands for its class. policy: of the trees that it grows; None: their shape
-    is its own. one_hot: whether its tokens lack a draft distribution. forward_seconds: seconds spent in a
-    draft model's forwards so far.
+    is its own. one_hot: whether its tokens lack a draft distribution. forward_seconds: seconds spent
+    in a draft model's forwards so far.
     """
 
     name: str = ""
@@ -43,14 +202,14 @@ class Drafter(Observer):
         return False
 
     def enter(self, memory: str | None) -> None:
-        """A text begins in the only row. memory: which answers it may draft from; None: from none.
+        """A sequence begins in the only row. memory: the suffix cache to draft from; None: none.
 
-        A drafter that keeps no answers does nothing here, nor in `remember`.
+        A drafter that keeps no completions does nothing here, nor in `remember`.
         """
         return
 
     def remember(self, memory: str, answer: Sequence[int]) -> None:
-        """An answer has ended. It begins with the last tokens of its prompt."""
+        """A completion has ended. It begins with the last tokens of its prompt."""
         return
 
     @abstractmethod
@@ -62,20 +221,21 @@ class Drafter(Observer):
         cache: TreeCache,
         now: Callable[[], float] = time.perf_counter,
     ) -> list[TokenTree]:
-        """The tree below the last committed token of each text.
+        """The tree below the last committed token of each sequence.
 
-        roots: [B] int64. laws: of each text. cache: the target's. A drafter may write behind the committed texts, and
-        leaves the cache as it found it. now: the clock in seconds that times forwards.
+        roots: [B] int64. laws: of each sequence. cache: the target's. A drafter may write after the
+        committed sequences, and leaves the cache as it found it. now: the clock in seconds that
+        times forwards.
         """
 
     @abstractmethod
     def settle(self, paths: Sequence[Sequence[int]], outs: Sequence[TreeOutput]) -> None:
         """Feedback after a cycle: accepted nodes of each tree, and the target's output on it.
 
-        paths: by text, without the root.
+        paths: by sequence, without the root.
         """
 
-    def paced(self, times: "CostBy") -> "Drafter":
+    def paced(self, times: CostBy) -> "Drafter":
         """As `new`, for a verifier that takes any tree. It drafts no more than pays, if it can.
 
         times: measures when it is called first.

@@ -9,11 +9,10 @@ from torch import nn
 
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import CostBy
-from treespec.draft.drafter import Drafter
+from treespec.draft.drafter import Drafter, Proposer
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.pairing import check_one_hot, default_tree
-from treespec.draft.proposer import Proposer
 from treespec.draft.trained.kinds import KINDS
 from treespec.draft.tree_drafter import TreeDrafter
 from treespec.heads.head import Head

@@ -15,7 +15,7 @@ from torch import Tensor
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import CostBy
 from treespec.draft.cost.running import Choice
-from treespec.draft.drafter import Drafter
+from treespec.draft.drafter import Drafter, Frontier, Proposer
 from treespec.draft.grow.auto import AutoBuilder
 from treespec.draft.grow.builder import TreeBuilder
 from treespec.draft.grow.growth import Growth, grow_together, ungrown
@@ -23,7 +23,6 @@ from treespec.draft.grow.shaped import below_chain, grow_shaped, in_drafts, shap
 from treespec.draft.model_free.budget import reached
 from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.pairing import DraftModel, check_fit
-from treespec.draft.proposer import Frontier, Proposer
 from treespec.draft.vocabulary import in_target
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput

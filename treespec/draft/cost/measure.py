@@ -11,10 +11,10 @@ from torch import Tensor
 
 from treespec.draft.cost.model import Cost, CostBy, measured_batch
 from treespec.draft.cost.timing import FEWEST, ROUNDS, Step, fast_times, kept_costs
+from treespec.draft.drafter import Frontier, Proposer
 from treespec.draft.grow.fixed import grow_fixed
 from treespec.draft.grow.growth import Growing, Growth, grow_together
 from treespec.draft.grow.ranked import Ranked, grow_ranked
-from treespec.draft.proposer import Frontier, Proposer
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target, TreeOutput
 from treespec.shaping.distribution import Distribution

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from treespec.draft.calibration import Calibration
+from treespec.draft.drafter import Frontier
 from treespec.draft.grow.fixed import Drawn, draft_laws, drafts_of
 from treespec.draft.grow.growth import Growth, Nodes
 from treespec.draft.outlines import outline
-from treespec.draft.proposer import Frontier
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.sampled import allot
 from treespec.verify.scheme import Scheme, SureScheme

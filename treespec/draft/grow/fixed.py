@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from treespec.draft.drafter import Frontier
 from treespec.draft.grow.growth import Growth
-from treespec.draft.proposer import Frontier
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.layout import layout
 from treespec.trees.static import StaticTree

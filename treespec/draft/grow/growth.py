@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar, final
 import torch
 from torch import Tensor
 
-from treespec.draft.proposer import Frontier
+from treespec.draft.drafter import Frontier
 from treespec.trees.mask import ancestor_mask
 from treespec.trees.tree import Drafts, TokenTree, connect, root_only
 

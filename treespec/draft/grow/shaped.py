@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from treespec.draft.drafter import Frontier
 from treespec.draft.grow.fixed import drafts_of
 from treespec.draft.grow.growth import Growth
-from treespec.draft.proposer import Frontier
 from treespec.draft.vocabulary import spread
 from treespec.shaping.distribution import Distribution, Path
 from treespec.trees.tree import TokenTree, hung_below

@@ -59,9 +59,6 @@ class Jacobi(TextDrafter):
         """
         self.guesses = out.logits[accepted + 1 :].argmax(-1).tolist()
 
-    def new(self) -> "Jacobi":
-        return Jacobi(self.options)
-
 
 @final
 class Lookahead(TextDrafter):
@@ -96,9 +93,6 @@ class Lookahead(TextDrafter):
         else:
             self._keep(zip(*self.window, new, strict=True))
             self.window = [*self.window[1:], new]
-
-    def new(self) -> "Lookahead":
-        return Lookahead(self.options)
 
     def _keep(self, ngrams: Iterable[tuple[int, ...]]) -> None:
         for first, *rest in ngrams:

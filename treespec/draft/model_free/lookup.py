@@ -36,9 +36,6 @@ class Lookup(TextDrafter):
         places = [Place(1, text[start : start + by.tokens].tolist(), 0) for start in starts]
         return union(places, by.matches * by.tokens, by.tokens).tree(int(text[-1]))
 
-    def new(self) -> "Lookup":
-        return self
-
 
 def matches(text: np.ndarray, ngram: int) -> np.ndarray:
     """[M] ascending: end positions of the earlier occurrences of the longest repeated suffix.
@@ -70,9 +67,6 @@ class Rest(TextDrafter):
         by = self.options
         found = self.store.continuations(text, by.shortest, by.longest, by.matches, by.tokens)
         return heaviest(int(text[-1]), found, by.nodes)
-
-    def new(self) -> "Rest":
-        return self
 
 
 def heaviest(root: int, continuations: np.ndarray, nodes: int) -> TokenTree:

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self, final
+from typing import final
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treespec.draft.cost.model import CostBy
 from treespec.draft.cost.running import CostModel, CostModels
-from treespec.draft.drafter import Drafter
+from treespec.draft.drafter import Drafter, Renewed
 from treespec.draft.model_free.budget import part, rests
 from treespec.model.cache import TreeCache
 from treespec.model.target import TreeOutput
@@ -25,7 +25,7 @@ from treespec.shaping.distribution import Distribution
 from treespec.trees.tree import Rows, TokenTree, hung_below, root_only
 
 
-class TextDrafter(ABC):
+class TextDrafter(Renewed, ABC):
     """Drafts for one sequence.
 
     widest: the most nodes and rows of a forward with extra rows; 0: it adds no rows.
@@ -39,10 +39,6 @@ class TextDrafter(ABC):
     @abstractmethod
     def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
         """The tree below the last token, the root, on the host. text: [T] int64."""
-
-    @abstractmethod
-    def new(self) -> Self:
-        """Another drafter with the same options, for a new sequence."""
 
     def settle(self, accepted: int, out: TreeOutput) -> None:
         """Feedback after a cycle: the number of accepted draft tokens, and the target's output on

@@ -72,9 +72,6 @@ class Suffix(TextDrafter):
         nodes = min(by.nodes, by.growth * length)
         return guess(places, nodes, by.percent / 100, self.rates.by_length, depth=by.nodes)
 
-    def new(self) -> "Suffix":
-        return Suffix(self.options, self.caches)
-
 
 @final
 class Rates:

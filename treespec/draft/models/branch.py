@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.draft.proposer import Frontier, aligned
+from treespec.draft.drafter import Frontier, aligned
 from treespec.model.cache import TreeCache
 from treespec.model.masks import rows_of, unpadded
 from treespec.model.target import Target

@@ -2,10 +2,10 @@
 
 import logging
 
+from treespec.draft.drafter import Proposer
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.models.model import ModelProposer, SeveralModels
 from treespec.draft.models.other_vocabulary import OtherVocabulary, shared_vocabulary
-from treespec.draft.proposer import Proposer
 from treespec.errors import InputError
 from treespec.model.target import Target
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer
 from treespec.draft.models.branch import Branch
-from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer
 from treespec.model.cache import TreeCache
 from treespec.model.masks import together
 from treespec.model.target import Target
@@ -63,9 +63,6 @@ class ModelProposer(Proposer):
         self.cache.rewind(
             [min(done, length) for done, length in zip(self.cache.lengths, lengths, strict=True)]
         )
-
-    def new(self) -> "ModelProposer":
-        return ModelProposer(self.model, self.target)
 
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
         self.rewind(self.lengths)  # drops an earlier root that was not observed afterwards

@@ -248,9 +248,6 @@ class OtherVocabulary(ModelProposer):
         # `begin` reads at least one token, and the first root may be one that only the target has.
         self.cache.rewind([min(length, len(known)) if ends else 0 for length, known, ends in done])
 
-    def new(self) -> "OtherVocabulary":
-        return OtherVocabulary(self.model, self.target, self.words)
-
     def drafted(self, tokens: Tensor) -> Tensor:
         return self.own[tokens]
 

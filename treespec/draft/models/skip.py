@@ -15,10 +15,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from treespec.draft.drafter import Frontier, Proposer
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.models.branch import Branch
 from treespec.draft.models.skip_set import SkipSet, load_skip_set
-from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
 from treespec.model.cache import TreeCache
 from treespec.model.taps import captured
@@ -128,9 +128,6 @@ class SkipProposer(Proposer):
 
     def rewind(self, lengths: Sequence[int]) -> None:
         self.observed = list(lengths)
-
-    def new(self) -> "SkipProposer":
-        return SkipProposer(self.target, self.skipped)
 
     def begin(self, roots: Tensor, cache: TreeCache) -> list[Tensor | None]:
         self.branch = Branch(self.target, cache, cache.lengths)

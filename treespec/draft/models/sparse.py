@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from treespec.draft.drafter import Frontier, Proposer
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.models.branch import Branch
 from treespec.draft.models.snapkv import most_seen, refuse_what_shows_no_attention
 from treespec.draft.options import SINKS, WINDOW
-from treespec.draft.proposer import Frontier, Proposer
 from treespec.errors import InputError
 from treespec.model.cache import TreeCache
 from treespec.model.target import Target
@@ -98,9 +98,6 @@ class SparseProposer(Proposer):
             self.texts[row] = replace(text, length=length, recent=text.recent[:left])
             if self.cache:
                 self.held[row].masked_fill_(self.held[row] >= length, NOTHING)
-
-    def new(self) -> "SparseProposer":
-        return SparseProposer(self.target, self.budget, self.window)
 
     def join(self, others: Sequence["SparseProposer"]) -> None:
         super().join(others)

@@ -1,6 +1,6 @@
-"""How each kind of trained head is made, drafts trees, and drafts along a given text.
+"""The kinds of trained heads: untrained ones for a target, and what drafts with them.
 
-`treespec.draft.drafters` names these by `family`; a package may bring further ones.
+`treespec.draft.drafters` names the kinds by `family`; a package may bring further ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,11 +9,10 @@ from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treespec.draft.drafters import DRAFTERS
-from treespec.draft.proposer import Proposer
-from treespec.draft.trained import new_heads
+from treespec.draft.trained.pairs import PairProposer
 from treespec.draft.trained.proposers import (
     BlockProposer,
     EagleProposer,
@@ -21,15 +20,141 @@ from treespec.draft.trained.proposers import (
     MedusaProposer,
 )
 from treespec.draft.vocabulary import whole
-from treespec.heads.block import BlockHead
+from treespec.errors import InputError
+from treespec.heads import eagle, eagle3
+from treespec.heads.dflash import DFlashHead
+from treespec.heads.eagle import EagleHead
+from treespec.heads.eagle3 import Eagle3Head
 from treespec.heads.features import FeatureHead
-from treespec.heads.head import Head
-from treespec.heads.hydra import HydraHead
+from treespec.heads.head import Config, Head
+from treespec.heads.hydra import ARCHITECTURES, HydraHead
 from treespec.heads.medusa import MedusaHead
-from treespec.model.cache import TreeLayer
+from treespec.heads.p_eagle import PEagleHead
+from treespec.model.quantised import is_plain, table_of
 from treespec.model.target import Target
 
 H = TypeVar("H", bound=Head)
+F = TypeVar("F", bound=FeatureHead)
+
+
+def embedding_of(target: Target) -> nn.Parameter:
+    """[V, E] the target's embedding; a copy in floats where that is quantised.
+
+    Raises InputError if it is offloaded.
+    """
+    embedding = target.model.get_input_embeddings()
+    table = table_of(on_a_device(embedding, "embedding"))
+    return table if isinstance(table, nn.Parameter) else nn.Parameter(table, requires_grad=False)
+
+
+def on_a_device(embedding: Any, what: str) -> Any:
+    """An embedding of the target. Raises InputError for an offloaded one."""
+    if embedding.weight.is_meta:
+        raise InputError(
+            f"the target's {what} is offloaded; give it room on a device, where the head takes it "
+            "from"
+        )
+    return embedding
+
+
+def embedding_to_share(target: Target) -> nn.Parameter | nn.Module:
+    """The target's embedding as a head may hold it too: its weight, or the module of another."""
+    embedding = target.model.get_input_embeddings()
+    return embedding.weight if is_plain(embedding) else embedding
+
+
+def output_weight(target: Target) -> Tensor:
+    """[V, H] a copy of the target's output embedding, in float32.
+
+    Raises InputError if it is offloaded.
+    """
+    on_a_device(target.model.get_output_embeddings(), "output embedding")
+    return target.output_rows(torch.arange(target.vocab_size)).weight.float().clone()
+
+
+def with_embedding(head: F, target: Target) -> F:
+    """The head, with the target's embedding."""
+    assert head.embed_tokens is not None
+    head.embed_tokens.weight = embedding_of(target)
+    return head
+
+
+def new_eagle(target: Target, bias: bool = True) -> EagleHead:
+    """With the target's embedding. bias: of fc."""
+    sizes = (target.feature_width, target.vocab_size, target.embed_scale)
+    config = eagle.config_for(target.config, *sizes) | {"bias": bias}
+    return with_embedding(EagleHead(config), target)
+
+
+def new_eagle3(target: Target, parts: Config | None = None) -> Eagle3Head:
+    """With the target's embedding; it drafts all tokens.
+
+    parts: fields of its config.json, for a head that is not EAGLE-3 as published (`Eagle3Head`).
+
+    Its output layer starts as a copy of the target's if their widths agree. Raises InputError if
+    the embedding or the output embedding is offloaded, or the latter is no plain linear layer.
+    """
+    head = with_embedding(Eagle3Head(eagle3_config(target) | (parts or {})), target)
+    output = target.output_rows(torch.arange(target.vocab_size))
+    if output.in_features == head.hidden_size:
+        head.lm_head.weight = nn.Parameter(output.weight.float())
+    return head
+
+
+def eagle3_config(target: Target) -> Config:
+    """The config.json of a head of EAGLE-3's layers."""
+    width, taps = embedding_of(target).shape[1], eagle3.default_taps(target.layers)
+    return eagle3.config_for(target.config, width, target.vocab_size, taps, target.embed_scale)
+
+
+def new_medusa(target: Target, heads: int = 5) -> MedusaHead:
+    """They start with a copy of the target's output embedding."""
+    sizes = {"hidden_size": target.feature_width, "vocab_size": target.vocab_size}
+    counts = {"medusa_num_heads": heads, "medusa_num_layers": 1}
+    head = MedusaHead({"model_type": "medusa"} | counts | sizes)
+    for layer in head.output_layers:
+        layer.weight = nn.Parameter(output_weight(target))
+    return head
+
+
+def new_hydra(target: Target, heads: int = 4, kind: str = "hydra") -> HydraHead:
+    """With the target's output embedding. As published, Hydra has one block and Hydra++ four."""
+    llama = eagle.config_for(target.config, target.feature_width, target.vocab_size)
+    config = {name: value for name, value in llama.items() if name not in ("architectures", "bias")}
+    config |= {"hydra_num_heads": heads, "hydra_num_layers": 1 if kind == "hydra" else 4}
+    head = HydraHead(config | {"hydra_head_arch": ARCHITECTURES[kind], "grounded_heads": True})
+    for layer in head.output_layers:
+        layer.weight = nn.Parameter(output_weight(target))
+        nn.init.zeros_(layer.bias)
+    return head
+
+
+def new_hydra_plus(target: Target, heads: int = 4) -> HydraHead:
+    """`new_hydra` for Hydra++."""
+    return new_hydra(target, heads, "hydra++")
+
+
+def new_dflash(target: Target, block_size: int = 8, layers: int = 1) -> DFlashHead:
+    """Without an embedding or output of its own."""
+    config = eagle.config_for(target.config, target.feature_width, target.vocab_size) | {
+        "model_type": "dflash",
+        "num_hidden_layers": layers,
+        "taps": list(eagle3.default_taps(target.layers)),
+        "block_size": block_size,
+        "mask_token_id": target.vocab_size - 1,
+        "target_hidden_size": target.config.hidden_size,
+    }
+    head = DFlashHead(config)
+    head.embed_tokens = None
+    return head
+
+
+def new_p_eagle(target: Target, levels: int = 8) -> PEagleHead:
+    """With the target's embedding."""
+    own = {"model_type": "p-eagle", "levels": levels, "mask_token_id": target.vocab_size - 1}
+    head = PEagleHead(eagle3_config(target) | own)
+    with_embedding(head.eagle3, target)
+    return head
 
 
 @dataclass(frozen=True)
@@ -37,13 +162,10 @@ class Kind(Generic[H]):
     """new: (target, …) -> an untrained head in float32; some kinds take a further option.
 
     proposer: (head, target) -> the proposer that drafts trees with the head.
-    steps: (head, target, tokens [T], features [T, F], steps) -> for draft step 1, 2, … the [R, N]
-    draft logits from each of R = T - steps - 1 positions, R > 0.
     """
 
     new: Callable[..., H]
-    proposer: Callable[[H, Target], Proposer]
-    steps: Callable[[H, Target, Tensor, Tensor, int], Iterator[Tensor]]
+    proposer: Callable[[H, Target], PairProposer]
 
     @torch.no_grad()
     def rollout(
@@ -58,77 +180,20 @@ class Kind(Generic[H]):
             step 1     c    d                  drafted from a and from b, given b and c
             step 2     d    e                  drafted on, given c and d
 
-        A text of fewer than steps + 2 tokens yields nothing.
+        A sequence of fewer than steps + 2 tokens yields nothing.
         """
         if len(tokens) - steps - 1 > 0:
-            for logits in self.steps(head, target, tokens, features, steps):
+            for logits in self.proposer(head, target).steps(tokens, features, steps):
                 yield whole(logits, head, target)
 
 
-def eagle_steps(
-    head: FeatureHead, target: Target, tokens: Tensor, features: Tensor, steps: int
-) -> Iterator[Tensor]:
-    """A rollout from position t uses true pairs up to t, then its own features with the text's tokens.
-
-    Each step appends a stretch to the cache; a row sees only its own entry of it:
-
-        row t sees   | pairs 0 .. t | step 2 of t | step 3 of t | ...
-    """
-    rollouts = len(tokens) - steps - 1
-    caches = [TreeLayer(capacity=rollouts * steps) for _ in head.attentions]
-    hidden = head.fuse(features[:rollouts].to(head.dtype))
-    seen = torch.ones(rollouts, rollouts, dtype=torch.bool, device=hidden.device).tril()
-    own = torch.eye(rollouts, dtype=torch.bool, device=hidden.device)
-    for step in range(steps):
-        positions = torch.arange(step, step + rollouts, device=hidden.device)
-        following = tokens[step + 1 : step + 1 + rollouts]
-        hidden = head.step(following[None], hidden[None], positions, seen, caches)[0]
-        for cache in caches:
-            cache.length += rollouts
-        seen = torch.cat([seen, own], dim=1)
-        yield head.logits(hidden.to(features.dtype), target)
-
-
-def medusa_steps(
-    head: MedusaHead, target: Target, tokens: Tensor, features: Tensor, steps: int
-) -> Iterator[Tensor]:
-    """Step d is head d - 1, applied to the same states."""
-    states = features[: len(tokens) - steps - 1].to(head.dtype)
-    return (head.step(i, states) for i in range(steps))
-
-
-def hydra_steps(
-    head: HydraHead, target: Target, tokens: Tensor, features: Tensor, steps: int
-) -> Iterator[Tensor]:
-    """Step d is head d - 1, given the text's own tokens."""
-    rows = len(tokens) - steps - 1
-    positions = torch.arange(rows, device=features.device)
-    inputs = head.states(features[None, :rows].to(head.dtype), positions)[0]
-    embedded = target.embeddings(tokens).to(head.dtype)
-    for i in range(steps):
-        inputs = torch.cat([inputs, embedded[i + 1 : i + 1 + rows]], dim=-1)
-        yield head.step(i, inputs)
-
-
-def block_steps(
-    head: BlockHead, target: Target, tokens: Tensor, features: Tensor, steps: int
-) -> Iterator[Tensor]:
-    """Step d is level d of the block below each position in turn."""
-    proposer, states = BlockProposer(head, target), []
-    for row in range(len(tokens) - steps - 1):
-        proposer.observe([features[row : row + 1]], [tokens[row : row + 2]])
-        states.append(proposer.drafted(proposer.run(tokens[row + 1 : row + 2]))[0])
-    levels = torch.stack(states, dim=1)  # [D, R, H]
-    return (head.logits(levels[level], target) for level in range(steps))
-
-
-EAGLE = Kind(new_heads.new_eagle, EagleProposer, eagle_steps)
-EAGLE3 = Kind(new_heads.new_eagle3, EagleProposer, eagle_steps)
-MEDUSA = Kind(new_heads.new_medusa, MedusaProposer, medusa_steps)
-HYDRA = Kind(new_heads.new_hydra, HydraProposer, hydra_steps)
-HYDRA_PLUS = Kind(new_heads.new_hydra_plus, HydraProposer, hydra_steps)
-DFLASH = Kind(new_heads.new_dflash, BlockProposer, block_steps)
-P_EAGLE = Kind(new_heads.new_p_eagle, BlockProposer, block_steps)
+EAGLE = Kind(new_eagle, EagleProposer)
+EAGLE3 = Kind(new_eagle3, EagleProposer)
+MEDUSA = Kind(new_medusa, MedusaProposer)
+HYDRA = Kind(new_hydra, HydraProposer)
+HYDRA_PLUS = Kind(new_hydra_plus, HydraProposer)
+DFLASH = Kind(new_dflash, BlockProposer)
+P_EAGLE = Kind(new_p_eagle, BlockProposer)
 
 KINDS: dict[str, Kind[Any]] = {  # by the head's own `kind`
     row.name: resolve_name(row.family) for row in DRAFTERS.values() if row.family

@@ -33,14 +33,25 @@ class MtpProposer(DeepeningProposer):
     gave, in place of keys.
     """
 
+    head: None
+    states: dict[int, Tensor]  # by layer, [B, F, H] at the frontiers
+    drafted: Levels
+    places: Tensor  # [B, T] int64: positions of all columns
+    level = 0
+
     def __init__(self, mtp: Mtp, target: Target, chunk: int | None = None) -> None:
         """chunk: pairs per forward. Default: the target's chunk size."""
         self.mtp = mtp
-        self.start(target, chunk, 2 * len(mtp) - 1, target.feature_width, target.dtype)
-        self.level = 0
-        self.states: dict[int, Tensor] = {}  # by layer, [B, F, H] at the frontiers
-        self.drafted = Levels(torch.empty(0))
-        self.places = torch.empty(0)  # [B, T] int64: positions of all columns
+        super().__init__(None, target, chunk)
+
+    @property
+    def cached_layers(self) -> int:
+        return 2 * len(self.mtp) - 1
+
+    @property
+    def no_features(self) -> Tensor:
+        width, place = self.target.feature_width, self.target.output_device
+        return torch.empty(0, width, dtype=self.target.dtype, device=place)
 
     @property
     def models(self) -> list[nn.Module]:
@@ -49,9 +60,6 @@ class MtpProposer(DeepeningProposer):
     @property
     def identity(self) -> object:
         return ["mtp", len(self.mtp), self.target.config.to_dict(), str(self.target.dtype)]
-
-    def new(self) -> "MtpProposer":
-        return MtpProposer(self.mtp, self.target, self.chunk)
 
     def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
         self.level = 0

@@ -1,22 +1,35 @@
 """`--drafter mtp`: the MTP layers of the target's own checkpoint, built from its decoder layer."""
 
 import copy
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.mtp import MtpProposer
-from treespec.draft.trained.mtp_files import layers_in, read_tensors, tensor_files
-from treespec.errors import InputError
+from treespec.errors import InputError, first_line
 from treespec.heads.mtp import Mtp, MtpLayer
-from treespec.heads.mtp_layouts import KNOWN, LayerNames, Layout
+from treespec.heads.mtp_layouts import KNOWN, LayerNames, Layout, mtp_layers
+from treespec.heads.names import inside
 from treespec.model.inspect import HOLDS_TREE
 from treespec.model.quantised import is_plain
 from treespec.model.target import Target
 from treespec.model.weights import names as listed
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PARTS = ("gate_proj", "up_proj", "down_proj")
+EXPERT = re.compile(r"(.+\.experts\.)\d+\.down_proj\.weight")
+SCALE = "_scale_inv"  # ends the name of an fp8 weight's factors, one for each of its blocks
 
 
 def load_mtp_proposer(spec: DrafterSpec, target: Target) -> MtpProposer:
@@ -131,3 +144,87 @@ def differing(weight: Tensor | None, shared: Any, target: Target) -> Tensor | No
     own, theirs = weight.to(target.dtype), shared.weight
     same = own.shape == theirs.shape and not theirs.is_meta and torch.equal(own, theirs.to("cpu"))
     return None if same else own
+
+
+def layers_in(name: str, files: Mapping[str, Path], layers: int) -> tuple[Layout, list[LayerNames]]:
+    """The MTP layers in a target's files. name: the target's. layers: of the target itself.
+
+    Raises InputError as `mtp_layers` does.
+    """
+    try:
+        return mtp_layers(files.keys(), layers)
+    except ValueError as error:
+        raise InputError(f"--drafter mtp: {name}: {error}") from error
+
+
+def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
+    """The file of each tensor of a target. name: a directory, or a hub id that is in the cache.
+
+    Raises InputError for a target without safetensors files, and for a damaged one.
+    """
+    try:
+        folder = Path(name)
+        if name and not folder.is_dir():
+            folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        if name and (folder / INDEX).exists():
+            places: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+            if all(map(inside, places.values())):
+                return {tensor: folder / file for tensor, file in places.items()}
+        elif name and (folder / SINGLE).exists():
+            with safe_open(folder / SINGLE, framework="numpy") as stored:
+                return dict.fromkeys(stored.keys(), folder / SINGLE)
+    except Exception as error:  # a damaged file may raise anything
+        raise InputError(
+            f"--drafter mtp: cannot read the safetensors files of {name}: {first_line(error)}"
+        ) from error
+    raise InputError(
+        f"--drafter mtp reads the target's own safetensors files, {name or 'this model object'} "
+        "has none: name a directory or a hub id with them"
+    )
+
+
+def read_tensors(
+    files: Mapping[str, Path], names: Mapping[str, str], block: tuple[int, int]
+) -> dict[str, Tensor]:
+    """Tensors by our names; experts joined, and fp8 weights in float32.
+
+    names: ours -> the file's. block: rows and columns of an fp8 weight that share a factor. Raises InputError.
+    """
+    by_file: defaultdict[Path, list[str]] = defaultdict(list)
+    for ours, name in names.items():
+        by_file[files[name]].append(ours)
+    tensors: dict[str, Tensor] = {}
+    for file, wanted in by_file.items():
+        try:
+            with safe_open(file, framework="pt") as stored:
+                tensors |= {ours: stored.get_tensor(names[ours]) for ours in wanted}
+        except Exception as error:  # safetensors raises what the header's bytes lead to
+            raise InputError(f"--drafter mtp: cannot read {file}: {first_line(error)}") from error
+    return joined_experts(dequantised(tensors, block))
+
+
+def dequantised(tensors: Mapping[str, Tensor], block: tuple[int, int]) -> dict[str, Tensor]:
+    """fp8 weights times their factors, in float32; all other tensors as they are."""
+    plain = {name: value for name, value in tensors.items() if not name.endswith(SCALE)}
+    for name, scales in tensors.items():
+        weight = plain.get(name.removesuffix(SCALE))
+        if name.endswith(SCALE) and weight is not None:
+            factors = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+            rows, columns = weight.shape
+            plain[name.removesuffix(SCALE)] = weight.float() * factors[:rows, :columns]
+    return plain
+
+
+def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts as transformers' layers hold them, where a file has a tensor for each.
+
+    gate_proj and up_proj [I, H] of E experts become gate_up_proj [E, 2 I, H], and down_proj
+    [H, I] becomes [E, H, I]. Experts that lack a part stay as they are.
+    """
+    joined, found = dict(tensors), [EXPERT.fullmatch(name) for name in tensors]
+    for start, count in Counter(match[1] for match in found if match).items():
+        names = [[f"{start}{i}.{part}.weight" for i in range(count)] for part in PARTS]
+        if joined.keys() >= set(chain.from_iterable(names)):
+            gate, up, down = (torch.stack([joined.pop(name) for name in of]) for of in names)
+            joined |= {f"{start}gate_up_proj": torch.cat([gate, up], 1), f"{start}down_proj": down}
+    return joined

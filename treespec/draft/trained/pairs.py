@@ -1,6 +1,6 @@
-"""Pairs (feature, following token) of the text, which the layers of a draft model take.
+"""Pairs (feature, following token) of the sequence, which the layers of a draft model take.
 
-EAGLE's heads, block heads and MTP layers read a text as pairs. Five tokens, of which e is the root:
+EAGLE's heads, block heads and MTP layers read a sequence as pairs. Five tokens, of which e is the root:
 
     token      a    b    c    d    e
     feature    f0   f1   f2   f3   .
@@ -8,33 +8,50 @@ EAGLE's heads, block heads and MTP layers read a text as pairs. Five tokens, of 
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from treespec.draft.proposer import PREFILL_AT, Frontier, Proposer, aligned
+from treespec.draft.drafter import PREFILL_AT, Frontier, Proposer, aligned
 from treespec.model.cache import TreeCache
 from treespec.model.chunks import Chunk, causal_chunks
 from treespec.model.masks import together, unpadded
 from treespec.model.target import Target
 
-MOST_WAITING = 96  # pairs that a text may collect while it rests: each cycle copies them
+MOST_WAITING = 96  # pairs that a sequence may collect while it rests: each cycle copies them
 
 
 class PairProposer(Proposer):
-    """Drafts with layers that take pairs and keep keys and values of them; one text at first.
+    """Drafts with a head's layers, which take pairs and keep keys and values of them.
 
     Observed pairs wait until `begin` runs the layers over them. Of a prompt only the last pair
-    waits. A subclass calls `start` when it is made.
+    waits. waiting: by sequence, features [n, F] and the tokens after them [n].
     """
 
-    target: Target
-    chunk: int | None  # pairs per forward; None: the target's chunk size
-    cache: TreeCache
-    waiting: list[tuple[Tensor, Tensor]]  # by text, features [n, F] and the tokens after them [n]
-    nothing: tuple[Tensor, Tensor]  # `waiting` of a text without any
+    head: Any  # of the class that the proposer is for
     per_text: tuple[str, ...] = ("waiting", "cache")
+
+    def __init__(self, head: Any, target: Target, chunk: int | None = None) -> None:
+        """chunk: pairs per forward of the head. Default: the target's chunk size."""
+        self.head, self.target, self.chunk = head, target, chunk
+        self.vocab_size = target.vocab_size
+        self.cache = TreeCache(layers=self.cached_layers)
+        nothing = self.no_features
+        self.nothing = nothing, nothing.new_empty(0, dtype=torch.int64)
+        self.waiting = [self.nothing]
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers of the cache."""
+        return 0
+
+    @property
+    def no_features(self) -> Tensor:
+        """[0, F] the features of a sequence without any."""
+        head, device = self.head, self.target.output_device
+        return torch.empty(0, head.feature_size, dtype=head.dtype, device=device)
 
     @abstractmethod
     def pairs(
@@ -52,15 +69,12 @@ class PairProposer(Proposer):
         last: [B, H] of each stage, at the sequences' last pairs.
         """
 
-    def start(
-        self, target: Target, chunk: int | None, layers: int, width: int, dtype: torch.dtype
-    ) -> None:
-        """layers: of the cache. width: F of the features. dtype: theirs."""
-        self.target, self.chunk, self.vocab_size = target, chunk, target.vocab_size
-        self.cache = TreeCache(layers=layers)
-        nothing = torch.empty(0, width, dtype=dtype, device=target.output_device)
-        self.nothing = nothing, nothing.new_empty(0, dtype=torch.int64)
-        self.waiting = [self.nothing]
+    def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """For draft step 1, 2, … the [R, N] draft logits from each of R = T - steps - 1 positions.
+
+        tokens: [T]. features: [T, F]. R > 0. `Kind.rollout` says what a draft step is.
+        """
+        raise TypeError(f"{type(self).__name__} drafts no steps along a text")
 
     @torch.no_grad()
     def begin(self, roots: Tensor, cache: TreeCache | None = None) -> list[Tensor | None]:
@@ -145,17 +159,25 @@ class DeepeningProposer(PairProposer):
 
 
 class AtOnceProposer(PairProposer):
-    """Drafts a level from the text alone."""
+    """Drafts a level from the sequence alone."""
 
     at_once = True
     level = 0
 
     @abstractmethod
-    def law(self) -> Tensor:
-        """[B, 1, N] draft logits of this level."""
+    def at(self, level: int) -> Tensor:
+        """[B, N] draft logits of a level of this cycle."""
+
+    def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
+        self.level = 0
+        return self.at(0)[:, None]
+
+    def levels(self, row: int) -> Tensor:
+        return torch.stack([self.at(level)[row] for level in range(self.head.max_depth)])
 
     @torch.no_grad()
     def extend(self, frontiers: Sequence[Frontier | None]) -> list[Tensor]:
         self.level += 1
         sizes = [len(frontier.tokens) if frontier else 0 for frontier in frontiers]
-        return [row.expand(size, -1) for row, size in zip(self.law(), sizes, strict=True)]
+        rows = self.at(self.level)[:, None]
+        return [row.expand(size, -1) for row, size in zip(rows, sizes, strict=True)]

@@ -6,6 +6,7 @@ position: Medusa's logits of a level are the same at all its nodes, Hydra's depe
 path. Block heads draft all levels of a cycle's trees in one forward.
 """
 
+from collections.abc import Iterator
 from typing import final
 
 import torch
@@ -20,7 +21,6 @@ from treespec.heads.hydra import HydraHead
 from treespec.heads.medusa import MedusaHead
 from treespec.model.chunks import Chunk
 from treespec.model.masks import rows_of
-from treespec.model.target import Target
 from treespec.trees.mask import committed, positions
 
 
@@ -37,17 +37,13 @@ class EagleProposer(DeepeningProposer):
     """
 
     head: FeatureHead
+    positions: Tensor  # [B, 1] positions of the last level's features
+    frontier: Tensor  # [B, F, H] features extrapolated at the frontiers
+    drafted: Levels
 
-    def __init__(self, head: FeatureHead, target: Target, chunk: int | None = None) -> None:
-        """chunk: pairs per forward of the head. Default: the target's chunk size."""
-        self.head = head
-        self.start(target, chunk, len(head.attentions), head.feature_size, head.dtype)
-        self.positions = torch.empty(0)  # [B, 1] positions of the last level's features
-        self.frontier = torch.empty(0)  # [B, F, H] features extrapolated at the frontiers
-        self.drafted = Levels(torch.empty(0))
-
-    def new(self) -> "EagleProposer":
-        return EagleProposer(self.head, self.target, self.chunk)
+    @property
+    def cached_layers(self) -> int:
+        return len(self.head.attentions)
 
     def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
         self.frontier = last[0][:, None]
@@ -71,6 +67,12 @@ class EagleProposer(DeepeningProposer):
     def logits(self, states: Tensor) -> Tensor:
         return self.head.logits(states, self.target)
 
+    def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """From position t: true pairs up to t, then its own features with the sequence's tokens."""
+        fused = self.head.fuse(features[None, :-2].to(self.head.dtype))
+        for hidden in self.head.unrolled(tokens[None], fused, steps):
+            yield self.logits(hidden[0, : len(tokens) - steps - 1].to(features.dtype))
+
     def _forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """One step of the head; its keys and values stay in the cache. Returns [B, T, H].
 
@@ -88,15 +90,7 @@ class MedusaProposer(AtOnceProposer):
     """Drafts from the last hidden state of each sequence."""
 
     head: MedusaHead
-
-    def __init__(self, head: MedusaHead, target: Target) -> None:
-        self.head = head
-        self.start(target, None, 0, head.feature_size, head.dtype)
-        self.states = torch.empty(0)  # [B, H]
-
-    def levels(self, row: int) -> Tensor:
-        state = self.states[row]
-        return torch.stack([self.head.step(k, state) for k in range(self.head.max_depth)])
+    states: Tensor  # [B, H]
 
     def pairs(
         self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
@@ -104,14 +98,16 @@ class MedusaProposer(AtOnceProposer):
         return [features]
 
     def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
-        (self.states,), self.level = last, 0
-        return self.law()
+        (self.states,) = last
+        return super().first(last, roots)
 
-    def new(self) -> "MedusaProposer":
-        return MedusaProposer(self.head, self.target)
+    def at(self, level: int) -> Tensor:
+        return self.head.step(level, self.states)
 
-    def law(self) -> Tensor:
-        return self.head.step(self.level, self.states)[:, None]
+    def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """Step d is head d - 1, applied to the same states."""
+        states = features[: len(tokens) - steps - 1].to(self.head.dtype)
+        return (self.head.step(i, states) for i in range(steps))
 
 
 @final
@@ -122,14 +118,13 @@ class HydraProposer(DeepeningProposer):
     """
 
     head: HydraHead
+    # [B, F, (level + 2) H] the state, and the embeddings along the path to each frontier node.
+    inputs: Tensor
+    level = 0
 
-    def __init__(self, head: HydraHead, target: Target, chunk: int | None = None) -> None:
-        """chunk: positions per forward of the prefix layer. Default: the target's chunk size."""
-        self.head = head
-        self.start(target, chunk, int(head.kind == "hydra++"), head.feature_size, head.dtype)
-        # [B, F, (level + 2) H] the state, and the embeddings along the path to each frontier node.
-        self.inputs = torch.empty(0)
-        self.level = 0
+    @property
+    def cached_layers(self) -> int:
+        return int(self.head.kind == "hydra++")
 
     def pairs(
         self, chunk: Chunk, features: Tensor, tokens: Tensor, roots: Tensor | None
@@ -153,8 +148,15 @@ class HydraProposer(DeepeningProposer):
     def logits(self, states: Tensor) -> Tensor:
         return self.head.step(self.level, states)
 
-    def new(self) -> "HydraProposer":
-        return HydraProposer(self.head, self.target, self.chunk)
+    def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """Step d is head d - 1, given the sequence's own tokens."""
+        rows = len(tokens) - steps - 1
+        places = torch.arange(rows, device=features.device)
+        inputs = self.head.states(features[None, :rows].to(self.head.dtype), places)[0]
+        embedded = self._embedded(tokens, inputs)
+        for i in range(steps):
+            inputs = torch.cat([inputs, embedded[i + 1 : i + 1 + rows]], dim=-1)
+            yield self.head.step(i, inputs)
 
     def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
         return self.target.embeddings(tokens).to(like.dtype)
@@ -169,26 +171,28 @@ class BlockProposer(AtOnceProposer):
     """
 
     head: BlockHead
+    laws: Tensor  # [B, D, N] draft logits of all levels
+    block: Tensor  # [B, S, H] states of the block
 
-    def __init__(self, head: BlockHead, target: Target, chunk: int | None = None) -> None:
-        """chunk: pairs per forward of the head. Default: the target's chunk size."""
-        self.head = head
-        self.start(target, chunk, head.layer_count, head.feature_size, head.dtype)
-        self.laws = torch.empty(0)  # [B, D, N] draft logits of all levels
-        self.block = torch.empty(0)  # [B, S, H] states of the block
-
-    def levels(self, row: int) -> Tensor:
-        return self.laws[row]
-
-    def new(self) -> "BlockProposer":
-        return BlockProposer(self.head, self.target, self.chunk)
+    @property
+    def cached_layers(self) -> int:
+        return self.head.layer_count
 
     def first(self, last: list[Tensor], roots: Tensor) -> Tensor:
-        self.level, self.laws = 0, self.head.logits(self.drafted(last), self.target)
-        return self.law()
+        self.laws = self.head.logits(self.drafted(last), self.target)
+        return super().first(last, roots)
 
-    def law(self) -> Tensor:
-        return self.laws[:, self.level, None]
+    def at(self, level: int) -> Tensor:
+        return self.laws[:, level]
+
+    def steps(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """Step d is level d of the block below each position in turn."""
+        proposer, states = self.new(), []
+        for row in range(len(tokens) - steps - 1):
+            proposer.observe([features[row : row + 1]], [tokens[row : row + 2]])
+            states.append(proposer.drafted(proposer.run(tokens[row + 1 : row + 2]))[0])
+        levels = torch.stack(states, dim=1)  # [D, R, H]
+        return (self.head.logits(levels[level], self.target) for level in range(steps))
 
     def drafted(self, last: list[Tensor]) -> Tensor:
         """[B, D, H] the states of all levels, after `run` with roots, which gave `last`."""

@@ -1,155 +1,285 @@
-"""From completions to figures: acceptance, speed, a cycle's time, with bootstrap intervals.
+"""From the ledger to the figures in OUT/report.json: a row for each contestant, and what they share.
 
-The bootstrap resamples whole questions, because the tokens and cycles of one completion are not
-independent. A contestant and its baseline get the same resamples. Every figure but `by_question` is
-a ratio of totals over questions; a resample weights the totals of each question by how often it was
-drawn. Sampled completions differ in length: a ratio of totals weights them by their tokens. A median
-counts each question alike, and feels no question during which the machine was busy.
+options, environment, machine, left_out: of the ledger's head. timed: False where several processes
+shared the machine. questions: their number. few_questions: categories with too few of them for their
+intervals. failed: why a peer has no figures, by its name. forwards: of `forward_times`. again: of the
+baseline's second time (A/A), by temperature and batch: its questions, and its speedup over the first.
+
+A row has the fields of its `Contestant`, and:
+
+    lossless       whether the completions have the target's distribution
+    overall        `figures` of all questions
+    categories     `figures` by category, by task for Spec-Bench
+    by_generate    tokens/s over those of `model.generate`
+    of_fastest     tokens/s over those of the fastest lossless pair; None for that one
+    over_smallest  tokens/s over those of the same contestant with the smallest batch
+    same           turns of temperature 0 with the baseline's tokens, of a server with its text
+    turns, ended   the number of turns; by what ended them
+    right          `right_figures`; None where no completion was checked
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import zip_longest
-from typing import Any, Literal, TypedDict, cast
+from typing import Any
 
 import numpy as np
 
-from treespec.eval.bootstrap import Array, Figure, interval, medians
-from treespec.eval.common import STAGES, Stage
-from treespec.eval.ledger import Completion
+from treespec.errors import InputError
+from treespec.eval.common import STAGES
+from treespec.eval.config import EvalConfig
+from treespec.eval.contestants import BASELINE, GENERATE, Contestant, contestants
+from treespec.eval.intervals import Array, interval, paired_difference, resample, share_of
+from treespec.eval.ledger import Completion, Ledger
+from treespec.eval.questions import task_of
 
-TOTALS = ("new_tokens", "cycles", "wall")
+RESAMPLES = 1000
+FEW = 10  # with fewer questions a percentile interval is markedly too narrow
+
+Id = int | str  # of a question
+Completions = Mapping[Id, Completion]
+Row = dict[str, Any]
+Summary = dict[str, Any]
 
 
-class Figures(TypedDict):
-    """What one contestant's completions of some questions come to.
+def summarise(ledger: Ledger) -> Summary:
+    """The figures of an evaluation, from its ledger alone.
 
-    A `Figure` is {value, low, high}, with a 95 % interval. seconds: by the clock. acceptance_length:
-    τ, tokens per cycle. acceptance_rate_by_depth: α, the share of the cycles with an accepted token
-    at the depth above that accepted one at this depth. nodes: mean size of the tree of one forward,
-    with its root. undrafted: the share of the cycles without a draft token. speedup: tokens/s over
-    the baseline's; by_question: the median of the questions' own. decoding_speedup: without prefill;
-    bound: that, if a cycle cost its forwards alone. cycle_ms, cycle_share: a cycle's time by stage.
-    overhead: the share outside the forwards of target and draft model. first_token: mean seconds to
-    the first token; of treespec the prefill and a cycle, of a server as its client sees it, of
-    transformers None.
+    Only questions that every contestant has completed count, but for peers that failed. Raises
+    InputError if there is none.
     """
+    # 1. Completions by contestant and question; those whose first turn did fit the context.
+    head = ledger.head
+    if head is None:
+        raise InputError(f"{ledger.file} holds no evaluation")
+    config, timed = EvalConfig(**head["options"]), head["processes"] == 1
+    asked = [one for one in contestants(config) if one.name not in head["unfit"]]
+    every: dict[str, dict[Id, Completion]] = {one.name: {} for one in asked}
+    for entry in (entry for entry in ledger.of("completion") if sum(entry["new_tokens"])):
+        wall = [seconds if timed else math.nan for seconds in entry["wall"]]
+        every[entry["contestant"]][entry["question_id"]] = entry | {"wall": wall}
 
-    questions: int
-    tokens: int
-    cycles: int
-    seconds: float
-    acceptance_length: Figure
-    acceptance_rate_by_depth: list[Figure]
-    nodes: float
-    undrafted: float
-    drafted_by_depth: list[int]
-    accepted_by_depth: list[int]
-    tokens_per_second: Figure
-    speedup: Figure | None
-    by_question: Figure | None
-    decoding_speedup: Figure | None
-    bound: Figure | None
-    prefill_seconds: float
-    cycle_ms: dict[Stage, float]
-    cycle_share: dict[Stage, float]
-    overhead: float
-    first_token: float | None
+    # 2. The questions that count, and their groups.
+    failed = {entry["contestant"]: entry["why"] for entry in ledger.of("failed")}
+    first, *others = (every[o.name] for o in asked if not o.again and o.name not in failed)
+    questions = [i for i in first if all(i in other for other in others)]
+    if not questions:
+        raise InputError(
+            f"{config.out}: no question is completed; is every one longer than the target's context?"
+        )
+    groups: dict[str, list[Id]] = {"overall": questions}
+    for i in questions:
+        groups.setdefault(task_of(config.questions, first[i]["category"]), []).append(i)
+    failed = {name: why for name, why in failed.items() if not every[name].keys() >= {*questions}}
+
+    # 3. A row for each contestant, and one for the baseline's second time.
+    checks = {(e["contestant"], e["question_id"]): e["right"] for e in ledger.of("checked")}
+    plain = [o for o in asked if o.method == BASELINE and not o.again]
+    bases = {(o.temperature, o.batch): every[o.name] for o in plain}
+    rows, again = [], []
+    for one in (one for one in asked if one.name not in failed):
+        base, mine = bases.get((one.temperature, one.batch)), every[one.name]
+        if not one.again:
+            beside = None if base is mine else base
+            row = row_of(one, mine, beside, groups, config.seed)
+            rows.append(row | {"right": right_of(checks, mine, beside, questions)})
+        elif base and (both := [i for i in mine if i in base]):
+            speedup = figures_of(mine, base, both, config.seed)["speedup"]
+            at = {"temperature": one.temperature, "batch": one.batch}
+            again.append(at | {"questions": len(both), "speedup": speedup})
+    compare(rows, {row["name"]: [every[row["name"]][i] for i in questions] for row in rows})
+    return {
+        **{name: head[name] for name in ("options", "environment", "machine", "left_out")},
+        "timed": timed,
+        "questions": len(questions),
+        "few_questions": [name for name, chosen in groups.items() if len(chosen) < FEW],
+        "again": again,
+        "rows": rows,
+        "failed": failed,
+        "forwards": [time for entry in ledger.of("forwards") for time in entry["times"]],
+    }
 
 
-def figures(mine: Sequence[Completion], base: Sequence[Completion] | None, draws: Array) -> Figures:
+def row_of(
+    one: Contestant,
+    mine: Completions,
+    base: Completions | None,
+    groups: Mapping[str, Sequence[Id]],
+    seed: int,
+) -> Row:
+    """A contestant's row, but for its comparison with others."""
+    questions, same = groups["overall"], None
+    ends = [end for i in questions for end in mine[i]["ended"]]
+    if one.temperature == 0 and base is not None:
+        by_tokens = any(mine[questions[0]]["token_ids"])  # a server tells none
+        pairs = [
+            (mine[i]["token_ids"], base[i]["token_ids"])
+            if by_tokens
+            else (mine[i]["turns"], base[i]["turns"])
+            for i in questions
+        ]
+        same = sum(a == b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
+    by_group = {name: figures_of(mine, base, some, seed) for name, some in groups.items()}
+    return asdict(one) | {
+        "lossless": one.lossless,
+        "overall": by_group.pop("overall"),
+        "categories": by_group,
+        "same": same,
+        "turns": len(ends),
+        "ended": {end: ends.count(end) for end in ("model", "max_new_tokens", "context")},
+    }
+
+
+def compare(rows: Sequence[Row], mine: Mapping[str, Sequence[Completion]]) -> None:
+    """Fill in each row's tokens/s over those of others. mine: completions by the row's name."""
+    draws = resample(len(next(iter(mine.values()))), RESAMPLES, seed=0)
+    speeds = {name: speed_of(totals(completions, draws)) for name, completions in mine.items()}
+    for row in rows:
+        here = [other for other in rows if other["temperature"] == row["temperature"]]
+        level = [other for other in here if other["batch"] == row["batch"]]
+        pairs = [other for other in level if other["drafter"] and other["lossless"]]
+        kinds = ("method", "drafter", "tree", "peer")
+        found = {
+            "by_generate": [other for other in level if other["method"] == GENERATE],
+            "of_fastest": sorted(pairs, key=lambda other: -speeds[other["name"]][0]),
+            "over_smallest": [o for o in here if all(o[kind] == row[kind] for kind in kinds)],
+        }
+        for name, others in found.items():
+            itself = not others or others[0] is row or (name == "of_fastest" and not row["drafter"])
+            ratio = None if itself else speeds[row["name"]] / speeds[others[0]["name"]]
+            row[name] = None if ratio is None else interval(ratio)
+
+
+def figures_of(mine: Completions, base: Completions | None, chosen: Sequence[Id], seed: int) -> Row:
+    """`figures` of some questions."""
+    beside = None if base is None else [base[i] for i in chosen]
+    return figures([mine[i] for i in chosen], beside, resample(len(chosen), RESAMPLES, seed))
+
+
+def figures(mine: Sequence[Completion], base: Sequence[Completion] | None, draws: Array) -> Row:
     """What one contestant's completions of Q questions come to.
 
-    base: the baseline's of the same questions, in the same order. draws: [1 + R, Q], by `resample`.
+    The bootstrap resamples whole questions, because the tokens and cycles of one completion are not
+    independent. A contestant and its baseline get the same resamples. Every figure is a ratio of
+    totals over questions; a resample weights the totals of each question by how often it was drawn.
+
+    base: the baseline's completions of the same questions, in the same order. draws: [1 + R, Q], by
+    `resample`. Returns `Figure`s: acceptance_length τ, tokens per cycle; acceptance_rate_by_depth,
+    the share of the cycles with an accepted token at the depth above that accepted one at this depth;
+    tokens_per_second by the clock; speedup, tokens/s over the baseline's; decoding_speedup, without
+    prefill; bound, that, if a cycle cost its forwards alone. And numbers: questions, tokens, cycles,
+    seconds; nodes, the mean size of the tree of one forward, with its root; undrafted, the share of
+    the cycles without a draft token; prefill_seconds; cycle_ms by stage; first_token, mean seconds to
+    the first token: of treespec the prefill and a cycle, of a server as its client sees it, of
+    transformers None.
     """
-    # 1. Totals by question, [Q] each, and by depth, [Q, D].
-    tokens, cycles, wall = (_totals(mine, name) for name in TOTALS)
-    drafted, accepted = (_by_depth(mine, name) for name in ("drafted", "accepted"))
-    reached = np.column_stack([cycles, accepted])  # [Q, 1 + D], cycles that reached each depth
-    stages = _stages(mine)
-    spent = {stage: float(stages[stage].sum()) for stage in STAGES}
-    forwards, decoding = stages["target"] + stages["head"], sum(spent.values())
-
-    def total(values: Array) -> Array:
-        return draws @ values  # [1 + R, ...]
-
-    # 2. Ratios of totals in each resample. A depth that no cycle reached has no rate.
-    compared: dict[str, Figure | None] = dict.fromkeys(
-        ("speedup", "by_question", "decoding_speedup", "bound")
-    )
     with np.errstate(divide="ignore", invalid="ignore"):
+        # 1. Ratios of totals in each resample. A depth that no cycle reached has no rate.
+        own = totals(mine, draws)
+        by_depth = zip_longest(*(one["accepted"] for one in mine), fillvalue=0)
+        accepted = draws @ np.array(list(by_depth), dtype=float).reshape(-1, len(mine)).T
+        reached = np.column_stack([own["cycles"], accepted])[:, :-1]  # [1 + R, D]
+        compared: Row = dict.fromkeys(("speedup", "decoding_speedup", "bound"))
         if base is not None:
-            other, beside = {n: _totals(base, n) for n in TOTALS}, _stages(base)
-            plain_speed = other["new_tokens"] / other["wall"]
-            plain = total(other["wall"] - beside["prefill"]) / total(other["new_tokens"])
-            one = total(beside["target"]) / total(other["cycles"])  # seconds of a forward
+            plain = totals(base, draws)
+            decoding = (plain["wall"] - plain["prefill"]) / plain["new_tokens"]
+            forwards = (own["target"] + own["head"]) / own["new_tokens"]
             compared = {
-                "speedup": interval(speed_of(mine, draws) / speed_of(base, draws)),
-                "by_question": interval(medians(tokens / wall / plain_speed, draws)),
+                "speedup": interval(speed_of(own) / speed_of(plain)),
                 "decoding_speedup": interval(
-                    total(tokens) / total(wall - stages["prefill"]) * plain
+                    own["new_tokens"] / (own["wall"] - own["prefill"]) * decoding
                 ),
-                "bound": interval(total(tokens) / total(forwards) * one),
+                "bound": interval(plain["target"] / plain["cycles"] / forwards),
             }
-        rates = total(accepted) / total(reached[:, :-1])
-        length = total(tokens) / total(cycles)
-        steps = np.float64(cycles.sum())
-        prefill = float(stages["prefill"].sum())
-        turns = sum(len(completion["turns"]) for completion in mine)
-        waits = sum(completion["seconds"].get("first", 0.0) for completion in mine)
-        if steps:
-            waits = prefill + decoding * turns / float(steps)
-        return cast(
-            Figures,
-            compared
-            | {
-                "questions": len(mine),
-                "tokens": int(tokens.sum()),
-                "cycles": int(steps),
-                "seconds": float(wall.sum()),
-                "acceptance_length": interval(length),
-                "acceptance_rate_by_depth": [interval(rate) for rate in rates.T],
-                "nodes": float(1 + drafted.sum() / steps),
-                "undrafted": float(sum(one["undrafted"] for one in mine) / steps),
-                "drafted_by_depth": drafted.sum(0).astype(int).tolist(),
-                "accepted_by_depth": accepted.sum(0).astype(int).tolist(),
-                "tokens_per_second": interval(speed_of(mine, draws)),
-                "prefill_seconds": prefill,
-                "cycle_ms": {stage: float(1000 * spent[stage] / steps) for stage in STAGES},
-                "cycle_share": {stage: spent[stage] / decoding for stage in STAGES},
-                "overhead": float(1 - forwards.sum() / decoding),
-                "first_token": waits / turns if waits else None,
-            },
-        )
+
+        # 2. Numbers.
+        value = {name: float(samples[0]) for name, samples in own.items()}
+        cycles, turns = np.float64(value["cycles"]), sum(len(one["turns"]) for one in mine)
+        cycle = {stage: float(1000 * value[stage] / cycles) for stage in STAGES}
+        waits = sum(one["seconds"].get("first", 0.0) for one in mine) / turns
+        if cycles:
+            waits = value["prefill"] / turns + sum(cycle.values()) / 1000
+        return compared | {
+            "questions": len(mine),
+            "tokens": int(value["new_tokens"]),
+            "cycles": int(cycles),
+            "seconds": value["wall"],
+            "acceptance_length": interval(own["new_tokens"] / own["cycles"]),
+            "acceptance_rate_by_depth": [interval(rate) for rate in (accepted / reached).T],
+            "nodes": float(1 + value["drafted"] / cycles),
+            "undrafted": float(value["undrafted"] / cycles),
+            "tokens_per_second": interval(speed_of(own)),
+            "prefill_seconds": value["prefill"],
+            "cycle_ms": cycle,
+            "first_token": waits or None,
+        }
 
 
-def speed_of(completions: Sequence[Completion], draws: Array) -> Array:
-    """[1 + R] tokens/s in each resample. draws: [1 + R, Q]."""
-    return (draws @ _totals(completions, "new_tokens")) / (draws @ _totals(completions, "wall"))
-
-
-def _totals(completions: Sequence[Completion], name: str) -> Array:
-    """[Q] sums over the turns."""
-    return np.array([sum(cast(Any, one)[name]) for one in completions], dtype=float)
-
-
-def _stages(completions: Sequence[Completion]) -> dict[str, Array]:
-    """[Q] seconds of prefill, and of all cycles by stage. Without --contexts they add up to `wall`.
+def totals(completions: Sequence[Completion], draws: Array) -> dict[str, Array]:
+    """[1 + R] totals in each resample: of tokens, cycles and seconds, in all and by stage.
 
     Times of a generation that waited for its device at the ends of every stage go before others.
+    Without them (`--contexts`) the stages and the prefill add up to `wall`. draws: [1 + R, Q].
     """
 
-    def spent(name: str) -> Array:
-        own = (one["seconds"] for one in completions)
-        return np.array([of.get(f"waited {name}", of.get(name, 0.0)) for of in own])
+    def total(values: Sequence[float]) -> Array:
+        return draws @ np.array(values, dtype=float)
 
-    waited = np.array(["waited total" in one["seconds"] for one in completions])
-    whole = np.where(waited, spent("total"), _totals(completions, "wall"))
+    def spent(stage: str) -> Array:
+        of_all = (one["seconds"] for one in completions)
+        return total([of.get(f"waited {stage}", of.get(stage, 0.0)) for of in of_all])
+
+    wall = [sum(one["wall"]) for one in completions]
+    whole = [
+        one["seconds"].get("waited total", s) for one, s in zip(completions, wall, strict=True)
+    ]
     seconds = {name: spent(name) for name in ("prefill", "head", "target", "verify", "commit")}
     seconds["rest_of_drafting"] = spent("draft") - seconds["head"]
-    return seconds | {"rest": whole - sum(seconds.values())}
+    return seconds | {
+        "rest": total(whole) - sum(seconds.values()),
+        "wall": total(wall),
+        "new_tokens": total([sum(one["new_tokens"]) for one in completions]),
+        "cycles": total([sum(one["cycles"]) for one in completions]),
+        "drafted": total([sum(one["drafted"]) for one in completions]),
+        "undrafted": total([one["undrafted"] for one in completions]),
+    }
 
 
-def _by_depth(completions: Sequence[Completion], name: Literal["drafted", "accepted"]) -> Array:
-    """[Q, D] counts by depth, 0 where a completion has fewer."""
-    by_depth = zip_longest(*(one[name] for one in completions), fillvalue=0)
-    return np.array(list(by_depth), dtype=float).reshape(-1, len(completions)).T
+def speed_of(total: Mapping[str, Array]) -> Array:
+    """[1 + R] tokens/s."""
+    return total["new_tokens"] / total["wall"]
+
+
+def right_of(
+    checks: Mapping[tuple[str, Id], bool],
+    mine: Completions,
+    base: Completions | None,
+    questions: Sequence[Id],
+) -> Row | None:
+    """The `right_figures` of one contestant over questions that were checked on both sides.
+
+    checks: by contestant and question.
+    """
+    ours, theirs = (
+        {i: checks.get((by_id[i]["contestant"], i)) for i in questions}
+        for by_id in (mine, base or mine)
+    )
+    both = [i for i in questions if ours[i] is not None and theirs[i] is not None]
+    others = None if base is None else [bool(theirs[i]) for i in both]
+    return right_figures([bool(ours[i]) for i in both], others) if both else None
+
+
+def right_figures(mine: Sequence[bool], base: Sequence[bool] | None) -> Row:
+    """How often one contestant is right. base: the baseline's verdicts on the same questions, in order.
+
+    answers: checked ones. right: the right ones among them. share: right by answers. difference: the
+    share less the baseline's. same: questions on which the baseline's verdict is the same.
+    """
+    return {
+        "answers": len(mine),
+        "right": sum(mine),
+        "share": share_of(sum(mine), len(mine)),
+        "difference": None if base is None else paired_difference(mine, base),
+        "same": None if base is None else sum(map(bool.__eq__, mine, base)),
+    }

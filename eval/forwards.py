@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from treespec.api.spec import Spec
@@ -13,8 +12,8 @@ from treespec.draft.cost.measure import branch
 from treespec.draft.drafter import Frontier
 from treespec.errors import InputError
 from treespec.eval.answering import wait
-from treespec.eval.bootstrap import interval, medians, resample
 from treespec.eval.common import in_order
+from treespec.eval.intervals import median
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # of the target's tree
 FRONTIERS = (1, 4, 10)  # nodes of a head's step
@@ -55,13 +54,12 @@ def forward_times(spec: Spec, contexts: Sequence[int], seed: int) -> list[dict[s
             times[context, work].append(1000 * timers[context](*work))
 
     # 3. Medians.
-    draws = resample(ROUNDS, 1000, seed)
     return [
         {
             "what": what,
             "nodes": nodes,
             "context": context,
-            "ms": interval(medians(np.array(times[context, (what, nodes)][WARM_UP:]), draws)),
+            "ms": median(times[context, (what, nodes)][WARM_UP:], seed),
         }
         for context, (what, nodes) in cases
     ]

@@ -1,24 +1,30 @@
-"""Results for people: tables, notes and a verdict, for a terminal or as a file of Markdown."""
+"""Results for people: tables, notes and a verdict, on a terminal, as Markdown, as a page of HTML.
 
-import re
+The page is one file that loads nothing from elsewhere. Jinja escapes whatever it fills in, so that no
+model's text and no name becomes markup.
+"""
+
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from io import StringIO
+from typing import Any
 
-from rich.cells import cell_len, set_cell_size
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as Drawn
+from rich.text import Text
 
+from treespec.eval.intervals import Figure
+from treespec.requests.events import Cycle
+from treespec.requests.picture import picture
 from treespec.text.strings import one_line
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-GAP = "  "  # between columns
-LABEL = 16  # columns of a label that is wrapped, if its parts fit
+LABEL = 32  # most columns of a label on a terminal
 PROSE = 100  # columns of a note in Markdown
-
-Column = list[list[str]]  # the lines of its head, then those of each cell
 
 
 @dataclass(frozen=True)
@@ -26,28 +32,40 @@ class Table:
     """Rows of text under named columns.
 
     labels: names of the first columns, which name a row. columns: names of the other columns, which
-    hold figures. rows: the text of all cells; a figure may end in brackets, "1.49 (1.32–1.61)".
-    brief: on a terminal too narrow for the brackets, leave them out. Default: stack them below.
+    hold figures. rows: the text of all cells. bars: what a page draws in a column, a figure a row.
     """
 
     title: str
     labels: Sequence[str]
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    brief: bool = False
+    bars: Mapping[str, Sequence[Figure | None]] = field(default_factory=dict)
 
     @property
     def filled(self) -> "Table":
         """Its printable text, without empty columns."""
         rows: list[Sequence[str]] = [(*self.labels, *self.columns), *self.rows]
         columns = [[printable(cell) for cell in column] for column in zip(*rows, strict=True)]
-        count = len(self.labels)
-        labels, figures = (
-            [c for c in part if any(c[1:])] for part in (columns[:count], columns[count:])
+        kept = [(i, column) for i, column in enumerate(columns) if any(column[1:])]
+        names, *cells = zip(*(column for _, column in kept), strict=True)
+        count = sum(i < len(self.labels) for i, _ in kept)
+        return replace(
+            self,
+            title=printable(self.title),
+            labels=names[:count],
+            columns=names[count:],
+            rows=cells,
         )
-        names, *cells = zip(*labels, *figures, strict=True)
-        heads = names[: len(labels)], names[len(labels) :]
-        return Table(printable(self.title), *heads, cells, self.brief)
+
+    def bar(self, column: str, row: int) -> dict[str, float] | None:
+        """The figure that a page draws in a cell, and `one` on its axis, in percent of its width."""
+        figures = self.bars.get(column, ())
+        figure = figures[row] if row < len(figures) else None
+        if figure is None or figure["value"] is None:
+            return None
+        ends = [1.0, *(one["high"] or one["value"] or 0.0 for one in figures if one)]
+        lengths: dict[str, Any] = {**figure, "one": 1.0}
+        return {name: 98 / max(ends) * x for name, x in lengths.items() if x is not None}
 
 
 @dataclass(frozen=True)
@@ -63,150 +81,114 @@ class Report:
         """The tables that have rows, as `Table.filled`."""
         return [table.filled for table in self.tables if table.rows]
 
-    def parts(self, width: int, draw: Callable[[Table], list[str]]) -> list[tuple[str, str]]:
-        """The title ("" of the notes) and text of each part. draw: the lines of a table."""
-        found = [(table.title, "\n".join(draw(table))) for table in self.filled]
-        for title, items in {"": self.notes, "Verdict": self.verdict}.items():
-            found += [(title, "\n".join(_item(item, width) for item in items))] if items else []
-        return found
+    @property
+    def prose(self) -> list[tuple[str, str]]:
+        """Title and text of the notes and of the verdict, as lists of Markdown."""
+        parts = {"": self.notes, "Verdict": self.verdict}
+        return [(title, "\n".join(map(item, lines))) for title, lines in parts.items() if lines]
 
 
 def markdown(report: Report) -> str:
     """The whole report as Markdown, whose tables have aligned columns in the source too."""
-    parts = report.parts(PROSE, markdown_lines)
+    parts = [(table.title, "\n".join(markdown_lines(table))) for table in report.filled]
+    parts += report.prose
     return "\n\n".join(f"## {title}\n\n{text}" if title else text for title, text in parts) + "\n"
 
 
-def show(report: Report, console: "Console") -> None:
-    """Print on a terminal. No word or number is broken; wide tables are split between columns."""
-    for title, text in report.parts(console.width, lambda one: terminal_lines(one, console.width)):
-        for said, style in ((title and f"\n{title}", "bold"), (text, "")):
-            console.print(
-                said, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True
-            )
-
-
 def markdown_lines(table: Table) -> list[str]:
-    """The table as lines of Markdown."""
-    labels, figures = (
-        [[[line.replace("|", "\\|") for line in cell] for cell in column] for column in part]
-        for part in _columns(table)
-    )
-    return [f"| {' | '.join(cells)} |" for cells in _lines(labels, figures, "-", ":")]
+    """The table as lines of Markdown: labels to the left, figures to the right."""
+    one, aligned = table.filled, []
+    for place, column in enumerate(zip((*one.labels, *one.columns), *one.rows, strict=True)):
+        head, *cells = (cell.replace("|", "\\|") for cell in column)
+        width = max(2, *map(cell_len, (head, *cells)))
+        left = place < len(one.labels)
+        gaps = [(" " * (width - cell_len(cell)), cell) for cell in (head, *cells)]
+        lines = [cell + gap if left else gap + cell for gap, cell in gaps]
+        lines.insert(1, "-" * (width - 1) + ("-" if left else ":"))
+        aligned.append(lines)
+    return [f"| {' | '.join(cells)} |" for cells in zip(*aligned, strict=True)]
 
 
-def terminal_lines(table: Table, width: int) -> list[str]:
-    """The table, split between columns into pieces of at most `width` cells; labels are repeated.
-
-    Of four layouts (figures on one line or two, labels whole or narrowed) it is the first that fits
-    in the fewest pieces.
-    """
-    # 1. The pieces of each layout.
-    packed: list[list[tuple[list[Column], list[Column]]]] = []
-    for cut, narrow in product((False, True), (False, True)):
-        labels, figures = _columns(table)
-        figures = [_figure(column, cut, table.brief) for column in figures]
-        if narrow:
-            room = width - max(map(_width, figures), default=0) - len(GAP) * len(labels)
-            labels = _narrowed(labels, room)
-        pieces: list[tuple[list[Column], list[Column]]] = [(labels, [])]
-        for figure in figures:
-            if pieces[-1][1] and _wide(labels, [*pieces[-1][1], figure]) > width:
-                pieces.append((labels, []))
-            pieces[-1][1].append(figure)
-        packed.append(pieces)
-
-    # 2. The best of them, with an empty line between pieces.
-    best = min(packed, key=lambda pieces: (max(_wide(*p) for p in pieces) > width, len(pieces)))
-    drawn = (["", *(GAP.join(cells).rstrip() for cells in _lines(*piece))] for piece in best)
-    return [line for piece in drawn for line in piece][1:]
+def show(report: Report, console: Console) -> None:
+    """Print on a terminal. No figure is broken; wide tables are split between columns."""
+    for table in report.filled:
+        console.print(f"\n{table.title}", style="bold", markup=False, emoji=False, highlight=False)
+        for piece in pieces(table, console.width):
+            draw(piece, console)
+    for title, text in report.prose:
+        said = (f"\n{title}" if title else "", text)
+        console.print(*said, sep="\n", markup=False, emoji=False, highlight=False)
 
 
-def _columns(table: Table) -> tuple[list[Column], list[Column]]:
-    """Its labels and figures, every cell one line."""
-    one = table.filled
-    rows = [(*one.labels, *one.columns), *one.rows]
-    columns = [[[cell] for cell in column] for column in zip(*rows, strict=True)]
-    return columns[: len(one.labels)], columns[len(one.labels) :]
-
-
-def _lines(
-    labels: list[Column], figures: list[Column], rule: str = "─", end: str = "─"
-) -> Iterator[tuple[str, ...]]:
-    """The padded cells of every line: labels to the left, figures to the right, heads to the bottom.
-
-    A line of `rule` stands below the heads, and ends in `end` below a figure's.
-    """
-    columns = [*labels, *figures]
-    heights = [max(map(len, row)) for row in zip(*columns, strict=True)]
-    drawn = []
-    for number, (head, *cells) in enumerate(columns):
-        width = max(2, _width(columns[number])) if rule == "-" else _width(columns[number])
-        last = rule if number < len(labels) else end
-        lines = [""] * (heights[0] - len(head)) + head + [rule * (width - 1) + last]
-        for cell, height in zip(cells, heights[1:], strict=True):
-            lines += cell + [""] * (height - len(cell))
-        gaps = [" " * (width - cell_len(line)) for line in lines]
-        pairs = zip(lines, gaps, strict=True)
-        drawn.append([a + gap if number < len(labels) else gap + a for a, gap in pairs])
-    return zip(*drawn, strict=True)
-
-
-def _width(column: Column) -> int:
-    """Terminal cells of its widest line."""
-    return max(cell_len(line) for cell in column for line in cell)
-
-
-def _wide(labels: list[Column], figures: list[Column]) -> int:
-    """Terminal cells of columns side by side."""
-    return sum(_width(column) + len(GAP) for column in (*labels, *figures)) - len(GAP)
-
-
-def _figure(column: Column, cut: bool, brief: bool) -> Column:
-    """A column of figures; its name wraps to their width. cut: brackets go below, or away (brief)."""
-    name, *values = (cell for [cell] in column)
-    if cut:
-        values = [re.sub(r" (\(.*\))", "" if brief else r"\n\1", value) for value in values]
-    cells = [value.split("\n") for value in values]
-    widest = max(cell_len(line) for cell in cells for line in cell)
-    width = max(widest, *map(len, name.split()), 1)
-    return [textwrap.wrap(name, width, break_long_words=False) or [""], *cells]
-
-
-def _narrowed(labels: list[Column], room: int) -> list[Column]:
-    """The labels, wrapped to LABEL cells; the widest one is narrowed until all fit into `room`."""
-    widths = [_width([_wrapped(cell[0], LABEL) for cell in label]) for label in labels]
-    while sum(widths) > max(room, len(labels)):
-        widths[widths.index(max(widths))] -= 1
+def pieces(table: Table, width: int) -> list[Table]:
+    """The table, split between its columns into pieces of `width` cells; labels are repeated."""
+    count, parts, left = len(table.labels), list[list[int]](), 0
+    labels = sum(2 + min(LABEL, widest(table, label)) for label in range(count))
+    for column in range(count, count + len(table.columns)):
+        if 2 + widest(table, column) > left or not parts:
+            parts.append([*range(count)])
+            left = width - labels
+        left -= 2 + widest(table, column)
+        parts[-1].append(column)
+    names = (*table.labels, *table.columns)
     return [
-        [[_cut(line, most) for line in _wrapped(cell[0], min(most, LABEL))] for cell in label]
-        for label, most in zip(labels, widths, strict=True)
+        replace(
+            table,
+            columns=[names[column] for column in part[count:]],
+            rows=[[row[column] for column in part] for row in table.rows],
+        )
+        for part in parts
     ]
 
 
-def _wrapped(label: str, width: int) -> list[str]:
-    """Lines of a label, broken at spaces and after the marks in a tree's name.
-
-    A part wider than `width` breaks after its hyphens too.
-    """
-    lines = [""]
-    for part in re.findall(r"[^\s,:@/]+[\s,:@/]*|[\s,:@/]+", label):
-        fits = cell_len(part.rstrip()) <= width
-        for piece in [part] if fits else re.findall(r"[^-]+-*|-+", part):
-            if lines[-1] and cell_len((lines[-1] + piece).rstrip()) > width:
-                lines.append("")
-            lines[-1] += piece
-    return [line.strip() for line in lines]
+def widest(table: Table, column: int) -> int:
+    """Terminal cells of the widest figure of a column, or of a word of its name."""
+    words = (*table.labels, *table.columns)[column].split()
+    return max(map(cell_len, [*words, *(row[column] for row in table.rows)]))
 
 
-def _cut(line: str, width: int) -> str:
-    """A line of at most `width` cells, with … for what is cut."""
-    return line if cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
+def draw(table: Table, console: Console) -> None:
+    """Print one piece of a table: labels wrap, figures do not."""
+    drawn = Drawn(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    for name in table.labels:
+        drawn.add_column(Text(name), max_width=LABEL, overflow="fold")
+    for column, name in enumerate(table.columns, len(table.labels)):
+        head = "\n".join(textwrap.wrap(name, widest(table, column)))
+        drawn.add_column(Text(head), justify="right", no_wrap=True)
+    for row in table.rows:
+        drawn.add_row(*map(Text, row))
+    console.print(drawn)
 
 
-def _item(text: str, width: int) -> str:
+def page(report: Report, title: str, **more: Any) -> str:
+    """The report as a page of HTML. more: other values that page.html shows."""
+    empty: dict[str, Any] = {"subtitle": "", "setup": (), "traced": ()}
+    return filled_in("page.html", report=report, title=title, **empty | more)
+
+
+def filled_in(template: str, **values: Any) -> str:
+    """A template of this folder with its values."""
+    environment = Environment(
+        loader=PackageLoader("treespec.eval", "."),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"line": printable, "tree": tree}
+    return environment.get_template(template).render(**values)
+
+
+def tree(cycle: Cycle) -> Markup:
+    """A drafted tree in colours, as HTML."""
+    console = Console(record=True, width=1000, file=StringIO(), force_terminal=True)
+    console.print(picture(cycle), soft_wrap=True, crop=False)
+    return Markup(console.export_html(inline_styles=True, code_format="{code}"))
+
+
+def item(text: str) -> str:
     """A list item of Markdown, wrapped between words."""
-    wrapper = textwrap.TextWrapper(width, "- ", "  ")
+    wrapper = textwrap.TextWrapper(PROSE, "- ", "  ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     return wrapper.fill(printable(text))
 
@@ -214,3 +196,19 @@ def _item(text: str, width: int) -> str:
 def printable(text: str) -> str:
     """The text on one line, without control codes: names of files and categories may hold any."""
     return one_line("".join(" " if c.isspace() else c for c in text))
+
+
+def percent(figure: Figure | None, digits: int = 1) -> str:
+    """A share or a difference of shares in percent, with its interval."""
+    return shown(figure, digits, 100.0)
+
+
+def shown(figure: Figure | None, digits: int = 2, factor: float = 1.0) -> str:
+    """A value and its 95 % interval as a cell of a table: 1.49 (1.32–1.61)."""
+    if figure is None or figure["value"] is None:
+        return ""
+    low, high = figure["low"], figure["high"]
+    limits = ""
+    if low is not None and high is not None:
+        limits = f" ({factor * low:.{digits}f}–{factor * high:.{digits}f})"
+    return f"{factor * figure['value']:.{digits}f}{limits}"

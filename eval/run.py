@@ -1,5 +1,6 @@
 """An evaluation: every question to every contestant, kept completion by completion."""
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,22 +12,20 @@ from typing import final
 import torch
 
 from treespec.errors import InputError
-from treespec.eval.answering import answerer, load_own, recall, unfit
+from treespec.eval.answering import answerer, load_own, recall, traces, unfit
 from treespec.eval.asking import ask, said
 from treespec.eval.common import Step, in_order
 from treespec.eval.config import EvalConfig, categories_of, check_kept, drafters_of, numbers_of
 from treespec.eval.contestants import Contestant, contestants, pairs
-from treespec.eval.environment import describe
+from treespec.eval.environment import describe, machine
+from treespec.eval.figures import FEW, Summary
 from treespec.eval.forwards import check_room, forward_times
 from treespec.eval.ledger import Completion, Entry, Ledger, place_of
 from treespec.eval.outputs import write_report
 from treespec.eval.peers import peer_answerers
 from treespec.eval.questions import Question, first_of_each, load_checked
 from treespec.eval.record import check_same, head_of, models_of
-from treespec.eval.right import judge
-from treespec.eval.summary import Summary
-from treespec.eval.traces import machine, traces
-from treespec.eval.verdict import FEW
+from treespec.eval.suites.checks import Check
 from treespec.files.atomic import locked
 
 WARM_UP_TOKENS = 16
@@ -246,3 +245,36 @@ def asked_again(groups: int) -> set[int]:
     They are drawn at random: evenly spaced ones could all have the same order of contestants.
     """
     return set(Random(0).sample(range(groups), min(groups, max(FEW, groups // 4))))
+
+
+def judge(
+    ledger: Ledger,
+    checks: Mapping[int | str, Check],
+    run_code: bool,
+    report: Callable[[Step], None],
+) -> None:
+    """Check the last turn of every completion that was not checked before, and keep the verdicts.
+
+    checks: by question; another check than before judges its completions again. run_code: also take
+    checks that run what the target wrote. The same words to the same question are checked once.
+    """
+    # 1. Earlier verdicts.
+    digests = {i: hashlib.sha256(repr(check).encode()).hexdigest() for i, check in checks.items()}
+    done = {(e["contestant"], e["question_id"]): e for e in ledger.of("checked")}
+
+    # 2. Those of the other completions.
+    asked: list[Completion] = ledger.of("completion")
+    by_words: dict[tuple[int | str, str], bool] = {}
+    for number, completion in enumerate(asked):
+        i, name = completion["question_id"], completion["contestant"]
+        if i not in checks or (checks[i].runs_code and not run_code):
+            continue
+        words, before = (i, completion["turns"][-1]), done.get((name, i), {})
+        if before.get("check") == digests[i]:
+            by_words[words] = before["right"]
+            continue
+        if words not in by_words:
+            report(Step(number, len(asked), f"checking the answer to {i}"))
+            by_words[words] = checks[i].right(completion["turns"][-1])
+        fields = {"contestant": name, "question_id": i, "check": digests[i]}
+        ledger.append("checked", fields | {"right": by_words[words]})

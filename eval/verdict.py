@@ -1,72 +1,159 @@
-"""The verdict below tables: the fastest pair at each temperature, and pairs that do not pay.
+"""The verdict below tables: the fastest pair at each temperature, pairs that do not pay, right answers.
 
 A bootstrap over questions does not see what a busy machine does to the clock. So plain decoding is
 measured twice (A/A), and its ratio to itself gives the clock's noise: a pair is called faster or
 slower only where its whole interval lies beyond 1 by more than that.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import PurePath
+from typing import Any
 
 from treespec.draft.drafters import DrafterSpec
-from treespec.eval.bootstrap import Figure
+from treespec.eval.figures import FEW, Row, Summary
+from treespec.eval.intervals import Figure
+from treespec.eval.report import percent, shown
 
-FEW = 10  # with fewer questions a percentile interval is markedly too narrow
 LEAST_TAU = 1.02  # below it drafts brought nothing, and a difference is the clock's
 PAUSED = 0.1  # share of the cycles without drafts from which the verdict mentions it
 
 
-@dataclass(frozen=True)
-class MeasuredPair:
-    """A verifier and tree at one temperature.
+def verdict(summary: Summary) -> list[str]:
+    """What is fastest and what does not pay, by batch size; then the peers, then right answers."""
+    # 1. treespec's own pairs.
+    rows, lines = summary["rows"], list[str]()
+    noises = {(a["batch"], a["temperature"]): noise_of(a["speedup"]) for a in summary["again"]}
+    timed = [row for row in rows if row["overall"]["tokens_per_second"]["value"]]
+    for at in sorted(
+        dict.fromkeys((row["batch"], row["temperature"]) for row in timed), key=lambda at: at[0]
+    ):
+        here = [row for row in timed if (row["batch"], row["temperature"]) == at]
+        named = [row | {"name": name_of(row, rows)} for row in here if row["drafter"]]
+        lines += sentences(named, summary["questions"], noises.get(at))
 
-    speedup: over plain decoding; None: plain decoding was not measured. tau: tokens per cycle.
-    of_fastest: the ratio of its tokens/s to those of the fastest lossless pair; None for that pair,
-    or without a comparison. paused: share of its cycles in which `auto` drafted nothing.
+    # 2. Other programs at each temperature.
+    peers = [row for row in rows if row["peer"] and row["overall"]["speedup"]]
+    for temperature in dict.fromkeys(row["temperature"] for row in peers):
+        told = ", ".join(
+            f"{name_of(row, rows)} {shown(row['overall']['speedup'])}"
+            for row in peers
+            if row["temperature"] == temperature
+        )
+        lines.append(
+            f"At temperature {temperature:g} peers have this many times plain decoding's tokens/s: "
+            f"{told}."
+        )
+    return [*dict.fromkeys(lines), *right_sentences(rows)]
+
+
+def name_of(row: Row, rows: Sequence[Row]) -> str:
+    """A row as `--verifier` names it, with drafter and batch where there are several."""
+    name = row["method"] + (f"@{tree_name(row['tree'])}" if row["tree"] else "")
+    if row["drafter"] and several(rows):
+        name = f"{short(row['drafter'])} with {name}"
+    batch = batch_of(row, rows)
+    return f"{name} in batches of {batch}" if batch else name
+
+
+def batch_of(row: Any, rows: Sequence[Row]) -> str:
+    return str(row["batch"]) if len({other["batch"] for other in rows}) > 1 else ""
+
+
+def several(rows: Sequence[Row]) -> bool:
+    """Whether there are several drafters."""
+    return len({row["drafter"] for row in rows} - {None}) > 1
+
+
+def short(drafter: str | None) -> str:
+    """The kind of a drafter, and the last part of its path."""
+    return DrafterSpec.parse(drafter).short if drafter else ""
+
+
+def tree_name(tree: str | None) -> str:
+    """A tree as `--tree` names it; a file without its folder."""
+    return PurePath(tree).name if tree and tree.endswith(".json") else tree or ""
+
+
+def sentences(pairs: Sequence[Row], questions: int, noise: float | None) -> list[str]:
+    """What is faster or slower of the rows of one temperature and batch size, or why nobody can say.
+
+    noise: the clock's; without it nothing is called faster or slower.
     """
+    # 1. Faster, slower or neither.
+    if not pairs:
+        return []
+    if questions < FEW:
+        few = f"{questions} question{'s are' if questions > 1 else ' is'} too few"
+        lines = [f"{few} to say what is faster or slower: ask {FEW} or more."]
+    elif noise is None:
+        unknown = "plain decoding was not measured twice, so the clock's noise is unknown"
+        lines = [f"nothing is called faster or slower: {unknown}."]
+    else:
+        lines = compared(pairs, noise)
 
-    name: str
-    temperature: float
-    tokens_per_second: float
-    speedup: Figure | None
-    tau: float
-    lossless: bool = True
-    of_fastest: Figure | None = None
-    paused: float = 0.0
+    # 2. Where drafting paused.
+    lines += [
+        f"{row['name']} drafted nothing in {row['overall']['undrafted']:.0%} of its cycles, as it "
+        "expected no gain from a draft."
+        for row in pairs
+        if row["method"] == "auto" and row["overall"]["undrafted"] >= PAUSED
+    ]
+    return [f"At temperature {pairs[0]['temperature']:g} {line}" for line in lines]
 
 
-def sentences(
-    pairs: Sequence[MeasuredPair], questions: int, noises: Mapping[float, float | None]
-) -> list[str]:
-    """The verdict, temperature by temperature.
-
-    questions: how many were asked. noises: `noise_of` the A/A ratio by temperature; without one,
-    nothing is called faster or slower.
-    """
+def compared(pairs: Sequence[Row], noise: float) -> list[str]:
+    """Pairs beside plain decoding and beside the fastest lossless one."""
+    # 1. The fastest lossless pair and its equals.
+    side = {row["name"]: side_of(row, noise) for row in pairs}
+    lossless = [row for row in pairs if row["lossless"]]
+    faster = [row for row in lossless if side[row["name"]] == 1]
+    best = max(lossless, key=lambda row: row["overall"]["tokens_per_second"]["value"], default=None)
     lines = []
-    for temperature in dict.fromkeys(pair.temperature for pair in pairs):
-        # 1. What is faster or slower, or why that cannot be said.
-        at = f"At temperature {temperature:g}"
-        here = [pair for pair in pairs if pair.temperature == temperature]
-        noise = noises.get(temperature)
-        if questions < FEW:
-            few = f"{questions} question{'s are' if questions > 1 else ' is'} too few"
-            lines.append(f"{at} {few} to say what is faster or slower: ask {FEW} or more.")
-        elif noise is None:
-            unknown = "plain decoding was not measured twice, so the clock's noise is unknown"
-            lines.append(f"{at} nothing is called faster or slower: {unknown}.")
-        else:
-            lines += [f"{at} {said}" for said in _compared(here, noise)]
+    if best and best in faster:
+        near = [row["name"] for row in lossless if beyond(row["of_fastest"], noise) == 0]
+        equals = f" As fast within interval and noise: {', '.join(near)}." if near else ""
+        lines.append(f"the fastest is {times(best)}{equals}")
+    elif faster:
+        lines.append(f"these are faster than plain decoding: {listed(faster)}.")
+    elif best and all(side[row["name"]] == -1 for row in lossless):
+        lines.append(f"plain decoding is the fastest. The best pair is {times(best)}")
 
-        # 2. Where drafting paused.
-        lines += [
-            f"{at} {pair.name} drafted nothing in {pair.paused:.0%} of its cycles, as it expected no "
-            "gain from a draft."
-            for pair in here
-            if pair.paused >= PAUSED
-        ]
+    # 2. Lossy pairs that are faster, pairs that do not pay, and those of which nothing can be said.
+    lossy = [
+        row
+        for row in pairs
+        if not row["lossless"] and side[row["name"]] == beyond(row["of_fastest"], noise) == 1
+    ]
+    if lossy:
+        change = "these are faster, but change the distribution of the completion"
+        lines.append(f"{change}: {listed(lossy)}.")
+    if slower := [row for row in pairs if side[row["name"]] == -1]:
+        lines.append(f"these are slower than plain decoding: {listed(slower)}.")
+    unsure = [f"{listed([row])}, {why(row, noise)}" for row in pairs if side[row["name"]] == 0]
+    if unsure:
+        lines.append(f"these are neither faster nor slower for certain: {'; '.join(unsure)}.")
     return lines
+
+
+def tau_of(row: Row) -> float:
+    return row["overall"]["acceptance_length"]["value"] or 1.0
+
+
+def side_of(row: Row, noise: float) -> int | None:
+    """`beyond` of the speedup; 0 where drafts brought nothing."""
+    return 0 if tau_of(row) < LEAST_TAU else beyond(row["overall"]["speedup"], noise)
+
+
+def beyond(ratio: Figure | None, noise: float) -> int | None:
+    """-1: below 1 by more than the noise; 1: above; 0: neither; None: no ratio.
+
+    The whole interval counts; without an interval the value.
+    """
+    if ratio is None:
+        return None
+    ends = [ratio["value"] if end is None else end for end in (ratio["low"], ratio["high"])]
+    low, high = (end or 0.0 for end in ends)
+    return 1 if low > 1 + noise else -1 if high * (1 + noise) < 1 else 0
 
 
 def noise_of(again: Figure | None) -> float | None:
@@ -79,93 +166,48 @@ def noise_of(again: Figure | None) -> float | None:
     return max(again["high"], 1 / again["low"]) - 1
 
 
-def _compared(pairs: Sequence[MeasuredPair], noise: float) -> list[str]:
-    """Pairs at one temperature beside plain decoding and beside the fastest lossless one."""
-    # 1. The fastest lossless pair, its equals, and lossy pairs that are faster.
-    sides = [(pair, _side(pair, noise)) for pair in pairs]
-    lossless = [(pair, side) for pair, side in sides if pair.lossless]
-    faster = [pair for pair, side in lossless if side == 1]
-    best = max(
-        (pair for pair, _ in lossless), key=lambda pair: pair.tokens_per_second, default=None
-    )
-    lines = []
-    if best and best in faster:
-        near = [
-            pair.name for pair in pairs if pair.lossless and _beyond(pair.of_fastest, noise) == 0
-        ]
-        equals = f" As fast within interval and noise: {', '.join(near)}." if near else ""
-        lines.append(f"the fastest is {_times(best)}{equals}")
-    elif faster:
-        lines.append(f"these are faster than plain decoding: {_listed(faster)}.")
-    elif best and all(side == -1 for _, side in lossless):
-        lines.append(f"plain decoding is the fastest. The best pair is {_times(best)}")
-    lossy = [
-        pair
-        for pair, side in sides
-        if not pair.lossless and side == _beyond(pair.of_fastest, noise) == 1
-    ]
-    if lossy:
-        change = "these are faster, but change the distribution of the completion"
-        lines.append(f"{change}: {_listed(lossy)}.")
-
-    # 2. Pairs that do not pay, and those of which nothing can be said.
-    if slower := [pair for pair, side in sides if side == -1]:
-        lines.append(f"these are slower than plain decoding: {_listed(slower)}.")
-    if unsure := [f"{_listed([p])}, {_why(p, noise)}" for p, side in sides if side == 0]:
-        lines.append(f"these are neither faster nor slower for certain: {'; '.join(unsure)}.")
-    return lines
-
-
-def _side(pair: MeasuredPair, noise: float) -> int | None:
-    """`_beyond` of the speedup; 0 where drafts brought nothing."""
-    return 0 if pair.tau < LEAST_TAU else _beyond(pair.speedup, noise)
-
-
-def _beyond(ratio: Figure | None, noise: float) -> int | None:
-    """-1: below 1 by more than the noise; 1: above; 0: neither; None: no ratio.
-
-    The whole interval counts; without an interval the value.
-    """
-    if ratio is None:
-        return None
-    value, low, high = ratio["value"], ratio["low"], ratio["high"]
-    assert value is not None
-    low = value if low is None else low
-    high = value if high is None else high
-    return 1 if low > 1 + noise else -1 if high * (1 + noise) < 1 else 0
-
-
-def _why(pair: MeasuredPair, noise: float) -> str:
+def why(row: Row, noise: float) -> str:
     """Why a pair is called neither faster nor slower."""
-    if pair.tau < LEAST_TAU:
-        return f"as drafts brought nothing (τ {pair.tau:.3f})"
-    if _beyond(pair.speedup, 0.0) == 0:
+    if tau_of(row) < LEAST_TAU:
+        return f"as drafts brought nothing (τ {tau_of(row):.3f})"
+    if beyond(row["overall"]["speedup"], 0.0) == 0:
         return "whose interval holds 1"
     return f"inside the clock's noise of ±{100 * noise:.1f} %"
 
 
-def _times(pair: MeasuredPair) -> str:
-    return f"{pair.name}: {interval(pair.speedup)} times plain decoding."
+def times(row: Row) -> str:
+    return f"{row['name']}: {shown(row['overall']['speedup'])} times plain decoding."
 
 
-def _listed(pairs: Sequence[MeasuredPair]) -> str:
-    return ", ".join(f"{pair.name} {interval(pair.speedup)}".strip() for pair in pairs)
+def listed(rows: Sequence[Row]) -> str:
+    return ", ".join(f"{row['name']} {shown(row['overall']['speedup'])}".strip() for row in rows)
 
 
-def interval(figure: Figure | None, digits: int = 2) -> str:
-    """A value and its 95 % interval as a cell of a table: 1.49 (1.32–1.61)."""
-    if figure is None or figure["value"] is None:
-        return ""
-    low, high = figure["low"], figure["high"]
-    limits = "" if low is None or high is None else f" ({low:.{digits}f}–{high:.{digits}f})"
-    return f"{figure['value']:.{digits}f}{limits}"
+def right_sentences(rows: Sequence[Row]) -> list[str]:
+    """What right answers say about losslessness, temperature by temperature.
 
-
-def short(drafter: str | None) -> str:
-    """The kind of a drafter, and the last part of its path."""
-    return DrafterSpec.parse(drafter).short if drafter else ""
-
-
-def tree_name(tree: str | None) -> str:
-    """A tree as `--tree` names it; a file without its folder."""
-    return PurePath(tree).name if tree and tree.endswith(".json") else tree or ""
+    Lossy pairs are left out: they may be right more or less often.
+    """
+    pairs = [row for row in rows if row["lossless"] and row["right"] and row["right"]["difference"]]
+    lines = []
+    for temperature in dict.fromkeys(row["temperature"] for row in pairs):
+        here = [row for row in pairs if row["temperature"] == temperature]
+        apart = [
+            f"{row['name']} {percent(row['right']['difference'])}"
+            for row in here
+            if row["right"]["difference"]["low"] > 0 or row["right"]["difference"]["high"] < 0
+        ]
+        if all(row["right"]["same"] == row["right"]["answers"] for row in here):
+            told = (
+                "every pair answers the very questions rightly that the baseline does: "
+                f"{here[0]['right']['right']} of {here[0]['right']['answers']}."
+            )
+        elif not apart:
+            told = "every pair's share of right answers is the baseline's within the 95% interval."
+        else:
+            told = (
+                f"the share of right answers is not the baseline's: {', '.join(apart)}. Chance does "
+                "that to one lossless pair in twenty; `treespec certify` tells."
+            )
+        lines.append(f"At temperature {temperature:g} {told}")
+    return lines

@@ -87,3 +87,11 @@ def tokens_of(out):
 def page_of(file):
     """The text of a Markdown file, whose lines are broken where they are long."""
     return " ".join(file.read_text().split())
+
+
+def pair(name, speedup, speed=1.0, tau=2.0, paused=0.0, **others):
+    """A row of a summary, for the verdict."""
+    figures = {"tokens_per_second": speed, "acceptance_length": tau}
+    overall = {which: {"value": x, "low": None, "high": None} for which, x in figures.items()}
+    row = {"name": name, "method": "auto", "temperature": 0.0, "lossless": True, "of_fastest": None}
+    return row | {"overall": overall | {"speedup": speedup, "undrafted": paused}} | others

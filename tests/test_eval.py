@@ -26,9 +26,9 @@ from treespec.api.spec import Spec
 from treespec.decoding.stats import TAU
 from treespec.errors import InputError
 from treespec.eval.common import seed_of
+from treespec.eval.figures import summarise
 from treespec.eval.ledger import Ledger
 from treespec.eval.run import evaluate
-from treespec.eval.summary import summarise
 from treespec.files.atomic import read_json
 from treespec.model.target import Target
 
@@ -99,7 +99,6 @@ def test_the_figures_are_what_the_entries_say(finished):
                 above = sum(length >= depth for length in lengths)
                 here = sum(length > depth for length in lengths)
                 assert alpha["value"] == (pytest.approx(here / above) if above else None)
-            assert sum(got["cycle_share"].values()) == pytest.approx(1)
             spent = sum(got["cycle_ms"].values()) / 1000 * cycles + got["prefill_seconds"]
             assert spent == pytest.approx(total(mine, "wall")) == pytest.approx(got["seconds"])
             assert min(got["cycle_ms"].values()) >= 0
@@ -107,8 +106,6 @@ def test_the_figures_are_what_the_entries_say(finished):
                 assert got["speedup"] is None
                 continue
             assert got["speedup"]["value"] == pytest.approx(speed(mine) / speed(base))
-            ratios = [speed([ours]) / speed([theirs]) for ours, theirs in zip(mine, base, strict=True)]
-            assert got["by_question"]["value"] == pytest.approx(np.median(ratios))
     assert summary["few_questions"] == ["overall", "writing", "math"]
     assert ":4" in str(summary["left_out"])
 

@@ -16,9 +16,9 @@ from models import random_head
 
 from treespec.cli.evaluate import measure
 from treespec.errors import InputError
+from treespec.eval.figures import summarise
 from treespec.eval.ledger import Ledger
 from treespec.eval.run import evaluate
-from treespec.eval.summary import summarise
 from treespec.files.atomic import locked, write_json
 from treespec.heads import checksum
 from treespec.heads.checkpoint import save_head

@@ -11,17 +11,13 @@ from evaluating import config_in, tokens_of
 from tracing import cycle_of, own
 
 from treespec.decoding.sequence import Piece
-from treespec.eval.charts import Bar, Chart, Group
 from treespec.eval.config import EvalConfig
 from treespec.eval.ledger import Ledger
-from treespec.eval.page import Page, rendered
-from treespec.eval.picture import BOX, HEIGHT, expected, picture
-from treespec.eval.report import Report, Table
+from treespec.eval.outputs import traced
+from treespec.eval.report import Report, Table, page
 from treespec.eval.run import evaluate
-from treespec.eval.traces import chosen_cycles, traced
 from treespec.model.processor import processor
 from treespec.options import command_line
-from treespec.requests.events import Cycle
 
 EVIL = "</text></svg><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"{{ 7 * 7 }}&amp;"
 ENDLESS = {"meta", "wbr", "br"}
@@ -54,32 +50,28 @@ class Tags(HTMLParser):
 def page_with(text):
     """A page that shows a text wherever a model, a file or an option may bring one."""
     cycle = cycle_of(texts=[text] * 3, own=own(text=text), answer=[Piece(text, [2], True), Piece(text, [9], False)])
-    trace = traced([cycle]) | {"title": text, "temperature": 0.0, "prompt": text}
-    bars = [Bar(text, [2.0], text, 1.5, 2.5, marker=3.0)]
-    charts = [
-        Chart("Speed", "", [Group(text, bars)], reference=1.0, marker="bound"),
-        Chart("Time", "", [Group(text, [Bar(text, [1.0, 0.5], text)])], legend=["target", "rest"]),
-    ]
-    report = Report([Table(text, [text], [text], [[text, text]])], [text], [text])
-    return Page(text, text, report, charts, [("command", text), (text, text)], [trace])
+    bars = {text: [{"value": 2.0, "low": 1.5, "high": 2.5}]}
+    report = Report([Table(text, [text], [text, "b"], [[text, text, "c"]], bars)], [text], [text])
+    more = {"setup": [("command", text), (text, text)], "subtitle": text}
+    return page(report, text, **more, traced=[traced(text, {"prompt": text, "cycles": [cycle.to_json()]})])
 
 
 def test_text_from_outside_never_becomes_markup():
-    harmless, evil = Tags(rendered(page_with("word"))), Tags(rendered(page_with(EVIL)))
+    harmless, evil = Tags(page_with("word")), Tags(page_with(EVIL))
     assert evil.tags == harmless.tags
-    assert evil.text.count("<script>alert(1)</script>") > 20
+    assert evil.text.count("<script>alert(1)</script>") > 12
     assert "{{ 7 * 7 }}&amp;" in evil.text
     assert not [name for _, names in evil.tags for name in names if name.startswith("on")]
 
 
 def test_a_page_loads_nothing_from_elsewhere():
-    html = rendered(page_with("word"))
+    html = page_with("word")
     assert not re.findall(r"https?:|//|url\(|@import|\bsrc=|<link|<script", html)
     assert "default-src 'none'" in html
 
 
 def test_control_characters_reach_the_page_as_symbols():
-    html = rendered(page_with("a\x1b[31m\u202e\x00b"))
+    html = page_with("a\x1b[31m\u202e\x00b")
     assert not set("\x1b\u202e\x00") & set(html)
 
 
@@ -95,7 +87,7 @@ def measured(home, tmp_path_factory):
 def test_a_finished_evaluation_makes_the_page_again_without_models(measured, monkeypatch):
     out, config = measured
     page = (out / "report.html").read_text()
-    titles = [f"{name}, temperature {heat}" for heat in (0, 1) for name in ("topk", "rrs 2x2")]
+    titles = [f"{name}, temperature {heat}" for heat in (0, 1) for name in ("topk", "rrs@2x2")]
     assert re.findall(r"<summary><b>(.*?)</b>", page) == titles
     assert [entry["contestant"] for entry in Ledger(out).of("traced")][:2] == ["target-topk-t0", "target-rrs-2x2-t0"]
     monkeypatch.setattr("treespec.eval.run.load_own", None)
@@ -126,47 +118,3 @@ def test_a_page_says_what_it_was_measured_on(measured):
     words = command_line("eval", EvalConfig, {"out": "a b", "baseline": False, "turns": None, "max_new_tokens": 1024})
     assert words == "treespec eval --out 'a b' --no-baseline"
     assert config.out in text
-
-
-def test_chosen_cycles_differ_in_length():
-    def cycle(number, length):
-        nodes = 5
-        fields = {"tokens": [0] * nodes, "texts": ["a"] * nodes, "parents": [-1, 0, 1, 2, 3], "q": [None] * nodes}
-        return cycle_of(number=number, path=list(range(1, length + 1)), p=[None, 0.5, 0.5, 0.5, 0.5], **fields)
-
-    found = chosen_cycles([cycle(number, length) for number, length in enumerate([1, 0, 2, 4, 2, 4], 1)])
-    assert [(one.number, why) for why, one in found] == [
-        (2, "the shortest path"),
-        (4, "the longest accepted path"),
-        (5, "the median path"),
-    ]
-    assert [why for why, _ in chosen_cycles([cycle(1, 2), cycle(2, 2)])] == ["the longest accepted path"]
-    assert chosen_cycles([]) == []
-    assert expected(cycle(1, 0)) == pytest.approx(0.5 + 0.25 + 0.125 + 0.0625)
-
-
-def test_boxes_do_not_touch_and_children_stand_right_of_their_parents():
-    parents = [-1, 0, 0, 1, 1, 2, 2, 4, 0]
-    count = len(parents)
-    tree: Cycle = cycle_of(
-        tokens=[0] * count,
-        texts=["word"] * count,
-        parents=parents,
-        q=[None] + [0.5] * (count - 1),
-        p=[None] + [0.3] * (count - 1),
-        path=[1, 4],
-        own=own(at=4, p=0.2),
-    )
-    drawn = picture(tree)
-    places = [(node.x, node.y) for node in drawn.nodes]
-    assert len(set(places)) == len(places) == count + 1
-    for node in drawn.nodes:
-        assert 0 <= node.x <= drawn.width - BOX
-        assert 0 <= node.y <= drawn.height - HEIGHT
-        assert node.parent is None or node.x > node.parent.x + BOX
-        for other in drawn.nodes:
-            assert node is other or node.x != other.x or abs(node.y - other.y) >= HEIGHT
-    assert [node.fate for node in drawn.nodes].count("accepted") == 2
-    last = drawn.nodes[-1]
-    assert (last.fate, last.parent is drawn.nodes[4]) == ("own", True)
-    assert last.reach == pytest.approx(0.3 * 0.3 * 0.2)

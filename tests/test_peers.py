@@ -79,7 +79,7 @@ def test_the_report_compares_with_peers_bounds_and_forwards(measured):
         assert found[title][2][0] == "20"
         assert found[title][2][column].startswith(times[what])
     page = (out / "report.html").read_text()
-    assert all(title in page for title in ("The speedup and its bound", "What a node costs the target"))
+    assert all(title in page for title in ("Speedup without prompts, and its bound", "The target&#39;s forward in ms"))
     verdict = page_of(out / "report.md").partition("## Verdict")[2]
     assert "At temperature 0 peers have this many times plain decoding's tokens/s: generate" in verdict
 

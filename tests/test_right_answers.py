@@ -9,12 +9,13 @@ import pytest
 from evaluating import config_in, page_of, write_questions
 
 from treespec.cli.evaluate import measure
+from treespec.eval.figures import right_figures
+from treespec.eval.intervals import paired_difference
 from treespec.eval.ledger import Ledger
-from treespec.eval.notes import right_sentences
-from treespec.eval.right import judge, paired_difference, right_figures, verdicts
-from treespec.eval.run import evaluate
+from treespec.eval.run import evaluate, judge
 from treespec.eval.suites import sandbox
 from treespec.eval.suites.checks import NumberCheck
+from treespec.eval.verdict import right_sentences
 
 
 def question(number, category, check):
@@ -32,6 +33,10 @@ QUESTIONS = [
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
     return write_questions(tmp_path_factory.mktemp("right") / "q.jsonl", QUESTIONS)
+
+
+def verdicts(ledger):
+    return {(e["contestant"], e["question_id"]): e["right"] for e in ledger.of("checked")}
 
 
 def ran(monkeypatch):

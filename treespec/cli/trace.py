@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from treespec.requests.events import Cycle
 
-ACCEPTED, OWN, REFUSED = "bold green", "bold yellow", "dim"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig(AnswerConfig):
@@ -80,6 +78,7 @@ def as_trees(cycles: Iterator["Cycle"]) -> Iterator["Cycle"]:
     from rich.text import Text
 
     from treespec.requests.events import explained
+    from treespec.requests.picture import picture
 
     console, tokens = Console(highlight=False), 0
     for cycle in cycles:
@@ -104,49 +103,3 @@ def heading(cycle: "Cycle", tau: float) -> str:
     times = times.replace(",", f" (head {of_draft_model}),", 1)
     count = f"{cycle.new_tokens} {'token' if cycle.new_tokens == 1 else 'tokens'}"
     return f"cycle {cycle.number} · {count} · τ {tau:.2f} so far · {times}"
-
-
-def picture(cycle: "Cycle") -> "Tree":
-    """The tree; the target's own token stands below the node that it follows."""
-    from rich.tree import Tree
-
-    root = Tree(label(cycle, 0), guide_style="dim")
-    branches = {0: root}
-    accepted = {0, *cycle.path}
-    for node in range(1, len(cycle.tokens)):
-        branches[node] = branches[cycle.parents[node]].add(
-            label(cycle, node), guide_style="green" if node in accepted else "dim"
-        )
-    branches[cycle.own.at].add(own_label(cycle))
-    return root
-
-
-def label(cycle: "Cycle", node: int) -> "Text":
-    """`✓ cat  q 0.52  p 0.61`, the ✓ on accepted nodes alone."""
-    from rich.text import Text
-
-    from treespec.requests.events import visible
-
-    token = visible(cycle.texts[node])
-    if not node:
-        return Text(token, "bold")
-    accepted = node in cycle.path
-    shown = Text(f"✓ {token}" if accepted else token, ACCEPTED if accepted else REFUSED)
-    return shown.append(odds(cycle.q[node], cycle.p[node]), "not bold")
-
-
-def own_label(cycle: "Cycle") -> "Text":
-    """`→ dog  q 0.02  p 0.12  the target's own`."""
-    from rich.text import Text
-
-    from treespec.requests.events import visible
-
-    shown = Text(f"→ {visible(cycle.own.text)}", OWN)
-    return shown.append(odds(cycle.own.q, cycle.own.p) + "  the target's own", "not bold")
-
-
-def odds(q: float | None, p: float | None) -> str:
-    from treespec.requests.events import chance
-
-    parts = [f"  {name} {chance(x)}" for name, x in (("q", q), ("p", p)) if x is not None]
-    return "".join(parts)

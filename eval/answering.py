@@ -18,7 +18,7 @@ from treespec.eval.config import EvalConfig, drafters_of
 from treespec.eval.contestants import Contestant
 from treespec.eval.ledger import Completion
 from treespec.eval.questions import Question
-from treespec.requests.request import Options, Seed
+from treespec.requests.options import Keywords, Seed
 from treespec.trees.static import TreeError
 
 TRACED, CYCLES = 24, 4  # tokens and cycles of a traced completion, at most
@@ -74,7 +74,7 @@ def answerer(spec: Spec, one: Contestant, config: EvalConfig) -> Answerer:
         seeds: list[Seed] = [ask.seed for ask in asks]
         if config.memory != "none":
             seeds = [torch.Generator().manual_seed(ask.seed) for ask in asks]
-        options: Options = {
+        options: Keywords = {
             **sampling(one, config),
             "max_new_tokens": max(ask.most for ask in asks),
             "memory": memory_of(one, config),
@@ -142,7 +142,7 @@ class WaitingStats(Stats):
         return super().now()
 
 
-def waited_stages(spec: Spec, ask: Ask, options: Options) -> dict[str, float]:
+def waited_stages(spec: Spec, ask: Ask, options: Keywords) -> dict[str, float]:
     """Seconds by stage of a generation that waits for the device around each; it takes longer.
 
     spec: with nothing cached.
@@ -168,11 +168,11 @@ def traces(
     for asked in islice(fits, 1):
         for one in pairs:
             seed = seed_of(config.seed, asked, 0, one.name)
-            options: Options = sampling(one, config) | {"memory": None, "max_new_tokens": TRACED}
+            options: Keywords = sampling(one, config) | {"memory": None, "max_new_tokens": TRACED}
             cycles = islice(trace(fresh(one), prompts[asked], seed=seed, **options), CYCLES)
             told = {"contestant": one.name, "prompt": prompts[asked][0]["content"]}
             yield told | {"cycles": [cycle.to_json() for cycle in cycles]}
 
 
-def sampling(one: Contestant, config: EvalConfig) -> Options:
+def sampling(one: Contestant, config: EvalConfig) -> Keywords:
     return {"temperature": one.temperature, "top_k": config.top_k, "top_p": config.top_p}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from treespec.cli.chat_config import ChatConfig
+    from treespec.cli.config import ChatConfig
     from treespec.train.config import TrainConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"

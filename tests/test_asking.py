@@ -124,12 +124,12 @@ def failing(input_ids, scores):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"repetition_penalty": 0}, "repetition_penalty is 0, must lie in"),
-        ({"presence_penalty": 2.5}, "presence_penalty is 2.5, must lie in"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0, must be a number from 0.001 to 1,000"),
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5, must be a number from -2 to 2"),
         ({"frequency_penalty": "1"}, "frequency_penalty is '1', must be a number"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias: a token id is -1"),
         ({"logit_bias": {100000: 1.0}}, "token id 100000, which is outside the vocabulary"),
-        ({"logit_bias": {1: float("nan")}}, "must be finite or -inf"),
+        ({"logit_bias": {1: float("nan")}}, "must be a finite number or -inf"),
         ({"logit_bias": [1]}, "must be a dict"),
         ({"logits_processor": 3}, "logits_processor 1 is 3"),
         ({"min_tokens": 300}, "min_tokens is 300, must be at most max_new_tokens"),

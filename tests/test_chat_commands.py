@@ -87,7 +87,7 @@ def test_a_retry_is_what_a_fresh_target_says_in_its_place(conversation, config):
     first, second = conversation.messages[:2], conversation.messages[2:]
     got = retried(conversation)
     prompt = [{"role": "system", "content": "Be brief."}, *first, second[0]]
-    fresh = load_spec(config).generate(prompt, seed=77, **config.sampling())
+    fresh = load_spec(config).generate(prompt, **(config.requested | {"seed": 77}))
     assert got.token_ids == fresh.token_ids
     said = [*first, second[0], {"role": "assistant", "content": fresh.text.strip()}]
     assert conversation.messages == said

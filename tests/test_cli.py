@@ -102,8 +102,9 @@ def test_generate_takes_what_a_request_may_ask(folders, capsys):
     words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     words += ["--logit-bias", "7=-inf", "--logit-bias", "9=1.5", "--chat-template-kwargs", '{"enable_thinking": false}']
     options = ["--target", target, "--head", head, "--dtype", "float32", "--prompt", "the user", "--n", "2"]
+    options += ["--tree", "2x2", "--verifier", "rrs-wo"]
     assert run(app, ["generate", *options, *words]) == 0
     message = [{"role": "user", "content": "the user"}]
     bias = {"logit_bias": {7: float("-inf"), 9: 1.5}}
-    wanted = load(target, head, dtype="float32").generate(message, n=2, **bias, **asked)
+    wanted = load(target, head, "2x2", "rrs-wo", dtype="float32").generate(message, n=2, **bias, **asked)
     assert capsys.readouterr().out == "\n\n".join(output.text for output in wanted) + "\n"

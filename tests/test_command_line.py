@@ -13,13 +13,12 @@ from models import save_model
 from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.cli.export import ENGINES
-from treespec.cli.terminal import readable
 from treespec.draft.trained.kinds import new_eagle as new_head
 from treespec.errors import InputError
 from treespec.heads.checkpoint import save_head
 from treespec.heads.registry import HEADS
 from treespec.model.target import Target
-from treespec.text.strings import printable
+from treespec.text.strings import printable, readable
 
 OSC = "\x1b]0;owned\x07"
 

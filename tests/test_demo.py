@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from wheels import TEMPLATE, write_gguf, write_wheel
 
 import treespec
-from treespec.cli.chat_config import ChatConfig
+from treespec.cli.config import ChatConfig
 from treespec.cli.early import folder_of
 from treespec.cli.export import export
 from treespec.cli.generate import GenerateConfig

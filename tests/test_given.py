@@ -14,8 +14,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from treespec import load
 from treespec.api.spec import Spec
-from treespec.cli.chat_config import ChatConfig
 from treespec.cli.commands import run
+from treespec.cli.config import ChatConfig
 from treespec.cli.conversation import Conversation
 from treespec.draft.model_free.lookup import Lookup, heaviest, matches
 from treespec.draft.options import LookupOptions

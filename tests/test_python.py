@@ -19,7 +19,7 @@ from treespec.draft.models.sparse import SparseProposer
 from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.checkpoint import save_head
-from treespec.requests.request import Options
+from treespec.requests.options import Keywords
 
 TEXT = "the user asks"
 
@@ -48,7 +48,7 @@ def test_the_package_knows_its_names():
 def test_options_are_typed_by_name(name):
     options = signature(getattr(Spec, name)).parameters["options"].annotation
     named = options.__args__[0].__annotations__.keys()
-    assert named == Options.__annotations__.keys()
+    assert named == Keywords.__annotations__.keys()
     assert named > {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop"}
 
 

@@ -10,12 +10,14 @@ import pytest
 
 from treespec.cli import main
 from treespec.errors import InputError
-from treespec.options import check_ranges, numbers_in, option, range_of
+from treespec.options import check, numbers_in, option, range_of
 from treespec.trees.ranges import Range
 from treespec.verify.registry import SCHEMES, scheme_by_name
 
 MODULES = (
-    *(f"treespec.cli.{name}" for name in ("config", "chat_config", "generate", "quickstart", "datastore")),
+    "treespec.requests.options",
+    "treespec.shaping.options",
+    *(f"treespec.cli.{name}" for name in ("config", "generate", "quickstart", "datastore")),
     "treespec.train.config",
     *(f"treespec.eval{room}.config" for room in ("", ".certify", ".acceptance", ".fit")),
     "treespec.draft.options",
@@ -51,10 +53,10 @@ def built(kind, **values):
 def outside(allowed):
     """Numbers just outside of a range, and what is no finite number."""
     yield from (math.nan, math.inf, -math.inf)
-    step = 1 if allowed.whole else 1e-6
-    yield from (bound - step for bound in [allowed.least] if bound is not None)
+    for bound, side in ((allowed.least, -1), (allowed.most, 1)):
+        if bound is not None:
+            yield bound + side if allowed.whole else math.nextafter(bound, side * math.inf)
     yield from (bound for bound in (allowed.above, allowed.below) if bound is not None)
-    yield from (bound + step for bound in [allowed.most] if bound is not None)
 
 
 def test_configurations_are_found():
@@ -73,7 +75,7 @@ def test_every_numeric_option_has_a_finite_range_and_refuses_what_lies_outside(k
         value = str(number) if field.name in LISTS and field.type not in NUMBERS else number
         with pytest.raises(InputError) as caught:
             built(kind, **{field.name: value})
-        assert field.name.replace("_", "-") in str(caught.value)
+        assert kind.named(field.name) in str(caught.value)
         assert "\n" not in str(caught.value)
 
 
@@ -102,7 +104,7 @@ def test_the_first_number_that_is_wrong_is_named_with_its_range():
         some_number: float = option("help", 1.0, least=0, below=2)
 
     with pytest.raises(InputError, match=r"^--some-number is nan, must be a number at least 0 and below 2$"):
-        check_ranges(Own(math.nan))
+        check(Own(math.nan))
 
 
 @pytest.mark.parametrize(

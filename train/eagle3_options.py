@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from treespec.api.options import CommandOptions
 from treespec.errors import InputError
-from treespec.options import TOKENS, option
+from treespec.options import TOKENS, CommandOptions, option
 
 
 @dataclass(frozen=True, kw_only=True)

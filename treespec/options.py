@@ -1,16 +1,18 @@
-"""Options of commands: the names that they take, and dataclass fields that become them.
+"""How an option is declared, once: its name, type, range, help and default are a dataclass field.
 
-The names stand here as plain text, so that `--help` loads neither torch nor transformers. Tests
-hold them equal to the registries.
+The command line, `--config FILE`, Python's keywords, the HTTP body and the pages are views of these
+fields; `check` is the one check of a value. The names that options take stand here as plain text,
+so that `--help` loads neither torch nor transformers. Tests hold them equal to the registries.
 """
 
 import difflib
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from treespec.errors import InputError
 from treespec.trees.policy import EXAMPLES
@@ -47,82 +49,117 @@ def option(
     help: str,
     default: object = MISSING,
     *,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    whole: bool = False,
     words: Iterable[str] = (),
     choices: Iterable[str] = (),
+    line: object = "",
+    **ends: Any,
 ) -> Any:
     """A dataclass field with its option's help. Without a default the option is required.
 
-    least, most, above, below: the range of a number, for `check_ranges`. Every int and float has
-    one with two ends. For a str field it is the range of each number in a list.
-    whole: the list holds whole numbers.
-    words: names that the list may hold beside numbers.
-    choices: the names that a str field may hold, for `check_choices`.
+    ends: least, most, above, below: the range of a number (`Range`). Every int and float has one
+    with two ends. For a str field it is the range of each number in a list, whole: of whole ones.
+    words: names that the list may hold beside numbers. choices: the names that a str field may hold.
+    line: how the command line gives it: (type, function from its words to the value); "": as it is;
+    None: not at all.
     """
-    metadata: dict[str, object] = {"help": help, "whole": whole, "words": tuple(words)}
-    metadata["choices"] = tuple(choices)
-    if (least, most, above, below) != (None,) * 4:
-        metadata["range"] = (least, most, above, below)
-    return field(default=default, metadata=metadata)
+    told = {"words": tuple(words), "choices": tuple(choices), "line": line}
+    told["range"] = Range(**ends) if ends else None
+    return field(default=default, metadata={"help": help} | told)
 
 
-def shared(group: type["DataclassInstance"], name: str, default: object = MISSING) -> Any:
-    """An option of another dataclass with another default; without a default it is required."""
+def shared(group: type["DataclassInstance"], name: str, *default: object) -> Any:
+    """An option of another dataclass, with its default or another one."""
     (known,) = (known for known in fields(group) if known.name == name)
-    return field(default=default, metadata=known.metadata)
+    return field(default=default[0] if default else known.default, metadata=known.metadata)
 
 
 def range_of(known: Field) -> Range | None:
     """The range of a field that `option` made."""
-    if "range" not in known.metadata:
-        return None
-    least, most, above, below = known.metadata["range"]
-    whole = known.metadata["whole"] or known.type in (int, int | None)
-    return Range(least, most, above, below, whole)
+    allowed: Range | None = known.metadata["range"]
+    return allowed and replace(allowed, whole=allowed.whole or known.type in (int, int | None))
 
 
-def check_ranges(config: "DataclassInstance", flag: str = "--") -> None:
-    """Raises InputError for the first number outside its option's range, NaN and infinities too.
+@dataclass(frozen=True)
+class Options:
+    """Options that are checked as they are made; a subclass has a field for each. Raises InputError.
 
-    flag: prefix of the name in the message. It is "" for options inside an option, as in
-    lookup:tokens=10.
+    FLAG: what an option's name begins with in a message. PANEL: the heading in `--help` of the
+    options that a group declares.
     """
-    for known in fields(config):
-        allowed, value = range_of(known), getattr(config, known.name)
-        if allowed is None or value is None:
+
+    FLAG: ClassVar[str] = ""
+    PANEL: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        check(self, self.FLAG)
+
+    @classmethod
+    def named(cls, name: str) -> str:
+        """An option as a message names it: --top-p on the command line, top_p in Python."""
+        return called(name, cls.FLAG)
+
+
+@dataclass(frozen=True)
+class CommandOptions(Options):
+    """Options of a command."""
+
+    FLAG = "--"
+
+
+def called(name: str, flag: str) -> str:
+    return flag + name.replace("_", "-") if flag else name
+
+
+def check(options: "DataclassInstance", flag: str = "--") -> None:
+    """Raises InputError for the first value that is not of its option's type, range or choices.
+
+    NaN and infinities lie in no range. Numbers of NumPy become Python's. flag: as `Options.FLAG`.
+    """
+    for known in fields(options):
+        value, kinds = getattr(options, known.name), get_args(known.type) or (known.type,)
+        name, told = called(known.name, flag), known.metadata
+        if value is None and (known.default is None or type(None) in kinds):
             continue
-        name = flag + known.name.replace("_", "-")
-        if isinstance(value, str):
-            values = numbers_in(name, value, allowed, known.metadata["words"])
-        else:
-            values = list(value) if isinstance(value, tuple) else [value]
-        for number in values:
-            if number not in allowed:
-                raise InputError(f"{name} is {number}, must be {allowed}")
+        empty = "" in value if isinstance(value, list | tuple) else value == ""
+        if flag and empty and value != known.default:
+            raise InputError(f"{name} is empty: give a value, or leave the option out")
+        if (choices := told["choices"]) and value not in choices:
+            hint = nearest(value, choices)
+            raise InputError(f"{name} is {value!r}, must be {either(choices)}{hint}")
+        if allowed := range_of(known):
+            value = plain(value)
+            listed = isinstance(value, str) and str in kinds
+            for number in numbers_in(name, value, allowed, told["words"]) if listed else [value]:
+                if number not in allowed:
+                    raise InputError(f"{name} is {number!r:.40}, must be {allowed}")
+            object.__setattr__(options, known.name, float(value) if known.type is float else value)
+        elif known.type is bool and not type(value).__name__.startswith("bool"):  # NumPy's, too
+            raise InputError(f"{name} is {value!r:.40}, must be True or False")
+        elif not flag and {*kinds} <= {str, type(None)} and not isinstance(value, kinds):
+            raise InputError(f"{name} is {value!r:.40}, must be a string")
 
 
-def check_filled(config: "DataclassInstance") -> None:
-    """Raises InputError for the first option that is an empty text, or a list that holds one."""
-    for known in fields(config):
-        value = getattr(config, known.name)
-        if value == "" or (isinstance(value, list) and "" in value):
-            name = known.name.replace("_", "-")
-            raise InputError(f"--{name} is empty: give a value, or leave the option out")
+def plain(value: Any) -> Any:
+    """A number of any library as Python's; anything else as it is."""
+    if isinstance(value, bool | int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
-def check_choices(config: "DataclassInstance") -> None:
-    """Raises InputError for the first name that is none of its option's choices."""
-    for known in fields(config):
-        choices, value = known.metadata.get("choices"), getattr(config, known.name)
-        if choices and value is not None and value not in choices:
-            name = known.name.replace("_", "-")
-            raise InputError(
-                f"--{name} is {value!r}, must be {either(choices)}{nearest(value, choices)}"
-            )
+def whole(name: str, value: object, least: int | None = None) -> int:
+    """Raises InputError for anything but a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InputError(f"{name} is {value!r:.40}, must be a whole number")
+    if least is not None and value < least:
+        raise InputError(f"{name} is {value}, must be at least {least}")
+    return int(value)
+
+
+def chosen(options: "DataclassInstance", group: type["DataclassInstance"]) -> dict[str, Any]:
+    """The options of a group that differ from the group's own defaults, as keywords."""
+    values = {known.name: getattr(options, known.name) for known in fields(group)}
+    defaults = {known.name: known.default for known in fields(group)}
+    return {name: value for name, value in values.items() if value != defaults[name]}
 
 
 def check_place(device_map: str | None) -> None:

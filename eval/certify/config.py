@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from treespec.api.options import (
     DTYPES,
     QUESTION_FILE,
-    LogitOptions,
     ModelOptions,
     QuestionOptions,
 )
 from treespec.errors import InputError
 from treespec.options import MANY, SEEDS, TOKENS, either, option, shared
+from treespec.shaping.options import LogitOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,4 +51,3 @@ class CertifyConfig(ModelOptions, QuestionOptions, LogitOptions):
             )
         super().__post_init__()
         self.check_one_source()
-        self.changes()  # refuses a bias that is not understood

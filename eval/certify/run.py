@@ -34,6 +34,8 @@ from treespec.eval.common import Step
 from treespec.eval.environment import describe
 from treespec.eval.questions import load_questions
 from treespec.files.atomic import check_writable, write_json
+from treespec.options import chosen
+from treespec.shaping.options import LogitOptions
 from treespec.shaping.sampling import SamplingParams
 
 TESTS = 10  # of sampled texts, at most
@@ -94,7 +96,7 @@ class Examination:
     @property
     def changes(self) -> dict[str, Any]:
         """Options of `Spec.generate` that change the logits."""
-        return {**self.config.changes(), **self.options}
+        return {**chosen(self.config, LogitOptions), **self.options}
 
     @property
     def remember(self) -> bool:

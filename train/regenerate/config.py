@@ -1,16 +1,13 @@
 """What a regeneration is: whose questions, who answers them, and how."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from treespec.api.options import ModelOptions, SamplingOptions
 from treespec.errors import InputError
 from treespec.options import MANY, SEEDS, TOKENS, either, option
 from treespec.train.data.known import DATA_SETS
 from treespec.train.regenerate.english import FILTERS
-
-if TYPE_CHECKING:
-    from treespec.requests.request import Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +100,7 @@ class RegenerateConfig(ModelOptions, SamplingOptions):
                 raise InputError(complaint)
         part_of(self.part)
 
-    def sampling(self, greedy: bool) -> "Options":
+    def sampling(self, greedy: bool) -> dict[str, Any]:
         """The options of `Spec.request`. greedy: at temperature 0."""
         return {
             "temperature": 0.0 if greedy else self.temperature,

@@ -18,8 +18,9 @@ from treespec.decoding.sequence import Piece, Request
 from treespec.errors import Busy, InputError
 from treespec.files.locks import alone_with
 from treespec.model.target import Target
+from treespec.options import whole
+from treespec.requests.options import Keywords, Seed
 from treespec.requests.output import Completion, OnPiece
-from treespec.requests.request import Options, Seed, whole
 from treespec.text.prompts import Prompt
 
 LEAST = 16  # prompt tokens between two cycles
@@ -99,7 +100,7 @@ class Engine:
         *,
         seed: Seed = None,
         on_piece: OnPiece | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[Keywords],
     ) -> Completion:
         """Queue a request. prompt, seed, options: as for `Spec.stream`.
 
@@ -117,7 +118,7 @@ class Engine:
         *,
         seed: Seed = None,
         on_pieces: Sequence[OnPiece | None] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[Keywords],
     ) -> list[Completion]:
         """Queue n requests for one prompt, which is prefilled once: all of them, or none.
 

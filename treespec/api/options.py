@@ -3,8 +3,7 @@
 A configuration states a shared option again only where its default or its meaning differs.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
 
 from treespec.demo.known import DEMO, default_drafter, head_of
 from treespec.draft.drafters import FORMS
@@ -15,18 +14,16 @@ from treespec.options import (
     LOAD_IN_FORMS,
     MANY,
     QUESTIONS,
-    TOKENS,
     TREE_FILE,
     TREE_FORMS,
-    check_choices,
-    check_filled,
+    CommandOptions,
     check_place,
-    check_ranges,
     either,
     installed,
     option,
     shared,
 )
+from treespec.requests.options import RequestOptions
 from treespec.verify.facts import LOSSY, NAMES
 
 DRAFTER = f"drafter in place of --head: {FORMS}; suffix+eagle:HEAD and the like draft from both"
@@ -38,21 +35,6 @@ FASTEST = "auto takes the fastest, chosen anew in each cycle"
 PER_CATEGORY = "ask only the first N questions of each category, or task of Spec-Bench"
 TRUST = "run Python files from the target's directory or repository; read them first"
 QUESTION_FILE = f"{', '.join(QUESTIONS)} or a JSONL file in FastChat's format"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommandOptions:
-    """Raises InputError for an empty text, a number out of its range and an unknown name.
-
-    PANEL: the heading in `--help` of the options that a group declares.
-    """
-
-    PANEL: ClassVar[str | None] = None
-
-    def __post_init__(self) -> None:
-        check_filled(self)
-        check_ranges(self)
-        check_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +166,7 @@ class ModelOptions(TargetOptions, PlacementOptions, TreeOptions):
 class AnswerOptions(CommandOptions):
     PANEL = "Answers"
 
-    max_new_tokens: int = option(
-        "end an answer after this number of tokens", 512, least=1, most=TOKENS
-    )
+    max_new_tokens: int = shared(RequestOptions, "max_new_tokens", 512)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,66 +175,8 @@ class SamplingOptions(AnswerOptions):
 
     PANEL = "Answers"
 
-    top_k: int = option(
-        "sample from the k likeliest tokens; 0 is off", 0, least=0, most=TOKENS * 10
-    )
-    top_p: float = option(
-        "sample from the likeliest tokens that hold this probability; 1 is off",
-        1.0,
-        above=0,
-        most=1,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogitOptions(CommandOptions):
-    """What changes the logits of target and drafter alike (`treespec.shaping`)."""
-
-    PANEL = "Answers"
-
-    repetition_penalty: float = option(
-        "divide by this the positive logits of all tokens of prompt and answer, and multiply their "
-        "negative ones; 1 is off",
-        1.0,
-        least=0.001,
-        most=1000,
-    )
-    presence_penalty: float = option(
-        "subtract this from the logits of all tokens of the answer; 0 is off", 0.0, least=-2, most=2
-    )
-    frequency_penalty: float = option(
-        "subtract this from the logits of the answer's tokens, once for each occurrence; 0 is off",
-        0.0,
-        least=-2,
-        most=2,
-    )
-
-    logit_bias: list[str] | None = option(
-        "add a number to a token's logit, as in 50256=-5, or forbid it, as in 50256=-inf; repeat the "
-        "option for several tokens",
-        None,
-    )
-
-    def changes(self) -> dict[str, Any]:
-        """Those that are on, as options of `Spec.generate`. Raises InputError."""
-        values = {known.name: getattr(self, known.name) for known in fields(LogitOptions)}
-        defaults = {known.name: known.default for known in fields(LogitOptions)}
-        on = {name: value for name, value in values.items() if value != defaults[name]}
-        if self.logit_bias is not None:
-            on["logit_bias"] = dict(bias_of(part) for part in self.logit_bias)
-        return on
-
-
-def bias_of(text: str) -> tuple[int, float]:
-    """The token id and the number of `50256=-5`. Raises InputError."""
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise InputError(
-            f"--logit-bias {text!r:.40} is not understood: give a token id and a number, as in "
-            "50256=-5"
-        ) from None
+    top_k: int = shared(RequestOptions, "top_k")
+    top_p: float = shared(RequestOptions, "top_p")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +202,4 @@ class TextOptions(QuestionOptions, AnswerOptions):
     limit: int | None = option(
         "use only the first N questions or conversations", None, least=1, most=MANY
     )
-    max_new_tokens: int = option(
-        "end an answer after this number of tokens", 150, least=1, most=TOKENS
-    )
+    max_new_tokens: int = shared(RequestOptions, "max_new_tokens", 150)

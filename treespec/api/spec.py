@@ -17,19 +17,11 @@ from treespec.errors import InputError
 from treespec.files.locks import alone_with
 from treespec.heads.head import Head
 from treespec.model.target import Target
+from treespec.options import whole
 from treespec.requests.events import Cycle
+from treespec.requests.options import BatchKeywords, Keywords, Seed, Seeds, requested
 from treespec.requests.output import Output, Stream, output_of
-from treespec.requests.prepare import requests_for
-from treespec.requests.request import (
-    BatchOptions,
-    Options,
-    Seed,
-    Seeds,
-    checked,
-    refuse_unknown,
-    seeds_of,
-    whole,
-)
+from treespec.requests.prepare import requests_for, seeds_of
 from treespec.text.prompts import Arrays, Prompt, Prompts, Single, encode, prompts_of
 from treespec.trees.policy import policy
 from treespec.trees.shape import Policy
@@ -134,30 +126,29 @@ class Spec:
         """The token ids of a prompt, by `treespec.text.prompts.encode`. Raises InputError."""
         return encode(self.target, prompt, self.template)
 
-    def request(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Options]) -> Request:
+    def request(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Keywords]) -> Request:
         """The decoder's request for a prompt. seed: as for `stream`. Raises InputError."""
         return self.requests(prompt, 1, seed=seed, **options)[0]
 
     def requests(
-        self, prompt: Prompt, n: int, *, seed: Seed = None, **options: Unpack[Options]
+        self, prompt: Prompt, n: int, *, seed: Seed = None, **options: Unpack[Keywords]
     ) -> list[Request]:
         """n requests for one prompt, for one decoder, which prefills it once. Raises InputError.
 
         seed: of the first; each other one has the next.
         """
-        refuse_unknown(options, "seed")
-        count, wanted = whole("n", n, least=1), checked(options)
+        count, wanted = whole("n", n, least=1), requested(options, "seed")
         ids = encode(self.target, prompt, self.template, wanted.chat_template_kwargs)
         self.measure(1)
         return requests_for(self.target, self.template, ids, wanted, seed, count)
 
-    def stream(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Options]) -> Stream:
+    def stream(self, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Keywords]) -> Stream:
         """Pieces of the answer as they are accepted. prompt: see `treespec.text.prompts`.
 
         seed: of all draws, in [0, 2^64). The same seed and prompt give the same answer; with the same
-        seed another prompt's draws are independent (`treespec.requests.request.generator_of`). None draws a
+        seed another prompt's draws are independent (`treespec.requests.prepare.generator_of`). None draws a
         new seed, and a `torch.Generator` draws it from there. options: see
-        `treespec.requests.request.Options`. The stream ends with a SupersededError once this Spec begins
+        `treespec.requests.options.RequestOptions`. The stream ends with a SupersededError once this Spec begins
         another text.
         """
         text = self.request(prompt, seed=seed, **options)
@@ -165,23 +156,23 @@ class Spec:
 
     @overload
     def generate(
-        self, prompt: Prompts, *, n: None = None, **options: Unpack[BatchOptions]
+        self, prompt: Prompts, *, n: None = None, **options: Unpack[BatchKeywords]
     ) -> list[Output]: ...
     @overload
     def generate(
-        self, prompt: Single, *, n: None = None, **options: Unpack[BatchOptions]
+        self, prompt: Single, *, n: None = None, **options: Unpack[BatchKeywords]
     ) -> Output: ...
     @overload
     def generate(
-        self, prompt: Arrays, *, n: None = None, **options: Unpack[BatchOptions]
+        self, prompt: Arrays, *, n: None = None, **options: Unpack[BatchKeywords]
     ) -> Output | list[Output]: ...
     @overload
     def generate(
-        self, prompt: Prompts, *, n: int, **options: Unpack[BatchOptions]
+        self, prompt: Prompts, *, n: int, **options: Unpack[BatchKeywords]
     ) -> list[list[Output]]: ...
     @overload
     def generate(
-        self, prompt: Single, *, n: int, **options: Unpack[BatchOptions]
+        self, prompt: Single, *, n: int, **options: Unpack[BatchKeywords]
     ) -> list[Output]: ...
     def generate(
         self,
@@ -190,7 +181,7 @@ class Spec:
         n: int | None = None,
         batch: int | None = None,
         seed: Seeds = None,
-        **options: Unpack[Options],
+        **options: Unpack[Keywords],
     ) -> Output | list[Output] | list[list[Output]]:
         """The answer; a list for several prompts. prompt: see `treespec.text.prompts`.
 
@@ -205,11 +196,15 @@ class Spec:
 
     @overload
     def generate_all(
-        self, prompts: Sequence[Prompt] | Arrays, *, n: None = None, **options: Unpack[BatchOptions]
+        self,
+        prompts: Sequence[Prompt] | Arrays,
+        *,
+        n: None = None,
+        **options: Unpack[BatchKeywords],
     ) -> list[Output]: ...
     @overload
     def generate_all(
-        self, prompts: Sequence[Prompt] | Arrays, *, n: int, **options: Unpack[BatchOptions]
+        self, prompts: Sequence[Prompt] | Arrays, *, n: int, **options: Unpack[BatchKeywords]
     ) -> list[list[Output]]: ...
     def generate_all(
         self,
@@ -218,7 +213,7 @@ class Spec:
         n: int | None = None,
         batch: int | None = None,
         seed: Seeds = None,
-        **options: Unpack[Options],
+        **options: Unpack[Keywords],
     ) -> list[Output] | list[list[Output]]:
         """The answers to several prompts; one forward of the target serves a batch of them.
 
@@ -240,12 +235,11 @@ class Spec:
         n: int | None,
         batch: int | None,
         seed: Seeds,
-        options: Options,
+        options: Keywords,
     ) -> list[Any]:
         """An output for each prompt; with n a list of n."""
         # 1. Options, before any prompt is blamed for them.
-        refuse_unknown(options, "n", "batch", "seed")
-        checked(options)
+        requested(options, "n", "batch", "seed")
         each = whole("n", 1 if n is None else n, least=1)
         most = len(prompts) * each
         at_once = whole("batch", most if batch is None else batch, least=min(1, most))
@@ -276,7 +270,7 @@ class Spec:
 
 
 def trace(
-    spec: Spec, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Options]
+    spec: Spec, prompt: Prompt, *, seed: Seed = None, **options: Unpack[Keywords]
 ) -> Iterator[Cycle]:
     """The cycles of `spec.generate` with this prompt and seed, as they come.
 

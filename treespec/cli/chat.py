@@ -10,8 +10,8 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, final
 
-from treespec.cli.chat_config import ChatConfig
-from treespec.cli.config import begin, load_spec
+from treespec.cli.config import ChatConfig, load_spec
+from treespec.cli.early import begin_answers
 from treespec.cli.options import takes
 from treespec.text.strings import CONTROL
 
@@ -29,7 +29,7 @@ def chat(config: ChatConfig) -> None:
     Through a pipe each line is a message. Answers go to standard output, figures to standard error.
     """
     # 1. Check what needs no weights, load, and try one prompt: a missing template shows now.
-    begin(config)
+    begin_answers(config)
     from treespec.cli.commands import Question, in_words, run
     from treespec.cli.conversation import Conversation
 

@@ -6,11 +6,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from treespec.cli.chat_config import ChatConfig
 from treespec.cli.conversation import Conversation, Message
 from treespec.decoding.stats import figures_of
 from treespec.errors import InputError
@@ -70,9 +69,9 @@ def retry(conversation: Conversation, _: str) -> Question:
     return Question(conversation.last_message)
 
 
-def change(conversation: Conversation, **options: float | str | None) -> None:
+def change(conversation: Conversation, **options: Any) -> None:
     """Other options from the next answer on. Raises InputError for a value out of range."""
-    conversation.change(ChatConfig(**{**asdict(conversation.config), **options}))
+    conversation.change(replace(conversation.config, **options))
 
 
 def temperature(conversation: Conversation, value: str) -> str:

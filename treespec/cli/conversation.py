@@ -4,11 +4,10 @@ from dataclasses import dataclass, field, replace
 from typing import NotRequired, TypedDict, final
 
 from treespec.api.spec import Spec
-from treespec.cli.chat_config import ChatConfig
+from treespec.cli.config import ChatConfig
 from treespec.decoding.stats import Stats
 from treespec.errors import InputError
 from treespec.requests.output import Output, Stream
-from treespec.shaping.sampling import SamplingParams
 
 HINTS = "/help: commands · Alt-Enter: new line · Ctrl-C: stop an answer · Ctrl-D: quit"
 
@@ -58,7 +57,7 @@ class Conversation:
         again: the answer replaces the last one.
         """
         prompt = plain([*self.opening, *self._before(again), Message(role="user", content=text)])
-        return self.spec.stream(prompt, seed=self.config.seed, **self.config.sampling())
+        return self.spec.stream(prompt, **self.config.requested)
 
     def keep(self, text: str, output: Output, interrupted: bool, again: bool = False) -> bool:
         """Remember a turn, unless the answer is empty: templates have no place for that."""
@@ -96,7 +95,6 @@ class Conversation:
 
         Raises InputError, and then changes nothing.
         """
-        SamplingParams(config.temperature, config.top_k, config.top_p, config.min_p)
         if config.system != self.config.system:
             hello = Message(role="user", content="Hello")
             self.spec.encode(plain([*opening(config.system), hello]))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treespec.api.options import ModelOptions
 from treespec.cli.terminal import notice
 from treespec.demo.known import is_demo
 from treespec.draft.checks import check_there
@@ -41,6 +42,22 @@ def begin(
 
         check(None, template)
     check_files_of_target(options, words, chats and template is None)
+
+
+def begin_answers(config: ModelOptions, words: bool = True, chats: bool = True) -> None:
+    """`begin` for what decodes. Raises TreeError too."""
+    if config.head is not None and config.drafter is not None:
+        raise InputError(
+            f"both --head {config.head} and --drafter {config.drafter} are given: leave out one"
+        )
+    source = config.source
+    given = [f"--tree {config.tree}"] if config.tree is not None else []
+    given += [f"--verifier {config.verifier}"] if config.verifier != ModelOptions.verifier else []
+    if given and source is None:
+        raise InputError(f"{' and '.join(given)}: nothing drafts; give --head or --drafter too")
+    begin(config, [] if source is None else [source], words, chats)
+    if source is not None:
+        check_pairing(source, config.tree, config.verifier, config.allow_lossy)
 
 
 def check_files_of_target(

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
-from treespec.cli.config_file import expanded
 from treespec.cli.terminal import end_notice
 from treespec.errors import InputError
 from treespec.files.quiet import LOUD
@@ -25,9 +24,8 @@ def run(app: "typer.Typer", arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code.
 
     0: done. 1: a bug, or no memory left. 2: an input that cannot be used. 130: Ctrl-C. Each error
-    is one line; --traceback, anywhere on the line, raises it instead. --config FILE, anywhere too,
-    stands for the options in the file. Ctrl-C and a reader that leaves, such as `| head`, end a
-    command without a message.
+    is one line; --traceback, anywhere on the line, raises it instead. Ctrl-C and a reader that
+    leaves, such as `| head`, end a command without a message.
     """
     # 1. Run.
     tolerate_any_text()
@@ -35,8 +33,7 @@ def run(app: "typer.Typer", arguments: Sequence[str]) -> int:
     wants_traceback = TRACEBACK in arguments
     try:
         check_threads()
-        plain = [word for word in arguments if word != TRACEBACK]
-        code = app(expanded(app, plain), standalone_mode=False)
+        code = app([word for word in arguments if word != TRACEBACK], standalone_mode=False)
         sys.stdout.flush()
 
     # 2. What ends a command early, in a line.

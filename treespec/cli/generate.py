@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from treespec.cli.config import AnswerConfig, begin, load_spec
+from treespec.cli.config import AnswerConfig, load_spec
+from treespec.cli.early import begin_answers
 from treespec.cli.options import takes
-from treespec.cli.terminal import readable, standard_input
+from treespec.cli.terminal import standard_input
 from treespec.errors import InputError
-from treespec.options import TOKENS, option
-from treespec.text.strings import printable
+from treespec.options import option
+from treespec.text.strings import printable, readable
 
 if TYPE_CHECKING:
     from treespec.api.spec import Spec
     from treespec.decoding.stats import Stats
-    from treespec.requests.request import Options
     from treespec.text.prompts import Single
 
 
@@ -26,14 +26,7 @@ class GenerateConfig(AnswerConfig):
         "messages, which are answered together",
         None,
     )
-    stop: list[str] | None = option(
-        "end an answer before this text; repeat the option for several texts", None
-    )
     n: int = option("give this number of answers to each message", 1, least=1, most=4096)
-    min_tokens: int = option(
-        "go on until an answer has this number of tokens", 0, least=0, most=TOKENS
-    )
-    ignore_eos: bool = option("go on after end-of-sequence tokens", False)
     batch: int | None = option("answers decoded at a time; default: all", None, least=1, most=4096)
     raw: bool = option("continue the prompt as plain text, without the chat template", False)
 
@@ -46,27 +39,15 @@ def generate(config: GenerateConfig) -> None:
     """
     # 1. Read the texts before anything is loaded.
     texts = [read(text) for text in config.prompt or ["-"]]
-    stop = [readable(text, "--stop") for text in config.stop or ()]
     prompts = [prompt_of(text, config.raw) for text in texts]
-    options = config.sampling()
-    options["stop"] = stop
-    options["min_tokens"], options["ignore_eos"] = config.min_tokens, config.ignore_eos
-    if config.min_tokens > config.max_new_tokens:
-        raise InputError(
-            f"--min-tokens is {config.min_tokens}, must be at most --max-new-tokens, "
-            f"{config.max_new_tokens}"
-        )
-
-    begin(config, chats=not config.raw)
+    begin_answers(config, chats=not config.raw)
 
     # 2. Answer, then print the figures.
     spec = load_spec(config)
     from treespec.decoding.stats import figures_of  # imports torch
 
-    if len(prompts) * config.n == 1:
-        stats = answer(spec, prompts[0], config.seed, options)
-    else:
-        stats = answer_all(spec, prompts, config, options)
+    together = len(prompts) * config.n > 1
+    stats = answer_all(spec, prompts, config) if together else answer(spec, prompts[0], config)
     print(figures_of(stats, explain=True), file=sys.stderr)
 
 
@@ -83,26 +64,22 @@ def prompt_of(text: str, raw: bool) -> "Single":
     return text if raw else [{"role": "user", "content": text}]
 
 
-def answer(spec: "Spec", prompt: "Single", seed: int | None, options: "Options") -> "Stats":
+def answer(spec: "Spec", prompt: "Single", config: GenerateConfig) -> "Stats":
     """Print an answer as it comes."""
     shown = printable if sys.stdout.isatty() else str
-    stream = spec.stream(prompt, seed=seed, **options)
+    stream = spec.stream(prompt, **config.requested)
     for piece in stream:
         print(shown(piece.text), end="", flush=True)
     print()
     return stream.output.stats
 
 
-def answer_all(
-    spec: "Spec", prompts: Sequence["Single"], config: GenerateConfig, options: "Options"
-) -> "Stats":
+def answer_all(spec: "Spec", prompts: Sequence["Single"], config: GenerateConfig) -> "Stats":
     """Print the answers when all are there. Returns their sum."""
     from treespec.decoding.stats import Stats
 
     shown = printable if sys.stdout.isatty() else str
-    samples = spec.generate_all(
-        prompts, n=config.n, batch=config.batch, seed=config.seed, **options
-    )
+    samples = spec.generate_all(prompts, n=config.n, batch=config.batch, **config.requested)
     outputs = [output for of_prompt in samples for output in of_prompt]
     print("\n\n".join(shown(output.text) for output in outputs))
     total = Stats()

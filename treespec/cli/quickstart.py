@@ -5,11 +5,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from treespec.api.options import CommandOptions, TargetOptions
+from treespec.api.options import TargetOptions
 from treespec.cli.early import begin
 from treespec.cli.options import takes
 from treespec.demo.known import DEMO, default_drafter
-from treespec.options import TOKENS, option, shared
+from treespec.options import TOKENS, CommandOptions, option, shared
 
 VERIFIERS = ("auto", "single", "rrs-wo", "optimal")
 CALIBRATED = "traversal@sampled"  # a tree that needs a head's calibration

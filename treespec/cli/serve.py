@@ -7,12 +7,13 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from treespec.api.options import CommandOptions, ModelOptions, TargetOptions
-from treespec.cli.config import begin, load_spec
+from treespec.api.options import ModelOptions, TargetOptions
+from treespec.cli.config import load_spec
+from treespec.cli.early import begin_answers
 from treespec.cli.options import takes
 from treespec.demo.known import DEMO
 from treespec.errors import InputError
-from treespec.options import MANY, TOKENS, option, shared
+from treespec.options import MANY, TOKENS, CommandOptions, option, shared
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "TREESPEC_API_KEY"
@@ -97,7 +98,7 @@ def serve(config: ServeConfig) -> None:
     keys = [key.strip() for key in config.api_key or os.environ.get(KEY, "").split()]
     if "" in keys:
         raise InputError("--api-key is empty: give the key that requests bring, or leave it out")
-    begin(config, words=False, chats=False)
+    begin_answers(config, words=False, chats=False)
     listening = bound(config.host, config.port)
 
     # 2. The engine, and the application over it.

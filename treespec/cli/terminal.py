@@ -6,21 +6,6 @@ from treespec.errors import InputError
 from treespec.text.strings import one_line
 
 
-def readable(text: str, name: str) -> str:
-    """A command-line text as UTF-8, whatever the locale. Raises InputError where it is not UTF-8.
-
-    Python turns bytes that its locale lacks into lone surrogates: under LC_ALL=C those of an é.
-
-    name: the option that an error names.
-    """
-    try:
-        return text.encode(errors="surrogateescape").decode()
-    except UnicodeError:
-        raise InputError(
-            f"{name} is not UTF-8 text: {text.encode(errors='backslashreplace').decode()[:60]}"
-        ) from None
-
-
 def standard_input() -> str:
     """All of standard input as UTF-8, whatever the locale. Raises InputError where it is not."""
     raw = getattr(sys.stdin, "buffer", None)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from treespec.cli.config import AnswerConfig, begin, load_spec
+from treespec.cli.config import AnswerConfig, load_spec
+from treespec.cli.early import begin_answers
 from treespec.cli.generate import GenerateConfig, prompt_of, read
 from treespec.cli.options import takes
-from treespec.cli.terminal import readable
 from treespec.errors import InputError
 from treespec.options import MANY, option, shared
 
@@ -29,8 +29,7 @@ class TraceConfig(AnswerConfig):
         "stop after this number of cycles; default: the whole answer", None, least=1, most=MANY
     )
     json: bool = option("print a JSON object a cycle, for tools", False)
-    stop: list[str] | None = shared(GenerateConfig, "stop", None)
-    raw: bool = shared(GenerateConfig, "raw", False)
+    raw: bool = shared(GenerateConfig, "raw")
     max_new_tokens: int = shared(AnswerConfig, "max_new_tokens", 64)
 
 
@@ -42,22 +41,18 @@ def trace(config: TraceConfig) -> None:
     """
     # 1. Refuse bad input before anything is loaded.
     text = read("-" if config.prompt is None else config.prompt)
-    stop = [readable(one, "--stop") for one in config.stop or ()]
     if config.source is None:
         raise InputError(
             "a trace shows drafted trees, and nothing drafts: give --head or --drafter"
         )
-    options = config.sampling()
-    options["stop"] = stop
-
-    begin(config, chats=not config.raw)
+    begin_answers(config, chats=not config.raw)
 
     # 2. Answer, and show each cycle as it comes.
     spec = load_spec(config)
     from treespec.api.spec import trace as cycles_of
     from treespec.decoding.stats import TAU
 
-    cycles = cycles_of(spec, prompt_of(text, config.raw), seed=config.seed, **options)
+    cycles = cycles_of(spec, prompt_of(text, config.raw), **config.requested)
     tokens = count = 0
     show = as_json if config.json else as_trees
     for cycle in show(islice(cycles, config.cycles)):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from treespec.errors import InputError
-from treespec.options import MANY, TOKENS, check_ranges, option
+from treespec.options import MANY, TOKENS, Options, option
 
 ORDER = 16  # tokens that a datastore's suffixes are sorted by: the longest pattern of a search
 SINKS, WINDOW = 4, 32
@@ -54,11 +54,8 @@ class DrafterKind:
 
 
 @dataclass(frozen=True)
-class DrafterOptions:
-    """As in `lookup:tokens=10,ngram=3`: whole numbers and switches. Raises InputError for a number out of its range."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, flag="")
+class DrafterOptions(Options):
+    """As in `lookup:tokens=10,ngram=3`: whole numbers and switches."""
 
 
 @dataclass(frozen=True)

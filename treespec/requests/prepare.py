@@ -1,19 +1,24 @@
 """Prompts and their options become requests of the decoder, and their pieces become outputs."""
 
+import hashlib
+import secrets
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from treespec.decoding.sequence import Request, Samples
 from treespec.decoding.stats import Stats
 from treespec.errors import InputError, TooLong
 from treespec.model.target import Target
+from treespec.options import whole
 from treespec.requests.events import reporting
-from treespec.requests.request import Checked, Seed, generator_of, seed_of
-from treespec.shaping.compiled import compiled
+from treespec.requests.options import RequestOptions, Seed, Seeds
+from treespec.shaping.compiled import KINDS, compiled
 from treespec.shaping.distribution import Distribution
 from treespec.shaping.grammar import GrammarShaper
-from treespec.shaping.processors import LeastTokens
+from treespec.shaping.options import SamplingParams
+from treespec.shaping.processors import LeastTokens, shapers_of
 from treespec.text import templates
 from treespec.text.ending import Ending
 
@@ -22,7 +27,7 @@ def requests_for(
     target: Target,
     template: str | None,
     ids: list[int],
-    wanted: Checked,
+    wanted: RequestOptions,
     seed: Seed,
     count: int,
 ) -> list[Request]:
@@ -44,7 +49,7 @@ def requests_for(
 
 
 def request_for(
-    target: Target, template: str | None, ids: list[int], wanted: Checked, seed: int
+    target: Target, template: str | None, ids: list[int], wanted: RequestOptions, seed: int
 ) -> Request:
     """One of `requests_for`."""
     # 1. Where the answer ends.
@@ -59,25 +64,27 @@ def request_for(
     ending = Ending(target.tokenizer, ends, stop, most, wanted.min_tokens)
 
     # 2. The law of its tokens.
-    if wanted.largest_token >= target.vocab_size:
+    if (largest := max(wanted.logit_bias or (), default=-1)) >= target.vocab_size:
         raise InputError(
-            f"logit_bias has token id {wanted.largest_token}, which is outside the vocabulary of "
+            f"logit_bias has token id {largest}, which is outside the vocabulary of "
             f"{target.vocab_size}"
         )
-    shapers, forcing = [shaper.begin(ids) for shaper in wanted.shapers], None
-    if wanted.grammar:
-        kind, source = wanted.grammar
-        forcing = GrammarShaper(compiled(kind, source, target.tokenizer, target.vocab_size, ends))
-        shapers.append(forcing)
+    shapers, forcing = [shaper.begin(ids) for shaper in shapers_of(wanted)], None
+    for kind in KINDS:
+        if (source := getattr(wanted, kind)) is not None:
+            grammar = compiled(kind, source, target.tokenizer, target.vocab_size, ends)
+            shapers.append(forcing := GrammarShaper(grammar))
     if wanted.min_tokens:
         shapers.append(LeastTokens(wanted.min_tokens, tuple(sorted(ending.eos))))
-    law = Distribution(wanted.params, shapers)
+    params = SamplingParams(wanted.temperature, wanted.top_k, wanted.top_p, wanted.min_p)
+    law = Distribution(params, shapers)
     law.grammar = forcing
 
     # 3. The text.
     generator = generator_of(seed, ids, target.output_device)
     text = Request(ids, ending, generator, Stats(), law)
-    text.top_logprobs = wanted.top_logprobs
+    told = wanted.logprobs or wanted.top_logprobs > 0
+    text.top_logprobs = wanted.top_logprobs if told else None
     text.memory, text.remember = wanted.memory, wanted.remember
     if wanted.on_cycle:
         text.listener = reporting(wanted.on_cycle, target.tokenizer, law.params, text.stats)
@@ -93,3 +100,45 @@ def room_of(target: Target, prompt: Sequence[int]) -> int:
             f"{target.context_length}: shorten the prompt"
         )
     return room
+
+
+def generator_of(seed: int, prompt: Sequence[int], device: torch.device) -> torch.Generator:
+    """The generator of a completion's draws: a function of the seed and the prompt's token ids.
+
+    Its own seed is BLAKE2b, in 8 bytes, of both as little-endian words of 8 bytes. So one seed for
+    all prompts gives draws that are independent of each other, the same on every machine. On a CPU
+    torch takes 32 bits of it: two prompts share their draws with probability 2^-32.
+    """
+    words = np.array([seed, *prompt], dtype="<u8").tobytes()
+    digest = hashlib.blake2b(words, digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
+
+
+def seed_of(value: object) -> int:
+    """A seed in [0, 2^64). None and a generator draw one. Raises InputError."""
+    if value is None:
+        return secrets.randbits(63)
+    if isinstance(value, torch.Generator):
+        return int(torch.randint(2**63 - 1, (), generator=value, device=value.device))
+    seed = whole("seed", value)
+    if not 0 <= seed < 1 << 64:
+        raise InputError(f"seed is {seed}, must lie in [0, 2^64)")
+    return seed
+
+
+def seeds_of(value: Seeds, prompts: int, each: int = 1) -> list[Seed]:
+    """A seed for each prompt, from the first prompt's seed or a list of them. Raises InputError.
+
+    each: successive seeds that a prompt takes.
+    """
+    if isinstance(value, torch.Generator | None):
+        return [value] * prompts
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        if len(value) != prompts:
+            raise InputError(
+                f"there are {len(value)} seeds for {prompts} prompts: give one seed, or one for "
+                "each"
+            )
+        return list(value)
+    first = whole("seed", value)
+    return [first + i * each for i in range(prompts)]

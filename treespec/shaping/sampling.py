@@ -5,57 +5,19 @@ generator is used: a test replaces them by an oracle that tries every outcome.
 """
 
 import math
-import numbers
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.errors import InputError
+from treespec.shaping.options import SamplingParams as SamplingParams
 
 BLOCK = 128  # tokens a block, for cumulated sums
 NARROW = 64  # tokens a block, for the largest scores
 FEW = 1 << 17  # probabilities; up to here one pass finds the largest faster than blocks do
 FEW_CUMULATED = 1 << 16  # probabilities; up to here one pass cumulates faster than blocks do
-COLDEST = 1e-5  # temperature: about the float32 spacing at the size of logits
-HOTTEST = 1e30  # temperature: float32 holds it
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How logits become the law that is sampled, in the order of transformers' warpers.
-
-    temperature: 0 is greedy, a one-hot law. So is anything below 1e-5, where rounding of float32
-    logits exceeds their differences. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off. Raises
-    InputError for values out of range and for anything but numbers.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def __post_init__(self) -> None:
-        hottest = f"0 (greedy) or a positive number, at most {HOTTEST:g}"
-        self._check("temperature", numbers.Real, lambda t: 0 <= t <= HOTTEST, hottest)
-        count = "0 (off) or a positive whole number"
-        self._check("top_k", numbers.Integral, lambda k: k >= 0, count)
-        self._check("top_p", numbers.Real, lambda p: 0 < p <= 1, "a number in (0, 1]; 1 is off")
-        self._check("min_p", numbers.Real, lambda p: 0 <= p <= 1, "a number in [0, 1]; 0 is off")
-
-    def _check(self, name: str, kind: type, inside: Callable[[float], bool], wanted: str) -> None:
-        """Raise InputError unless the field is a number of that kind, NumPy's too, in its range."""
-        value: float = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not inside(value):
-            raise InputError(f"{name} is {value!r:.40}, must be {wanted}")
-        object.__setattr__(self, name, int(value) if kind is numbers.Integral else float(value))
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < COLDEST
 
 
 def probs(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -5,7 +5,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from treespec.errors import TooLong
+from treespec.errors import InputError, TooLong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,3 +104,18 @@ def text_after(tokenizer: "PreTrainedTokenizerBase", before: int | None, token: 
     left, both = text(before), text(before, token)
     whole = both.startswith(left) and INCOMPLETE not in left
     return both[len(left) :] if whole else text(token)
+
+
+def readable(text: str, name: str) -> str:
+    """A command-line text as UTF-8, whatever the locale. Raises InputError where it is not UTF-8.
+
+    Python turns bytes that its locale lacks into lone surrogates: under LC_ALL=C those of an é.
+
+    name: the option that an error names.
+    """
+    try:
+        return text.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+        raise InputError(
+            f"{name} is not UTF-8 text: {text.encode(errors='backslashreplace').decode()[:60]}"
+        ) from None

@@ -1,4 +1,4 @@
-"""Auto trees: the fastest by the cost model, and the same text whatever is chosen."""
+"""What pays by the cost model: auto trees, the part of a given tree, or no draft; and the text is the target's."""
 
 import math
 
@@ -15,18 +15,19 @@ from treespec.draft.calibration import Calibration
 from treespec.draft.cost.measure import (
     measure_up_to,
 )
-from treespec.draft.cost.model import Cost, best_size, measured_batch
+from treespec.draft.cost.model import best_size, measured_batch
 from treespec.draft.cost.running import CostModel
-from treespec.draft.grow.auto import Profitable, expansion, shape_for
-from treespec.draft.grow.ranked import grow_ranked
+from treespec.draft.grow.auto import expansion, shape_for
+from treespec.draft.model_free.budget import RATES as ACCEPTED
+from treespec.draft.model_free.budget import part, rests
+from treespec.draft.model_free.lookup import heaviest
+from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.pairing import check_pair
 from treespec.model.target import Target
-from treespec.shaping.sampling import SamplingParams
 from treespec.trees.auto import AutoTree
 from treespec.trees.likeliest import expected_length
-from treespec.trees.mask import ancestor_mask
 from treespec.trees.sequoia import sequoia
-from treespec.trees.static import StaticTree, chain
+from treespec.trees.static import chain
 from treespec.verify.registry import SCHEMES
 
 RATES = {"1": (0.5, 0.2, 0.1)}
@@ -34,18 +35,10 @@ CALIBRATION = Calibration((0.2, 0.1, -4, 0), (-0.3, 0.2, -0.1, 0, -0.4, 0, 0), (
 NEW = 60
 
 
-def table_spec(verifier: str = "auto", cost: Cost | None = None, **options: object) -> Spec:
+def table_spec(verifier="auto", cost=None, **options):
     """A table of 8 tokens and a random head, drafting by the cost model."""
     model = Target(TableModel(TableConfig(8, seed=1)))
     return Spec(model, random_head(model, seed=2), "auto", verifier, times=cost or times(), **options)
-
-
-def test_the_drawing_of_the_best_size():
-    reach, forward = np.array([0.7, 0.5, 0.3, 0.2, 0.1]), np.array([1, 1.1, 1.2, 1.5, 2.0, 2.5])
-    worth = [best_size(reach[:n], forward[: n + 1], 1.0)[1] for n in range(6)]
-    assert worth == pytest.approx([0, 0.6, 1.0, 1.0, 1.0, 1.0])
-    size, value = best_size(reach, forward + np.array([0, 0, 0, 1e-3, 0, 0]), 1.0)
-    assert (size, value) == (3, pytest.approx(1.0))
 
 
 def test_the_best_size_at_its_own_rate_maximises_tokens_a_second():
@@ -62,18 +55,7 @@ def test_the_best_size_at_its_own_rate_maximises_tokens_a_second():
         assert rate == pytest.approx(float(ratios.max()))
 
 
-def test_a_text_whose_drafts_hold_below_a_right_one_gets_deeper_trees():
-    """The first draft of a cycle is right half the time, and below it nine of ten; or two of three at any depth."""
-    depths = []
-    for at_root, deeper in ((0.5, 0.9), (2 / 3, 2 / 3)):
-        model = CostModel(times(1e-4, 1e-3), (2 / 3, 0.1))
-        model.by_rates.predicted, model.by_rates.accepted = (np.full((2, 2), 100.0) for _ in range(2))
-        model.by_rates.accepted[:, 0] *= np.array([at_root, deeper]) * 1.5
-        depths.append(shape_for(model, AutoTree(), None).tree.max_depth)
-    assert depths[0] > depths[1] + 2
-
-
-def first_children(parents: list[int]) -> list[int]:
+def first_children(parents):
     """The path of the first child of each node, from the root."""
     path = []
     node = 0
@@ -94,7 +76,7 @@ def test_a_text_whose_first_children_are_all_accepted_gets_the_deepest_chain():
     assert shape.size <= tree.depth + 3
 
 
-def grown(node: float, step: float, temperature: float = 0.0) -> tuple[float, float]:
+def grown(node, step, temperature=0.0):
     """Mean nodes and levels of the trees of one text."""
     spec = table_spec("traversal", times(node, step), calibration=CALIBRATION)
     stats = spec.generate([1, 2], temperature=temperature, max_new_tokens=200, seed=0).stats
@@ -113,7 +95,7 @@ def test_the_shape_for_draws_is_the_fastest_of_sequoias_by_what_was_accepted_so_
     """To the grain of the corrections; of a tree's levels half of the nodes are taken to be inner ones."""
     model, tree, rates = CostModel(times(5e-4, 1e-3), (0.5, 0.2, 0.1)), AutoTree(nodes=20, depth=5), (0.5, 0.2, 0.1)
 
-    def speed(shape: StaticTree, corrected: tuple[float, ...]) -> float:
+    def speed(shape, corrected):
         expected = expected_length(shape, [corrected] * shape.max_depth)
         return expected / model.cost.seconds(shape.size, shape.max_depth, shape.max_draws)
 
@@ -149,31 +131,6 @@ def test_an_auto_tree_goes_with_every_scheme_and_needs_no_calibration():
         check_pair(AutoTree(), scheme)
         spec = table_spec(name, allow_lossy=True)
         assert len(spec.generate([1, 2], temperature=1, max_new_tokens=8, seed=0).token_ids) == 8
-
-
-def test_nodes_that_stand_best_first_see_what_is_above_them() -> None:
-    """Deep likely paths come first, and shallow nodes may be numbered after them."""
-    generator, shallow_last = torch.Generator().manual_seed(0), 0
-    for _ in range(40):
-        model = CostModel(times(1e-5, 1e-5))
-        model.start(500.0)
-        by = Profitable(AutoTree(nodes=20), model, SamplingParams(), None)
-        growth = grow_ranked(torch.tensor([1]), sharp(1, generator), by)
-        asked = next(growth)
-        try:
-            while True:
-                asked = growth.send(sharp(len(asked.tokens), generator))
-        except StopIteration as end:
-            grown, kept = end.value
-        assert by.prediction(kept.numpy(), grown.parents.numpy()).probabilities[0] == 1
-        assert torch.equal(grown.ancestors, ancestor_mask(grown.parents, int(grown.depth.max())))
-        shallow_last += bool(grown.depth[-1] < grown.depth.max())
-    assert shallow_last > 20
-
-
-def sharp(nodes: int, generator: torch.Generator) -> torch.Tensor:
-    """[nodes, 30] logits with a likely first child."""
-    return 3 * torch.randn(nodes, 30, generator=generator)
 
 
 def free_alone_dear_together(texts):
@@ -232,3 +189,57 @@ def test_an_engine_measures_each_number_of_texts_before_the_first_request():
     del asked[:]
     measure_up_to(20, by_texts)
     assert asked == [1, 2, 4, 8, 16]
+
+
+def given_tree():
+    """Two continuations of four tokens each."""
+    return heaviest(7, np.array([[1, 2, 3, 4], [5, 2, 3, 4]]), nodes=9)
+
+
+def test_cheap_nodes_are_all_kept_and_dear_ones_none():
+    assert len(part(given_tree(), CostModel(times(1e-6)))[0].tokens) == 9
+    assert part(given_tree(), CostModel(times(0.05)))[0].tokens.tolist() == [7]
+
+
+def test_what_is_kept_is_a_part_of_the_tree_with_its_own_ancestors():
+    for node in (5e-4, 1e-3, 2e-3, 4e-3):
+        whole, pace = given_tree(), CostModel(times(node))
+        kept, _ = part(whole, pace)
+        assert 1 <= len(kept.tokens) <= 9
+        for i, parent in enumerate(kept.parents.tolist()):
+            assert parent < i
+            above = kept.ancestors[i].clone()
+            above[i] = False
+            assert torch.equal(above, kept.ancestors[parent] if parent >= 0 else torch.zeros_like(above))
+            assert int(kept.depth[i]) == int(above.sum())
+
+
+def test_a_drafter_that_is_always_wrong_is_left_alone_and_one_that_is_right_is_not():
+    wrong, right = CostModel(times(2e-3)), CostModel(times(2e-3))
+    assert not rests(wrong, 0)
+    for _ in range(30):
+        for pace, path in ((wrong, []), (right, [1])):
+            if not rests(pace, 0):
+                part(given_tree(), pace)
+                pace.update(path)
+    assert rests(wrong, 0)
+    assert not rests(right, 0)
+    assert wrong.by_law.factors[0, 0] < ACCEPTED[0] < right.by_law.factors[0, 0]
+
+
+def test_rows_that_cost_more_than_they_can_bring_are_never_asked_for():
+    assert rests(CostModel(times(1e-3)), 120)
+    assert not rests(CostModel(times(1e-6)), 60)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "lookahead", "jacobi", "suffix"])
+@pytest.mark.parametrize("node", [1e-6, 2e-3, 0.1])
+def test_greedy_text_is_the_targets_whatever_pays(drafter, node):
+    model = target("llama")
+    source = OneHotDrafter(source_of(drafter, model).drafting.drafters[0], drafter)
+    spec = Spec(model, source, times=times(node))
+    prompt = [3, 4, 5, 3, 4, 5, 3, 4]
+    assert (
+        spec.generate(prompt, max_new_tokens=60).token_ids
+        == spec.baseline().generate(prompt, max_new_tokens=60).token_ids
+    )

@@ -26,7 +26,6 @@ from treespec.draft.cost.dtype import (
     has_room,
     rates_of,
     reported,
-    speed,
 )
 from treespec.draft.cost.model import Cost
 from treespec.draft.cost.timing import FORMAT, costs_in, kept_costs
@@ -111,15 +110,6 @@ def test_the_rates_are_those_of_the_first_head_that_has_any_and_a_modest_guess_f
     assert rates_of([None]) == rates_of([replace(known, rates={})]) == GUESS
 
 
-def test_the_drawing():
-    steep, flat = costs(bfloat16=STEEP, float32=FLAT).values()
-    assert [round(steep.plain), round(speed(steep)), round(speed(flat))] == [20, 20, 22]
-    assert [round(speed(cost, rates=())) for cost in (steep, flat)] == [20, 17]
-    line = reported("float32", "bfloat16", costs(bfloat16=STEEP, float32=FLAT))
-    assert "over 1, 2, 4, 8 and 16 nodes takes 60, 64, 75, 90, 120 ms" in line
-    assert "\n" not in line
-
-
 def test_dtypes_are_measured_once_for_a_processor_and_a_model(tmp_path, monkeypatch):
     def measures(size, dtypes=DTYPES):
         """Whether it brings a file."""
@@ -198,24 +188,6 @@ def test_auto_is_the_checkpoints_own_where_nothing_narrower_could_be_faster_or_n
 def test_float32_is_not_taken_where_it_fills_the_memory():
     assert has_room(1)
     assert not has_room(10**13)
-
-
-def test_a_containers_limit_counts_as_its_memory(tmp_path):
-    limit = tmp_path / "memory.max"
-    for written, room in (("7999\n", False), ("8000\n", True), ("max\n", True)):
-        limit.write_text(written)
-        assert has_room(1000, limit) is room
-
-
-def test_a_target_is_measured_at_its_first_load_and_runs_in_the_faster_dtype(half, cache, monkeypatch):
-    monkeypatch.setattr(timing, "LEAST", 1e9)  # other tests may keep the machine busy
-    chosen = dtype_for(str(half), "auto")
-    (file,) = files(cache)
-    measured = costs_in(file, DTYPES)
-    assert chosen == fastest(measured, "bfloat16")
-    spec, chosen = load(str(half)), fastest(measured, "bfloat16", rates=())
-    assert str(spec.target.dtype) == f"torch.{chosen}"
-    assert chosen in repr(spec)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="auto takes the accelerator")

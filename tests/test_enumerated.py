@@ -51,6 +51,7 @@ SETUPS = [
     *((drafter, "traversal", "2x2", "penalties", 64) for drafter in (*HEADS, *MODELS)),
     *((drafter, "topk", None, way, 64) for drafter, way in product(FOUND, ("top-k", "greedy"))),
     *((drafter, "topk", None, "penalties", 64) for drafter in FOUND[:3]),
+    ("lookup", "auto", None, "top-k", 64),
     *((*grown, way, 64) for grown, way in product(GROWN, ("top-k", "penalties"))),
     *(("suffix+model", *pair, "top-k", 64) for pair in (*REPLACED[:3], *CHAINS[:2], *WIDE[3:])),
     *(

@@ -1,23 +1,19 @@
 """Trees: shapes, masks, and EAGLE-2's choice of nodes."""
 
-import itertools
 import json
 
 import pytest
 import torch
 
-from treespec.draft.grow.growth import grow_together
-from treespec.draft.grow.ranked import Ranked, grow_ranked
 from treespec.trees.auto import AutoTree
 from treespec.trees.confident import ConfidentChain
 from treespec.trees.ddtree import DDTree
 from treespec.trees.dynamic import DynamicTree
 from treespec.trees.layout import layout
-from treespec.trees.mask import ancestor_mask, attention_mask, chunk_mask, positions, window_mask
 from treespec.trees.policy import POLICIES, policy
 from treespec.trees.sampled import SampledTree
 from treespec.trees.static import StaticTree, TreeError, balanced, chain, eagle, text_of
-from treespec.trees.tree import Rows, TokenTree, best_first, connect
+from treespec.trees.tree import best_first
 
 CPU = torch.device("cpu")
 FIVE = torch.tensor([-1, 0, 0, 1, 2])  # the example drawn in trees/mask.py
@@ -33,37 +29,6 @@ def ancestors_one_by_one(parents):
     return rows
 
 
-def test_the_drawn_five_node_mask():
-    drawn = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
-    assert ancestor_mask(FIVE, max_depth=2).int().tolist() == drawn
-
-
-def test_the_drawn_texts_of_a_batch_have_the_drawn_positions_and_columns():
-    depth = torch.tensor([0, 1, 1, 2, 2]).expand(2, 5)
-    mask = attention_mask(ancestor_mask(FIVE, 2).expand(2, 5, 5), depth, lengths=[3, 1])
-    assert mask[:, 4].int().tolist() == [[1, 1, 1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1, 0, 1]]
-    places = positions(depth, lengths=[3, 1])
-    assert places.tolist() == [[0, 1, 2, 3, 4, 4, 5, 5], [0, 1, 2, 1, 2, 2, 3, 3]]
-    for near in (window_mask(places, 5, window=2), chunk_mask(places, 5, chunk=4)):
-        assert (mask & near)[0, 4].nonzero().flatten().tolist() == [5, 7]  # its parent and itself
-
-
-def test_the_drawn_five_candidates_are_renumbered():
-    parents = torch.tensor([0, 0, 0, 0, 1, 1, 3])
-    assert connect(torch.tensor([0, 1, 3, 5, 6]), parents).tolist() == FIVE.tolist()
-
-
-def test_the_drawn_tree_with_extra_rows_is_one_forward():
-    links, depth = torch.tensor([-1, 0, 0]), torch.tensor([0, 1, 1])
-    mask = torch.tensor([[1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]).bool()
-    rows = Rows(torch.tensor([13, 14]), torch.tensor([1, 2]), mask, asked=1)
-    tree = TokenTree(torch.tensor([10, 11, 12]), links, depth, ancestor_mask(links, 1), rows=rows)
-    tokens, depths, seen = tree.forwarded()
-    assert (tokens.tolist(), depths.tolist()) == ([10, 11, 12, 13, 14], [0, 1, 1, 1, 2])
-    drawn = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
-    assert seen.int().tolist() == drawn
-
-
 @pytest.mark.parametrize(
     "tree", [chain(1), chain(7), chain(64), balanced(3, 3), eagle()], ids=["1", "7", "64", "3x3", "eagle"]
 )
@@ -74,60 +39,11 @@ def test_ancestor_mask_equals_following_parents(tree):
     assert (shape.parents[1:] < torch.arange(1, tree.size)).all()
 
 
-def test_a_window_hides_positions_not_columns():
-    depth = torch.tensor([[0, 1, 1, 2, 2]])
-    mask = attention_mask(ancestor_mask(FIVE, 2)[None], depth, lengths=[4])
-    mask = (mask & window_mask(positions(depth, lengths=[4]), 5, window=3))[0]
-    # Positions: cache 0 1 2 3, root 4, nodes 1 and 2 at 5, nodes 3 and 4 at 6. Node 4 sees 4 (root), 5 (node 2), 6.
-    assert mask[4].int().tolist() == [0, 0, 0, 0, 1, 0, 1, 0, 1]
-    assert mask[0].int().tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0]
-
-
-def test_texts_of_a_batch_see_their_own_columns():
-    """Texts of 3 and 1 positions and the chain 0 - 1 behind column 3; the third node of each fills up."""
-    ancestors = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]]).bool().expand(2, 3, 3)
-    depth = torch.tensor([[0, 1, 0]]).expand(2, 3)
-    mask = attention_mask(ancestors, depth, lengths=[3, 1])
-    assert mask[:, 1].int().tolist() == [[1, 1, 1, 1, 1, 0], [1, 0, 0, 1, 1, 0]]
-    places = positions(depth, lengths=[3, 1])
-    narrow = mask & window_mask(places, 3, window=3)
-    assert narrow[:, 1].int().tolist() == [[0, 0, 1, 1, 1, 0], [1, 0, 0, 1, 1, 0]]
-    chunks = chunk_mask(places, 3, chunk=2)
-    assert chunks[:, 1].int().tolist() == [[0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 1, 0]]
-    assert mask.any(-1).all()
-
-
-def test_a_chunk_hides_what_lies_before_it():
-    mask = chunk_mask(positions(torch.tensor([[0, 1, 2]]), lengths=[3]), 3, chunk=4)
-    assert mask[0].int().tolist() == [[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]]
-
-
 def test_static_shapes_have_the_published_sizes():
     assert chain(5).size == 6
     assert balanced(2, 4).size == 1 + 2 + 4 + 8 + 16
     levels = [sum(len(path) == depth for path in eagle().paths) for depth in range(1, 6)]
     assert levels == [4, 8, 8, 3, 2]
-
-
-def test_levels_number_every_child_once_and_name_its_draw():
-    tree = StaticTree(((0,), (2,), (2, 1), (0, 0), (0, 1)))
-    shape = layout(tree, CPU)
-    seen = [()]
-    for level in shape.levels:
-        inner = [tree.paths[node] for node in level.nodes]
-        assert level.first == len(seen)
-        seen += [(*inner[row], int(k)) for row, k in zip(level.rows, level.columns, strict=True)]
-    assert tuple(seen) == tree.paths
-    assert [level.draws.tolist() for level in shape.levels] == [[3], [2, 2]]  # draw 1 of the root has no node
-
-
-def test_the_drawn_tree_is_laid_out_as_drawn():
-    shape = layout(StaticTree(((0,), (2,), (0, 0), (2, 1))), CPU)
-    assert shape.parents.tolist() == FIVE.tolist()
-    fields = ("nodes", "draws", "rows", "columns", "parent_rows")
-    drawn = [[[0], [3], [0, 0], [0, 2], [0]], [[1, 2], [1, 2], [0, 1], [0, 1], [0, 0]]]
-    assert [[getattr(level, name).tolist() for name in fields] for level in shape.levels] == drawn
-    assert [level.first for level in shape.levels] == [1, 3]
 
 
 def test_a_tree_file_means_its_paths(tmp_path):
@@ -195,43 +111,6 @@ def test_policies_by_name():
     assert policy("confident:depth=12,threshold=0.6") == ConfidentChain(12, 0.6)
     assert policy("ddtree") == DDTree()
     assert all(policy(form.example) for form in POLICIES.values())
-
-
-def test_the_price_of_a_sampled_tree_follows_its_sizes_to_the_wanted_mean():
-    """Of a sequence whose trees have 3 / price nodes; a given price stays."""
-    tree = SampledTree(nodes=30)
-    price = tree.first
-    for _ in range(60):
-        price = tree.update(price, 0, round(3 / price) - 1)
-    assert 3 / price == pytest.approx(30, rel=0.05)
-    assert SampledTree(price=0.05).update(0.05, 0, 99) == SampledTree(price=0.05).first == 0.05
-
-
-def test_reranking_keeps_the_best_closed_part_of_all_candidates():
-    """Against all paths of a full expansion: the likeliest of them, closed under parents."""
-    generator = torch.Generator().manual_seed(0)
-    vocab, depth, nodes = 3, 3, 7
-    every = [path for d in range(1, depth + 1) for path in itertools.product(range(vocab), repeat=d)]
-    laws = {path: torch.randn(vocab, generator=generator) for path in [(), *every]}
-    likelihood = {path: sum(float(laws[path[:i]].log_softmax(-1)[path[i]]) for i in range(len(path))) for path in every}
-
-    class Table:
-        """Draft logits by the path of a node."""
-
-        paths = ((),)
-
-        def extend(self, frontiers):
-            (frontier,) = frontiers
-            links = zip(frontier.parent_rows.tolist(), frontier.tokens.tolist(), strict=True)
-            self.paths = [(*self.paths[row], token) for row, token in links]
-            return [torch.stack([laws[path] for path in self.paths])]
-
-    growth = grow_ranked(torch.tensor([0]), laws[()][None], Ranked(depth, vocab**2, nodes))
-    ((tree, kept),) = grow_together(Table(), [growth])
-    chosen = [tuple(tree.tokens[row][1:].tolist()) for row in tree.ancestors]
-    assert set(chosen) == {(), *sorted(likelihood, key=likelihood.__getitem__, reverse=True)[: nodes - 1]}
-    assert [chosen[parent] for parent in tree.parents.tolist()[1:]] == [path[:-1] for path in chosen[1:]]
-    assert len(kept) == nodes
 
 
 def test_ties_go_to_the_shallower_candidate():

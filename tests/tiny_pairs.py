@@ -114,7 +114,7 @@ def spec_of(drafter: str, tree: str | None = None, verifier: str = "topk", end: 
     """Each Spec has a cache of suffixes of its own, which holds some texts of the target."""
     target = attentive(end) if drafter in ("skip", "sparse", "snapkv") else table(end=end)
     make = DRAFTERS.get(drafter) or (lambda target: source_of(drafter, target))
-    timed = isinstance(tree, str) and tree.split(":")[0] in ("auto", "sampled")
+    timed = "auto" in f"{verifier} {tree}" or "sampled" in str(tree)
     spec = Spec(target, make(target), tree, verifier, **{"calibration": RATES, "times": TIMES} if timed else {})
     if drafter.startswith("suffix"):
         spec.generate([PROMPT] * 6, seed=list(range(6)), max_new_tokens=8, temperature=1.0, memory="texts")

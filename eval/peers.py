@@ -1,10 +1,6 @@
 """Other programs as contestants: transformers' own generation, and servers with OpenAI's interface."""
 
-import json
-import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
@@ -23,10 +19,7 @@ from treespec.model.quantised import sizes_of
 from treespec.model.target import Target
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.weights import load_model
-from treespec.text.strings import one_line
-
-KEY = "OPENAI_API_KEY"  # the environment variable of a server's key
-SECONDS = 600.0  # that a server may be silent
+from treespec.requests.endpoint import FAILURES, completed, said_by, served
 
 
 def peer_answerers(
@@ -161,29 +154,14 @@ class Server:
     def __init__(self, one: Contestant, config: EvalConfig) -> None:
         assert one.peer
         self.address, self.batch = one.peer.rstrip("/"), one.batch
-        self.body: dict[str, object] = {
-            "temperature": one.temperature,
-            "top_p": config.top_p,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        self.body: dict[str, object] = {"temperature": one.temperature, "top_p": config.top_p}
         if config.top_k:  # not OpenAI's, but vLLM's, SGLang's and llama.cpp's
             self.body["top_k"] = config.top_k
         try:
-            with self.opened("/models") as reply:
-                served = json.loads(reply.read())["data"][0]["id"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            name = served(self.address)
+        except FAILURES as error:
             raise InputError(f"--peers {one.peer}: {said_by(error)}") from error
-        self.body["model"] = served if one.method == SERVED else one.method
-
-    def opened(self, path: str, body: dict[str, object] | None = None) -> Any:
-        """The reply to a request, which may still be arriving. Raises OSError."""
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.address + path, data, headers)
-        return urllib.request.urlopen(request, timeout=SECONDS)
+        self.body["model"] = name if one.method == SERVED else one.method
 
     def answer(self, asks: Sequence[Ask]) -> list[Output]:
         with ThreadPoolExecutor(self.batch) as pool:
@@ -192,37 +170,18 @@ class Server:
     def completed(self, ask: Ask) -> Output:
         """A streamed completion. Raises InputError for one that is refused or breaks off."""
         more = {"messages": ask.messages, "max_tokens": ask.most, "seed": ask.seed % 2**31}
-        started = time.perf_counter()
-        text, usage, stats = "", None, Stats()
         try:
-            with self.opened("/chat/completions", self.body | more) as reply:
-                for line in reply:
-                    event = line.removeprefix(b"data:").strip()
-                    if not line.startswith(b"data:") or event == b"[DONE]":
-                        continue
-                    chunk = json.loads(event)
-                    usage = chunk.get("usage") or usage
-                    for choice in chunk["choices"]:
-                        piece = choice["delta"].get("content")
-                        if piece and not text:
-                            stats.seconds["first"] = time.perf_counter() - started
-                        text += piece or ""
-                        stats.truncated |= choice.get("finish_reason") == "length"
-            stats.seconds["total"] = time.perf_counter() - started
-            assert usage is not None, "it reports no usage at the end of its stream"
-            stats.prompt_tokens = int(usage["prompt_tokens"])
-            stats.new_tokens = int(usage["completion_tokens"])
-        except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
+            reply = completed(self.address, self.body | more)
+        except FAILURES as error:
             raise InputError(said_by(error)) from error
-        return Output(text, [], stats)
-
-
-def said_by(error: Exception) -> str:
-    """What a server, or the connection to it, had to say."""
-    if isinstance(error, urllib.error.HTTPError):
-        hint = f"; its key is taken from {KEY}" if error.code in (401, 403) else ""
-        told = one_line(error.read(2000).decode(errors="replace"))[:200]
-        return f"the server refuses with HTTP {error.code}: {told}{hint}"
-    if isinstance(error, OSError):
-        return f"the server does not answer: {getattr(error, 'reason', None) or error}"
-    return f"the server answers with no chat completion: {type(error).__name__} {error}"
+        if not reply.usage:
+            raise InputError("the server reports no usage at the end of its stream")
+        stats = Stats(
+            prompt_tokens=reply.usage["prompt_tokens"],
+            new_tokens=reply.usage["completion_tokens"],
+            truncated=reply.cut,
+        )
+        stats.seconds["total"] = reply.seconds
+        if reply.times:
+            stats.seconds["first"] = reply.times[0]
+        return Output(reply.text, [], stats)

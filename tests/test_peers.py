@@ -15,7 +15,7 @@ from treespec.api.load import load
 from treespec.api.spec import Spec
 from treespec.draft.vocabulary import restrict
 from treespec.errors import InputError
-from treespec.eval import contestants, forwards, peers
+from treespec.eval import contestants, forwards
 from treespec.eval.answering import waited_stages
 from treespec.eval.asking import Ask
 from treespec.eval.contestants import GENERATE, Contestant
@@ -23,6 +23,7 @@ from treespec.eval.ledger import Ledger
 from treespec.eval.peers import Server, Stock, load_assistant, load_stock
 from treespec.eval.run import evaluate
 from treespec.model.target import Target
+from treespec.requests import endpoint
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +171,7 @@ def test_a_server_is_measured_as_its_client_sees_it(home, tmp_path):
     ("status", "content", "words"),
     [
         (401, "who?", "refuses with HTTP 401: who?; its key is taken from OPENAI_API_KEY"),
-        (200, 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n', "reports no usage"),
+        (200, 'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}\n\n', "reports no usage"),
         (200, "data: {cut", "answers with no chat completion"),
     ],
 )
@@ -193,7 +194,7 @@ def test_what_a_server_does_wrong_is_said_in_a_line(home, tmp_path, monkeypatch,
         def log_message(self, *_):
             pass
 
-    monkeypatch.setenv(peers.KEY, "secret")
+    monkeypatch.setenv(endpoint.KEY, "secret")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

@@ -42,10 +42,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(trouble, "not now")
             return
         answer = trouble or {
-            "choices": [{"message": {"content": body["messages"][-1]["content"].upper()}, "finish_reason": "stop"}],
+            "choices": [{"delta": {"content": body["messages"][-1]["content"].upper()}, "finish_reason": "stop"}],
             "usage": {"completion_tokens": 3},
         }
-        content = json.dumps(answer).encode()
+        content = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -100,16 +100,16 @@ def test_a_conversation_that_the_server_refuses_is_left_out(server, config):
     result = regenerate(replace(config, batch=1))
     assert result.conversations == 11
     (line,) = lines_of(config, LEFT_OUT)
-    assert line["problem"].startswith("refused: HTTP 400")
+    assert line["problem"].startswith("refused: the server refuses with HTTP 400")
 
 
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [
-        ({6: 401}, "refuses requests: HTTP 401.*OPENAI_API_KEY"),
-        ({6: 404}, "refuses requests: HTTP 404"),
+        ({6: 401}, "the server refuses with HTTP 401.*OPENAI_API_KEY"),
+        ({6: 404}, "the server refuses with HTTP 404"),
         ({6: {"error": "x"}}, "answers with no chat completion"),
-        (dict.fromkeys(range(6, 99), 500), "does not answer .*repeat the command"),
+        (dict.fromkeys(range(6, 99), 500), "refuses with HTTP 500.*repeat the command"),
     ],
 )
 def test_a_server_that_fails_for_good_ends_the_run_and_keeps_its_rows(server, config, trouble, said):

@@ -8,35 +8,25 @@ conversation, greedy and streamed. Requests arrive as a Poisson process. A reque
 for one of them; its clock starts when it is sent.
 """
 
-import asyncio
-import json
 import random
 import statistics
 import sys
 import time
-from itertools import accumulate
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
-import httpx
 import typer
 
+from treespec.requests.endpoint import Reply, completed, served
 from treespec.text.conversations import read_conversations
 from treespec.train.data.known import data_file
 
 COLUMNS = (
-    "server",
-    "clients",
-    "requests",
-    "tokens/s",
-    "first token, median",
-    "p99",
-    "per token, median",
-    "p99",
+    *("server", "clients", "requests", "tokens/s"),
+    *("first token, median", "p99", "per token, median", "p99"),
 )
 LONGEST = 1000  # characters of a question
-Answered = tuple[
-    int, float, float
-]  # tokens, seconds to the first one, seconds for each further one
 
 
 def main(
@@ -51,92 +41,69 @@ def main(
     conversations, _ = read_conversations(data_file(data, print), answered=False)
     said = [[m["content"] for m in one.messages if m["role"] == "user"] for one in conversations]
     questions = [texts[0] for texts in said if texts and 0 < len(texts[0]) <= LONGEST]
-    named = [known(server) for server in servers]
-    for url, model in named:
-        asyncio.run(answered(url, model, questions[0], 8))  # warm
+    bodies = {}
+    for server in servers:
+        url, _, model = server.partition("=")
+        address = f"{url}/v1"
+        options = {"temperature": 0.0, "max_tokens": max_new_tokens}
+        bodies[address] = options | {"model": model or served(address)}
+        completed(address, bodies[address] | asking(questions[0]) | {"max_tokens": 8})  # warm
 
     # 2. The same requests at the same times for each.
     coins = random.Random(0)
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     for count in map(int, clients.split(",")):
-        asked = [coins.choice(questions) for _ in range(max(8, requests * count))]
-        arrivals = [*accumulate(coins.expovariate(rate * count) for _ in asked)]
-        for url, model in named:
-            calls = [answered(url, model, question, max_new_tokens) for question in asked]
-            answers, failed, spent = asyncio.run(loaded(calls, arrivals, count))
-            requests_shown = f"{len(answers)}" + (f" and {failed} failed" if failed else "")
-            tokens, first, each = zip(*answers, strict=True) if answers else ([0], [0], [0])
-            figures = (
-                f"{sum(tokens) / spent:.1f} | {shown(first, 's', 1)} | {shown(each, 'ms', 1000)}"
-            )
-            print(f"| {url} | {count} | {requests_shown} | {figures} |", flush=True)
+        asked = [asking(coins.choice(questions)) for _ in range(max(8, requests * count))]
+        waits = [coins.expovariate(rate * count) for _ in asked]
+        for address, body in bodies.items():
+            replies, spent = loaded(address, [body | one for one in asked], waits, count)
+            tokens = sum(reply.usage["completion_tokens"] for reply in replies)
+            first = [reply.times[0] for reply in replies]
+            each = [
+                (reply.times[-1] - reply.times[0]) / max(reply.usage["completion_tokens"] - 1, 1)
+                for reply in replies
+            ]
+            failed = len(asked) - len(replies)
+            cells = [
+                address.removesuffix("/v1"),
+                count,
+                f"{len(replies)}" + f" and {failed} failed" * bool(failed),
+            ]
+            cells += [f"{tokens / spent:.1f}", *shown(first, "s", 1), *shown(each, "ms", 1000)]
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def known(server: str) -> tuple[str, str]:
-    """URL and model of a server."""
-    url, _, model = server.partition("=")
-    return url, model or httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]
+def asking(question: str) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": question}]}
 
 
-async def loaded(
-    calls: list, arrivals: list[float], clients: int
-) -> tuple[list[Answered], int, float]:
-    """The answers, how many calls failed, and the seconds from the first to the last.
+def loaded(
+    address: str, bodies: Sequence[dict[str, object]], waits: Sequence[float], clients: int
+) -> tuple[list[Reply], float]:
+    """The replies, and the seconds from the first request to the last reply.
 
-    arrivals: seconds from the start, one for each call.
+    waits: seconds before each request. One that finds all clients at work waits for one of them.
     """
-    free, begun = asyncio.Semaphore(clients), time.perf_counter()
-
-    async def arrive(call, arrival: float) -> Answered:
-        await asyncio.sleep(max(0.0, begun + arrival - time.perf_counter()))
-        async with free:
-            return await call
-
-    tasks = map(arrive, calls, arrivals)
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    for error in set(map(repr, errors)):
-        print(error, file=sys.stderr)
-    answers = [result for result in results if not isinstance(result, BaseException)]
-    return answers, len(errors), time.perf_counter() - begun
+    replies, begun = [], time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        futures = []
+        for body, wait in zip(bodies, waits, strict=True):
+            time.sleep(wait)
+            futures.append(pool.submit(completed, address, body))
+    for future in futures:
+        if error := future.exception():
+            print(repr(error), file=sys.stderr)
+        elif future.result().times and future.result().usage:
+            replies.append(future.result())
+    return replies, time.perf_counter() - begun
 
 
-async def answered(url: str, model: str, question: str, max_new_tokens: int) -> Answered:
-    """One streamed request. Raises httpx.HTTPError, or ValueError for an answer without tokens."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": max_new_tokens,
-        "temperature": 0.0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    tokens, times, begun = 0, [], time.perf_counter()
-    async with (
-        httpx.AsyncClient(timeout=1800) as client,
-        client.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
-    ):
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data:") or line.endswith("[DONE]"):
-                continue
-            event = json.loads(line.removeprefix("data:"))
-            if any(choice.get("delta", {}).get("content") for choice in event.get("choices") or []):
-                times.append(time.perf_counter() - begun)
-            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-    if not (tokens and times):
-        raise ValueError("an answer without tokens, or without usage")
-    return tokens, times[0], (times[-1] - times[0]) / max(tokens - 1, 1)
-
-
-def shown(seconds: list[float], unit: str, scale: int) -> str:
-    """Median and 99th percentile."""
-    ordered = sorted(seconds)
+def shown(seconds: Sequence[float], unit: str, scale: int) -> list[str]:
+    """Median and 99th percentile; 0 where nothing was answered."""
+    ordered = sorted(seconds) or [0.0]
     high = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return " | ".join(
-        f"{value * scale:.{2 if unit == 's' else 0}f} {unit}"
-        for value in (statistics.median(ordered), high)
-    )
+    digits = 2 if unit == "s" else 0
+    return [f"{x * scale:.{digits}f} {unit}" for x in (statistics.median(ordered), high)]
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from treespec import load
 from treespec.draft.grow.fixed import grow_fixed
+from treespec.eval.intervals import resample
 from treespec.model.allocator import keep_freed_memory
 from treespec.model.packed import pack
 from treespec.model.processor import processor
@@ -100,11 +101,9 @@ def paired(one: Path, other: Path) -> None:
         answers.sort(key=lambda answer: answer["question_id"])
         choices = [answer["choices"][0] for answer in answers]
         counts.append(np.array([[sum(c["new_tokens"]), sum(c["decoding_steps"])] for c in choices]))
-    questions = len(counts[0])
-    resampled = np.random.default_rng(0).integers(0, questions, (1000, questions))
-    chosen = np.concatenate([np.arange(questions)[None], resampled])
-    ours, theirs = (own[chosen].sum(1) for own in counts)  # [1 + 1000, 2]
-    gain, *gains = ours[:, 0] / ours[:, 1] / (theirs[:, 0] / theirs[:, 1]) - 1
+    draws = resample(len(counts[0]), 1000, seed=0)
+    (ours, our_cycles), (theirs, their_cycles) = ((draws @ own).T for own in counts)
+    gain, *gains = ours / our_cycles / (theirs / their_cycles) - 1
     low, high = np.percentile(gains, [2.5, 97.5])
     print(f"{gain:+.0%} ({low:+.0%} to {high:+.0%})")
 

@@ -1,26 +1,19 @@
 """Questions answered by a server with OpenAI's interface, such as vLLM or SGLang, several at a time."""
 
-import http.client
-import json
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from http.client import HTTPException
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any, final
 
 from treespec.errors import InputError
-from treespec.text.strings import one_line
+from treespec.requests.endpoint import Reply, completed, said_by
 from treespec.train.regenerate.config import RegenerateConfig
 from treespec.train.regenerate.questions import Answer, Answered, drawn
 
-KEY = "OPENAI_API_KEY"  # the environment variable of the server's key
 TRIES = 6
-BROKEN = (OSError, http.client.HTTPException, ValueError)  # no connection, or half an answer
 PAUSE = 1.0  # seconds before a failed request is repeated, doubled each time
-SECONDS = 600.0  # for one answer
 BUSY = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # statuses that go by
 REFUSED = {400, 413, 422}  # statuses that mean this conversation
 CHARACTERS = 4  # of a token, about: the server alone has the tokenizer
@@ -33,7 +26,7 @@ class Endpoint:
     def __init__(self, config: RegenerateConfig) -> None:
         self.config = config
         assert config.endpoint is not None
-        self.url = config.endpoint.rstrip("/") + "/chat/completions"
+        self.url = config.endpoint.rstrip("/")
 
     def answers(self, rows: Sequence[Answered]) -> Iterator[tuple[Answered, Answer | str]]:
         """Each row with the answer to its next question, or why there is none.
@@ -90,47 +83,32 @@ class Endpoint:
             body["top_k"] = options["top_k"]
 
         # 2. Its reply.
-        reply = self._reply(json.dumps(body).encode(), stopped)
+        try:
+            reply = self._reply(body, stopped)
+        except ValueError as error:
+            raise InputError(f"{self.url} answers with no chat completion: {error}") from error
         if isinstance(reply, str):
             return f"refused: {reply}"
-        try:
-            choice = reply["choices"][0]
-            text = choice["message"]["content"] or ""
-            usage = reply.get("usage") or {}
-            tokens = usage.get("completion_tokens") or len(text) // CHARACTERS
-            ended = "max_new_tokens" if choice.get("finish_reason") == "length" else "model"
-            return Answer(str(text), int(tokens), ended)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(
-                f"{self.url} answers with no chat completion: {one_line(str(reply))[:200]}"
-            ) from error
+        tokens = reply.usage.get("completion_tokens") or len(reply.text) // CHARACTERS
+        return Answer(reply.text, tokens, "max_new_tokens" if reply.cut else "model")
 
-    def _reply(self, body: bytes, stopped: Event) -> Any:
+    def _reply(self, body: dict[str, Any], stopped: Event) -> Reply | str:
         """The server's reply, or why it refuses this conversation.
 
         A request is repeated where the server is busy or the connection breaks.
         """
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY):
-            headers["Authorization"] = f"Bearer {key}"
         why = ""
         for attempt in range(TRIES):
             if attempt and stopped.wait(PAUSE * 2 ** (attempt - 1)):
                 break
             try:
-                request = urllib.request.Request(self.url, body, headers)
-                with urllib.request.urlopen(request, timeout=SECONDS) as reply:
-                    return json.loads(reply.read())
-            except urllib.error.HTTPError as error:
-                said = one_line(error.read(2000).decode(errors="replace"))[:200]
-                why = f"HTTP {error.code} {said}"
-                if error.code in REFUSED:
+                return completed(self.url, body)
+            except (OSError, HTTPException) as error:
+                why, code = said_by(error), getattr(error, "code", None)
+                if code in REFUSED:
                     return why
-                if error.code not in BUSY:
-                    hint = f"; its key is taken from {KEY}" if error.code in (401, 403) else ""
-                    raise InputError(f"{self.url} refuses requests: {why}{hint}") from error
-            except BROKEN as error:
-                why = one_line(str(getattr(error, "reason", None) or error))
+                if code is not None and code not in BUSY:
+                    raise InputError(f"{self.url}: {why}") from error
         raise InputError(
-            f"{self.url} does not answer ({why}): the answers so far are kept, repeat the command to go on"
+            f"{self.url}: {why}; the answers so far are kept, repeat the command to go on"
         )

@@ -13,19 +13,15 @@ figures without any model, and a killed one goes on where it stopped. Kinds of e
 Each of several processes has a ledger of its own, OUT/process-N/ledger.jsonl; the first has OUT's.
 """
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict, final
 
 from treespec.errors import InputError
-from treespec.heads import checksum
+from treespec.files.lines import Lines, parsed
 
 FILE = "ledger.jsonl"
 FORMAT = 1
-# What parsing a damaged line raises.
-BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 BEGINNING = b'{"kind": "head"'
 
 Entry = dict[str, Any]  # with its `kind`
@@ -91,22 +87,11 @@ class Ledger:
 
         Raises InputError where the file cannot be written.
         """
-        entry = {"kind": kind, **fields}
-        line = (json.dumps(checksum.sealed(entry)) + "\n").encode()
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("ab") as file:
-                file.truncate(self.length)  # without a damaged end
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise InputError(
-                f"cannot write {self.file}: {error.strerror or error}; what it holds is kept: make "
-                "room, and repeat the command to go on"
-            ) from error
-        self.length += len(line)
-        self.entries.append(entry)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("ab") as file:
+            file.truncate(self.length)  # without a damaged end
+            Lines(self.file, file, self.entries).append({"kind": kind, **fields})
+            self.length = file.tell()
 
 
 def place_of(out: Path, rank: int) -> Path:
@@ -122,29 +107,13 @@ def read(file: Path) -> tuple[list[Entry], int]:
         return [], 0
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror or error}") from error
-    entries: list[Entry] = []
-    length = 0
-    *lines, rest = content.split(b"\n")
-    if not lines and not rest.startswith(BEGINNING[: len(rest)]):
+    if not content.startswith(BEGINNING[: len(content)]):
         raise InputError(f"{file} is no evaluation's: choose another --out")
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            if entry[checksum.FIELD] != checksum.of_fields(entry):
-                raise ValueError("its checksum does not match")
-        except BROKEN as error:
-            if number == len(lines) > 1:
-                break
-            raise InputError(
-                f"{file}:{number} is no entry of an evaluation ({type(error).__name__}: {error}): "
-                "delete the line to have it made again, or choose another --out"
-            ) from error
+    entries, length = parsed(content, file)
+    for entry in entries:
         if entry["kind"] == "head" and entry.get("format") != FORMAT:
             raise InputError(
                 f"{file} has format {entry.get('format')}, this treespec reads {FORMAT}: choose "
                 "another --out"
             )
-        del entry[checksum.FIELD]
-        entries.append(entry)
-        length += len(line) + 1
     return entries, length

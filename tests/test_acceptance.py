@@ -17,11 +17,10 @@ from treespec.draft.drafter import Frontier
 from treespec.draft.trained.proposers import EagleProposer
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import PRESETS, AcceptanceConfig, Case, cases, sweeps
-from treespec.eval.acceptance.plot import axes, panels
 from treespec.eval.acceptance.rates import Mean, Row, average, rate
 from treespec.eval.acceptance.run import accept, schemes_of
 from treespec.eval.acceptance.sources import Logits, logits_of
-from treespec.eval.acceptance.table import verdict
+from treespec.eval.acceptance.table import table_of, verdict
 from treespec.eval.texts import Passage
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
@@ -62,11 +61,11 @@ def test_the_toy_example(figure_2: list[dict[str, Any]]) -> None:
     assert {name: rates[name] for name in published} == pytest.approx(published, abs=5e-4)
 
 
-def test_a_plot_of_figure_2_has_a_panel_a_t1(figure_2: list[dict[str, Any]]) -> None:
-    assert axes(figure_2) == ["t2"]
-    found = panels(figure_2, "t2")
-    assert [title.partition(",")[0] for title in found] == ["t1=1/3", "t1=1/6"]
-    assert all(len(points) == 13 for lines in found.values() for points in lines.values())
+def test_the_table_of_figure_2_has_a_line_a_law_and_a_column_a_method(figure_2: list[dict[str, Any]]) -> None:
+    table = table_of(figure_2, "rate").filled
+    assert len(table.rows) == 2 * 13 + 1
+    assert {"rrs", "kseq", "α* with replacement"} <= {*table.columns}
+    assert table.bars["rrs"][0] is not None
 
 
 @pytest.mark.parametrize(("draft", "k"), [((1.0,), 1), ((1.0,), 2), ((0.5,), 3), ((1.3, 0.7), 2)])
@@ -130,7 +129,7 @@ def test_nothing_is_named_above_the_optimum_or_by_its_sampling_error(rates: tupl
     is_lp, noise, kseq = rates
     rows = [row("is-lp", is_lp, noise), row("kseq", kseq, None), row("with replacement", 0.72, None)]
     rows.append(row("topk", 0.3, None, None))
-    assert verdict([rows]) == [f"Most is accepted by {said} at T=1 (72.0%)."]
+    assert verdict(rows) == [f"Most is accepted by {said} at T=1 (72.0%)."]
 
 
 def text(length: int, prompt: int = 0, seed: int = 4) -> Passage:

@@ -212,7 +212,7 @@ def test_a_damaged_last_line_is_dropped_and_any_other_is_an_error_with_its_numbe
     head, first, second, _ = file.read_bytes().split(b"\n")
     for bad in (*NO_ENTRIES, second.replace(b'"number": 2', b'"number": 12')):
         file.write_bytes(b"\n".join([head, first, bad, second, b""]))
-        with pytest.raises(InputError, match=r"ledger\.jsonl:3 is no entry"):
+        with pytest.raises(InputError, match=r"ledger\.jsonl:3 is damaged"):
             kept(tmp_path)
         file.write_bytes(b"\n".join([head, first, bad, b""]))
         assert kept(tmp_path) == [1]

@@ -10,6 +10,7 @@ import torch
 from models import save_model, target
 from test_depth_heads import heads_for
 
+from treespec.api.spec import Spec
 from treespec.cli import main
 from treespec.draft.trained.kinds import KINDS
 from treespec.errors import InputError
@@ -114,7 +115,7 @@ def test_accuracies_equal_counting_position_by_position(kind, temperature):
     for length in (20, 5, 3, 1):
         tokens = torch.randint(3, 64, (length,), generator=generator)
         rows.append((tokens, torch.rand(length, generator=generator) < 0.7, model.features(tokens[None])[0]))
-    found, wanted, positions = accuracies(head, model, rows, 3, 5, temperature), torch.zeros(3, 5).double(), 0
+    found, wanted, positions = accuracies(Spec(model, head), rows, 3, 5, temperature), torch.zeros(3, 5).double(), 0
     for tokens, counts, features in rows:
         drafts = list(KINDS[kind].rollout(head, model, tokens, features, 3))
         for t in range(len(tokens) - 4):
@@ -126,7 +127,7 @@ def test_accuracies_equal_counting_position_by_position(kind, temperature):
     assert positions > 5
     assert torch.allclose(found, wanted / positions, atol=1e-6)
     with pytest.raises(InputError, match="too short"):
-        accuracies(head, model, rows[2:], 3, 5)
+        accuracies(Spec(model, head), rows[2:], 3, 5)
 
 
 @pytest.mark.parametrize(("kind", "nodes"), [("medusa", 9), ("sequoia", 9), ("sequoia", 0)])

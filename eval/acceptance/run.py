@@ -11,12 +11,11 @@ import torch
 from treespec.errors import InputError
 from treespec.eval.acceptance.config import AcceptanceConfig, cases, schemes_in, sweeps
 from treespec.eval.acceptance.otm_lp import OtmLp
-from treespec.eval.acceptance.plot import plot
 from treespec.eval.acceptance.rates import Row, rate, rows_of
 from treespec.eval.acceptance.sources import FIGURE_2, collected, given
 from treespec.eval.acceptance.table import report_of
 from treespec.eval.common import Step
-from treespec.eval.report import markdown
+from treespec.eval.report import markdown, page
 from treespec.files.atomic import locked, write_json, write_text
 from treespec.shaping.sampling import SamplingParams
 from treespec.verify.facts import REFERENCE
@@ -30,15 +29,14 @@ def accept(
 ) -> dict[str, Any]:
     """Collect logits, or take the given distributions, then rate every scheme.
 
-    Writes and returns OUT/acceptance.json; also writes OUT/acceptance.md and plots. Its fields:
-    config, environment; left_out: why each scheme that is missing does not fit; plots: names of the
-    plots, None without matplotlib; sweeps: the rows of each sweep. Raises InputError for bad input.
+    Writes and returns OUT/acceptance.json; also writes OUT/acceptance.md and .html. Its fields:
+    config, environment; left_out: why each scheme that is missing does not fit; sweeps: the rows of
+    each sweep. Raises InputError for bad input.
     """
     # 1. What is compared, and where p and q come from.
-    planned = [
-        (sweep, cases(sweep), schemes_of(sweep.verifier or "all")) for sweep in sweeps(config)
-    ]
-    for case in (case for _, swept, _ in planned for case in swept):
+    planned = [(sweep, case) for sweep in sweeps(config) for case in cases(sweep)]
+    schemes = {sweep: schemes_of(sweep.verifier or "all") for sweep, _ in planned}
+    for _, case in planned:
         for temperature in (case.temperature, *case.draft_temperatures):
             SamplingParams(temperature, case.top_k, case.top_p)  # raises for a bad value
     known = given(config.laws or FIGURE_2) if config.given_laws else None
@@ -49,38 +47,32 @@ def accept(
             (logits, environment), names = collected(config, report), []
 
         # 2. The rates of every case.
-        generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(
-            config.seed
-        )
-        total, done = sum(len(swept) for _, swept, _ in planned), 0
+        generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu")
+        generator.manual_seed(config.seed)
         left_out: dict[str, str] = {}
-        tables: list[list[Row]] = []
-        for sweep, swept, schemes in planned:
+        tables: dict[AcceptanceConfig, list[Row]] = {}
+        for done, (sweep, case) in enumerate(planned):
+            text = f"rates at temperature {case.temperature:g} of {case.draws} draws"
+            report(Step(done, len(planned), text))
             samples = sweep.samples or 2
-            tables.append([])
-            for case in swept:
-                text = f"rates at temperature {case.temperature:g} of {case.draws} draws"
-                report(Step(done, total, text))
-                rated, refused = rate(logits, case, schemes, samples, generator)
-                left_out = refused | left_out
-                if not rated:
-                    raise InputError("; ".join(refused.values()))
-                tables[-1] += rows_of(rated, case, logits.group, samples, names)
-                done += 1
+            rated, refused = rate(logits, case, schemes[sweep], samples, generator)
+            left_out = refused | left_out
+            if not rated:
+                raise InputError("; ".join(refused.values()))
+            tables.setdefault(sweep, []).extend(rows_of(rated, case, logits.group, samples, names))
 
         # 3. The files.
-        out = Path(config.out)
-        report(Step(total, total, "tables and plots"))
+        environment |= {"treespec": version("treespec"), "rates on": str(generator.device)}
         result = {
             "config": asdict(config),
-            "environment": environment
-            | {"treespec": version("treespec"), "rates on": str(generator.device)},
+            "environment": environment,
             "left_out": left_out,
-            "plots": plot(tables, out),
-            "sweeps": tables,
+            "sweeps": list(tables.values()),
         }
+        out, shown = Path(config.out), report_of(result)
         write_json(out / "acceptance.json", result)
-        write_text(out / "acceptance.md", markdown(report_of(result)))
+        write_text(out / "acceptance.md", markdown(shown))
+        write_text(out / "acceptance.html", page(shown, "Acceptance rates"))
     return result
 
 

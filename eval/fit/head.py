@@ -23,8 +23,6 @@ from treespec.eval.fit.config import CalibrateConfig, TreeConfig
 from treespec.eval.questions import load_questions
 from treespec.eval.texts import Passage, load_models, passages_of
 from treespec.files.atomic import check_writable, write_text
-from treespec.heads.head import Head
-from treespec.model.target import Target
 from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.text.conversations import content_of
 from treespec.trees.likeliest import expected_length, likeliest
@@ -61,10 +59,11 @@ def calibrate_head(
         save_vocabulary(tokens, coverage, config.head)
 
     # 3. The calibration.
-    spec, head = loaded(config, report)
-    rows = list(rows_of(spec, head, passages(config, spec, report)))
+    spec = loaded(config, report)
+    rows = list(rows_of(spec, passages(config, spec, report)))
     report(Step(1, 1, "calibrating"))
-    fitted = calibrate(head, spec.target, rows, config.depth, config.positions, config.seed)
+    assert spec.head
+    fitted = calibrate(spec.head, spec.target, rows, config.depth, config.positions, config.seed)
     save_calibration(fitted, config.head)
     return file, coverage
 
@@ -78,9 +77,9 @@ def make_tree(
     a head that is never right on it.
     """
     check_files(config, config.out)
-    spec, head = loaded(config, report)
-    rows = rows_of(spec, head, passages(config, spec, report))
-    table = accuracies(head, spec.target, rows, config.depth, config.ranks, config.temperature)
+    spec = loaded(config, report)
+    rows = rows_of(spec, passages(config, spec, report))
+    table = accuracies(spec, rows, config.depth, config.ranks, config.temperature)
     if not bool(table[0].any()):
         raise InputError(
             f"the head {config.head} is never right on this text: no tree is worth its nodes"
@@ -112,11 +111,9 @@ def check_files(config: CalibrateConfig | TreeConfig, out: str) -> None:
         content_of(config.text)
 
 
-def loaded(config: CalibrateConfig | TreeConfig, report: Report) -> tuple[Spec, Head]:
+def loaded(config: CalibrateConfig | TreeConfig, report: Report) -> Spec:
     report(Step(0, 1, f"loading {config.target} and {config.head}"))
-    spec = load_models(config, config.head)
-    assert spec.head
-    return spec, spec.head
+    return load_models(config, config.head)
 
 
 def passages(config: CalibrateConfig | TreeConfig, spec: Spec, report: Report) -> list[Passage]:
@@ -125,24 +122,20 @@ def passages(config: CalibrateConfig | TreeConfig, spec: Spec, report: Report) -
     return passages_of(config, spec, questions, report)
 
 
-def rows_of(spec: Spec, head: Head, passages: list[Passage]) -> Iterator[Row]:
+def rows_of(spec: Spec, passages: list[Passage]) -> Iterator[Row]:
     """(tokens [T], counts [T], features [T, F]) of each passage, on the features' device.
 
     The features are those that the head reads, and the state after the final norm.
     """
+    assert spec.head
     for passage in passages:
-        features = spec.target.features(passage.tokens[None], head.taps, last=True)[0]
+        features = spec.target.features(passage.tokens[None], spec.head.taps, last=True)[0]
         yield passage.tokens.to(features.device), passage.counts.to(features.device), features
 
 
 @torch.no_grad()
 def accuracies(
-    head: Head,
-    target: Target,
-    rows: Iterator[Row],
-    depth: int,
-    ranks: int,
-    temperature: float = 0.0,
+    spec: Spec, rows: Iterator[Row], depth: int, ranks: int, temperature: float = 0.0
 ) -> Tensor:
     """[D, R] float64: the target's mean probability of the head's r-th most likely token at step d.
 
@@ -150,6 +143,8 @@ def accuracies(
     is the target's choice. D: `depth`, or less if the head drafts less. R: `ranks`, or V if that is
     less. rows: texts with their features (see `Row`). Raises InputError if they are too short.
     """
+    head, target = spec.head, spec.target
+    assert head
     depth, ranks = draft_steps(head, depth), min(ranks, target.vocab_size)
     total, positions = torch.zeros(depth, ranks, dtype=torch.float64), 0
     for tokens, counts, features in rows:

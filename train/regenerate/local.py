@@ -56,7 +56,6 @@ def own_rows(spec: Spec, config: RegenerateConfig, kept: Lines) -> list[Row]:
             outcome = {"problem": problem} if problem else {"question": question}
             line = {"number": number} | outcome
             kept.append(line)
-            kept.done.append(line)
             if not problem:
                 questions[question] = number
                 seen.add(normal(question))

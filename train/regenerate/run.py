@@ -195,7 +195,6 @@ class Files:
         else:
             lines, line = (self.kept if one.answers else self.left_out), one.line(temperature)
         lines.append(line)
-        lines.done.append(line)
 
 
 def work(

@@ -36,6 +36,4 @@ def acceptance(config: AcceptanceConfig) -> None:
 
     result = with_progress(lambda report: accept(config, report))
     show_result(report_of(result))
-    if result["plots"] is None:
-        remark("No plots, as matplotlib is not installed: pip install 'treespec[plots]'")
-    remark(f"Rates are in {Path(config.out).resolve()}")
+    remark(f"Rates are in {Path(config.out).resolve()}; look at acceptance.html there")

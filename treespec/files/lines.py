@@ -16,7 +16,7 @@ from treespec.heads import checksum
 
 @final
 class Lines:
-    """A file to which `append` adds lines, made by `opened`. done: the objects it held before."""
+    """A file to which `append` adds lines, made by `opened`. done: the objects that it holds."""
 
     def __init__(self, path: Path, file: BinaryIO, done: list[checksum.Fields]) -> None:
         self.path, self.file, self.done = path, file, done
@@ -36,6 +36,7 @@ class Lines:
                 f"cannot write {self.path}: {error.strerror or error}; the lines before this one "
                 "are kept: make room, and repeat the command to go on"
             ) from error
+        self.done.append({**fields})
 
 
 @contextmanager
@@ -82,7 +83,6 @@ def intact(line: bytes) -> checksum.Fields:
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise ValueError("it is no JSON object")
-    if not checksum.intact(fields):
+    if fields.pop(checksum.FIELD, None) != checksum.of_fields(fields):
         raise ValueError("its checksum does not match")
-    fields.pop(checksum.FIELD, None)
     return fields

@@ -79,6 +79,7 @@ def completed(address: str, body: Mapping[str, object]) -> Reply:
     if not ended:
         raise ConnectionError("its answer breaks off")
     reply.seconds = time.perf_counter() - started
+    reply.text = reply.text.encode(errors="replace").decode()  # half of a surrogate pair
     return reply
 
 

@@ -90,6 +90,11 @@ def target(name: str) -> Target:
     return Target(random_model(CONFIGS[name]()))
 
 
+def small(seed: int = 5, **changes: Any) -> Target:
+    """A Llama of one layer."""
+    return Target(random_model(hf.LlamaConfig(**GROUPED | {"num_hidden_layers": 1} | changes), seed))
+
+
 def prompt(length: int = 7, seed: int = 3) -> list[int]:
     return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 

@@ -5,23 +5,17 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
-from models import TableConfig, TableModel, plain_generate, save_model, tokenizer
-from test_given import paths_of
+from models import plain_generate, save_model, tokenizer
 
 from treespec import load
-from treespec.api.spec import Spec
 from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.draft.model_free import datastore
 from treespec.draft.model_free.datastore import Datastore, build, encoded, open_datastore, suffix_array
-from treespec.draft.model_free.lookup import Rest
-from treespec.draft.model_free.one_hot import OneHotDrafter
-from treespec.draft.model_free.token_files import DATASTORE, fingerprint
-from treespec.draft.options import ORDER, RestOptions
+from treespec.draft.model_free.token_files import DATASTORE
+from treespec.draft.options import ORDER
 from treespec.errors import InputError
 from treespec.files.atomic import locked, read_tensors, write_tensors
-from treespec.model.target import Target
 
 END = -1
 LINE = "the user asks and the assistant answers the question\n"
@@ -88,23 +82,6 @@ class TestContinuations:
         found = store_of(tokens).continuations(np.array([0, 1]), 2, ORDER, 30, 1)
         assert Counter(found[:, 0].tolist()) == {2: 10, 3: 20}
 
-    def test_nothing_is_found_for_what_is_not_there(self):
-        store = store_of(random_tokens(0))
-        for text in ([1], [7, 8]):
-            assert store.continuations(np.array(text), 2, ORDER, 9, 5).shape == (0, 5)
-
-    def test_a_tree_has_the_commonest_continuations(self):
-        tokens = np.array([0, 1, 2, 3, 0, 1, 2, 2, 0, 1, 3, 3, 0, 1, 2, 3, END], dtype=np.int32)
-        tree = Rest(store_of(tokens), RestOptions(nodes=4, tokens=2)).draft(np.array([0, 0, 1]), torch.Generator())
-        assert set(paths_of(tree)) == {(1,), (1, 2), (1, 3), (1, 2, 3)}
-
-
-def test_texts_drafted_from_a_datastore_are_the_targets_at_temperature_0():
-    target = Target(TableModel(TableConfig(4, seed=1)))
-    spec = Spec(target, OneHotDrafter(Rest(store_of(random_tokens(1)), RestOptions(nodes=8, tokens=3)), "rest"))
-    wanted = spec.baseline().generate([1, 2], max_new_tokens=40).token_ids
-    assert spec.generate([1, 2], max_new_tokens=40).token_ids == wanted
-
 
 class TestFiles:
     @pytest.fixture
@@ -137,15 +114,6 @@ class TestFiles:
             open_datastore(folder, tokenizer(), 400)
         assert "\n" not in str(caught.value)
 
-    def test_an_interrupted_build_leaves_nothing(self, tmp_path, monkeypatch):
-        def interrupted(tokens, order):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(datastore, "suffix_array", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            build([[1, 2, 3]], tokenizer(), tmp_path / "store")
-        assert not list(tmp_path.iterdir())
-
     def test_what_a_killed_build_has_left_is_no_datastore_and_built_over(self, folder):
         for name in (".lock", f".{DATASTORE}.99999999.tmp"):
             (folder / name).write_text("half")
@@ -171,12 +139,6 @@ class TestFiles:
             with pytest.raises(InputError, match="exists: delete it"):
                 build([[1, 2, 3]], tokenizer(), tmp_path / name)
         assert [path.name for path in (tmp_path / "mine").iterdir()] == ["mine.txt"]
-
-    def test_tokenizers_are_told_apart_by_their_tokens(self):
-        other = tokenizer()
-        assert fingerprint(other) == fingerprint(tokenizer())
-        other.add_tokens(["<more>"])
-        assert fingerprint(other) != fingerprint(tokenizer())
 
     def test_plain_text_is_read_whole(self, tmp_path, monkeypatch):
         monkeypatch.setattr(datastore, "BLOCK", 100)
@@ -215,8 +177,3 @@ def test_the_command_line_builds_a_datastore_and_drafts_from_it(tmp_path, monkey
     assert run(app, ["generate", *options, "--max-new-tokens", "8"]) == 0
     wanted = spec.generate([{"role": "user", "content": "the question"}], max_new_tokens=8).text
     assert capsys.readouterr().out == wanted + "\n"
-
-
-def test_a_suffix_longer_than_the_order_is_refused():
-    with pytest.raises(InputError, match=f"longest is 30, must be a whole number from 1 to {ORDER}"):
-        RestOptions(shortest=20, longest=30)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from models import save_model
 from mtp_files import add_tensors, mtp_tensors
-from scipy.stats import kstest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treespec import load
@@ -14,9 +13,6 @@ from treespec.draft.drafters import DrafterSpec
 from treespec.draft.model_free.datastore import build
 from treespec.draft.models.skip_set import SkipSet, save_skip_set
 from treespec.draft.trained.kinds import KINDS
-from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.certify.places import places
-from treespec.eval.certify.run import Examination
 from treespec.heads.checkpoint import save_head
 from treespec.model.target import Target
 
@@ -80,15 +76,3 @@ def test_greedy_answers_are_the_targets_own_tokens(home, kind):
         assert [output.token_ids for output in other.generate(prompts, max_new_tokens=24, batch=2)] == plain
     pieces = [piece for cycle in trace(spec, prompts[0], max_new_tokens=24) for piece in cycle.answer]
     assert [token for piece in pieces for token in piece.token_ids] == plain[0]
-
-
-@pytest.mark.parametrize("kind", DRAFTERS | JOINED)
-def test_sampled_answers_have_the_targets_law(home, kind):
-    """Their tokens' places in the plain model's laws are uniform: Kolmogorov and Smirnov, an error of 1e-4 each."""
-    drafter = (DRAFTERS | JOINED)[kind].format(home=home)
-    given = kind in ("rest", "lookup", "lookahead", "jacobi", "suffix")
-    verifier, tree = ("topk", None) if given else ("rrs", "2x2") if kind == "two models" else ("rrs-wo", "2x2")
-    spec = load(str(home / "target"), drafter=drafter, tree=tree, verifier=verifier, dtype="float32")
-    config = CertifyConfig(target="target", head="head", tokens=300, length=6, batch=1, top_k=0, top_p=1.0, seed=3)
-    rows = list(places(spec, Examination(spec, [spec.encode(TEXT)], config).sample()))
-    assert kstest(torch.cat([row.by_p for row in rows]).numpy(), "uniform").pvalue >= 1e-4

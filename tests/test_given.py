@@ -1,18 +1,16 @@
 """Drafters without a model: what they find, that no token changes by them, and what they do not go with."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from drafting import source_of
-from evaluating import config_in, page_of
-from models import CONFIGS, TableConfig, TableModel, plain_generate, prompt, target
+from models import CONFIGS, plain_generate, prompt, target
 from test_batch import prompts, what
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from treespec import load
 from treespec.api.spec import Spec
 from treespec.cli.commands import run
 from treespec.cli.config import ChatConfig
@@ -21,10 +19,7 @@ from treespec.draft.model_free.lookup import Lookup, heaviest, matches
 from treespec.draft.options import LookupOptions
 from treespec.errors import InputError
 from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.certify.places import repeats
 from treespec.eval.certify.run import Examination
-from treespec.eval.run import evaluate
-from treespec.model.target import Target
 from treespec.shaping.sampling import sample
 from treespec.verify.facts import NAMES
 from treespec.verify.topk import TopK
@@ -39,7 +34,6 @@ DRAFTERS = [
     "lookahead:window=4,ngram=2",
     "lookahead:window=1,ngram=2",
 ]
-WORDS = {"root": 0, "a": 1, "b": 2, "c": 3, "d": 4}
 GENERATOR = torch.Generator()
 
 
@@ -58,14 +52,6 @@ def paths_of(tree):
 
 
 class TestHeaviest:
-    def test_the_drawn_example(self):
-        lines = [["a", "b"], ["c"], ["a", "b"], ["a", "d"]]
-        continuations = np.array([[WORDS[w] for w in line] + [-1] * (2 - len(line)) for line in lines])
-        tree = heaviest(0, continuations, nodes=4)
-        assert tree.tokens.tolist() == [WORDS[w] for w in ("root", "a", "c", "b")]
-        assert tree.parents.tolist() == [-1, 0, 0, 1]
-        assert tree.depth.tolist() == [0, 1, 1, 2]
-
     @pytest.mark.parametrize("seed", range(8))
     def test_it_keeps_the_heaviest_beginnings_and_their_parents(self, seed):
         """Against a count of all beginnings, ties by depth and first appearance."""
@@ -81,10 +67,6 @@ class TestHeaviest:
         assert (tree.parents[1:] < torch.arange(1, 12)).all()
         assert tree.depth.tolist() == [len(path) - 1 for path in paths_of(tree)]
 
-    def test_without_continuations_it_is_the_root(self):
-        for nothing in (np.empty((0, 3), dtype=np.int64), np.full((2, 3), -1)):
-            assert heaviest(5, nothing, nodes=9).tokens.tolist() == [5]
-
 
 class TestLookup:
     @pytest.mark.parametrize("seed", range(10))
@@ -97,12 +79,6 @@ class TestLookup:
                 break
         assert matches(np.array(text), ngram).tolist() == ends
 
-    def test_the_example_and_texts_without_a_match(self):
-        assert matches(np.array([1, 2, 3, 1, 2, 3, 1, 2]), 3).tolist() == [4]
-        assert matches(np.array([1, 2, 3]), 3).tolist() == []
-        assert matches(np.array([1]), 3).tolist() == []
-        assert matches(np.array([1, 1]), 3).tolist() == [0]
-
     @pytest.mark.parametrize("seed", range(10))
     def test_one_match_is_transformers_prompt_lookup(self, seed):
         text = random_text(seed, vocab=6)
@@ -111,12 +87,6 @@ class TestLookup:
         tree = Lookup(LookupOptions(tokens=5)).draft(text, GENERATOR)
         assert tree.tokens.tolist() == [text[-1], *wanted]
         assert tree.parents.tolist() == list(range(-1, len(wanted)))
-
-    def test_several_matches_are_branches(self):
-        a, b, c, d = 1, 2, 3, 4
-        text = np.array([a, b, c, a, b, d, a, d, d, a])
-        tree = Lookup(LookupOptions(tokens=2, ngram=1, matches=2)).draft(text, GENERATOR)
-        assert set(paths_of(tree)) == {(a,), (a, b), (a, b, c), (a, b, d)}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -151,34 +121,11 @@ def test_a_later_turn_and_the_end_of_the_context_change_nothing(drafter):
     assert spec.generate(full, max_new_tokens=50).token_ids == plain_generate(spec.target, full, 8)
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "lookahead"])
-def test_a_text_that_repeats_itself_is_drafted(drafter):
-    """Greedy text by a table of two tokens before runs in a circle."""
-    spec = spec_of(Target(TableModel(TableConfig(4, seed=1))), drafter)
-    output = spec.generate([1, 2], max_new_tokens=200)
-    assert output.token_ids == spec.baseline().generate([1, 2], max_new_tokens=200).token_ids
-    assert output.stats.acceptance_length > 1.5
-
-
-@pytest.mark.parametrize(("drafter", "most"), [("jacobi:window=4", 4), ("lookahead:window=3,ngram=4", 3)])
-def test_right_guesses_are_accepted_whole(drafter, most):
-    """A target that repeats its last token; Lookahead's window takes N - 1 cycles to give an n-gram."""
-    model = TableModel(TableConfig(4))
-    with torch.no_grad():
-        model.model.table.copy_(torch.eye(4).expand(4, 4, 4))
-    accepted = spec_of(Target(model), drafter).generate([3], max_new_tokens=40).stats.accepted
-    assert accepted[3:-1] == [most] * (len(accepted) - 4)
-
-
 class TestWhatDoesNotGoTogether:
     @pytest.mark.parametrize("verifier", [name for name in NAMES if name not in ("auto", "topk", "typical")])
     def test_verifiers_that_need_a_draft_law_are_refused(self, verifier):
         with pytest.raises(InputError, match=r"lookup hands over given tokens.* take --verifier topk"):
             spec_of("llama", "lookup", verifier=verifier)
-
-    def test_so_is_a_tree(self):
-        with pytest.raises(InputError, match="lookahead makes its own tree: leave out --tree"):
-            spec_of("llama", "lookahead", tree="eagle")
 
     @pytest.mark.parametrize(
         ("drafter", "complaint"),
@@ -197,30 +144,12 @@ class TestWhatDoesNotGoTogether:
         assert complaint in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    def test_a_head_and_a_drafter_are_one_too_many(self):
-        with pytest.raises(InputError, match="leave out one"):
-            load("nowhere", "head", drafter="lookup")
-        with pytest.raises(InputError, match="give --head or --drafter"):
-            CertifyConfig(target="target")
-
 
 def test_chat_says_what_drafts_and_refuses_a_tree():
     conversation = Conversation(spec_of("llama", "lookup"), ChatConfig(target="target", drafter="lookup:tokens=10"))
     assert run(conversation, "/verifier topk") == "verifier topk, drafts by lookup:tokens=10"
     with pytest.raises(InputError, match="makes its own tree"):
         run(conversation, "/tree eagle")
-
-
-def test_an_evaluation_takes_a_drafter(home, tmp_path):
-    config = config_in(home, tmp_path / "out", head=None, drafter="lookup", verifier="topk", limit=2, warm_up=0)
-    with pytest.raises(InputError, match="take --verifier topk"):
-        evaluate(replace(config, verifier="rrs", out=str(tmp_path / "other")))
-    drafted = evaluate(replace(config, contexts="20"))["rows"][1]
-    assert drafted["same"] == drafted["turns"] == 4
-    page = page_of(tmp_path / "out" / "report.md")
-    assert "drafter lookup" in page
-    assert "The target's forward in ms" in page
-    assert "The head's step" not in page
 
 
 @dataclass(frozen=True)
@@ -239,14 +168,6 @@ class Credulous:
 
 
 class TestCertificate:
-    def test_repeats_counts_what_followed_the_same_token(self):
-        tokens = torch.tensor([[1, 2, 1, 3, 1, 2, 0]])
-        law = repeats(tokens, 3, 4)  # after 3, 1 and 2
-        followed = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 0]])
-        shares = torch.tensor([[0, 1 / 3, 1 / 3, 1 / 3], [0, 2 / 4, 1 / 4, 1 / 4], [0, 2 / 5, 2 / 5, 1 / 5]])
-        wanted = followed + shares + 1 / 4
-        assert torch.allclose(law[0], wanted / wanted.sum(-1, keepdim=True))
-
     def test_a_drafter_without_a_head_is_certified(self):
         config = CertifyConfig(target="target", drafter="lookup", tokens=80, length=4, batch=1, greedy_tokens=8)
         found = Examination(spec_of("llama", "lookup"), [prompt(), prompt(5)], config).verdict()

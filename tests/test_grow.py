@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from enumeration import random_law
-from models import TableConfig, TableModel, draft_tree, follow, prompt, random_head, target
-from test_draft_model import small
+from models import TableConfig, TableModel, draft_tree, follow, prompt, random_head, small, target
 
 from treespec.api.spec import Spec
 from treespec.draft.calibration import DRAWS, TOPS, Calibration

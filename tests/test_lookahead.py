@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from models import CONFIGS, VOCAB, target
-from test_target import PREFIX, TOLERANCE, plain_logits, prefix, random_tree
+from test_target import TOLERANCE, plain_logits, prefix, random_tree
 
 from treespec.draft.model_free.lookahead import Lookahead, beside
 from treespec.draft.options import LookaheadOptions
 from treespec.model.target import TreeOutput
-from treespec.trees.tree import Rows, TokenTree
 
 WINDOW = [[9, 11, 12], [20, 21, 22]]  # row 0: root a1 a2, row 1: b0 b1 b2
 
@@ -79,16 +78,6 @@ def test_texts_with_and_without_rows_share_a_forward():
             assert torch.allclose(out.rows, own.rows, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_what_a_forward_takes_of_the_example_of_rows():
-    yes = torch.ones(1, 1, dtype=torch.bool)
-    rows = Rows(torch.tensor([7, 8]), torch.tensor([1, 2]), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool(), 2)
-    tree = TokenTree(torch.tensor([6]), torch.tensor([-1]), torch.tensor([0]), yes, rows=rows)
-    tokens, depth, seen = tree.forwarded()
-    assert tokens.tolist() == [6, 7, 8]
-    assert depth.tolist() == [0, 1, 2]
-    assert seen.int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-
-
 def says(*tokens):
     """Logits whose likeliest tokens are these."""
     return torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.int64), VOCAB).float()
@@ -121,24 +110,3 @@ def test_the_window_fills_then_moves_on_and_its_columns_are_the_pool():
         13: [(23, 33)],
         14: [(24, 34)],
     }
-
-
-def test_the_pool_forgets_what_was_made_longest_ago():
-    drafter = Lookahead(LookaheadOptions(window=1, ngram=2, guesses=2))
-    for new in (5, 6, 5, 7):
-        cycle(drafter, 3, new)
-    assert list(drafter.pool[3]) == [(5,), (7,)]
-
-
-def test_another_text_begins_without_guesses():
-    drafter = Lookahead(LookaheadOptions(window=3, ngram=3))
-    cycle(drafter, 9, 11, 12, 13, 14)
-    cycle(drafter, 9, 22, 23, 24)
-    assert (drafter.new().window, drafter.new().pool) == ([], {})
-
-
-def test_committed_positions_are_the_prefix_alone():
-    model, cache = target("llama"), target("llama").new_cache()
-    model.prefill(cache, prefix())
-    model.forward_tree(cache, with_rows(random_tree()))
-    assert cache.lengths == [PREFIX]

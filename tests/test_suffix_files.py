@@ -14,8 +14,6 @@ from test_given import spec_of
 
 from treespec.draft.model_free.suffix_cache import SuffixCaches
 from treespec.errors import InputError
-from treespec.eval.certify.config import CertifyConfig
-from treespec.eval.certify.run import Examination
 from treespec.model.target import Target
 
 KILLED = """
@@ -110,22 +108,6 @@ class TestFiles:
         assert "delete it to forget its answers" in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    def test_answers_with_tokens_that_the_target_lacks_are_left_out(self, tmp_path):
-        memory = self.memories(tmp_path, vocab_size=104).named("")
-        for answer in ([1, 2], [3, 103], [4]):
-            memory.add(answer)
-        assert self.memories(tmp_path).named("").young.tokens == [1, 2, -1, 4, -1]
-
-    def test_a_segment_that_cannot_be_deleted_ends_no_answer(self, tmp_path, monkeypatch, caplog):
-        def refused(*_, **__):
-            raise PermissionError("not yours")
-
-        memory = self.memories(tmp_path, tokens=64).named("")
-        monkeypatch.setattr("pathlib.Path.unlink", refused)
-        for number in range(20):
-            memory.add([number] * 8)
-        assert len(memory) > 0
-
     def test_one_that_is_damaged_while_it_is_in_use_is_left_alone(self, tmp_path, caplog):
         memories = self.memories(tmp_path)
         memories.named("key").add([1, 2, 3])
@@ -135,14 +117,6 @@ class TestFiles:
         again.named("key").add([4])
         assert again.named("key").young.tokens == [4, -1]
         assert "the suffix cache goes on without its folder" in caplog.text
-
-    def test_a_certificate_reads_a_folder_and_adds_nothing(self, tmp_path):
-        for drafter, grows in ((f"suffix:{tmp_path}/memory", False), ("suffix", True)):
-            spec = spec_of("llama", drafter)
-            config = CertifyConfig(target="t", drafter=drafter, tokens=16, length=4, batch=1)
-            Examination(spec, [prompt()], config).verdict()
-            assert (len(spec.decoder.drafter.drafters[0].caches.named("")) > 0) is grows
-        assert not (tmp_path / "memory").exists()
 
     def test_a_file_in_the_folders_place_is_one_line(self, tmp_path):
         (tmp_path / "file").write_text("")

@@ -1,0 +1,249 @@
+"""Language models that draft: a smaller one, several, the target without some layers or over a part of its cache."""
+
+import copy
+import math
+
+import pytest
+import torch
+import transformers as hf
+from growing import TEXTS, contents, joined, level_logits, same
+from models import (
+    CONFIGS,
+    plain_generate,
+    prompt,
+    random_model,
+    save_model,
+    small,
+    target,
+    tokenizer,
+    what,
+)
+
+from treespec import load
+from treespec.api.spec import Spec
+from treespec.draft.cost.measure import measure
+from treespec.draft.grow.fixed import in_turns
+from treespec.draft.models.load import tokens_differ
+from treespec.draft.models.model import ModelProposer, SeveralModels
+from treespec.draft.models.skip import SkipProposer, skipping
+from treespec.draft.models.skip_set import SkipSet
+from treespec.draft.models.sparse import SparseProposer
+from treespec.errors import InputError
+from treespec.model.cache import TreeCache
+from treespec.model.target import Target
+from treespec.shaping.distribution import Distribution
+from treespec.shaping.sampling import SamplingParams
+
+TOLERANCE = 2e-4  # float32, logits of order 1 to 10
+LONG = [*TEXTS[:2], [(7 * i) % 60 + 3 for i in range(31)]]
+SOME = SkipSet(3, attention=(1,), mlp=(0, 1))
+LOWEST = torch.finfo(torch.float32).min
+
+
+PROPOSERS = {
+    "model": lambda whole: ModelProposer(small(), whole),
+    "skip": lambda whole: SkipProposer(whole, SOME),
+    "sparse": lambda whole: SparseProposer(whole, 8),
+    "snapkv": lambda whole: SparseProposer(whole, 16, 4),
+}
+WHOLE = {  # the target itself, each in its way
+    "model": lambda whole: ModelProposer(whole, whole),
+    "skip": lambda whole: SkipProposer(whole, SkipSet(3)),
+    "sparse": lambda whole: SparseProposer(whole, 64),
+    "snapkv": lambda whole: SparseProposer(whole, 64, 4),
+}
+
+
+def without(model, skipped):
+    """A copy whose skipped sublayers add nothing, as what they end in is zero."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for k in skipped.attention:
+            model.model.layers[k].self_attn.o_proj.weight.zero_()
+        for k in skipped.mlp:
+            model.model.layers[k].mlp.down_proj.weight.zero_()
+    return model
+
+
+@torch.no_grad()
+def by_hand(kind, proposer, whole):
+    """Draft logits after a text and a path by plain models: over the whole text, or over the target's keys of it."""
+    lame = without(whole.model, SOME) if kind == "skip" else whole.model
+
+    def of_the_model(text, path):
+        return proposer.model.model(torch.tensor([[*text, *path]])).logits[0, -1]
+
+    def over_the_cache(text, path):
+        known, length, n = hf.DynamicCache(config=whole.config), len(text) - 1, len(path) + 1
+        if length:
+            whole.model(input_ids=torch.tensor([text[:-1]]), past_key_values=known)
+        mask = torch.zeros(1, 1, n, length + n)
+        if kind == "sparse":
+            mask[..., 4 : max(4, length - 4)] = LOWEST
+        mask[..., length:] = torch.full((n, n), LOWEST).triu(1)
+        options = {"attention_mask": mask, "position_ids": torch.arange(length, length + n)[None]}
+        options = options if kind == "sparse" else {}
+        return lame(input_ids=torch.tensor([[text[-1], *path]]), past_key_values=known, **options).logits[0, -1]
+
+    return of_the_model if kind == "model" else over_the_cache
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("model", name) for name in ("llama", "mistral-window-6", "gpt2")),
+        *(("skip", name) for name in ("llama", "mistral-window-6", "gemma3")),
+        *(("sparse", name) for name in ("llama", "gpt2")),
+    ],
+)
+@torch.no_grad()
+def test_logits_at_every_node_are_those_of_plain_models_along_the_path(kind, name):
+    whole = target(name)
+    proposer = ModelProposer(Target(random_model(CONFIGS[name](), seed=5)), target("llama"))
+    proposer = proposer if kind == "model" else PROPOSERS[kind](whole)
+    whole = target("llama") if kind == "model" else whole
+    wanted = by_hand(kind, proposer, whole)
+    cache, together = joined(whole, proposer, LONG)
+    for _ in range(2 if kind == "model" else 1):  # a second time from the same roots, as after an interrupt
+        for text, path, logits in level_logits(together, cache, LONG):
+            assert torch.allclose(logits, wanted(text, path), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", PROPOSERS)
+def test_drafting_leaves_the_target_and_its_cache_as_they_were(kind):
+    whole = target("llama")
+    cache, together = joined(whole, PROPOSERS[kind](whole), LONG)
+    before, modules = contents(cache), dict(whole.model.named_modules())
+    level_logits(together, cache, LONG)
+    assert same(before, contents(cache))
+    assert dict(whole.model.named_modules()) == modules
+    with pytest.raises(KeyboardInterrupt), skipping(whole, SOME):
+        raise KeyboardInterrupt
+    assert dict(whole.model.named_modules()) == modules
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_model_that_is_the_target_is_accepted_whole(kind, temperature):
+    spec = Spec(target("llama"), WHOLE[kind](target("llama")), "chain:4", "single")
+    stats = spec.generate(prompt(), max_new_tokens=40, temperature=temperature, seed=1, ignore_eos=True).stats
+    assert stats.accepted == [4] * 8
+    assert stats.acceptance_length == 5
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_drafts_by_language_models_can_be_timed_for_trees_chosen_by_their_cost(kind):
+    model = target("llama")
+    cost = measure(model, PROPOSERS[kind](model))
+    assert cost.level + cost.begin > 0
+    spec = Spec(model, PROPOSERS[kind](model), "auto:nodes=12,depth=4", times=cost)
+    assert spec.generate(prompt(), max_new_tokens=16).token_ids == plain_generate(model, prompt(), 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "owner"),
+    [
+        *(("model", (Target, name)) for name in ("prefill", "forward_nodes")),
+        *(("sparse", owner) for owner in ((Target, "forward_nodes"), (TreeCache, "commit"))),
+    ],
+)
+def test_an_interrupt_leaves_drafts_as_good_as_new(monkeypatch, kind, owner):
+    """The same text again has the same drafts accepted; so has another one after it."""
+    model = target("llama")
+    source = PROPOSERS[kind](model)
+    spec, options = Spec(model, source, "chain:3", "single"), {"temperature": 1.0, "seed": 1, "max_new_tokens": 16}
+    texts = [prompt(length=40), prompt(length=40)[:20] + [9] * 15]
+    wanted = [what([Spec(model, source, "chain:3", "single").generate(text, **options)]) for text in texts]
+    original, calls = getattr(*owner), []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*owner, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            spec.generate(texts[0], **options)
+    assert [what([spec.generate(text, **options)]) for text in texts] == wanted
+
+
+class TestASmallerModel:
+    def test_it_runs_over_every_committed_token_once(self, monkeypatch):
+        proposer, seen, original = PROPOSERS["model"](target("llama")), [], Target.prefill
+        monkeypatch.setattr(
+            Target, "prefill", lambda self, *a, **k: seen.append((self, a[1])) or original(self, *a, **k)
+        )
+        out = Spec(target("llama"), proposer, "chain:3").generate(prompt(length=50), max_new_tokens=20)
+        run = torch.cat([tokens[0] for model, tokens in seen if model is proposer.model]).tolist()
+        text = prompt(length=50) + out.token_ids
+        assert len(run) > len(text) - 5
+        assert run == text[: len(run)]
+
+    @pytest.mark.parametrize(("vocab_size", "missing"), [(56, 8), (80, 0)])
+    def test_padding_of_either_embedding_is_no_difference(self, vocab_size, missing):
+        """For a target of 64 tokens: what is missing is never drafted."""
+        one = ModelProposer(small(vocab_size=vocab_size), target("llama"))
+        spec = Spec(target("llama"), one, "2x3")
+        assert spec.generate([60, 5], max_new_tokens=16).token_ids == plain_generate(spec.target, [60, 5], 16)
+        _, together = joined(target("llama"), one)
+        (logits, *_) = together.begin(torch.tensor([8, 5, 41]))
+        assert (logits.shape, int(logits.isinf().sum())) == ((1, 64), missing)
+
+    def test_another_tokenizer_is_noticed_by_the_first_token_that_differs(self, tmp_path):
+        words, others = save_model(tmp_path / "target"), save_model(tmp_path / "others")
+        table = tokenizer().get_vocab()
+        a, b = (next(token for token, i in table.items() if i == number) for number in (40, 42))
+        text = tokenizer().backend_tokenizer.to_str()
+        (others / "tokenizer.json").write_text(text.replace(f'"{a}":40', f'"{a}":42').replace(f'"{b}":42', f'"{b}":40'))
+        target, model = Target.load(str(words)), Target.load(str(others))
+        assert tokens_differ(model, target) == f"token 40 is '{b}', the target's '{a}'"
+        with pytest.raises(InputError, match="--drafter model:nowhere"):
+            load(str(words), drafter="model:nowhere")
+
+    def test_without_tokenizers_the_vocabularies_must_be_of_one_size(self):
+        assert tokens_differ(small(), target("llama")) is None
+        assert "56 and 64" in tokens_differ(small(vocab_size=56), target("llama"))
+
+
+class TestSeveral:
+    @pytest.fixture(scope="class")
+    def two(self):
+        return SeveralModels([ModelProposer(small(seed), target("llama")) for seed in (5, 6)])
+
+    def tree(self, two, shape, verifier, params):
+        trees = Spec(target("llama"), two, shape, verifier).decoder.drafter
+        cache, trees.proposer = joined(target("llama"), two, TEXTS[:1])
+        (tree,) = trees.draft_trees(
+            torch.tensor([8]), [Distribution(params)], [torch.Generator().manual_seed(1)], cache
+        )
+        return tree, [model.model.model(torch.tensor([TEXTS[0]])).logits[0, -1] for model in two.proposers]
+
+    def test_draws_take_turns(self):
+        """The example that is drawn in the module; a third draw of one model alone would be c."""
+        laws = torch.tensor([[[0.5, 0.3, 0.2, 0.0], [0.3, 0.6, 0.0, 0.1]]]).log()
+        assert in_turns(laws, 4).argsort(descending=True).tolist() == [[0, 1, 2, 3]]
+        assert in_turns(laws[:, 1:], 3).argsort(descending=True).tolist()[0][:3] == [1, 0, 3]
+        assert (in_turns(laws, 2) > 0).sum() == 2
+
+    def test_the_children_are_the_union_of_each_models_likeliest(self, two):
+        tree, logits = self.tree(two, "2x1", "topk", SamplingParams())
+        best = [int(row.argmax()) for row in logits]
+        assert len(set(best)) == 2
+        assert tree.tokens[1:].tolist() == best
+
+    def test_each_draw_keeps_the_law_of_its_model(self, two):
+        tree, logits = self.tree(two, "3x1", "rrs", SamplingParams(temperature=0.8, top_k=20))
+        for draw in range(3):
+            row = logits[draw % 2] / 0.8
+            law = row.masked_fill(row < row.topk(20).values[-1], -math.inf).softmax(-1)
+            assert torch.allclose(tree.drafts.q[0, draw], law, atol=1e-5)
+
+    def test_trees_and_verifiers_that_take_one_law_a_node_are_refused(self, two):
+        for tree in ("dynamic", "auto"):
+            with pytest.raises(InputError, match="fixed shape"):
+                Spec(target("llama"), two, tree)
+        for verifier in ("rrs-wo", "block", "traversal"):
+            with pytest.raises(InputError, match="--verifier rrs"):
+                Spec(target("llama"), two, "chain:2", verifier)

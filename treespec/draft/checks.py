@@ -1,15 +1,22 @@
 """What can be wrong with a drafter's files, found before torch loads."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+
 from treespec.draft.drafters import DrafterSpec
-from treespec.errors import InputError
+from treespec.errors import InputError, first_line
 from treespec.heads.known import kind_in
+from treespec.heads.mtp_layouts import LayerNames, Layout, mtp_layers
 from treespec.heads.names import check_files as check_head_files
-from treespec.heads.names import head_folder
+from treespec.heads.names import head_folder, inside
 from treespec.heads.places import mistyped
 from treespec.model.folder import check_files
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def check_head(spec: DrafterSpec, target: str) -> None:
@@ -53,11 +60,46 @@ def check_skip_set(spec: DrafterSpec, target: str) -> None:
 
 def check_mtp(spec: DrafterSpec, target: str) -> None:
     """Raises InputError for a target's folder without MTP layers. A hub id passes: loading tells."""
-    from treespec.draft.trained.mtp_load import layers_in, tensor_files
-
     layers, folder = number_in(target, "num_hidden_layers"), Path(target).expanduser()
     if layers is not None and folder.is_dir():
         layers_in(str(folder), tensor_files(str(folder)), layers)
+
+
+def layers_in(name: str, files: Mapping[str, Path], layers: int) -> tuple[Layout, list[LayerNames]]:
+    """The MTP layers in a target's files. name: the target's. layers: of the target itself.
+
+    Raises InputError as `mtp_layers` does.
+    """
+    try:
+        return mtp_layers(files.keys(), layers)
+    except ValueError as error:
+        raise InputError(f"--drafter mtp: {name}: {error}") from error
+
+
+def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
+    """The file of each tensor of a target. name: a directory, or a hub id that is in the cache.
+
+    Raises InputError for a target without safetensors files, and for a damaged one.
+    """
+    try:
+        folder = Path(name)
+        if name and not folder.is_dir():
+            folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        if name and (folder / INDEX).exists():
+            places: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+            if all(map(inside, places.values())):
+                return {tensor: folder / file for tensor, file in places.items()}
+        elif name and (folder / SINGLE).exists():
+            with safe_open(folder / SINGLE, framework="numpy") as stored:
+                return dict.fromkeys(stored.keys(), folder / SINGLE)
+    except Exception as error:  # a damaged file may raise anything
+        raise InputError(
+            f"--drafter mtp: cannot read the safetensors files of {name}: {first_line(error)}"
+        ) from error
+    raise InputError(
+        f"--drafter mtp reads the target's own safetensors files, {name or 'this model object'} "
+        "has none: name a directory or a hub id with them"
+    )
 
 
 def check_datastore(spec: DrafterSpec, target: str) -> None:

@@ -1,7 +1,6 @@
 """`--drafter mtp`: the MTP layers of the target's own checkpoint, built from its decoder layer."""
 
 import copy
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -11,22 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from treespec.draft.checks import layers_in, tensor_files
 from treespec.draft.drafters import DrafterSpec
 from treespec.draft.trained.mtp import MtpProposer
 from treespec.errors import InputError, first_line
 from treespec.heads.mtp import Mtp, MtpLayer
-from treespec.heads.mtp_layouts import KNOWN, LayerNames, Layout, mtp_layers
-from treespec.heads.names import inside
+from treespec.heads.mtp_layouts import KNOWN, LayerNames, Layout
 from treespec.model.inspect import HOLDS_TREE
 from treespec.model.quantised import is_plain
 from treespec.model.target import Target
 from treespec.model.weights import names as listed
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PARTS = ("gate_proj", "up_proj", "down_proj")
 EXPERT = re.compile(r"(.+\.experts\.)\d+\.down_proj\.weight")
 SCALE = "_scale_inv"  # ends the name of an fp8 weight's factors, one for each of its blocks
@@ -144,43 +141,6 @@ def differing(weight: Tensor | None, shared: Any, target: Target) -> Tensor | No
     own, theirs = weight.to(target.dtype), shared.weight
     same = own.shape == theirs.shape and not theirs.is_meta and torch.equal(own, theirs.to("cpu"))
     return None if same else own
-
-
-def layers_in(name: str, files: Mapping[str, Path], layers: int) -> tuple[Layout, list[LayerNames]]:
-    """The MTP layers in a target's files. name: the target's. layers: of the target itself.
-
-    Raises InputError as `mtp_layers` does.
-    """
-    try:
-        return mtp_layers(files.keys(), layers)
-    except ValueError as error:
-        raise InputError(f"--drafter mtp: {name}: {error}") from error
-
-
-def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
-    """The file of each tensor of a target. name: a directory, or a hub id that is in the cache.
-
-    Raises InputError for a target without safetensors files, and for a damaged one.
-    """
-    try:
-        folder = Path(name)
-        if name and not folder.is_dir():
-            folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-        if name and (folder / INDEX).exists():
-            places: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-            if all(map(inside, places.values())):
-                return {tensor: folder / file for tensor, file in places.items()}
-        elif name and (folder / SINGLE).exists():
-            with safe_open(folder / SINGLE, framework="numpy") as stored:
-                return dict.fromkeys(stored.keys(), folder / SINGLE)
-    except Exception as error:  # a damaged file may raise anything
-        raise InputError(
-            f"--drafter mtp: cannot read the safetensors files of {name}: {first_line(error)}"
-        ) from error
-    raise InputError(
-        f"--drafter mtp reads the target's own safetensors files, {name or 'this model object'} "
-        "has none: name a directory or a hub id with them"
-    )
 
 
 def read_tensors(

@@ -11,8 +11,14 @@ from treespec import load
 from treespec.cli import app
 from treespec.cli.entry import run
 from treespec.draft.model_free import datastore
-from treespec.draft.model_free.datastore import Datastore, build, encoded, open_datastore, suffix_array
-from treespec.draft.model_free.token_files import DATASTORE
+from treespec.draft.model_free.datastore import (
+    DATASTORE,
+    Datastore,
+    build,
+    encoded,
+    open_datastore,
+    suffix_array,
+)
 from treespec.draft.options import ORDER
 from treespec.errors import InputError
 from treespec.files.atomic import locked, read_tensors, write_tensors

@@ -9,10 +9,9 @@ from models import prompt, target
 from test_given import paths_of, spec_of
 
 from treespec.api.engine import Engine
-from treespec.draft.model_free.counts import guess
+from treespec.draft.model_free.matches import SuffixIndex, guess, longest_match
 from treespec.draft.model_free.suffix import Suffix
 from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches
-from treespec.draft.model_free.suffix_index import SuffixIndex, longest_match
 from treespec.draft.options import SuffixOptions
 from treespec.errors import InputError
 

@@ -6,13 +6,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from drafting import source_of
 from models import prompt, target, tokenizer
-from safetensors.torch import load_file, save_file
 from test_given import spec_of
 
-from treespec.draft.model_free.suffix_cache import SuffixCaches
+from treespec.draft.model_free.suffix_cache import SuffixCaches, read
 from treespec.errors import InputError
 from treespec.model.target import Target
 
@@ -58,7 +56,7 @@ class TestFiles:
         memory = self.memories(tmp_path).named("")
         for number in range(300):
             memory.add([number % 100] * 60)
-        stored = [len(load_file(file)["tokens"]) for file in (tmp_path / "shared").glob("*.safetensors")]
+        stored = [sum(map(len, read(file))) for file in (tmp_path / "shared").glob("*.jsonl")]
         assert 3000 < sum(stored) <= 4096
         assert str(299 % 100) in self.texts(self.memories(tmp_path).named(""))[-2]
 
@@ -87,21 +85,12 @@ class TestFiles:
         with pytest.raises(InputError, match=r"of another tokenizer than the target's: delete it"):
             source_of(f"suffix:{tmp_path}", others)
 
-    @pytest.mark.parametrize("damage", ["cut", "flipped", "foreign", "no token"])
+    @pytest.mark.parametrize("damage", [b"2", b"[2", b'{"weight": 2}\n', b'{"tokenizer": "words", "tokens": [-2]}\n'])
     def test_a_damaged_file_is_one_line(self, tmp_path, damage):
-        self.memories(tmp_path).named("").add([1, 2, 3])
-        file = tmp_path / "shared" / "000001.safetensors"
-        content = bytearray(file.read_bytes())
-        if damage == "cut":
-            file.write_bytes(content[:-3])
-        elif damage == "flipped":
-            content[-1] ^= 1
-            file.write_bytes(content)
-        elif damage == "foreign":
-            save_file({"weight": torch.ones(2)}, file, {"format": "2", "tokenizer": "words"})
-        else:
-            tokens = torch.tensor([-2, -1], dtype=torch.int32)
-            save_file({"tokens": tokens}, file, {"format": "2", "tokenizer": "words"})
+        for _ in range(2):
+            self.memories(tmp_path).named("").add([1, 2, 3])
+        file = tmp_path / "shared" / "000001.jsonl"
+        file.write_bytes(damage + file.read_bytes())
         with pytest.raises(InputError) as caught:
             self.memories(tmp_path)
         assert "is damaged" in str(caught.value)
@@ -112,8 +101,8 @@ class TestFiles:
         memories = self.memories(tmp_path)
         memories.named("key").add([1, 2, 3])
         again = self.memories(tmp_path)
-        for file in tmp_path.rglob("*.safetensors"):
-            file.write_bytes(b"half")
+        for file in tmp_path.rglob("*.jsonl"):
+            file.write_bytes(b"half\nhalf\n")
         again.named("key").add([4])
         assert again.named("key").young.tokens == [4, -1]
         assert "the suffix cache goes on without its folder" in caplog.text

@@ -4,9 +4,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
-
 from treespec.draft.drafters import DrafterSpec
 from treespec.errors import InputError, first_line
 from treespec.heads.known import kind_in
@@ -81,6 +78,9 @@ def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
 
     Raises InputError for a target without safetensors files, and for a damaged one.
     """
+    from huggingface_hub import snapshot_download
+    from safetensors import safe_open
+
     try:
         folder = Path(name)
         if name and not folder.is_dir():
@@ -104,20 +104,19 @@ def tensor_files(name: str, revision: str | None = None) -> dict[str, Path]:
 
 def check_datastore(spec: DrafterSpec, target: str) -> None:
     """Raises InputError for a folder without a datastore, and for another format."""
-    from treespec.draft.model_free.token_files import check_file, datastore_file
+    from treespec.draft.model_free.datastore import check_datastore_file, datastore_file
 
-    check_file(datastore_file(spec.place))
+    check_datastore_file(datastore_file(spec.place))
 
 
 def check_suffix_cache(spec: DrafterSpec, target: str) -> None:
     """Raises InputError where files of a suffix cache cannot be read or are damaged."""
     if spec.place:
-        from treespec.draft.model_free.suffix_cache import folders_in
-        from treespec.draft.model_free.token_files import check_file, segments
+        from treespec.draft.model_free.suffix_cache import folders_in, read, segments
 
         for folder in folders_in(Path(spec.place).expanduser()):
-            for file in segments(folder):
-                check_file(file)
+            for segment in segments(folder):
+                read(segment)
 
 
 def check_there(name: str, what: str) -> None:

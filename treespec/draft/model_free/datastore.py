@@ -1,7 +1,16 @@
-"""Datastores for retrieval (REST, He et al. 2024, 2311.08252): a corpus as tokens, with a suffix array."""
+"""Datastores for retrieval (REST, He et al. 2024, 2311.08252): a corpus as tokens, with a suffix array.
 
+    tokens     [T] int32, END after each sequence
+    suffixes   [T] int32, the positions of `tokens`, sorted by the tokens that follow
+
+Its file names its format and a digest of the tokenizer. It is written whole or not at all, read by
+memory mapping, and checked by its checksum: about a second a GB.
+"""
+
+import hashlib
+import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -10,17 +19,24 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from treespec.draft.model_free import token_files
-from treespec.draft.model_free.suffix_index import END
-from treespec.draft.model_free.token_files import DATASTORE, datastore_file, fingerprint
 from treespec.draft.options import ORDER
 from treespec.errors import InputError
-from treespec.files.atomic import LOCK, TEMPORARY, locked
+from treespec.files.atomic import (
+    LOCK,
+    TEMPORARY,
+    locked,
+    read_about,
+    read_tensors,
+    write_tensors,
+)
 from treespec.text.conversations import CONVERSATIONS, read_conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+FORMAT, DATASTORE = "2", "datastore.safetensors"
+AGAIN = "build it again with treespec datastore build --target TARGET"
+END = -1  # after each of several sequences
 MOST = 1 << 31  # tokens: a position must fit 32 bits, a pair of ranks 64
 BLOCK = 1 << 16  # characters of plain text encoded as one string, up to the end of a line
 BLOCKS = 64
@@ -111,6 +127,8 @@ def build(
     A killed build leaves no datastore. Raises InputError if the folder exists, is being built by
     another process or cannot be written, and for no token or more than MOST.
     """
+    from torch import from_numpy
+
     folder = Path(folder)
     refuse_what_is_there(folder)
     with locked(folder):
@@ -125,7 +143,9 @@ def build(
                 )
             tokens = np.concatenate(parts)
             arrays = {"tokens": tokens, "suffixes": suffix_array(tokens, ORDER)}
-            token_files.write(folder / DATASTORE, fingerprint(tokenizer), arrays)
+            tensors = {name: from_numpy(array) for name, array in arrays.items()}
+            about = {"format": FORMAT, "tokenizer": fingerprint(tokenizer)}
+            write_tensors(folder / DATASTORE, tensors, about)
         finally:
             with suppress(OSError):
                 (folder / LOCK).unlink(missing_ok=True)
@@ -149,11 +169,44 @@ def open_datastore(
 
     Raises InputError for a missing or damaged datastore, and for another format or tokenizer.
     """
-    arrays = token_files.read(datastore_file(folder), fingerprint(tokenizer))
-    suffixes = arrays.get("suffixes", np.empty(0))
-    if suffixes.shape != arrays["tokens"].shape:
-        raise InputError(f"{datastore_file(folder)} is damaged: it lacks suffixes")
-    return Datastore(arrays["tokens"], suffixes, vocab_size)
+    file = datastore_file(folder)
+    tensors, about = read_tensors(file, AGAIN)
+    check_format(file, about)
+    if about.get("tokenizer") != fingerprint(tokenizer):
+        raise InputError(f"{file} is of another tokenizer than the target's: {AGAIN}")
+    arrays = [tensors[name].numpy() for name in ("tokens", "suffixes") if name in tensors]
+    if len(arrays) < 2 or any(array.dtype != np.int32 for array in arrays):
+        raise InputError(f"{file} is damaged, it lacks tokens or suffixes: {AGAIN}")
+    return Datastore(arrays[0], arrays[1], vocab_size)
+
+
+def datastore_file(folder: str | Path) -> Path:
+    """The file of a datastore. Raises InputError for a folder without one."""
+    file = Path(folder).expanduser() / DATASTORE
+    if not file.is_file():
+        raise InputError(
+            f"no datastore at {folder}: it has no {DATASTORE}; make one with treespec datastore "
+            "build"
+        )
+    return file
+
+
+def check_datastore_file(file: Path) -> None:
+    """Raises InputError for a damaged file and another format, as far as the header tells."""
+    check_format(file, read_about(file, AGAIN))
+
+
+def check_format(file: Path, about: Mapping[str, str]) -> None:
+    if about.get("format") != FORMAT:
+        found = about.get("format")
+        raise InputError(f"{file} has format {found}, this treespec reads {FORMAT}: {AGAIN}")
+
+
+def fingerprint(tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int = 0) -> str:
+    """A digest of the vocabulary, tokens and their numbers. vocab_size: tells without a tokenizer."""
+    if tokenizer is None:
+        return f"{vocab_size} tokens"
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def encoded(

@@ -31,9 +31,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.model_free.counts import union
+from treespec.draft.model_free.matches import Place, union
 from treespec.draft.model_free.one_hot import OneHotDrafter, TextDrafter
-from treespec.draft.model_free.suffix_index import Place
 from treespec.draft.options import JacobiOptions, LookaheadOptions
 from treespec.model.target import Target, TreeOutput
 from treespec.shaping.sampling import sample_each

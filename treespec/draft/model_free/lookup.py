@@ -10,17 +10,14 @@ from typing import final
 
 import numpy as np
 import torch
-from torch import from_numpy, tensor
 
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.model_free.counts import union
 from treespec.draft.model_free.datastore import Datastore, open_datastore
+from treespec.draft.model_free.matches import Place, union
 from treespec.draft.model_free.one_hot import OneHotDrafter, TextDrafter
-from treespec.draft.model_free.suffix_index import Place
 from treespec.draft.options import LookupOptions, RestOptions
 from treespec.model.target import Target
-from treespec.trees.mask import ancestor_mask
-from treespec.trees.tree import TokenTree, best_first, connect
+from treespec.trees.tree import TokenTree
 
 
 @final
@@ -66,45 +63,8 @@ class Rest(TextDrafter):
     def draft(self, text: np.ndarray, generator: torch.Generator) -> TokenTree:
         by = self.options
         found = self.store.continuations(text, by.shortest, by.longest, by.matches, by.tokens)
-        return heaviest(int(text[-1]), found, by.nodes)
-
-
-def heaviest(root: int, continuations: np.ndarray, nodes: int) -> TokenTree:
-    """The tree of the `nodes` most frequent prefixes of thousands of continuations, the root included.
-
-    continuations: [M, L] int64 tokens after the root, -1 after the end of a shorter one. Ties go to
-    the shallower node, then to the first:
-
-        a b
-        c         root ─┬─ a 3 ─┬─ b 2
-        a b             │       └─ d 1      4 nodes: root, a, b, c
-        a d             └─ c 1
-    """
-    # 1. The prefixes, a level at a time: prefixes below one parent with one token are one node.
-    above = np.zeros(len(continuations), dtype=np.int64)  # [M] deepest node of each continuation
-    tokens, parents = [np.array([root])], [np.array([-1])]
-    counts, depth, number = [np.array([np.inf])], [0], 1
-    for level in range(continuations.shape[1]):
-        going = continuations[:, level] >= 0
-        continuations, above = continuations[going], above[going]
-        if not len(continuations):
-            break
-        here = continuations[:, level]
-        prefix = above * (here.max() + 1) + here
-        _, first, group, count = np.unique(prefix, True, True, True)
-        order = first.argsort()
-        tokens.append(here[first[order]])
-        parents.append(above[first[order]])
-        counts.append(count[order])
-        depth += [level + 1] * len(first)
-        above, number = number + order.argsort()[group], number + len(first)
-
-    # 2. The most frequent of them, as a tree.
-    kept = best_first(from_numpy(np.concatenate(counts)), nodes).sort().values
-    links = connect(kept, from_numpy(np.concatenate(parents)))
-    ancestors = ancestor_mask(links, depth[-1])
-    chosen = from_numpy(np.concatenate(tokens))[kept]
-    return TokenTree(chosen, links, tensor(depth)[kept], ancestors)
+        places = [Place(1, tokens, 0) for tokens in found.tolist()]
+        return union(places, by.nodes - 1, by.tokens).tree(int(text[-1]))
 
 
 def load_lookup(spec: DrafterSpec, target: Target) -> OneHotDrafter:

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from treespec.draft.drafters import DrafterSpec
-from treespec.draft.model_free.counts import Guess, guess
+from treespec.draft.model_free.datastore import fingerprint
+from treespec.draft.model_free.matches import Guess, SuffixIndex, guess, longest_match
 from treespec.draft.model_free.one_hot import OneHotDrafter, TextDrafter
 from treespec.draft.model_free.suffix_cache import SuffixCache, SuffixCaches
-from treespec.draft.model_free.suffix_index import SuffixIndex, longest_match
-from treespec.draft.model_free.token_files import fingerprint
 from treespec.draft.options import SuffixOptions
 from treespec.model.target import Target
 from treespec.trees.tree import TokenTree

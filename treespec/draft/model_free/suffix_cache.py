@@ -1,13 +1,12 @@
 """Suffix caches: the completions so far that `suffix` drafts from, bounded in tokens, by name.
 
-On disk a cache is a folder of segments, each written whole or not at all:
+On disk a cache is a folder of segments, files that grow by a line for each completion:
 
-    FOLDER/shared/000007.safetensors      a full segment stays as it is
-    FOLDER/shared/000008.safetensors      the last one grows
+    FOLDER/shared/000007.jsonl      a full segment stays as it is
+    FOLDER/shared/000008.jsonl      the last one grows
 
-A segment holds an eighth of the bound; the oldest are deleted. Several processes may add: each reads
-the last segment again, with the folder locked. A killed one leaves the segment as it was before its
-completion, or after it.
+A segment holds an eighth of the bound; the oldest are deleted. Several processes may add, with the
+folder locked. A kill loses at most the completion that is being written.
 """
 
 import hashlib
@@ -19,20 +18,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-import numpy as np
-
-from treespec.draft.model_free import token_files
-from treespec.draft.model_free.suffix_index import END, SuffixIndex
-from treespec.draft.model_free.token_files import segments
+from treespec.draft.model_free.matches import SuffixIndex
 from treespec.errors import InputError
 from treespec.files.atomic import LOCK, locked
+from treespec.files.lines import opened, parsed
 
 NAMES = 256  # caches at a time; the one that was not used for longest is forgotten
 SHARED = "shared"  # the folder of the cache without a name
 SEGMENTS = 8  # of which the oldest is forgotten as a whole
+NUMBERED = "[0-9]" * 6 + ".jsonl"
+FORGET = "delete it to forget its answers, or name another folder"
 WITHOUT = "the suffix cache goes on without its folder: %s"
 
 log = logging.getLogger(__name__)
+
+
+def segments(folder: Path) -> list[Path]:
+    """The files of a suffix cache, oldest first."""
+    return sorted(folder.glob(NUMBERED))
+
+
+def read(segment: Path, tokenizer: str | None = None) -> list[list[int]]:
+    """The completions of a segment. tokenizer: a digest of the target's; None: any.
+
+    Raises InputError for a damaged file, and for another tokenizer's.
+    """
+    try:
+        lines, _ = parsed(segment.read_bytes(), segment)
+        completions = [[int(token) for token in line["tokens"]] for line in lines]
+        foreign = any(tokenizer not in (None, line["tokenizer"]) for line in lines)
+        damaged = min(map(min, completions), default=0) < 0
+    except (InputError, LookupError, ValueError, TypeError):
+        damaged, foreign = True, False
+    if damaged or foreign:
+        what = "damaged" if damaged else "of another tokenizer than the target's"
+        raise InputError(f"{segment} is {what}: {FORGET}")
+    return completions
 
 
 @final
@@ -52,38 +73,28 @@ class CacheFolder:
         """The latest ones, oldest first, but for those with a token that the target lacks.
 
         Two models of one tokenizer may be padded to vocabularies of different sizes. Raises
-        InputError for a file of another tokenizer, and for a damaged one.
+        InputError as `read` does.
         """
         found: list[list[int]] = []
-        for path in segments(self.folder):
-            try:
-                tokens = token_files.read(path, self.tokenizer)["tokens"]
-            except InputError:
-                if path.exists():
-                    raise
-                continue  # another process has just forgotten it
-            ends = np.flatnonzero(tokens == END)
-            found += [part[part != END].tolist() for part in np.split(tokens, ends)]
-        return [known for known in found if known and max(known) < self.vocab_size]
+        for segment in segments(self.folder):
+            with suppress(FileNotFoundError):  # another process has just forgotten it
+                found += read(segment, self.tokenizer)
+        return [known for known in found if max(known) < self.vocab_size]
 
     def add(self, completion: Sequence[int]) -> None:
         """Append a completion. Raises InputError where the folder cannot be written."""
         most = max(self.tokens // SEGMENTS, 1)
-        tokens = np.array([*completion[-most:], END], dtype=np.int32)
+        kept = list(completion[-most:])
         with locked(self.folder, wait=lambda holder: None):
-            # 1. The last segment, or the next one where it is full.
+            # 1. To the last segment, or to the next one where it is full.
             files = segments(self.folder)
             number = int(files[-1].stem) if files else 1
-            if files:
-                before = token_files.read(files[-1], self.tokenizer)["tokens"]
-                if np.count_nonzero(before != END) + len(tokens) - 1 <= most:
-                    tokens = np.concatenate([before, tokens])
-                else:
-                    number += 1
+            if files and sum(map(len, read(files[-1], self.tokenizer))) + len(kept) > most:
+                number += 1
+            with opened(self.folder / f"{number:06}.jsonl") as lines:
+                lines.append({"tokenizer": self.tokenizer, "tokens": kept})
 
-            # 2. Write it, then delete the oldest ones.
-            path = self.folder / f"{number:06}.safetensors"
-            token_files.write(path, self.tokenizer, {"tokens": tokens})
+            # 2. The oldest ones are deleted.
             for segment in segments(self.folder)[:-SEGMENTS]:
                 with suppress(OSError):  # the next completion tries it again
                     segment.unlink()
@@ -195,7 +206,7 @@ def folders_in(root: Path) -> list[Path]:
     if root.exists() and not root.is_dir():
         raise InputError(f"the suffix cache {root} is a file: name a folder")
     written: dict[Path, float] = {}
-    for file in root.glob("*/*.safetensors"):
+    for file in root.glob(f"*/{NUMBERED}"):
         with suppress(FileNotFoundError):  # another process has just forgotten it
             written[file.parent] = file.parent.stat().st_mtime
     return sorted(written, key=written.__getitem__)

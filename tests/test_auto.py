@@ -20,7 +20,7 @@ from treespec.draft.cost.running import CostModel
 from treespec.draft.grow.auto import expansion, shape_for
 from treespec.draft.model_free.budget import RATES as ACCEPTED
 from treespec.draft.model_free.budget import part, rests
-from treespec.draft.model_free.lookup import heaviest
+from treespec.draft.model_free.matches import Place, union
 from treespec.draft.model_free.one_hot import OneHotDrafter
 from treespec.draft.pairing import check_pair
 from treespec.model.target import Target
@@ -193,7 +193,7 @@ def test_an_engine_measures_each_number_of_texts_before_the_first_request():
 
 def given_tree():
     """Two continuations of four tokens each."""
-    return heaviest(7, np.array([[1, 2, 3, 4], [5, 2, 3, 4]]), nodes=9)
+    return union([Place(1, [first, 2, 3, 4], 0) for first in (1, 5)], 8, 4).tree(7)
 
 
 def test_cheap_nodes_are_all_kept_and_dear_ones_none():

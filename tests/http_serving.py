@@ -8,14 +8,12 @@ import httpx
 import transformers as hf
 from models import GROUPED, random_head, random_model, tokenizer
 
-from treespec.api.engine import Engine
 from treespec.api.spec import Spec
 from treespec.cli.serve import bound
 from treespec.model.target import Target
-from treespec.serve.app import app_of
-from treespec.serve.metrics import Metrics
-from treespec.serve.run import Server, config_of
-from treespec.serve.state import Limits, State
+from treespec.serve.options import ServeConfig
+from treespec.serve.run import Server
+from treespec.serve.state import State
 
 MESSAGES = [{"role": "user", "content": "the user asks"}]
 NAME = "tiny"
@@ -41,18 +39,13 @@ def tiny_spec(tree="2x2", verifier="rrs", chat_template=None, context=256, said=
     return Spec(target, random_head(target), tree, verifier)
 
 
-def state_of(spec, engine, **options):
-    limits = Limits(**{name: options.pop(name) for name in list(options) if hasattr(Limits, name)})
-    return State(spec, engine, NAME, limits, Metrics(engine), **options)
-
-
 @contextmanager
-def serving(spec, batch=4, queue=8, origins=(), grace=5.0, columns=None, **options):
+def serving(spec, columns=None, **options):
     """A server in a thread of its own. Yields its state; `state.url` is its address."""
-    with Engine(spec, batch=batch, queue=queue, columns=columns) as engine:
-        state = state_of(spec, engine, **options)
-        listening = bound("127.0.0.1", 0)
-        server = Server(config_of(app_of(state, origins), state, log=False), state, grace)
+    usual = {"name": NAME, "batch": 4, "queue": 8, "grace": 5.0}
+    state = State(spec, ServeConfig(**usual | options), columns)
+    with state.engine:
+        listening, server = bound("127.0.0.1", 0), Server(state)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         state.url, state.server = f"http://127.0.0.1:{listening.getsockname()[1]}", server

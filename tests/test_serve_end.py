@@ -105,8 +105,9 @@ def test_a_client_that_does_not_read_does_not_keep_the_server(spec):
     assert time.monotonic() - begun < 10
 
 
-def test_a_request_that_does_not_arrive_is_closed(spec):
-    with serving(spec, arrival=0.3) as state, client(state) as http:
+def test_a_request_that_does_not_arrive_is_closed(spec, monkeypatch):
+    monkeypatch.setattr("treespec.serve.run.ARRIVAL", 0.3)
+    with serving(spec) as state, client(state) as http:
         until(lambda: state.server.started)
         for body in (b"", b"{"):
             with half(state, body) as made:

@@ -158,7 +158,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(spec):
 
 
 def test_an_answer_that_takes_too_long_is_cut_off(spec):
-    with serving(spec, seconds=0.3) as state, client(state) as http:
+    with serving(spec, timeout=0.3) as state, client(state) as http:
         started = time.monotonic()
         answer = http.post(CHAT, json=LONG)
         assert (answer.status_code, answer.json()["error"]["type"]) == (504, "server_error")
@@ -180,7 +180,7 @@ def test_a_server_of_this_machine_answers_to_its_names_alone(server, host):
 
 
 def test_a_key_guards_all_but_the_page_and_health(spec):
-    with serving(spec, api_key="sésame") as state, client(state) as http:
+    with serving(spec, api_key=["sésame"]) as state, client(state) as http:
         body = {"messages": MESSAGES, "max_tokens": 2}
         for key in (None, "Bearer wrong", "Bearer", "Basic sésame"):
             headers = {"Authorization": key.encode()} if key else {}
@@ -195,8 +195,9 @@ def test_a_key_guards_all_but_the_page_and_health(spec):
         assert http.post(CHAT, json=body, headers={"Authorization": "Bearer sésame".encode()}).status_code == 200
 
 
-def test_a_large_body_is_refused_whatever_its_headers_say(spec):
-    with serving(spec, body=2000) as state, client(state) as http:
+def test_a_large_body_is_refused_whatever_its_headers_say(spec, monkeypatch):
+    monkeypatch.setattr("treespec.serve.app.BODY", 2000)
+    with serving(spec) as state, client(state) as http:
         body = json.dumps({"messages": [{"role": "user", "content": "a" * 4000}]}).encode()
         headers = {"Content-Type": "application/json"}
         assert http.post(CHAT, content=body, headers=headers).status_code == 413
@@ -212,7 +213,7 @@ def test_pages_of_other_origins_may_not_call_unless_told(server, spec):
     with client(server) as http:
         assert http.options(CHAT, headers=asked).status_code == 405
         assert allowed not in http.get("/v1/models", headers=asked).headers
-    with serving(spec, origins=["http://other.example"]) as state, client(state) as http:
+    with serving(spec, cors=["http://other.example"]) as state, client(state) as http:
         assert http.options(CHAT, headers=asked).headers[allowed] == "http://other.example"
         assert allowed not in http.get("/v1/models", headers={"Origin": "http://third.example"}).headers
 
@@ -226,7 +227,7 @@ def test_without_a_limit_an_answer_is_as_long_as_memory_allows(spec):
 
 
 def test_a_limit_of_prompts_is_told(spec):
-    with serving(spec, prompt=5) as state, client(state) as http:
+    with serving(spec, max_prompt=5) as state, client(state) as http:
         answer = http.post(COMPLETIONS, json={"model": NAME, "prompt": [3] * 6})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert http.post(COMPLETIONS, json={"model": NAME, "prompt": [3] * 5, "max_tokens": 1}).status_code == 200
@@ -235,7 +236,7 @@ def test_a_limit_of_prompts_is_told(spec):
 def test_a_text_that_cannot_fit_is_refused_by_its_length_and_few_are_tokenised_at_a_time():
     """2 MB take a second and half a gigabyte to tokenise; here one answer takes the time of its JSON."""
     spec = tiny_spec(context=2048)
-    with serving(spec, seconds=1.0) as state, client(state) as http:
+    with serving(spec, timeout=1.0) as state, client(state) as http:
         text = "the user asks " * 150_000
         bodies = {CHAT: {"messages": [{"role": "user", "content": text}]}, "/tokenize": {"prompt": text}}
         for path, body in (bodies | {COMPLETIONS: {"prompt": text}}).items():

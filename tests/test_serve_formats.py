@@ -13,7 +13,7 @@ import pytest
 from http_serving import MESSAGES, NAME, client, serving, tiny_spec
 from models import CHAT
 
-from treespec.serve.logprobs import words
+from treespec.serve.replies import words
 
 HERMES = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}" + CHAT
 CITY = {"type": "object", "properties": {"city": {"enum": ["Zug", "Bern"]}}, "required": ["city"]}

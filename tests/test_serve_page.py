@@ -60,8 +60,9 @@ def test_the_cycles_add_up_to_the_answer_of_the_python_call(spec, temperature):
         assert len(tree["texts"]) == len(tree["parents"]) == len(tree["q"]) == len(tree["p"])
 
 
-def test_the_page_chooses_among_what_it_shows(spec):
-    with serving(spec, pages=1) as state, client(state) as http:
+def test_the_page_chooses_among_what_it_shows(spec, monkeypatch):
+    monkeypatch.setattr("treespec.serve.page.PAGES", 1)
+    with serving(spec) as state, client(state) as http:
         known = http.get("/cycles").json()
         assert "typical" not in known["verifiers"]  # it is lossy
         body = {"messages": MESSAGES, "max_tokens": 5}
@@ -82,7 +83,7 @@ def test_the_page_chooses_among_what_it_shows(spec):
 @pytest.mark.parametrize(("width", "dark", "key"), [(1200, False, None), (390, True, "secret")])
 def test_the_page_in_a_browser_by_keyboard_and_screen(width, dark, key):
     spec = tiny_spec(context=2048, said=EVIL)
-    with serving(spec, api_key=key) as state, Browser(width, 800, dark) as page:
+    with serving(spec, api_key=key and [key]) as state, Browser(width, 800, dark) as page:
         # 1. The page asks for a key where the server wants one.
         page.open(state.url)
         if key:

@@ -163,6 +163,13 @@ class ModelOptions(TargetOptions, PlacementOptions, TreeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DemoOptions(ModelOptions):
+    """What decodes, by default the target `demo`."""
+
+    target: str = shared(TargetOptions, "target", DEMO)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerOptions(CommandOptions):
     PANEL = "Answers"
 

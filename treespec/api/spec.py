@@ -275,12 +275,8 @@ def trace(
     """The cycles of `spec.generate` with this prompt and seed, as they come.
 
     It decodes with a cache and drafter of its own; `spec` may decode other texts meanwhile.
-    Raises InputError as `Spec.stream` does, and for a spec without a drafter.
+    Raises InputError as `Spec.stream` does.
     """
-    if spec.source is None:
-        raise InputError(
-            "a trace shows drafted trees, and nothing drafts: give --head or --drafter"
-        )
     cycles: list[Cycle] = []
     heard = options.get("on_cycle")
     options["on_cycle"] = cycles.append

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from treespec.api.options import ModelOptions, TargetOptions
+from treespec.api.options import DemoOptions, ModelOptions
 from treespec.cli.terminal import end_notice
-from treespec.demo.known import DEMO
 from treespec.options import SEEDS, chosen, option, shared
 from treespec.requests.options import RequestOptions
 
@@ -14,10 +13,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerConfig(ModelOptions, RequestOptions):
+class AnswerConfig(DemoOptions, RequestOptions):
     PANEL = "Answers"
 
-    target: str = shared(TargetOptions, "target", DEMO)
     max_new_tokens: int = shared(RequestOptions, "max_new_tokens", 512)
     seed: int | None = option(
         "the same seed and messages give the same answers; default: a new seed each time",

@@ -29,25 +29,19 @@ class Answers:
     The request's deadline counts from here: over tokenising, queue, prefill and decoding.
     Iterate once: (number, piece) of any answer as it comes, (number, None) at its end, and None
     where nothing came for a while. It raises ApiError where an answer fails or the time is over;
-    all answers are cancelled then.
+    all answers are cancelled then, as they are where the client leaves.
     """
 
-    def __init__(self, state: State) -> None:
-        self.state, self.loop = state, asyncio.get_running_loop()
-        self.end = self.loop.time() + state.limits.seconds
+    def __init__(self, state: State, request: Request) -> None:
+        self.state, self.request, self.loop = state, request, asyncio.get_running_loop()
+        self.end = self.loop.time() + state.config.timeout
         self.arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         self.answers: list[Completion] = []
-        self.gone: asyncio.Task | None = None
-        self.deadline: asyncio.TimerHandle | None = None
 
     @property
     def left(self) -> float:
         """Seconds until the request's deadline."""
         return max(0.0, self.end - self.loop.time())
-
-    def late(self) -> ApiError:
-        seconds = self.state.limits.seconds
-        return ApiError(504, f"the answer took longer than this server's limit of {seconds:g} s")
 
     async def tokenised(self, encode: Callable[..., T], *given: Any) -> T:
         """encode(*given), on one of few threads. Raises ApiError after the deadline."""
@@ -56,7 +50,7 @@ class Answers:
             with fail_after(self.left):
                 return await to_thread.run_sync(call, limiter=limiter, abandon_on_cancel=True)
         except TimeoutError:
-            raise self.late() from None
+            raise self.state.late() from None
 
     async def submit(
         self,
@@ -69,36 +63,34 @@ class Answers:
 
         seed: of the first answer; each further answer takes the next seed.
         """
-        self.state.check_answers(len(prompts), samples)
-        self.deadline = self.loop.call_later(self.left, self.cancel)
+        state = self.state
+        state.check_answers(len(prompts), samples)
         try:
             async with asyncio.timeout_at(self.end):
-                await self._try_grammar(options)
+                for kind in KINDS:  # a grammar that would hold up the others is refused
+                    if kind in options:
+                        trial = partial(state.trial.run, kind, options[kind])
+                        await to_thread.run_sync(trial, limiter=state.compiling)
                 for place, prompt in enumerate(prompts):
-                    number = place * samples
-                    own = None if seed is None else seed + number
-                    await run_in_threadpool(self._submit, number, prompt, samples, own, options)
+                    first = place * samples
+                    own = None if seed is None else seed + first
+                    await run_in_threadpool(self._submit, prompt, first, samples, own, options)
         except BaseException as error:
             self.cancel()
             if isinstance(error, TimeoutError):
-                raise self.late() from error
+                raise state.late() from error
             if isinstance(error, Busy):
-                raise self.state.busy(str(error)) from error
+                raise state.busy(str(error)) from error
             if isinstance(error, InputError):
                 raise refused(error) from error
             raise
-
-    async def _try_grammar(self, options: Mapping[str, Any]) -> None:
-        """Raises InputError for a grammar that would hold up the others."""
-        for kind in KINDS:
-            if kind in options:
-                limiter = self.state.compiling
-                await to_thread.run_sync(self.state.trial.run, kind, options[kind], limiter=limiter)
+        self.deadline = self.loop.call_at(self.end, self.cancel)
+        self.gone = asyncio.create_task(self._watch())
 
     def _submit(
         self,
-        first: int,
         prompt: Sequence[int],
+        first: int,
         samples: int,
         seed: int | None,
         options: Mapping[str, Any],
@@ -118,9 +110,11 @@ class Answers:
 
         return on_piece
 
-    def watch(self, request: Request) -> None:
+    async def _watch(self) -> None:
         """Cancel the answers when the client leaves."""
-        self.gone = asyncio.create_task(_left(request, self.cancel))
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
 
     def cancel(self) -> None:
         for answer in self.answers:
@@ -136,23 +130,15 @@ class Answers:
                     if answer.error:
                         raise self.state.cut() if self.state.cut_off else failed(answer.error)
                     if answer.cancelled:
-                        raise ApiError(499, "the client left") if self.left else self.late()
+                        raise ApiError(499, "the client left") if self.left else self.state.late()
                     done.add(arrival[0])
                 yield arrival
         finally:
             self.cancel()
-            if self.deadline:
-                self.deadline.cancel()
-            if self.gone:
-                self.gone.cancel()
+            self.deadline.cancel()
+            self.gone.cancel()
             for number, answer in enumerate(self.answers):
                 self.state.metrics.count(answer, done=number in done)
-
-    async def arrivals(self) -> AsyncIterator[Arrival]:
-        """The same without the None of a long wait."""
-        async for arrival in self:
-            if arrival:
-                yield arrival
 
     async def _next(self) -> Arrival | None:
         try:
@@ -160,10 +146,4 @@ class Answers:
         except TimeoutError:
             if self.left:
                 return None
-            raise self.late() from None
-
-
-async def _left(request: Request, then: Callable[[], None]) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    then()
+            raise self.state.late() from None

@@ -2,7 +2,6 @@
 
 import hashlib
 import secrets
-from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import final
 
@@ -16,6 +15,7 @@ from treespec.serve.errors import ApiError, add_handlers, response
 from treespec.serve.replies import Fields
 from treespec.serve.state import State, state_of
 
+BODY = 4 << 20  # bytes of a request
 OPEN = ("/", "/health")  # without a key; the page itself holds nothing secret
 PATHS = (
     *OPEN,
@@ -35,18 +35,18 @@ class Guard:
             await self.app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in PATHS else "other"
-        bounded = Bounded(receive, self.state.limits.body)
+        bounded = Bounded(receive)
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.state.metrics.requests.labels(path, str(message["status"])).inc()
+                self.state.metrics.counts["requests"].labels(path, str(message["status"])).inc()
                 message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
             await send(message)
 
         request = Request(scope)
         key = self._key(request)
         if key is not None:
-            request.state.memory = hashlib.sha256(key.encode()).hexdigest()
+            scope["treespec.memory"] = hashlib.sha256(key.encode()).hexdigest()
         error = self._refusal(request, key)
         await (response(error) if error else self.app)(scope, bounded, counted)
 
@@ -55,23 +55,22 @@ class Guard:
         path = request.scope["path"]  # request.url would read it off the Host header, too
         if self.state.ending and path not in ("/metrics", "/health"):
             return self.state.cut()
-        if self.state.api_keys and path not in OPEN and key is None:
+        if self.state.keys and path not in OPEN and key is None:
             message = "Incorrect API key provided; send it as Authorization: Bearer KEY"
             headers = {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=headers)
-        if not self.state.api_keys and not named(request):
+        if not self.state.keys and not named(request):
             message = "This server answers to localhost: give it an --api-key for other names"
             return ApiError(403, message)
         size = request.headers.get("content-length", "")
-        most = self.state.limits.body
-        return too_large(most) if size.isdecimal() and int(size) > most else None
+        return too_large() if size.isdecimal() and int(size) > BODY else None
 
     def _key(self, request: Request) -> str | None:
         """The server's key that the request brings; None: it brings none of them."""
         kind, _, brought = request.headers.get("authorization", "").partition(" ")
         given = brought.strip().encode("latin-1")
         # All keys are compared, so that the time does not tell which one was nearly right.
-        equal = [key for key in self.state.api_keys if secrets.compare_digest(given, key.encode())]
+        equal = [key for key in self.state.keys if secrets.compare_digest(given, key.encode())]
         return equal[0] if equal and kind.lower() == "bearer" else None
 
 
@@ -94,38 +93,37 @@ def loopback(name: str) -> bool:
 
 @final
 class Bounded:
-    """Receives a body of at most `most` bytes, whatever its headers say."""
+    """Receives a body of at most BODY bytes, whatever its headers say."""
 
-    def __init__(self, receive: Receive, most: int) -> None:
-        self.receive, self.most, self.seen = receive, most, 0
+    def __init__(self, receive: Receive) -> None:
+        self.receive, self.seen = receive, 0
 
     async def __call__(self) -> Message:
         message = await self.receive()
         self.seen += len(message.get("body", b""))
-        if self.seen > self.most:
-            raise too_large(self.most)
+        if self.seen > BODY:
+            raise too_large()
         return message
 
 
-def too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is larger than this server's limit of {most} bytes")
+def too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than this server's limit of {BODY} bytes")
 
 
 router = APIRouter()
 
 
-def app_of(state: State, origins: Sequence[str] = ()) -> FastAPI:
-    """origins: pages of these may call the server from a browser; the server's own always may."""
+def app_of(state: State) -> FastAPI:
     app = FastAPI(title="treespec", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.treespec = state
     for part in (router, completions.router, page.router):
         app.include_router(part)
     add_handlers(app)
     app.add_middleware(Guard, state=state)
-    if origins:
+    if origins := state.config.cors:  # the server's own page may call it in any case
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(origins),
+            allow_origins=origins,
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
         )

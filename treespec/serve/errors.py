@@ -10,17 +10,13 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from treespec.errors import InputError, TooLong
+from treespec.requests.options import NAMES
 from treespec.text.strings import one_line
 
 log = logging.getLogger(__name__)
 
-KINDS = {429: "rate_limit_error"}  # the type of each status; the others by the hundred
-# The fields of a request that an option of `Spec.generate` has the name and the meaning of.
-SAME = {"temperature", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty"}
-SAME |= {"repetition_penalty", "min_tokens", "ignore_eos", "regex", "grammar", "logit_bias"}
 # The request's field of the option that a message of treespec begins with.
-FIELDS = {name: name for name in (*SAME, "top_k", "seed", "chat_template_kwargs")}
-FIELDS |= {"json_schema": "response_format"}
+FIELDS = {name: name for name in (*NAMES, "seed")} | {"json_schema": "response_format"}
 
 
 @final
@@ -40,13 +36,10 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        return body_of(self.status_code, str(self.detail), self.param, self.code)
-
-
-def body_of(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
-    kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    fields = {"message": one_line(message), "type": kind, "param": param, "code": code}
-    return {"error": fields}
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status_code == 429 else kind
+        told = {"message": one_line(str(self.detail)), "type": kind}
+        return {"error": told | {"param": self.param, "code": self.code}}
 
 
 def refused(error: BaseException, param: str | None = None) -> ApiError:

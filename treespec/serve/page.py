@@ -18,8 +18,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import Field
 
-from treespec.api.spec import Spec, trace
-from treespec.decoding.batch import ALONE
+from treespec.api.spec import trace
 from treespec.options import TREE_FORMS, either
 from treespec.requests.events import Cycle, explained, visible
 from treespec.serve.errors import ApiError, refused
@@ -31,6 +30,7 @@ from treespec.verify.facts import LOSSY, NAMES
 
 router = APIRouter()
 TREES = list(TREE_FORMS.values())
+PAGES = 2  # answers on pages at a time; each has a cache of its own
 STAGES = ("draft", "target", "verify", "commit")  # of a cycle; head is a part of draft
 
 
@@ -86,52 +86,43 @@ async def setup(request: Request) -> Fields:
         "trees": TREES,
         "verifier": spec.verifier.name,
         "tree": str(spec.policy) if spec.policy else None,
-        "max_tokens": state.limits.tokens,
+        "max_tokens": state.config.max_tokens,
     }
 
 
 def verifiers(state: State) -> list[str]:
     names = sorted(NAMES, key="auto".__ne__)
-    return [name for name in names if state.allow_lossy or name not in LOSSY]
+    return [name for name in names if state.config.allow_lossy or name not in LOSSY]
 
 
 @router.post("/cycles")
 async def answer(request: Request, asked: PageRequest) -> Response:
-    # 1. What decodes, and what is asked of it.
+    # 1. What is asked. Other forms of trees may read files or take any amount of memory.
     state = state_of(request)
     state.check_tokens(asked.max_tokens, "max_tokens")
-    # Other forms of trees may read files or take any amount of memory.
     for name, known in (("verifier", verifiers(state)), ("tree", TREES)):
         if (value := getattr(asked, name)) is not None and value not in known:
             raise ApiError(400, f"{name} is {value!r:.40}, the page's are {either(known)}", name)
-    if state.pages >= state.limits.pages:
+    if state.pages >= PAGES:
         raise state.busy("as many answers as this server takes at a time are on pages already")
     state.pages += 1
 
     # 2. The first cycle: what cannot be asked shows before the answer begins.
-    try:
-        cycles = await run_in_threadpool(_cycles, state, asked, memory_of(request))
-    except BaseException as error:
-        state.leave_page()
-        raise _in_words(error) from error
+    cycles = _cycles(state, asked, memory_of(request))
     leave = weakref.finalize(cycles, state.leave_page)  # also of an answer that nobody reads
     try:
         first = await run_in_threadpool(next, cycles, None)
     except BaseException as error:
         leave()
-        raise _in_words(error) from error
+        raise refused(error) if getattr(error, "exit_code", None) == 2 else error from error
     return events(_told(state, cycles, first, leave))
-
-
-def _in_words(error: BaseException) -> BaseException:
-    return refused(error) if getattr(error, "exit_code", None) == 2 else error
 
 
 async def _told(
     state: State, cycles: Iterator[Fields], first: Fields | None, leave: Callable[[], object]
 ) -> AsyncIterator[Fields]:
     """The cycles, until the answer ends or the page leaves."""
-    end = time.monotonic() + state.limits.seconds
+    end = time.monotonic() + state.config.timeout
     try:
         told = first
         while told is not None:
@@ -139,7 +130,7 @@ async def _told(
             if state.cut_off:
                 raise state.cut()
             if time.monotonic() > end:
-                raise ApiError(504, f"the answer took longer than {state.limits.seconds:g} s")
+                raise state.late()
             told = await run_in_threadpool(next, cycles, None)
     finally:
         leave()
@@ -147,58 +138,37 @@ async def _told(
 
 def _cycles(state: State, asked: PageRequest, memory: str) -> Iterator[Fields]:
     """What the page is told, a cycle each."""
-    # 1. The options and the parts.
-    prompt = encoded(state.spec, asked.messages)
+    # 1. What decodes, and its prompt.
+    spec, prompt = state.spec, encoded(state.spec, asked.messages)
     state.check_prompt(prompt, "messages")
+    if not asked.drafts:
+        spec = spec.baseline()
+    elif asked.verifier or asked.tree:
+        spec = spec.configured(asked.tree, asked.verifier or "auto", state.config.allow_lossy)
+
+    # 2. Its cycles. seconds: without the prompt's prefill.
     options: Any = {"temperature": asked.temperature, "max_new_tokens": asked.max_tokens}
-    options |= {"seed": asked.seed, "memory": memory}
-    if not asked.drafts or state.spec.source is None:
-        plain = state.spec.baseline()
-        plain.decoder.stretch = ALONE  # the engine takes its turns between stretches
-        return _plain(plain, prompt, options)
-    spec = state.spec
-    if asked.verifier or asked.tree:
-        spec = spec.configured(asked.tree, asked.verifier or "auto", state.allow_lossy)
-    return _drafted(spec, prompt, options)
-
-
-def _drafted(spec: Spec, prompt: list[int], options: Any) -> Iterator[Fields]:
     tokens, seconds = 0, 0.0
-    for cycle in trace(spec, prompt, **options):
+    for cycle in trace(spec, prompt, seed=asked.seed, memory=memory, **options):
         tokens += cycle.new_tokens
         seconds += sum(cycle.seconds[stage] for stage in STAGES)
-        yield figures(tokens, cycle.number, seconds) | {
+        yield {
+            "tokens": tokens,
+            "cycles": cycle.number,
+            "tau": tokens / cycle.number,
+            "rate": tokens / seconds if seconds > 0 else 0.0,
             "parts": parts_of(cycle),
-            "tree": {
-                "texts": [visible(text) for text in cycle.texts],
-                "parents": cycle.parents,
-                "q": cycle.q,
-                "p": cycle.p,
-                "path": cycle.path,
-                "own": {
-                    "at": cycle.own.at,
-                    "text": visible(cycle.own.text),
-                    "p": cycle.own.p,
-                    "q": cycle.own.q,
-                },
-                "explained": explained(cycle),
-            },
+            "tree": tree_of(cycle) if spec.source else None,
         }
 
 
-def _plain(spec: Spec, prompt: list[int], options: Any) -> Iterator[Fields]:
-    stream = spec.stream(prompt, **options)
-    for piece in stream:
-        stats = stream.stats
-        seconds = stats.seconds["total"] - stats.seconds["prefill"]
-        part = {"text": piece.text, "drafted": False, "tokens": []}
-        yield figures(stats.new_tokens, stats.cycles, seconds) | {"parts": [part], "tree": None}
-
-
-def figures(tokens: int, cycles: int, seconds: float) -> Fields:
-    """seconds: of the cycles, without the prompt's prefill."""
-    rate = tokens / seconds if seconds > 0 else 0.0
-    return {"tokens": tokens, "cycles": cycles, "tau": tokens / max(cycles, 1), "rate": rate}
+def tree_of(cycle: Cycle) -> Fields:
+    """The drafted tree as the page draws it."""
+    told = {name: getattr(cycle, name) for name in ("parents", "q", "p", "path")}
+    own = {name: getattr(cycle.own, name) for name in ("at", "p", "q")}
+    own["text"] = visible(cycle.own.text)
+    texts = [visible(text) for text in cycle.texts]
+    return told | {"texts": texts, "own": own, "explained": explained(cycle)}
 
 
 def parts_of(cycle: Cycle) -> list[Fields]:

@@ -1,189 +1,221 @@
-"""What is sent back: choices as whole objects or as server-sent events, with usage and the reason of the end.
+"""What is sent back: choices as whole objects or as server-sent events, with usage and log-probabilities.
 
-Both endpoints, whole or streamed, make the same chunks of choices; a whole response joins them.
+Both endpoints, whole or streamed, make the same deltas of choices; a whole response joins them.
 """
 
 import json
+import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
-from typing import Any, ClassVar, final
+from typing import Any, Protocol, final
 
-from fastapi import Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 from treespec.decoding.sequence import Piece
 from treespec.decoding.stats import Stats
 from treespec.requests.output import Completion
 from treespec.serve.answers import Answers
 from treespec.serve.errors import ApiError, failed
-from treespec.serve.logprobs import joined
 from treespec.serve.schema import Sampled
-from treespec.serve.state import State
-from treespec.serve.tools import Call, Catcher
+from treespec.serve.tools import Catcher
+from treespec.text.strings import INCOMPLETE, text_after
 
 Fields = dict[str, Any]
+LEAST = -9999.0  # OpenAI's logarithm of 0, which JSON has no number for
 
 
 @final
 @dataclass(frozen=True)
-class Part:
-    """One of the choices. begin: its first chunk, or None. logprobs: of a piece."""
+class Delta:
+    """What is new of a choice. tokens: with log-probabilities, None where nobody asked for them.
 
-    answer: Completion
-    catcher: Catcher
-    logprobs: Callable[[Piece], Fields | None]
-    begin: Any = None
+    calls: of tools. end: why it ended. begins: whether it is the first of the choice.
+    """
+
+    index: int
+    text: str | None = None
+    tokens: list[Fields] | None = None
+    calls: Sequence[Fields] = ()
+    end: str | None = None
+    begins: bool = False
 
 
-@dataclass
+class Form(Protocol):
+    """How an endpoint writes its response. names: of the whole object, a chunk, the id."""
+
+    names: tuple[str, str, str]
+    asked: Any
+
+    def begin(self, index: int, place: int) -> Delta | None:
+        """What a choice begins with: number `index` of all, for the prompt with the number `place`."""
+        ...
+
+    def catcher(self) -> Catcher: ...
+
+    def fields(self, delta: Delta, whole: bool) -> Fields:
+        """A delta as it is streamed, or the whole choice."""
+        ...
+
+
+@final
 class Reply:
-    """The response of /v1/completions. parts: the choices. prompts: how many they answer."""
+    """The response to a request. prompts: their token ids, each with equally many choices.
 
-    state: State
-    asked: Sampled
-    answers: Answers
-    parts: list[Part]
-    prompts: int = 1
+    hidden: tokens that are no part of the text, such as the end-of-sequence token.
+    """
 
-    names: ClassVar = (
-        "text_completion",
-        "text_completion",
-        "cmpl",
-    )  # of the object, a chunk, the id
-    content: ClassVar = "text"  # the field of a chunk that holds its part of the choice
-    nothing: ClassVar[Any] = ""  # what that field holds in the last chunk
+    def __init__(
+        self, form: Form, answers: Answers, prompts: list[list[int]], hidden: frozenset[int]
+    ) -> None:
+        self.form, self.answers, self.hidden = form, answers, hidden
+        self.state, self.prompts = answers.state, prompts
+        self.samples = len(answers.answers) // len(prompts)
 
-    def delta(self, text: str) -> Any:
-        return text
+    async def whole(self) -> Fields:
+        choices: list[list[Delta]] = [[] for _ in self.answers.answers]
+        async for delta in self._deltas():
+            if delta:
+                choices[delta.index].append(delta)
+        written = [self.form.fields(joined(deltas), True) for deltas in choices]
+        return self._heading(0) | {"choices": written, "usage": self._usage()}
 
-    def whole(self, text: str, chunks: Sequence[Fields]) -> Fields:
-        """The content of a whole choice."""
-        return {"text": text}
+    async def chunks(self) -> AsyncIterator[Fields | None]:
+        asked: Sampled = self.form.asked
+        heading = self._heading(1) | ({"usage": None} if asked.counted else {})
+        async for delta in self._deltas():
+            yield delta and heading | {"choices": [self.form.fields(delta, False)]}
+        if asked.counted:
+            yield heading | {"choices": [], "usage": self._usage()}
 
-    async def send(self) -> Response:
-        if self.asked.stream:
-            return events(self._chunks())
-        choices: list[list[Fields]] = [[] for _ in self.parts]
-        async for choice in self._choices():
-            if choice is not None:
-                choices[choice["index"]].append(choice)
-        fields = self._heading(self.names[0]) | {"choices": [*map(self._joined, choices)]}
-        return JSONResponse(fields | {"usage": usage(self.answers.answers, self.prompts)})
-
-    async def _chunks(self) -> AsyncIterator[Fields | None]:
-        fields = self._heading(self.names[1])
-        fields |= {"usage": None} if self.asked.counted else {}
-        async for choice in self._choices():
-            yield choice and fields | {"choices": [choice]}
-        if self.asked.counted:
-            counts = usage(self.answers.answers, self.prompts)
-            yield fields | {"choices": [], "usage": counts}
-
-    def _heading(self, kind: str) -> Fields:
+    def _heading(self, kind: int) -> Fields:
         """The fields that every object and chunk of one response begins with."""
         return {
-            "id": f"{self.names[2]}-{uuid.uuid4().hex}",
-            "object": kind,
+            "id": f"{self.form.names[2]}-{uuid.uuid4().hex}",
+            "object": self.form.names[kind],
             "created": int(time.time()),
             "model": self.state.name,
             "system_fingerprint": f"treespec-{version('treespec')}",
         }
 
-    async def _choices(self) -> AsyncIterator[Fields | None]:
-        """Chunks of all choices as they come; None where nothing came for a while."""
-
-        def chunk(number: int, delta: Any, told: Any = None, end: str | None = None) -> Fields:
-            fields = {"index": number, self.content: delta, "logprobs": told}
-            return fields | {"finish_reason": end}
-
+    async def _deltas(self) -> AsyncIterator[Delta | None]:
+        """Deltas of all choices as they come; None where nothing came for a while."""
         # 1. The role of every choice, or the echo of its prompt.
-        for number, part in enumerate(self.parts):
-            if part.begin:
-                yield chunk(number, part.begin)
+        tokenizer = self.state.spec.target.tokenizer
+        catchers = [self.form.catcher() for _ in self.answers.answers]
+        before = [self.prompts[index // self.samples][-1] for index in range(len(catchers))]
+        for index in range(len(catchers)):
+            if begun := self.form.begin(index, index // self.samples):
+                yield begun
 
         # 2. Pieces as they come, and the end of each choice.
         async for arrival in self.answers:
             if arrival is None:
                 yield None
                 continue
-            number, piece = arrival
-            part = self.parts[number]
+            index, piece = arrival
             if piece:
-                text, told = part.catcher.show(piece), part.logprobs(piece)
-                if text or told:
-                    yield chunk(number, self.delta(text), told)
+                text = catchers[index].show(piece)
+                tokens = told_of(tokenizer, piece, before[index], self.hidden)
+                before[index] = piece.logprobs[-1].token if piece.logprobs else before[index]
+                if text or tokens:
+                    yield Delta(index, text, tokens)
                 continue
-            rest, calls = part.catcher.finish()
-            if rest:
-                yield chunk(number, self.delta(rest))
-            for place, call in enumerate(calls):
-                yield chunk(number, {"tool_calls": [{"index": place} | call_fields(call)]})
-            end = "length" if part.answer.stats.truncated else "stop"
-            yield chunk(number, self.nothing, end="tool_calls" if calls else end)
+            rest, calls = catchers[index].finish()
+            if rest or calls:
+                yield Delta(index, rest or None, calls=[call.fields for call in calls])
+            cut = self.answers.answers[index].stats.truncated
+            yield Delta(index, end="tool_calls" if calls else "length" if cut else "stop")
 
-    def _joined(self, chunks: Sequence[Fields]) -> Fields:
-        """One choice from its chunks."""
-        deltas = [chunk[self.content] for chunk in chunks]
-        texts = [delta if isinstance(delta, str) else delta.get("content", "") for delta in deltas]
-        told = joined([chunk["logprobs"] for chunk in chunks])
-        fields = {"index": chunks[-1]["index"]} | self.whole("".join(texts), chunks)
-        return fields | {"logprobs": told, "finish_reason": chunks[-1]["finish_reason"]}
-
-
-@final
-class ChatReply(Reply):
-    """The response of /v1/chat/completions."""
-
-    names: ClassVar = ("chat.completion", "chat.completion.chunk", "chatcmpl")
-    content: ClassVar = "delta"
-
-    nothing: ClassVar[Any] = {}
-
-    def delta(self, text: str) -> Any:
-        return {"content": text}
-
-    def whole(self, text: str, chunks: Sequence[Fields]) -> Fields:
-        calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
-        message: Fields = {"role": "assistant", "content": text, "refusal": None}
-        if calls:
-            for call in calls:
-                del call["index"]
-            message |= {"content": text.strip() or None, "tool_calls": calls}
-        return {"message": message}
+    def _usage(self) -> Fields:
+        """Token counts as OpenAI writes them, and what drafting brought. A prompt counts once."""
+        total, answers = Stats(), self.answers.answers
+        for answer in answers:
+            total.add(answer.stats)
+        prompts: Sequence[Completion] = answers[:: self.samples]
+        prompt = sum(answer.stats.prompt_tokens for answer in prompts)
+        accepted = sum(total.accepted)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": total.new_tokens,
+            "total_tokens": prompt + total.new_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(answer.stats.cached_tokens for answer in prompts)
+            },
+            "completion_tokens_details": {"accepted_prediction_tokens": accepted},
+            "treespec": {
+                "accepted_draft_tokens": accepted,
+                "draft_tokens": sum(total.drafted),
+                "cycles": total.cycles,
+                "acceptance_length": round(total.acceptance_length, 4),
+            },
+        }
 
 
-def usage(answers: Sequence[Completion], prompts: int = 1) -> Fields:
-    """Token counts of a request as OpenAI writes them, and what drafting brought.
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """A whole choice from its deltas."""
+    told = [delta.tokens for delta in deltas if delta.tokens is not None]
+    tokens = [token for tokens in told for token in tokens] if told else None
+    text = "".join(delta.text or "" for delta in deltas)
+    calls = [call for delta in deltas for call in delta.calls]
+    return Delta(deltas[-1].index, text, tokens, calls, deltas[-1].end)
 
-    prompts: how many the answers share; samples of one prompt count it once.
+
+def told_of(
+    tokenizer: Any, piece: Piece, before: int, hidden: frozenset[int]
+) -> list[Fields] | None:
+    """The tokens of a piece as OpenAI's chats write them; None without log-probabilities.
+
+    before: the token before the piece; the text of a token depends on it.
     """
-    total, samples = Stats(), max(1, len(answers) // prompts)
-    for answer in answers:
-        total.add(answer.stats)
-    prompt = sum(answer.stats.prompt_tokens for answer in answers[::samples])
-    cached = sum(answer.stats.cached_tokens for answer in answers[::samples])
-    accepted = sum(total.accepted)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": total.new_tokens,
-        "total_tokens": prompt + total.new_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"accepted_prediction_tokens": accepted},
-        "treespec": {
-            "accepted_draft_tokens": accepted,
-            "draft_tokens": sum(total.drafted),
-            "cycles": total.cycles,
-            "acceptance_length": round(total.acceptance_length, 4),
-        },
-    }
+    if piece.logprobs is None:
+        return None
+
+    def written(token: int, logprob: float) -> Fields:
+        text, content = words(tokenizer, before, token)
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(content)}
+
+    tokens = []
+    for told in piece.logprobs:
+        if told.token not in hidden:
+            tops = [written(*likely) for likely in told.top]
+            tokens.append(written(told.token, told.logprob) | {"top_logprobs": tops})
+            before = told.token
+    return tokens
 
 
-def call_fields(call: Call) -> Fields:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+def words(tokenizer: Any, before: int, token: int) -> tuple[str, bytes]:
+    """A token's text where it follows another, and its bytes, which may be part of a character.
+
+    Without a tokenizer the text is the token's id.
+    """
+    if tokenizer is None:
+        return f"token_id:{token}", b""
+
+    # 1. The text.
+    alone = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    if INCOMPLETE not in alone:
+        own = text_after(tokenizer, before, token)
+        return own, own.encode()
+
+    # 2. The bytes of part of a character: by fallback tokens such as <0xE2>, or by byte-level BPE.
+    name, letters = tokenizer.convert_ids_to_tokens(token), byte_letters()
+    if fallback := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
+        return alone, bytes.fromhex(fallback[1])
+    if all(letter in letters for letter in name):
+        return alone, bytes(letters[letter] for letter in name)
+    return alone, alone.encode()
+
+
+@lru_cache
+def byte_letters() -> dict[str, int]:
+    """The byte behind each letter of byte-level BPE."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def events(chunks: AsyncIterator[Fields | None]) -> StreamingResponse:

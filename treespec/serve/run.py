@@ -6,30 +6,34 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
 import uvicorn
-from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from treespec.serve.state import Limits, State
+from treespec.api.spec import Spec
+from treespec.serve.app import app_of
+from treespec.serve.options import ServeConfig
+from treespec.serve.state import State
 
-LATE = 30.0  # seconds beyond `Limits.seconds` for a client to read the end of its answer
+ARRIVAL = 30.0  # seconds for headers and body of a request
+LATE = 30.0  # seconds beyond --timeout for a client to read the end of its answer
 TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Connection(H11Protocol):
     """A client's connection, closed where the client is too slow.
 
-    arriving    headers and body: `Limits.arrival` seconds
-    answering   `Limits.seconds`, and LATE to read the end
+    arriving    headers and body: ARRIVAL seconds
+    answering   --timeout, and LATE to read the end
     idle        uvicorn's own time for a further request
     """
 
-    limits: Limits
+    seconds: float  # that an answer may take
     most: int  # connections; beyond it the longest one that is not answering gives way
 
     def connection_made(self, transport: Any) -> None:
@@ -74,14 +78,13 @@ class Connection(H11Protocol):
 
     def _arriving(self) -> None:
         self._stop()
-        self.timer = self.loop.call_later(self.limits.arrival, self._refuse)
+        self.timer = self.loop.call_later(ARRIVAL, self._refuse)
 
     def _time_answer(self) -> None:
         if self.answering and self.timed is not self.cycle:
             self._stop()
             self.timed = self.cycle
-            seconds = self.limits.seconds + LATE
-            self.timer = self.loop.call_later(seconds, self.transport.abort)
+            self.timer = self.loop.call_later(self.seconds + LATE, self.transport.abort)
 
     def _stop(self) -> None:
         """Begin another state, without a timer."""
@@ -104,11 +107,11 @@ AGAIN = 60.0  # seconds between two lines on failing accepts
 
 @final
 class Server(uvicorn.Server):
-    """grace: seconds that running answers have to finish after the first signal."""
+    """Running answers have --grace seconds to finish after the first signal."""
 
-    def __init__(self, config: uvicorn.Config, state: State, grace: float) -> None:
-        super().__init__(config)
-        self.state, self.grace = state, grace
+    def __init__(self, state: State) -> None:
+        super().__init__(config_of(state))
+        self.state = state
         self.told = -AGAIN  # when failing accepts were last told
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -133,7 +136,7 @@ class Server(uvicorn.Server):
 
     async def _cut(self) -> None:
         """Cut off what still runs after the grace, or at once after a second signal."""
-        end = asyncio.get_running_loop().time() + self.grace
+        end = asyncio.get_running_loop().time() + self.state.config.grace
         while asyncio.get_running_loop().time() < end and not self.force_exit:
             await asyncio.sleep(0.1)
         self.state.cut_off = True
@@ -143,22 +146,27 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def serve(
-    app: FastAPI, state: State, sockets: Sequence[socket.socket], grace: float, log: bool
-) -> None:
-    """Answer requests until SIGINT or SIGTERM. The caller closes the engine."""
-    with ended_by_signals():
-        Server(config_of(app, state, log), state, grace).run(list(sockets))
+def serve(spec: Spec, config: ServeConfig, listening: socket.socket) -> None:
+    """Answer requests until SIGINT or SIGTERM."""
+    state = State(spec, config)
+    try:
+        host, port = listening.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"{state.name} at {url}/v1, a page at {url}/", flush=True)
+        with ended_by_signals():
+            Server(state).run([listening])
+    finally:
+        state.engine.close(finish=False)
+    print("ended", file=sys.stderr)
 
 
-def config_of(app: FastAPI, state: State, log: bool) -> uvicorn.Config:
-    """log: tell every request on standard error."""
-
+def config_of(state: State) -> uvicorn.Config:
     class Limited(Connection):
-        limits, most = state.limits, state.engine.batch + state.engine.queue + SPARE
+        seconds, most = state.config.timeout, state.engine.batch + state.engine.queue + SPARE
 
+    log = state.config.log
     return uvicorn.Config(
-        app,
+        app_of(state),
         http=Limited,
         log_config=_log_config(),
         log_level="info" if log else "error",

@@ -10,9 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from treespec.serve.errors import SAME, ApiError
+from treespec.serve.errors import ApiError
 from treespec.text.strings import one_line, text_of
 
+# The fields that an option of `Spec.generate` has the name and the meaning of.
+SAME = {"temperature", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty"}
+SAME |= {"repetition_penalty", "min_tokens", "ignore_eos", "regex", "grammar", "logit_bias"}
 # OpenAI's fields that change no token. A prediction only makes OpenAI's own answers faster.
 HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
 HARMLESS |= {"prompt_cache_key", "prompt_cache_retention"}

@@ -7,6 +7,7 @@
 
 import json
 import re
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -25,6 +26,12 @@ class Call:
 
     name: str
     arguments: str
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As OpenAI writes it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 @dataclass(frozen=True)

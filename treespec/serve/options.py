@@ -1,0 +1,83 @@
+"""The options of `treespec serve`. It loads no torch."""
+
+import os
+import re
+from dataclasses import dataclass
+
+from treespec.api.options import DemoOptions
+from treespec.errors import InputError
+from treespec.options import MANY, TOKENS, CommandOptions, option
+
+KEY = "TREESPEC_API_KEY"
+ORIGIN = r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+"  # as browsers send it; null is a local file's
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddressOptions(CommandOptions):
+    """Where the server listens, and who may ask."""
+
+    PANEL = "Server"
+
+    host: str = option(
+        "address to listen on; 0.0.0.0 is every network of this machine", "127.0.0.1"
+    )
+    port: int = option("port to listen on; 0 takes a free one", 8000, least=0, most=65535)
+    name: str | None = option("the model's name in requests; default: the target's", None)
+    api_key: list[str] | None = option(
+        "key that requests must bring; repeat the option for several callers; default: those in the "
+        f"environment variable {KEY}, separated by spaces, else none",
+        None,
+    )
+    cors: list[str] | None = option(
+        "origin of pages that may call the server from a browser, such as http://localhost:3000, or * "
+        "for all; repeat the option for several",
+        None,
+    )
+    log: bool = option("log every request on standard error", False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for origin in self.cors or ():
+            if not re.fullmatch(ORIGIN, origin):
+                raise InputError(
+                    f"--cors is {origin!r}, must be an origin such as http://localhost:3000, or * for "
+                    "all"
+                )
+        if "" in self.keys:
+            raise InputError(
+                "--api-key is empty: give the key that requests bring, or leave it out"
+            )
+
+    @property
+    def keys(self) -> list[str]:
+        """Any of them opens the server; without one it is open."""
+        return [key.strip() for key in self.api_key or os.environ.get(KEY, "").split()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions(CommandOptions):
+    """What requests may take of the server."""
+
+    PANEL = "Limits"
+
+    batch: int = option("answers decoded at a time", 8, least=1, most=4096)
+    queue: int = option("answers that may wait; further requests get 429", 64, least=0, most=MANY)
+    max_tokens: int = option(
+        "most tokens of an answer, and the default of chats", 4096, least=1, most=TOKENS
+    )
+    max_prompt: int | None = option(
+        "most tokens of a prompt; default: the model's context", None, least=1, most=MANY
+    )
+    timeout: float = option("most seconds of a request", 600.0, above=0, most=MANY)
+    grace: float = option(
+        "seconds that running answers have to finish when the server ends", 30.0, least=0, most=MANY
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(DemoOptions, LimitOptions, AddressOptions):
+    PANEL = "Answers"
+
+    temperature: float = option(
+        "sampling temperature of requests that name none; 0 is greedy", 1.0, least=0, most=100
+    )

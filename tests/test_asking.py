@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 from models import GROUPED, random_head, random_model, tokenizer
 
-from treespec.api.spec import Spec, trace
+from treespec.api.spec import Spec
 from treespec.errors import InputError
 from treespec.model.target import Target
 
@@ -55,11 +55,6 @@ def test_log_probabilities_are_those_of_a_plain_forward_whatever_changes_the_log
         assert [value for _, value in told.top] == pytest.approx(law.topk(3).values.tolist(), abs=1e-4)
 
 
-def test_answers_without_log_probabilities_have_none(spec):
-    assert spec.generate(PROMPT, max_new_tokens=3).logprobs is None
-    assert spec.generate(PROMPT, max_new_tokens=3, logprobs=True).logprobs[0].top == ()
-
-
 @pytest.mark.parametrize("batch", [None, 2, 1])
 @pytest.mark.parametrize("drafts", [True, False])
 def test_samples_are_the_answers_alone_from_one_prefill(spec, monkeypatch, batch, drafts):
@@ -89,22 +84,6 @@ def test_several_prompts_have_a_list_of_samples_each(spec):
     ]
     assert [one.token_ids for samples in outputs for one in samples] == [one.token_ids for one in alone]
     assert [len(samples) for samples in outputs] == [2, 2]
-
-
-def test_every_cycle_is_told_and_a_trace_is_these_cycles(spec):
-    options = {"temperature": 1.0, "seed": 3, "max_new_tokens": 15, "frequency_penalty": 1.0}
-    cycles = []
-    output = spec.generate(PROMPT, on_cycle=cycles.append, **options)
-    assert output.token_ids == spec.generate(PROMPT, **options).token_ids
-    assert [token for cycle in cycles for piece in cycle.answer for token in piece.token_ids] == output.token_ids
-    assert [cycle.number for cycle in cycles] == list(range(1, output.stats.cycles + 1))
-    assert [(one.tokens, one.path, one.q, one.p) for one in trace(spec, PROMPT, **options)] == [
-        (one.tokens, one.path, one.q, one.p) for one in cycles
-    ]
-    forbidden = cycles[0].own.token
-    spec.generate(PROMPT, on_cycle=cycles.append, logit_bias={forbidden: -torch.inf}, **options)
-    first = cycles[output.stats.cycles]
-    assert all(p == 0 for token, p in zip(first.tokens, first.p, strict=True) if token == forbidden)
 
 
 def test_a_template_gets_the_variables_of_a_request(spec):

@@ -1,67 +1,90 @@
-"""Decoding changes no token: greedy to the token, sampling to the law, and it ends where a text ends."""
+"""Decoding changes no token: greedy to the token, alone and in a batch, and it ends where a text ends."""
 
 import itertools
 import math
+import time
 
 import pytest
 import torch
 from enumeration import STOCHASTIC
-from models import CONFIGS, random_head, random_model, target
+from models import CONFIGS, plain_generate, prompt, random_head, random_model, target, what
 
 from treespec.api.spec import Spec
 from treespec.draft.calibration import Calibration
 from treespec.draft.cost.model import Cost
 from treespec.draft.pairing import check_pair, default_tree
 from treespec.errors import InputError
+from treespec.model.cache import TreeCache
 from treespec.model.target import Target
 from treespec.trees.dynamic import DynamicTree
+from treespec.trees.layout import layout
 from treespec.trees.policy import policy
+from treespec.trees.static import StaticTree
+from treespec.trees.tree import TokenTree
 from treespec.verify.facts import NAMES
 from treespec.verify.registry import SCHEMES, scheme_by_name
 
+LENGTHS = (7, 60, 1, 19)  # tokens of the prompts; one token leaves nothing to draft from
+TIMED = {"calibration": Calibration((0.0,) * 4, (0.0,) * 7), "times": Cost((1, 8, 64), (1e-3, 1.2e-3, 4e-3), 2e-4)}
+TOLERANCE = 2e-4  # float32, logits of order 1 to 10
 
-def prompt(length=7, seed=3):
-    return torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+def prompts(lengths=LENGTHS):
+    return [prompt(length, seed) for seed, length in enumerate(lengths)]
 
 
-def plain_generate(model, ids, new):
-    out = model.model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, pad_token_id=0)
-    return out[0, len(ids) :].tolist()
+def alone(spec, texts, seed=0, **options):
+    """Each text by an object of its own."""
+    fresh = [Spec(spec.target, spec.head, spec.policy, spec.verifier, **TIMED) for _ in texts]
+    return [
+        one.generate(text, seed=seed + i, **options) for i, (one, text) in enumerate(zip(fresh, texts, strict=True))
+    ]
 
 
 @pytest.fixture(scope="module")
 def llama():
-    model = target("llama")
-    return Spec(model, random_head(model))
+    return Spec(target("llama"), random_head(target("llama")), **TIMED)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_equals_generate_token_for_token(name):
-    model = target(name)
-    wanted = plain_generate(model, prompt(), 24)
+    """One text by every kind of tree, and texts of unequal length together."""
+    model, texts = target(name), prompts()
+    wanted = [plain_generate(model, text, 16) for text in texts]
     spec = Spec(model, random_head(model))
     for tree in ("dynamic", "dynamic:depth=3,topk=4,nodes=9", "chain:4", "eagle", "2x3"):
-        assert spec.configured(tree).generate(prompt(), max_new_tokens=24).token_ids == wanted
-    assert spec.baseline().generate(prompt(), max_new_tokens=24).token_ids == wanted
+        assert spec.configured(tree).generate(texts[0], max_new_tokens=16).token_ids == wanted[0]
+    for one in (spec.configured("2x3"), spec.baseline()):
+        assert [output.token_ids for output in one.generate(texts, max_new_tokens=16)] == wanted
 
 
-@pytest.mark.parametrize("verifier", NAMES)
-def test_greedy_is_the_same_under_every_verifier(llama, verifier):
-    wanted = plain_generate(llama.target, prompt(), 24)
-    spec = llama.configured(verifier=verifier, allow_lossy=True)
-    assert spec.generate(prompt(), max_new_tokens=24).token_ids == wanted
+CHOSEN = itertools.product(("sampled:nodes=12,depth=3", "auto:topk=4"), ("rrs-wo", "traversal", "optimal"))
 
 
-@pytest.mark.parametrize("tree", ["sampled:nodes=12,depth=3", "auto:topk=4"])
-@pytest.mark.parametrize("verifier", ["rrs-wo", "traversal", "optimal"])
-def test_greedy_is_the_same_with_a_sampled_tree_and_one_chosen_by_its_cost(llama, verifier, tree):
-    rates = {"1": (0.5, 0.2)}
-    calibration = Calibration((0.0,) * 4, (0.0,) * 7, rates=rates)
-    times = Cost((1, 4, 16), (1.0, 1.1, 1.4), 0.02)
-    spec = Spec(llama.target, llama.head, tree, verifier, calibration=calibration, times=times)
-    out = spec.generate(prompt(), max_new_tokens=24)
+@pytest.mark.parametrize(("tree", "verifier"), [*((None, name) for name in NAMES), *CHOSEN])
+def test_greedy_is_the_same_under_every_verifier_and_tree(llama, tree, verifier):
+    out = llama.configured(tree, verifier, allow_lossy=True).generate(prompt(), max_new_tokens=24)
     assert out.token_ids == plain_generate(llama.target, prompt(), 24)
-    assert out.stats.drafted[0] > 0
+    assert sum(out.stats.drafted) > 0
+
+
+@pytest.mark.parametrize(
+    ("verifier", "tree"),
+    [
+        ("topk", "dynamic:depth=3,topk=4,nodes=9"),
+        ("topk", "auto:nodes=16"),
+        ("rrs-wo", "eagle"),
+        ("block", "chain:4"),
+        ("traversal", "sampled:nodes=12,depth=3"),
+        ("layer:greedy", "3x2"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("batch", [2, 4])
+def test_a_batch_equals_each_text_alone_for_every_kind_of_tree(llama, verifier, tree, temperature, batch):
+    """With the same seeds sampled texts are the same too, as their draws are their own; two at a time take turns."""
+    spec, options = llama.configured(tree, verifier), {"max_new_tokens": 20, "temperature": temperature, "seed": 5}
+    assert what(spec.generate(prompts(), batch=batch, **options)) == what(alone(spec, prompts(), **options))
 
 
 def test_a_head_that_knows_the_target_is_accepted_whole():
@@ -99,35 +122,10 @@ def test_the_pairing_rule_refuses_biased_pairs():
         check_pair(default_tree(scheme), scheme)
 
 
-def test_the_text_ends_with_the_end_of_sequence_token(llama):
-    wanted = plain_generate(llama.target, prompt(), 40)
-    end = wanted[10]
-    model = random_model(CONFIGS["llama"]())
-    model.generation_config.eos_token_id = [end, 63]
-    spec = Spec(Target(model), llama.head)
-    first = wanted.index(end)
-    for one in (spec.configured("eagle"), spec.configured("dynamic"), spec.baseline()):
-        out = one.generate(prompt(), max_new_tokens=40)
-        assert out.token_ids == wanted[: first + 1]
-        assert out.stats.new_tokens == first + 1 == sum(out.stats.accepted) + out.stats.cycles
-
-
 @pytest.mark.parametrize("new", [1, 2, 5, 17])
 def test_max_new_tokens_is_exact(llama, new):
     out = llama.configured("eagle").generate(prompt(), temperature=1.0, max_new_tokens=new, seed=1)
     assert len(out.token_ids) == out.stats.new_tokens == new
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_the_context_length_ends_a_text(name):
-    model = target(name)
-    spec = Spec(model, random_head(model), "eagle")
-    ids = prompt(length=120)
-    out = spec.generate(ids, max_new_tokens=50)
-    assert len(ids) + len(out.token_ids) <= model.context_length == 128
-    assert out.token_ids == plain_generate(model, ids, 8)[: len(out.token_ids)]
-    with pytest.raises(InputError, match="128 tokens, the target's context holds 128"):
-        spec.generate(prompt(length=128))
 
 
 def test_a_second_turn_reuses_the_first(llama):
@@ -150,26 +148,73 @@ def test_an_interrupted_stream_leaves_the_object_usable(llama):
     assert spec.generate(prompt(), max_new_tokens=20).token_ids == wanted
 
 
-@pytest.mark.parametrize("stage", ["forward_trees", "commit", "observe"])
-def test_an_interrupt_within_a_cycle_leaves_the_object_usable(llama, monkeypatch, stage):
+@pytest.mark.parametrize("name", ["llama", "mistral-window-6", "gpt2", "opt"])
+def test_the_context_ends_texts_at_different_times(name):
+    """127 of 128 tokens end in the first cycle, when the others have just begun."""
+    model = target(name)
+    spec, texts = Spec(model, random_head(model), "eagle"), prompts((127, 120, 2, 101))
+    outputs = spec.generate(texts, max_new_tokens=20)
+    assert what(outputs) == what(alone(spec, texts, max_new_tokens=20))
+    lengths = [len(output.token_ids) for output in outputs]
+    assert lengths[0] == 1
+    assert lengths[1] <= 8
+    assert max(lengths) == 20
+
+
+def test_texts_end_with_their_own_end_of_sequence_token(llama):
+    plain = llama.baseline().generate(prompts(), max_new_tokens=30)
+    ends = [output.token_ids[place] for output, place in zip(plain, (0, 9, 20, 3), strict=True)]
+    model = random_model(CONFIGS["llama"]())
+    model.generation_config.eos_token_id = ends
+    spec = Spec(Target(model), llama.head, "2x3")
+    outputs = spec.generate(prompts(), max_new_tokens=30)
+    assert what(outputs) == what(alone(spec, prompts(), max_new_tokens=30))
+    assert len({len(output.token_ids) for output in outputs}) > 2
+
+
+def test_a_batch_leaves_the_object_as_usable_as_a_text_does(llama):
+    """One text after a batch reuses the last to end; an interrupted batch is forgotten."""
     spec = llama.configured("eagle")
-    owner = {
-        "forward_trees": Target,
-        "commit": type(spec.decoder.cache),
-        "observe": type(spec.decoder.drafter),
-    }
-    original, calls = getattr(owner[stage], stage), []
+    options = {"max_new_tokens": 12}
+    wanted = what(alone(spec, prompts(), **options))
+    assert what(spec.generate(prompts(), **options)) == wanted
+    assert what([spec.generate(prompts()[1], **options)]) == wanted[1:2]
+    texts = [spec.request(prompt, **options) for prompt in prompts()]
+    running = spec.decoder.run(texts, batch=3)
+    for _ in range(9):
+        next(running)
+    running.close()
+    assert what([spec.generate(prompts()[3], **options)]) == wanted[3:]
+    assert what(spec.generate(prompts(), **options)) == wanted
 
-    def interrupted(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(owner[stage], stage, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        spec.generate(prompt(), max_new_tokens=20)
-    assert spec.generate(prompt(), max_new_tokens=20).token_ids == plain_generate(llama.target, prompt(), 20)
+def test_a_text_takes_the_place_of_another_without_a_copy_of_the_rest(llama, monkeypatch):
+    """With nothing to draft rows neither leave nor join while texts wait."""
+    spec, options = llama.baseline(), {"max_new_tokens": 9}
+    texts = prompts((7, 60, 1, 19, 2, 1, 33))
+    wanted = what(alone(spec, texts, **options))
+    copied = []
+    for name in ("join", "select"):
+        original = getattr(TreeCache, name)
+        monkeypatch.setattr(TreeCache, name, lambda *given, how=original: (copied.append(given[1]), how(*given)))
+    requests = [
+        spec.request(text, max_new_tokens=most) for text, most in zip(texts, (3, 9, 4, 9, 5, 2, 9), strict=True)
+    ]
+    answers = {text: [] for text in requests}
+    for text, piece in spec.decoder.run(requests, batch=3):
+        answers[text] += piece.token_ids
+    assert list(answers.values()) == [ids[: len(mine)] for (ids, _), mine in zip(wanted, answers.values(), strict=True)]
+    assert len(copied) <= 3  # two texts join the first, and leave it in the end
+
+
+def test_shares_of_the_time_add_up_to_the_clock(llama):
+    started = time.perf_counter()
+    outputs = llama.configured("eagle").generate(prompts(), max_new_tokens=12, batch=3)
+    spent = time.perf_counter() - started
+    assert 0.5 * spent < sum(output.stats.seconds["total"] for output in outputs) < spent
+    for output in outputs:
+        stages = sum(output.stats.seconds[name] for name in ("prefill", "draft", "target", "verify", "commit"))
+        assert 0 < stages <= output.stats.seconds["total"]
 
 
 def test_same_seed_same_text_and_another_seed_another(llama):
@@ -184,33 +229,6 @@ def test_a_prompt_of_one_token_works(llama):
     assert llama.generate([5], max_new_tokens=9).token_ids == plain_generate(llama.target, [5], 9)
 
 
-@pytest.mark.parametrize(
-    ("ids", "options", "complaint"),
-    [
-        ([], {}, "prompt is empty"),
-        ("", {}, "no tokenizer|empty"),
-        ([64], {}, "outside the vocabulary"),
-        ([5], {"temperature": -1.0}, "temperature is -1.0"),
-        ([5], {"temperature": math.nan}, "temperature is nan"),
-        ([5], {"top_p": 0.0}, "top_p"),
-        ([5], {"top_k": -2}, "top_k"),
-        ([5], {"min_p": 2.0}, "min_p"),
-        ([5], {"max_new_tokens": 0}, "max_new_tokens"),
-    ],
-)
-def test_bad_input_is_one_line(llama, ids, options, complaint):
-    with pytest.raises(InputError, match=complaint):
-        llama.generate(ids, **options)
-
-
-def test_stats_account_for_the_time(llama):
-    stats = llama.configured("eagle").generate(prompt(), max_new_tokens=30).stats
-    stages = sum(stats.seconds[name] for name in ("prefill", "draft", "target", "verify", "commit"))
-    assert 0.5 * stats.seconds["total"] < stages <= stats.seconds["total"]
-    assert stats.seconds["head"] <= stats.seconds["draft"]
-    assert stats.acceptance_length == pytest.approx(1 + sum(stats.accepted) / stats.cycles)
-
-
 @pytest.mark.parametrize("verifier", [*NAMES, "baseline"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_numbers_are_an_error(verifier, temperature):
@@ -220,3 +238,56 @@ def test_logits_that_are_not_numbers_are_an_error(verifier, temperature):
     model.model.lm_head.weight = torch.nn.Parameter(model.model.lm_head.weight * math.nan)
     with pytest.raises(InputError, match="not numbers"):
         spec.generate(prompt(), temperature=temperature, max_new_tokens=4, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("texts", "complaint"),
+    [
+        ([[5], []], "prompt 2 of 2: the prompt is empty"),
+        ([[], [5]], "prompt 1 of 2: the prompt is empty"),
+        ([[5], [6], [64]], "prompt 3 of 3: token id 64"),
+        ([[5] * 128, [5]], "prompt 1 of 2: the prompt has 128 tokens"),
+        ([[5], "word"], "prompt 2 of 2: the target has no tokenizer"),
+    ],
+)
+def test_a_bad_prompt_is_named(llama, texts, complaint):
+    with pytest.raises(InputError, match=complaint):
+        llama.generate(texts)
+    assert llama.generate_all([]) == []
+    with pytest.raises(InputError, match="batch is 0"):
+        llama.generate([[5], [6]], batch=0)
+
+
+SHAPES = [StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 0, 0))), StaticTree(((0,),)), StaticTree(((0,), (0, 0), (0, 1)))]
+PATHS = [[0, 2, 4, 5], [0], [0, 1, 3]]
+
+
+def trees(seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [layout(shape, torch.device("cpu")) for shape in SHAPES]
+    tokens = [torch.randint(3, 64, (shape.size,), generator=generator) for shape in SHAPES]
+    return [TokenTree(t, s.parents, s.depth, s.ancestors) for t, s in zip(tokens, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_forward_over_ragged_trees_equals_a_forward_of_each(name):
+    """Twice, with commits between that differ in number, then without the first text."""
+    model, texts, caches = target(name), prompts((9, 2, 30)), []
+    for text in texts:
+        caches.append(model.new_cache(capacity=4))
+        model.prefill(caches[-1], torch.tensor([text]))
+    caches[0].join(caches[1:])
+    rows = [0, 1, 2]
+    for seed in range(3):
+        if seed == 2:
+            rows = [1, 2]
+            caches[0].select(rows)
+        grown = [trees(seed)[row] for row in rows]
+        for row, tree, out in zip(rows, grown, model.forward_trees(caches[0], grown), strict=True):
+            fresh = model.new_cache()
+            model.prefill(fresh, torch.tensor([texts[row]]))
+            wanted = model.forward_tree(fresh, tree)
+            assert torch.allclose(out.logits, wanted.logits, atol=TOLERANCE, rtol=TOLERANCE)
+            assert torch.allclose(out.features, wanted.features, atol=TOLERANCE, rtol=TOLERANCE)
+            texts[row] = texts[row] + tree.tokens[PATHS[row]].tolist()
+        caches[0].commit([PATHS[row] for row in rows])

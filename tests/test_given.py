@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from drafting import source_of
-from models import CONFIGS, plain_generate, prompt, target
-from test_batch import prompts, what
+from models import CONFIGS, plain_generate, prompt, target, what
+from test_decode import prompts
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from treespec.api.spec import Spec

@@ -1,9 +1,8 @@
 """A KeyboardInterrupt at any line of the cache leaves texts as they were, as they become, or a cache without texts."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,18 +10,20 @@ import torch
 from models import random_head, target
 
 from treespec.api.spec import Spec
+from treespec.draft.tree_drafter import TreeDrafter
 from treespec.model import cache as module
 from treespec.model.cache import TreeCache, TreeLayer
+from treespec.model.target import Target
 
 PROMPTS = [[5, 9, 4, 30, 11], [7, 33], [20, 21, 3, 44, 17, 60], [8, 8, 12]]
 
 
 @contextmanager
-def interrupted_at(line: int) -> Iterator[None]:
+def interrupted_at(line):
     """Raise KeyboardInterrupt at that line of those that are run of cache.py."""
     left = line
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
+    def trace(frame, event, _):
         nonlocal left
         if frame.f_code.co_filename != module.__file__:
             return None
@@ -40,7 +41,7 @@ def interrupted_at(line: int) -> Iterator[None]:
         sys.settrace(before)
 
 
-def texts(lengths: list[int], first: int = 0) -> TreeCache:
+def texts(lengths, first=0):
     """Two layers that hold text t as 100 t + number; room for two nodes more."""
     caches = []
     for text, length in enumerate(lengths, start=first):
@@ -55,7 +56,7 @@ def texts(lengths: list[int], first: int = 0) -> TreeCache:
     return caches[0]
 
 
-def held(cache: TreeCache) -> list[Any]:
+def held(cache):
     """Of each layer its length, and what it holds of each text."""
     found: list[Any] = []
     for layer in cache.tree_layers:
@@ -68,7 +69,7 @@ def held(cache: TreeCache) -> list[Any]:
     return found
 
 
-def grown(cache: TreeCache) -> None:
+def grown(cache):
     """A forward of more nodes than there is room for, of which each text keeps the last two."""
     states = torch.arange(50.0, 59.0)[None, None, :, None].repeat(len(cache.lengths), 1, 1, 1)
     for layer in range(2):
@@ -86,7 +87,7 @@ CHANGES: dict[str, Callable[[TreeCache], None]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_interrupt_at_any_line_of_a_change_is_seen_or_harmless(name: str) -> None:
+def test_an_interrupt_at_any_line_of_a_change_is_seen_or_harmless(name):
     """`rewind` to the lengths it tells makes a cache whole again, as the next prompt does."""
     change, before, after = CHANGES[name], held(texts([3, 1, 2])), texts([3, 1, 2])
     change(after)
@@ -108,23 +109,32 @@ def test_an_interrupt_at_any_line_of_a_change_is_seen_or_harmless(name: str) -> 
     assert outcomes <= {0, 3, len(after.lengths)}
 
 
-@pytest.mark.parametrize("name", ["fill", "select"])
-@pytest.mark.parametrize("layer", range(4))
-def test_an_interrupt_at_any_layer_leaves_the_object_usable(monkeypatch: Any, layer: int, name: str) -> None:
-    """As texts enter and leave a batch; three layers of the target and one of the head."""
+@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize(
+    "owner",
+    [
+        *((TreeLayer, name) for name in ("fill", "select")),
+        *((TreeCache, name) for name in ("join", "select", "commit")),
+        *((Target, name) for name in ("prefill", "forward_trees")),
+        (TreeDrafter, "observe"),
+    ],
+    ids=lambda owner: f"{owner[0].__name__}.{owner[1]}",
+)
+def test_an_interrupt_amid_a_batch_leaves_the_object_usable(monkeypatch, owner, call):
+    """As texts enter and leave a batch."""
     spec = Spec(target("llama"), random_head(target("llama")), "2x2")
     wanted = [spec.generate(prompt, max_new_tokens=5).token_ids for prompt in PROMPTS]
-    original, calls = getattr(TreeLayer, name), []
+    original, calls = getattr(*owner), []
 
-    def interrupted(self: TreeLayer, what: Any, *others: Any) -> None:
-        original(self, what, *others)
-        if name == "select" or len(what) > 1:
-            calls.append(1)
-            if len(calls) == layer + 1:
-                raise KeyboardInterrupt
+    def interrupted(*args, **kwargs):
+        result = original(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(TreeLayer, name, interrupted)
+        patch.setattr(*owner, interrupted)
         with pytest.raises(KeyboardInterrupt):
             spec.generate(PROMPTS, max_new_tokens=5, batch=2)
     assert [spec.generate(prompt, max_new_tokens=5).token_ids for prompt in PROMPTS] == wanted

@@ -157,5 +157,5 @@ def check_paired(pair: Contestant, allow_lossy: bool, files: bool) -> None:
     elif spec.kind.one_hot:
         check_one_hot(spec.kind.name, known, pair.tree)
     elif tree:
-        name = stands_for(known, False, tree)
+        name = stands_for(known.paced, False, tree)
         check_pair(tree, SCHEMES[name] if name else known.scheme)

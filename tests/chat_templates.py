@@ -3,6 +3,9 @@
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from treespec.text.encoding import encode_conversations
+from treespec.text.entries import Conversation
+
 SENTENCES = [
     "A chat between a curious user and an assistant. USER: Why is the sky blue? ASSISTANT: Because.",
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
@@ -189,3 +192,9 @@ def segments(by_hand, conversation: list[str]) -> list[tuple[str, bool]]:
         before, middle, after = turn(one[0], one[2:], i == len(conversation) - 1)
         out += [(before, False), (middle, one[0] == "a"), (after, False)]
     return out
+
+
+def encode_conversation(tokenizer, messages, template, max_length):
+    """One conversation as training has it."""
+    (example,), _ = encode_conversations(tokenizer, [Conversation(messages)], template, max_length)
+    return example

@@ -26,7 +26,7 @@ from treespec.shaping import sampling
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import TokenTree
 from treespec.verify import rrs
-from treespec.verify.laws import without
+from treespec.verify.distributions import without
 from treespec.verify.walk import Verifier
 
 Text = tuple[int, ...]

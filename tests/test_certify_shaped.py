@@ -7,7 +7,7 @@ from certifying import CONFIG, PROMPTS, tiny
 
 from treespec.errors import InputError
 from treespec.eval.certify.run import Examination
-from treespec.shaping.processors import Counts
+from treespec.shaping.processors import Penalties
 
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
 SHORT = replace(CONFIG, tokens=120, length=12, greedy_tokens=12, **PENALTIES)
@@ -27,12 +27,12 @@ def test_a_bias_that_is_not_understood_is_refused_at_once():
 
 def test_greedy_answers_that_leave_out_a_path_are_found(monkeypatch):
     """Penalties that count the committed answer alone, not the node's own path, give other answers."""
-    exact = Counts.shape
+    exact = Penalties.shape
 
     def of_the_answer(self, answer, paths, logits):
         return exact(self, answer, [()] * len(paths) if answer else paths, logits)
 
-    monkeypatch.setattr(Counts, "shape", of_the_answer)
+    monkeypatch.setattr(Penalties, "shape", of_the_answer)
     found = Examination(tiny("3x2", "rrs-wo"), PROMPTS, SHORT).verdict()
     assert not found["passed"]
 

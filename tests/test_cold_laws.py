@@ -14,7 +14,7 @@ from scipy.stats import norm
 from treespec.draft.grow.fixed import draft_laws, stack
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.tree import Draws
-from treespec.verify.laws import distinct
+from treespec.verify.distributions import distinct
 from treespec.verify.optimal import Optimal
 
 # The draft's second token is as unlikely as float32 can say: 4.75 / .05 = 95, exp(-95) = 5e-42.
@@ -86,7 +86,7 @@ def test_draws_beside_tokens_for_sure_give_it_too(number, sure):
 
 
 @pytest.mark.parametrize("asked", [(3, 0), (2, 1)], ids=["draws", "draws and tops"])
-@pytest.mark.parametrize("scheme", [Optimal(), Optimal(exact=1, first=1)])
+@pytest.mark.parametrize("scheme", [Optimal(), Optimal(exact=1)])
 def test_the_mean_plan_of_optimal_is_the_targets_law(scheme, asked):
     """Its draws carry uniforms, so they are sampled: a test fails by chance with 1e-4."""
     runs = 60

@@ -10,6 +10,7 @@ from chat_templates import (
     OPENED,
     byte_tokenizer,
     each,
+    encode_conversation,
     prompt,
     segments,
     turns,
@@ -17,9 +18,8 @@ from chat_templates import (
 
 from treespec.errors import InputError
 from treespec.text import templates
-from treespec.text.conversations import Conversation
-from treespec.text.encoding import Example, encode_conversation, encode_conversations
-from treespec.text.entries import UnusableConversation
+from treespec.text.encoding import Example, encode_conversations
+from treespec.text.entries import Conversation
 
 
 def decoded_answers(tokenizer, example: Example) -> list[str]:
@@ -44,7 +44,7 @@ def test_the_mask_is_the_answers_and_their_end_markers_and_the_ids_are_the_serve
     tokenizer = byte_tokenizer(BY_HAND[name][0], trim_offsets=trim_offsets)
     messages, parts = turns(CONVERSATIONS[conversation]), segments(BY_HAND[name], CONVERSATIONS[conversation])
     if conversation == "thoughts" and name in ("thinking", "opened thought"):
-        with pytest.raises(UnusableConversation, match="drops the thoughts"):
+        with pytest.raises(InputError, match="drops the thoughts"):
             encode_conversation(tokenizer, messages, None, 10_000)
         return
     example = encode_conversation(tokenizer, messages, None, 10_000)
@@ -114,7 +114,7 @@ def test_what_a_template_rewrites_forgets_or_refuses_is_reported_and_not_trained
     tokenizer = byte_tokenizer(template)
     bad = Conversation(turns(["u Hi there", "a Hello you", "u Bye then", "a So long"]), "chats.jsonl:7")
     good = Conversation(turns(["u 1+1", "a 2"]), "chats.jsonl:8")
-    with pytest.raises(UnusableConversation):
+    with pytest.raises(InputError):
         encode_conversation(tokenizer, bad.messages, None, 100)
     examples, report = encode_conversations(tokenizer, [bad, good], None, 100)
     assert decoded_answers(tokenizer, examples[0])[0].startswith("2")
@@ -222,7 +222,7 @@ def test_a_cut_conversation_is_a_prefix_and_one_without_an_answer_left_is_report
         assert example.input_ids.tolist() == whole.input_ids[:length].tolist()
         assert example.loss_mask.tolist() == whole.loss_mask[:length].tolist()
         assert report.cut == (length < total)
-    with pytest.raises(UnusableConversation, match=f"no answer within {begin} tokens"):
+    with pytest.raises(InputError, match=f"no answer within {begin} tokens"):
         encode_conversation(tokenizer, conversation.messages, None, begin)
 
 

@@ -10,8 +10,8 @@ from scipy.stats import kstest, norm
 
 from treespec.trees.tree import Draws
 from treespec.verify import coupling
-from treespec.verify.laws import independent
-from treespec.verify.optimal import Optimal, selected_law
+from treespec.verify.distributions import independent
+from treespec.verify.optimal import Optimal, selected
 from treespec.verify.rates import on_draws, optimal_iid
 from treespec.verify.registry import SCHEMES
 
@@ -19,7 +19,6 @@ KS = (1, 2, 3, 4, 5)
 ERROR = 1e-4  # probability that a test of this file fails by chance, each
 OPTIONS = [
     *[Optimal(threshold, extra, exact) for threshold in (0.35, 1) for extra in (0, 1) for exact in (0, 1)],
-    *[Optimal(exact=1, first=1), Optimal(threshold=1, extra=0, exact=1, first=1), Optimal(first=1)],
 ]
 
 
@@ -52,7 +51,7 @@ def couple(p, q, k, exact=1):
     """x [B, V], the cells of the tokens [B, V] and the coupling."""
     number = torch.full_like(q[:, :1], k, dtype=torch.int64)
     cell, coupled = Optimal(exact=exact).couple(p, q, number)
-    return selected_law(q, number, cell, coupled), cell, coupled
+    return selected(q, number, cell, coupled), cell, coupled
 
 
 def limit(tests):
@@ -142,7 +141,7 @@ def test_the_mean_plan_is_p_and_its_rate_the_stated_one(scheme):
     assert not scheme.exact or in_rate.max() < limit(len(p))
 
 
-@pytest.mark.parametrize("scheme", [Optimal(exact=1), Optimal(extra=0, exact=1), Optimal(exact=1, first=1)])
+@pytest.mark.parametrize("scheme", [Optimal(exact=1), Optimal(extra=0, exact=1)])
 @pytest.mark.parametrize(("number", "sure"), [(2, 1), (1, 0), (0, 2), (3, 2)])
 def test_the_mean_plan_is_p_where_a_tree_asks_for_draws_and_tops(number, sure, scheme):
     p, q = common_laws()

@@ -9,9 +9,9 @@ from treespec.verify.walk import Walk
 
 
 class Own:
-    """A verifier with a name, a scheme and a call, and nothing else."""
+    """A verifier with what `Verifier` names, and nothing else."""
 
-    name, scheme = "own", TopK()
+    name, scheme, paced = "own", TopK(), False
 
     def __call__(self, tree, p, generator):
         return Walk(self.scheme)(tree, p, generator)

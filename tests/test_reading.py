@@ -6,12 +6,13 @@ import random
 import pytest
 from chat_templates import (
     CHATML,
+    encode_conversation,
     turns,
 )
 
 from treespec.errors import InputError
 from treespec.text.conversations import read_conversations
-from treespec.text.encoding import Example, encode_conversation, split
+from treespec.text.encoding import Example, split
 
 SHAREGPT = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},

@@ -24,7 +24,7 @@ from scipy.stats import chisquare
 from treespec.errors import InputError
 from treespec.eval.acceptance import otm_lp
 from treespec.trees.tree import Draws
-from treespec.verify import greedy, is_lp, kseq, laws, registry, rrs, spechub, topk
+from treespec.verify import distributions, is_lp, kseq, registry, rrs, single, spechub, topk
 from treespec.verify.is_lp import IsLp
 from treespec.verify.topk import Typical
 
@@ -168,12 +168,12 @@ def test_a_deterministic_draw_takes_scores_and_lists_the_best_first():
 
 
 MUTATIONS = [  # scheme, draws, the module that is changed, what stands there, and what stands there instead
-    ("single", 1, laws, "accepted, subtract(p, q, weight)", "accepted, p.clone()"),
-    ("rrs", 2, laws, "left = subtract(left, q, weight)", "left = left.clone()"),
+    ("single", 1, distributions, "accepted, subtract(p, q, weight)", "accepted, p.clone()"),
+    ("rrs", 2, distributions, "left = subtract(left, q, weight)", "left = left.clone()"),
     ("rrs-wo", 2, rrs, "q = without(q, token)", "q = q.clone()"),
     ("kseq", 3, kseq, "subtract(p, both, paid.to(p.dtype))", "subtract(p, both, torch.ones_like(beta))"),
     ("spechub", 2, spechub, "(q_a * scale(second_top, pair))", "q_a"),
-    ("greedy", 2, greedy, "without(q, draws.tokens.scatter(1, last, -1))", "q"),
+    ("greedy", 2, single, "without(q, draws.tokens.scatter(1, last, -1))", "q"),
     ("is-lp", 2, is_lp, "(wins * pairs).sum(-1)", "pairs.triu().sum(-1)"),
     ("is-lp", 3, is_lp, "law = law.index_copy(0, rows, new.law)", "law = law.clone()"),
     ("otm-lp", 2, otm_lp, "left = np.maximum(target - mass.sum(0), 0)", "left = target"),
@@ -259,5 +259,5 @@ def test_what_a_scheme_cannot_draw_or_answer_is_refused(name):
     if scheme.max_draws:
         with pytest.raises(InputError, match=f"at most {scheme.max_draws} draws"):
             scheme.draw(q, scheme.max_draws + 1, generator)
-    with pytest.raises(InputError, match="law"):
+    with pytest.raises(InputError, match="distribution"):
         scheme.draw(q[:, None].expand(1, 2, 5), 3 if name in ("rrs", "is-lp") else 1, generator)

@@ -13,8 +13,9 @@ from training import beside, checkpoint_of, metrics_of, same_weights, trained, w
 from treespec.api.load import load
 from treespec.draft.trained.load import FEW, FIELD
 from treespec.model.target import Target
-from treespec.text.conversations import Conversation, read_conversations
+from treespec.text.conversations import read_conversations
 from treespec.text.encoding import encode_conversations
+from treespec.text.entries import Conversation
 from treespec.train.data import known as datasets
 from treespec.train.data.known import DATA_SETS
 from treespec.train.loop.schedule import draft_steps_at

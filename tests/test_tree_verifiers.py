@@ -9,12 +9,10 @@ from verdicts import Drawn, Shape, Tables, deviation, random_tables, text_law, t
 
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.static import StaticTree, balanced, chain
-from treespec.verify.block import Block
-from treespec.verify.greedy import Greedy
 from treespec.verify.layer import Layer
 from treespec.verify.registry import SCHEMES
-from treespec.verify.single import Single
-from treespec.verify.traversal import Traversal
+from treespec.verify.single import Greedy, Single
+from treespec.verify.traversal import BLOCK, TRAVERSAL
 from treespec.verify.walk import Walk
 
 CHAIN = Shape(chain(3))
@@ -27,7 +25,7 @@ TREES = [
     Shape(StaticTree(((1,), (1, 1), (1, 1, 0)))),  # the first draws have no node
     Shape(StaticTree(((0,), (2,), (0, 0), (2, 0)))),  # as many draws as tokens
 ]
-CHAIN_VERIFIERS, TREE_VERIFIERS = [Block(), Layer(Single())], [Traversal(), Layer(Greedy())]
+CHAIN_VERIFIERS, TREE_VERIFIERS = [BLOCK, Layer(Single())], [TRAVERSAL, Layer(Greedy())]
 VERIFIERS = CHAIN_VERIFIERS + TREE_VERIFIERS
 PAIRS = [*product(CHAIN_VERIFIERS, CHAINS), *product(TREE_VERIFIERS, TREES)]
 SPARSE = random_tables(3, 3, 0, noise=1.5, zeros=True)
@@ -55,7 +53,7 @@ def cold_tables(temperature):
     return Tables(p, q)
 
 
-@pytest.mark.parametrize("verifier", [*VERIFIERS, Walk(Traversal().scheme)], ids=named)
+@pytest.mark.parametrize("verifier", [*VERIFIERS, Walk(TRAVERSAL.scheme)], ids=named)
 def test_so_they_have_in_float32_at_low_temperatures(verifier):
     shape = Shape(chain(2) if verifier in CHAIN_VERIFIERS else balanced(2, 2))
     for temperature in (0.01, 0.05, 1.0):
@@ -74,12 +72,12 @@ def test_verdicts_are_no_shorter_than_the_walks(verifier, seed):
     assert lengths[0] >= lengths[1] - 1e-12
 
 
-@pytest.mark.parametrize("other", [Traversal(), Layer(Single())], ids=named)
+@pytest.mark.parametrize("other", [TRAVERSAL, Layer(Single())], ids=named)
 def test_on_a_chain_traversal_and_layer_are_block_verification(other):
     """Also where a draw is absent, whatever stands in the slots below it."""
     ended = Drawn(CHAIN, SPARSE, {(): (1,), (0,): (-1,), (0, 0): (0,)}, {(): (), (0,): (1,)})
     for drawn in [ended, *(drawn for drawn, _ in trees("single", CHAIN, SPARSE))]:
-        texts = [verdict_texts(verifier, *drawn.tensors()) for verifier in (other, Block())]
+        texts = [verdict_texts(verifier, *drawn.tensors()) for verifier in (other, BLOCK)]
         assert deviation(*texts) < 1e-9
 
 
@@ -111,5 +109,5 @@ def test_a_refused_draw_without_a_residual_leaves_the_others():
     drawn = Drawn(Shape(balanced(2, 1)), SPARSE, {(): (0, 1)}, {(): (), (0,): (0,), (1,): (1,)})
     tree, _ = drawn.tensors()
     tree.drafts.q[:] = torch.tensor([1e-8, 0.5, 0.5])
-    texts = verdict_texts(Traversal(), tree, torch.tensor([[0, 0.5, 0.5]]).expand(3, -1))
+    texts = verdict_texts(TRAVERSAL, tree, torch.tensor([[0, 0.5, 0.5]]).expand(3, -1))
     assert all(text[0] in (1, 2) for text in texts)

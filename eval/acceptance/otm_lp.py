@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from math import comb
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from treespec.errors import InputError
 from treespec.trees.tree import Draws
-from treespec.verify.laws import Independent, answer
+from treespec.verify.distributions import Independent, answer
 
 LARGEST = 5000  # sets of drawn tokens, the rows of a program
 
@@ -109,7 +109,7 @@ class OtmLp(Independent):
     the draws of a node make more than 5000 sets of tokens.
     """
 
-    name: ClassVar[str] = "otm-lp"
+    name = "otm-lp"
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         accepted, left = [], []

@@ -16,7 +16,6 @@ from treespec.api.spec import Spec
 from treespec.eval.certify.statistics import ODDS, POWERS, on_odds, on_powers
 from treespec.shaping.sampling import TargetDistributions
 from treespec.trees.tree import Drafts, TokenTree
-from treespec.verify.facts import is_paced
 from treespec.verify.scheme import Chance, Scheme
 from treespec.verify.walk import Verdict, Verifier
 
@@ -52,7 +51,7 @@ class Witness:
     """
 
     def __init__(self, verifier: Verifier) -> None:
-        self.verifier = verifier
+        self.verifier, self.paced = verifier, verifier.paced
         self.texts: dict[torch.Generator, list[Cycle]] = {}
         self.coins = torch.Generator().manual_seed(0)
 
@@ -63,10 +62,6 @@ class Witness:
     @property
     def scheme(self) -> Scheme:
         return self.verifier.scheme
-
-    @property
-    def paced(self) -> bool:
-        return is_paced(self.verifier)
 
     def __call__(
         self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator

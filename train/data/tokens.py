@@ -32,9 +32,9 @@ from treespec.files.atomic import locked, read_tensors, write_tensors
 from treespec.files.packages import cache_folder
 from treespec.model.tokenizers import load_tokenizer
 from treespec.model.variant import Variant
-from treespec.text.conversations import Conversation, Report, conversation_of, refuse_unread
+from treespec.text.conversations import Report, refuse_unread
 from treespec.text.encoding import BATCH, Example, encode_some, refuse_unencoded
-from treespec.text.entries import UnusableConversation
+from treespec.text.entries import Conversation, UnusableConversation, conversation_of
 from treespec.text.sources import entries, size
 from treespec.text.strings import one_line
 

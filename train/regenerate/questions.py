@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, final
 
-from treespec.text.conversations import Conversation
+from treespec.text.entries import Conversation
 from treespec.train.regenerate.config import part_of
 from treespec.train.regenerate.english import passes
 

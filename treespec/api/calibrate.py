@@ -19,14 +19,14 @@ from treespec.errors import InputError
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.shaping.distribution import Distribution
-from treespec.shaping.sampling import SamplingParams, TargetDistributions, probs
+from treespec.shaping.sampling import SamplingParams, probs
 from treespec.text.ending import Ending
 from treespec.trees.static import StaticTree, eagle
 from treespec.trees.tree import TokenTree
-from treespec.verify.laws import rejections, without
+from treespec.verify.distributions import rejections, without
 from treespec.verify.rrs import RRSWithoutReplacement, laws_in_turn
 from treespec.verify.scheme import Scheme
-from treespec.verify.walk import Verdict, Walk
+from treespec.verify.walk import Probabilities, Verdict, Walk
 
 Row = tuple[Tensor, Tensor, Tensor]  # tokens [T], which of them count [T] bool, features [T, F]
 Outcomes = tuple[Tensor, ...]  # of `tried`, and a weight [n]
@@ -176,15 +176,14 @@ class Counted:
     """The walk over draws without replacement. It counts how often each was judged and accepted."""
 
     name = "counted"
+    paced = False
     scheme: Scheme = RRSWithoutReplacement()
 
     def __init__(self, tree: StaticTree) -> None:
         self.walk = Walk(self.scheme)
         self.judged, self.accepted = torch.zeros(2, tree.max_draws, dtype=torch.float64)  # [K] each
 
-    def __call__(
-        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
-    ) -> Verdict:
+    def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         verdict = self.walk(tree, p, generator)
         if tree.drafts is None:
             return verdict

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor
 
-from treespec.decoding.sequence import Request
+from treespec.decoding.sequence import Request, copied
 from treespec.decoding.stats import shared
 from treespec.draft.drafter import Drafter
 from treespec.model.cache import TreeCache
@@ -30,13 +29,12 @@ class Prefill:
         self, target: Target, text: Request, cache: TreeCache, drafter: Drafter | None
     ) -> None:
         self.target, self.text, self.cache, self.drafter = target, text, cache, drafter
-        self.observed: list[tuple[Tensor, Tensor]] = []  # features and tokens, for its samples
         samples, stats = text.samples, text.stats
         text.root = text.prompt[-1]
         if drafter:
             drafter.enter(text.recalled)
         if samples and samples.cache and not text.committed:
-            self.cache = samples.fill(drafter)
+            self.cache, self.drafter = copied(samples.cache, samples.drafter)
             text.committed = text.prompt[:-1]
         stats.prompt_tokens, stats.cached_tokens = len(text.prompt), len(text.committed)
         self.cache.reserve(len(text.prompt))
@@ -55,13 +53,11 @@ class Prefill:
             tokens = torch.tensor(text.prompt[start : start + count + 1])
             taps = drafter.taps if drafter else ()
             features = self.target.prefill(self.cache, tokens[None, :-1], taps)
-            known = tokens.to(features.device)
             if drafter:
-                drafter.observe([features[0]], [known])
+                drafter.observe([features[0]], [tokens.to(features.device)])
             text.committed = text.prompt[: start + count]
-            self.observed += [(features[0], known)] if samples else []
         if samples and not self.left:
-            samples.begin(self.cache, self.observed)
+            samples.begin(self.cache, self.drafter)
         return count
 
 
@@ -145,11 +141,7 @@ class Batch:
         """The cache and the drafter of one row alone."""
         if len(self.texts) == 1:
             return self.cache, self.drafter
-        drafter = self.drafter.new() if self.drafter else None
-        if drafter and self.drafter:
-            drafter.join([self.drafter])
-            drafter.select([row + 1])
-        return self.cache.alone(row), drafter
+        return copied(self.cache, self.drafter, row)
 
     def _keep(self, text: Request, cache: TreeCache, drafter: Drafter | None) -> None:
         left = Kept(text.committed, len(text.prompt), text.memory, cache, drafter)

@@ -57,36 +57,34 @@ def logprobs(
 
 @final
 class Samples:
-    """The prompt's keys and values and its features, from the first text until the last has begun.
+    """A prompt's cache and drafter, from the first sequence that prefilled it until the last has begun.
 
-    left: texts of the prompt that have not begun. Each copies the keys and values; its drafter
-    observes the features anew.
+    left: sequences of the prompt that have not begun; each takes copies.
     """
 
     def __init__(self, count: int) -> None:
         self.left = count
         self.cache: TreeCache | None = None
-        self.observed: list[
-            tuple[Tensor, Tensor]
-        ] = []  # features and tokens, as they were observed
+        self.drafter: Drafter | None = None
 
-    def begin(self, cache: TreeCache, observed: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """One text more has begun. cache: its own, with the prompt alone. observed: features and
-        tokens of the prompt, from the text that prefilled it.
-        """
+    def begin(self, cache: TreeCache, drafter: Drafter | None) -> None:
+        """One sequence more has begun. cache, drafter: its own, with the prompt alone."""
         self.left -= 1
         if self.left <= 0:
-            self.cache, self.observed = None, []
+            self.cache = self.drafter = None
         elif self.cache is None:
-            self.cache, self.observed = cache.alone(0), list(observed)
+            self.cache, self.drafter = copied(cache, drafter)
 
-    def fill(self, drafter: Drafter | None) -> TreeCache:
-        """Bring the prompt into a new text's drafter. Returns a cache that holds it."""
-        assert self.cache
-        if drafter:
-            for features, tokens in self.observed:
-                drafter.observe([features], [tokens])
-        return self.cache.alone(0)
+
+def copied(
+    cache: TreeCache, drafter: Drafter | None, row: int = 0
+) -> tuple[TreeCache, Drafter | None]:
+    """A row's cache and drafter, as copies of their own."""
+    own = drafter.new() if drafter else None
+    if own and drafter:
+        own.join([drafter])
+        own.select([row + 1])  # behind the row of a new one
+    return cache.alone(row), own
 
 
 LEAD = 8  # tokens of the prompt that an answer is remembered with

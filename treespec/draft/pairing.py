@@ -13,7 +13,7 @@ from treespec.heads.known import kind_in, levels_in
 from treespec.trees.auto import AutoTree
 from treespec.trees.shape import Policy
 from treespec.trees.static import chain
-from treespec.verify.facts import SCHEMES, Facts, Known, is_paced, stands_for
+from treespec.verify.facts import SCHEMES, Facts, Known, stands_for
 
 if TYPE_CHECKING:
     from treespec.draft.calibration import Calibration
@@ -48,7 +48,7 @@ def check_fit(policy: Policy, scheme: "Facts | Scheme", model: DraftModel) -> No
         )
     if model.several and not (scheme.deterministic or scheme.law_per_draw):
         raise InputError(
-            f"verifier {scheme.name} takes one draft law a node, several draft models have one "
+            f"verifier {scheme.name} takes one draft distribution a node, several draft models have one "
             "each: take --verifier rrs, is-lp or topk"
         )
 
@@ -123,7 +123,7 @@ def verifier_for(verifier: "Verifier", several: bool, tree: Policy | None) -> "V
     from treespec.verify.registry import scheme_by_name
     from treespec.verify.walk import Walk
 
-    name = stands_for(verifier, several, tree)
+    name = stands_for(verifier.paced, several, tree)
     return Walk(scheme_by_name(name)) if name else verifier
 
 
@@ -137,7 +137,7 @@ def check_named(spec: DrafterSpec, verifier: "Known | Verifier", tree: Policy | 
         check_one_hot(spec.kind.name, verifier, tree)
         return
     several = len(spec.models) > 1
-    name = stands_for(verifier, several, tree)
+    name = stands_for(verifier.paced, several, tree)
     scheme = SCHEMES[name] if name else verifier.scheme
     check_pair(tree or chain(1), scheme, several)  # a default tree fits its verifier and the head
     if tree is not None:
@@ -170,7 +170,7 @@ def check_one_hot(name: str, verifier: "Known | Verifier", tree: object) -> None
     Raises InputError for a scheme that needs one, and for a tree. It does so at temperature 0 too,
     where all schemes agree.
     """
-    if not (verifier.scheme.deterministic or is_paced(verifier)):
+    if not (verifier.scheme.deterministic or verifier.paced):
         raise InputError(
             f"{name} hands over given tokens, which have no draft law for verifier "
             f"{verifier.name}: take --verifier topk, or auto"

@@ -18,7 +18,6 @@ from treespec.draft.tree_drafter import TreeDrafter
 from treespec.heads.head import Head
 from treespec.model.target import Target
 from treespec.trees.shape import Policy
-from treespec.verify.facts import is_paced
 from treespec.verify.walk import Verifier
 
 
@@ -72,7 +71,7 @@ class Source:
         times: measures when it is called first. Raises InputError for a tree and verifier that do
         not go with it.
         """
-        paced = is_paced(verifier)
+        paced = verifier.paced
         if not isinstance(own := self.drafting, Proposer):
             if own.one_hot:
                 check_one_hot(self.name, verifier, tree)

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol, TypeAlias, final, runtime_checkable
 
 import torch
@@ -11,26 +12,26 @@ from torch import Tensor
 from treespec.errors import InputError
 from treespec.shaping.options import LogitOptions
 
+Paths: TypeAlias = Sequence[Sequence[int]]
+
 
 @runtime_checkable
 class Shaper(Protocol):
-    """Changes the logits after a text, before temperature, top-k and the rest; one object a text.
+    """Changes the logits after a text, before temperature, top-k and the rest; one object a sequence.
 
-    Draft logits and target logits go through the same shapers, each row by its own path. So the
-    draft law stays the law of the draws, and verification is lossless for the shaped target law.
+    Draft logits and target logits go through the same processors, each row by its own path. So the draws still
+    have the draft distribution, and verification is lossless for the changed target distribution.
     """
 
     def begin(self, prompt: Sequence[int]) -> "Shaper":
-        """A fresh one for a text with this prompt."""
+        """A fresh one for a sequence with this prompt."""
         ...
 
-    def shape(
-        self, answer: Sequence[int], paths: Sequence[Sequence[int]], logits: Tensor
-    ) -> Tensor:
+    def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
         """New logits [N, V] of the token that follows `answer + paths[i]`; -inf forbids a token.
 
         answer: the committed tokens after the prompt; it only grows from call to call. logits: [N,
-        V] in float32 or float64, not to be changed in place. A path may hold tokens that the shaper
+        V] in float32 or float64, not to be changed in place. A path may hold tokens that the processor
         itself forbids. No text goes there, so any logits will do.
         """
         ...
@@ -50,11 +51,9 @@ class Bias:
     def begin(self, prompt: Sequence[int]) -> "Bias":
         return self
 
-    def shape(
-        self, answer: Sequence[int], paths: Sequence[Sequence[int]], logits: Tensor
-    ) -> Tensor:
+    def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
         tokens = torch.tensor(self.tokens, device=logits.device)
-        values = torch.tensor(self.values, dtype=logits.dtype, device=logits.device)
+        values = logits.new_tensor(self.values)
         return logits.index_add(1, tokens, values.expand(len(logits), -1))
 
 
@@ -72,15 +71,13 @@ class LeastTokens:
     def begin(self, prompt: Sequence[int]) -> "LeastTokens":
         return self
 
-    def shape(
-        self, answer: Sequence[int], paths: Sequence[Sequence[int]], logits: Tensor
-    ) -> Tensor:
-        rows = [row for row, path in enumerate(paths) if len(answer) + len(path) < self.least]
-        if not rows or not self.ends:
+    def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
+        early = [len(answer) + len(path) < self.least for path in paths]
+        if not any(early):
             return logits
-        ends = torch.tensor(self.ends, device=logits.device)
-        early = torch.tensor(rows, device=logits.device)
-        return logits.index_put((early[:, None], ends), logits.new_tensor(-torch.inf))
+        ends = torch.tensor(self.ends, dtype=torch.int64, device=logits.device)
+        rows = torch.tensor(early, device=logits.device)[:, None]
+        return logits.index_fill(1, ends, -torch.inf).where(rows, logits)
 
 
 @final
@@ -92,67 +89,41 @@ class Penalties:
     negative ones (Keskar et al. 2019, 1909.05858); transformers and vLLM count the same. 1 is off.
     presence, frequency: subtracted from the logits of the answer's tokens, once for each token and
     once for each of its occurrences (OpenAI's API reference). 0 is off. Below 1 or 0 they make
-    tokens likelier.
+    tokens more likely.
+    prompt: its distinct tokens, where they count.
     """
 
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
+    prompt: tuple[int, ...] = ()
 
+    def begin(self, prompt: Sequence[int]) -> "Penalties":
+        return replace(self, prompt=tuple(dict.fromkeys(prompt)) if self.repetition != 1 else ())
 
-@final
-class Counts:
-    """The penalties of one text: each token that occurred has a column in small tables.
+    def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
+        # 1. A column for each token that occurred, the prompt's first.
+        occurring = dict.fromkeys(chain(self.prompt, answer, *paths))
+        column = {token: i for i, token in enumerate(occurring)}
+        tokens = torch.tensor(list(column), dtype=torch.int64, device=logits.device)
 
-    place: the column of each token. counts: how often the answer holds it. read: tokens of the
-    answer that were counted.
-    """
-
-    def __init__(self, by: Penalties, prompt: Sequence[int] = ()) -> None:
-        self.by = by
-        counted = dict.fromkeys(prompt) if by.repetition != 1 else {}
-        self.place = {token: column for column, token in enumerate(counted)}
-        self.prompted = len(self.place)  # the first columns are the prompt's
-        self.counts = [0] * len(self.place)
-        self.read = 0
-
-    def begin(self, prompt: Sequence[int]) -> "Counts":
-        return Counts(self.by, prompt)
-
-    def shape(
-        self, answer: Sequence[int], paths: Sequence[Sequence[int]], logits: Tensor
-    ) -> Tensor:
-        # 1. Count the answer's new tokens.
-        for token in answer[self.read :]:
-            column = self.place.setdefault(token, len(self.place))
-            if column == len(self.counts):
-                self.counts.append(0)
-            self.counts[column] += 1
-        self.read = len(answer)
-
-        # 2. Each row's own counts [N, C]: the answer's, and those of its path.
-        place = dict.fromkeys(token for path in paths for token in path if token not in self.place)
-        beyond = {token: len(self.counts) + column for column, token in enumerate(place)}
-        tokens = torch.tensor([*self.place, *beyond], dtype=torch.int64, device=logits.device)
-        base = torch.tensor([*self.counts, *[0] * len(beyond)], dtype=logits.dtype)
-        counts = base.repeat(len(paths), 1)
+        # 2. How often the answer and a row's own path hold it [N, C].
+        in_answer = Counter(answer)
+        counts = torch.tensor([in_answer[token] for token in column], dtype=logits.dtype)
+        counts = counts.repeat(len(paths), 1)
         for row, path in enumerate(paths):
-            for token, number in Counter(path).items():
-                counts[row, self.place.get(token, beyond.get(token, 0))] += number
+            for token in path:
+                counts[row, column[token]] += 1
         counts = counts.to(logits.device)
 
         # 3. Penalise these columns alone.
         columns = logits.index_select(1, tokens)  # [N, C]
-        occurred = counts > 0
-        if self.by.repetition != 1:
-            repeated = occurred.clone()
-            repeated[:, : self.prompted] = True
-            less = torch.where(
-                columns > 0, columns / self.by.repetition, columns * self.by.repetition
-            )
-            columns = torch.where(repeated, less, columns)
-        columns = columns - self.by.frequency * counts - self.by.presence * occurred
-        return logits.index_copy(1, tokens, columns)
+        repeated = counts > 0
+        less = self.presence * repeated + self.frequency * counts
+        repeated[:, : len(self.prompt)] = True
+        by = self.repetition
+        penalised = torch.where(columns > 0, columns / by, columns * by)
+        return logits.index_copy(1, tokens, penalised.where(repeated, columns) - less)
 
 
 # (input_ids [B, T] int64, scores [B, V]) -> scores [B, V]
@@ -160,6 +131,7 @@ Processor: TypeAlias = Callable[..., Tensor]
 
 
 @final
+@dataclass(frozen=True)
 class Processed:
     """Calls a processor with the tokens of prompt, answer and path; rows of one length together.
 
@@ -167,23 +139,20 @@ class Processed:
     Raises InputError where the scores that it returns have another shape, or are not numbers.
     """
 
-    def __init__(self, processor: Processor, prompt: Sequence[int] = ()) -> None:
-        self.processor, self.prompt = processor, list(prompt)
+    processor: Processor
+    prompt: Sequence[int] = ()
 
     def begin(self, prompt: Sequence[int]) -> "Processed":
-        return Processed(self.processor, prompt)
+        return replace(self, prompt=tuple(prompt))
 
-    def shape(
-        self, answer: Sequence[int], paths: Sequence[Sequence[int]], logits: Tensor
-    ) -> Tensor:
-        shaped = torch.empty_like(logits)
-        for length in {len(path) for path in paths}:
-            rows = [row for row, path in enumerate(paths) if len(path) == length]
-            known = torch.tensor([*self.prompt, *answer]).expand(len(rows), -1)
-            own = torch.tensor([list(paths[row]) for row in rows], dtype=torch.int64)
-            tokens = torch.cat([known, own], dim=1).to(logits.device)  # [B, T]
-            index = torch.tensor(rows, device=logits.device)
-            shaped[index] = self._scores(tokens, logits[index])
+    def shape(self, answer: Sequence[int], paths: Paths, logits: Tensor) -> Tensor:
+        shaped, lengths = torch.empty_like(logits), torch.tensor([len(path) for path in paths])
+        for length in lengths.unique():
+            rows = (lengths == length).nonzero().flatten()
+            tokens = [[*self.prompt, *answer, *paths[row]] for row in rows.tolist()]
+            known = torch.tensor(tokens, dtype=torch.int64, device=logits.device)  # [B, T]
+            rows = rows.to(logits.device)
+            shaped[rows] = self._scores(known, logits[rows])
         return shaped
 
     def _scores(self, tokens: Tensor, logits: Tensor) -> Tensor:
@@ -202,7 +171,7 @@ class Processed:
 
 
 def shapers_of(options: LogitOptions) -> Iterator[Shaper]:
-    """The shapers that options ask for, in the order in which they act; none has begun.
+    """The processors that options ask for, in the order in which they act; none has begun.
 
     transformers and vLLM add biases before they penalise, too. Raises InputError for a logits
     processor that is none.
@@ -213,7 +182,7 @@ def shapers_of(options: LogitOptions) -> Iterator[Shaper]:
         options.repetition_penalty, options.presence_penalty, options.frequency_penalty
     )
     if penalties != Penalties():
-        yield Counts(penalties)
+        yield penalties
     given = options.logits_processor
     for place, one in enumerate(given if isinstance(given, Sequence) else [given], 1):
         if isinstance(one, Shaper):

@@ -7,19 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from treespec.errors import InputError
-from treespec.text.entries import (
-    TEXT,
-    TOKENS,
-    Message,
-    UnusableConversation,
-    cuts_of,
-    form_of,
-    messages_of,
-    parsed,
-    source_of,
-    tokens_of,
-    tools_of,
-)
+from treespec.text.entries import Conversation, UnusableConversation, conversation_of
 from treespec.text.sources import entries
 
 SHOWN = 5  # problems kept in a report
@@ -57,11 +45,9 @@ class Report:
 
     def add(self, other: "Report") -> None:
         """Count what a later part of the data adds."""
-        self.used += other.used
-        self.cut += other.cut
-        self.left_out += other.left_out
-        self.problems = (self.problems + other.problems)[:SHOWN]
-        self.thoughtless += other.thoughtless
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        del self.problems[SHOWN:]
 
     def fields(self) -> dict[str, Any]:
         """What JSON can hold of it."""
@@ -74,26 +60,6 @@ class Report:
 
 
 FORM = '{"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}'
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """User and assistant alternate; the last turn is an assistant's. A system turn may come first.
-
-    where: file and line. source: its id in the file, else its number there.
-    cut: for each answer whether a limit ended it, so that its end token is not the target's.
-    tools: JSON schemas of the functions that the assistant may call.
-    text, tokens: in place of messages, a text that is formatted already, or token ids with a mask
-    of those that count.
-    """
-
-    messages: list[Message]
-    where: str = ""
-    source: str = ""
-    cut: tuple[bool, ...] = ()
-    tools: list[Any] = field(default_factory=list)
-    text: str | None = None
-    tokens: tuple[list[int], list[bool]] | None = None
 
 
 def read_conversations(
@@ -125,20 +91,6 @@ def _usable(source: str | Path, answered: bool, report: Report) -> Iterator[Conv
             yield conversation_of(where, raw, answered)
         except UnusableConversation as error:
             report.leave_out(where, error)
-
-
-def conversation_of(where: str, raw: object, answered: bool = True) -> Conversation:
-    """One entry of a source, in any of its forms. Raises UnusableConversation."""
-    entry = parsed(raw)
-    source, form = source_of(entry, where), form_of(entry)
-    if answered and isinstance(entry, dict) and form == TEXT:
-        return Conversation([], where, source, text=entry[TEXT])
-    if answered and isinstance(entry, dict) and form == TOKENS:
-        return Conversation([], where, source, tokens=tokens_of(entry))
-    messages = messages_of(entry, answered)
-    if not answered and any(message["role"] == "tool" for message in messages):
-        raise UnusableConversation("a tool answers in it")
-    return Conversation(messages, where, source, cuts_of(entry), tools_of(entry))
 
 
 def refuse_unread(source: object, report: Report) -> None:

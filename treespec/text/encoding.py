@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from treespec.errors import InputError
-from treespec.text.conversations import Conversation, Report
-from treespec.text.entries import UnusableConversation, thought_of
+from treespec.text.conversations import Report
+from treespec.text.entries import Conversation, UnusableConversation, thought_of
 from treespec.text.preformatted import Marks, marks_of, spans_of
 from treespec.text.templates import (
     Messages,
@@ -88,29 +88,17 @@ def refuse_unencoded(report: Report) -> None:
         )
 
 
-def encode_conversation(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages, template: Template, max_length: int
-) -> Example:
-    """One conversation as `templates.encode` tokenises it, cut at max_length tokens.
-
-    Raises UnusableConversation where the place of an answer in the rendered text is unknown.
-    """
-    check(tokenizer, template)
-    return _cut(
-        _usable(_encode_batch(tokenizer, [Conversation(list(messages))], template)[0]), max_length
-    )
-
-
 def encode_conversations(
     tokenizer: "PreTrainedTokenizerBase",
     conversations: Iterable[Conversation],
     template: Template,
     max_length: int,
 ) -> tuple[list[Example], Report]:
-    """All conversations by `encode_conversation`. Those that it refuses are left out and counted.
+    """Conversations as `templates.encode` tokenises them, cut at `max_length` tokens.
 
-    Raises InputError where nothing is left, for a missing template, and for a tokenizer without
-    offsets.
+    Those where the place of an answer is unknown, or whose answers lie beyond the cut, are left out
+    and counted. Raises InputError where nothing is left, for a missing template, and for a tokenizer
+    without offsets.
     """
     examples, report = encode_some(tokenizer, conversations, template, max_length)
     refuse_unencoded(report)
@@ -124,38 +112,39 @@ def encode_some(
     max_length: int,
 ) -> tuple[list[Example], Report]:
     """`encode_conversations` of a part of the data, of which nothing may be left."""
-    examples, report = [], Report()
-    left = iter(conversations)
-    while batch := list(islice(left, BATCH)):
-        encoded = _encode_batch(tokenizer, batch, template)
-        for one, example in zip(batch, encoded, strict=True):
-            try:
-                whole = _usable(example)
-                examples.append(_cut(whole, max_length))
-            except UnusableConversation as error:
-                report.leave_out(one.where, error)
-            else:
-                report.cut += len(whole.input_ids) > max_length
-                report.thoughtless += whole.thoughtless
-    report.used = len(examples)
-    return examples, report
-
-
-def _encode_batch(
-    tokenizer: "PreTrainedTokenizerBase", batch: Sequence[Conversation], template: Template
-) -> list[Example | UnusableConversation]:
-    """Each conversation at full length, or the reason that it is unusable."""
     if not tokenizer.is_fast:
         raise InputError(
             f"{type(tokenizer).__name__} does not say which characters its tokens come from; "
             "train with the model's fast tokenizer (tokenizer.json)"
         )
+    examples, report = [], Report()
+    left = iter(conversations)
+    while batch := list(islice(left, BATCH)):
+        for talk, whole in zip(batch, _encoded(tokenizer, batch, template), strict=True):
+            try:
+                if isinstance(whole, UnusableConversation):
+                    raise whole
+                ids, mask = whole.input_ids[:max_length], whole.loss_mask[:max_length]
+                if not mask.any():
+                    raise UnusableConversation(f"no answer within {max_length} tokens")
+            except UnusableConversation as error:
+                report.leave_out(talk.where, error)
+                continue
+            examples.append(replace(whole, input_ids=ids, loss_mask=mask))
+            report.cut += len(whole.input_ids) > max_length
+            report.thoughtless += whole.thoughtless
+    report.used = len(examples)
+    return examples, report
+
+
+def _encoded(
+    tokenizer: "PreTrainedTokenizerBase", batch: Sequence[Conversation], template: Template
+) -> Iterator[Example | UnusableConversation]:
+    """Each conversation at full length, or the reason that it is unusable."""
     # 1. Render, and tokenise the whole batch at once.
     if any(talk.tokens is None for talk in batch):
         check(tokenizer, template)
-    special = special_tokens(tokenizer)
-    before = opening(tokenizer, template)
-    marks = None
+    special, before, marks = special_tokens(tokenizer), opening(tokenizer, template), None
     if any(talk.text is not None for talk in batch):
         marks = marks_of(tokenizer, template, special)
     rendered = [_rendered(tokenizer, talk, template, special, marks) for talk in batch]
@@ -164,27 +153,22 @@ def _encode_batch(
     encoded = tokenizer(texts, **options) if texts else {}
     rows = zip(encoded.get("input_ids", ()), encoded.get("offset_mapping", ()), strict=True)
 
-    # 2. Mask the tokens of the answers.
-    examples: list[Example | UnusableConversation] = []
+    # 2. Mask the tokens of the answers, but for the ends of those that a limit cut.
     for talk, one in zip(batch, rendered, strict=True):
         if not isinstance(one, Rendered):
-            examples.append(one)
+            yield one
             continue
         ids, offsets = next(rows)
         places, is_special = np.array(offsets), np.isin(ids, list(special.values()))
         mask = _inside(places, one.learnt, is_special)
         if any(talk.cut):
-            spans = one.answers
-            clear = len(spans) == len(talk.cut)  # which answer each flag is for
-            flags = talk.cut if clear else (True,) * len(spans)
-            cut = [span for span, is_cut in zip(spans, flags, strict=True) if is_cut]
+            clear = len(one.answers) == len(talk.cut)  # which answer each flag is for
+            cut = compress(one.answers, talk.cut) if clear else one.answers
             mask &= ~(_inside(places, cut, is_special) & is_special)
         if ids[: len(before)] != before:
-            ids = before + ids
-            mask = np.concatenate([np.zeros(len(before), dtype=bool), mask])
+            ids, mask = before + ids, np.pad(mask, (len(before), 0))
         dropped = len(one.answers) - len(one.learnt)
-        examples.append(Example(torch.tensor(ids), torch.from_numpy(mask), key_of(talk), dropped))
-    return examples
+        yield Example(torch.tensor(ids), torch.from_numpy(mask), key_of(talk), dropped)
 
 
 def key_of(talk: Conversation) -> str:
@@ -247,22 +231,7 @@ def _tokens(tokens: tuple[list[int], list[bool]], vocabulary: int) -> Example:
     return Example(torch.tensor(ids, dtype=torch.int64), torch.tensor(counts), content)
 
 
-def _usable(example: Example | UnusableConversation) -> Example:
-    if isinstance(example, UnusableConversation):
-        raise example
-    return example
-
-
-def _cut(example: Example, length: int) -> Example:
-    mask = example.loss_mask[:length]
-    if not mask.any():
-        raise UnusableConversation(f"no answer within {length} tokens")
-    return replace(example, input_ids=example.input_ids[:length], loss_mask=mask)
-
-
-def _inside(
-    offsets: np.ndarray, spans: Sequence[tuple[int, int]], special: np.ndarray
-) -> np.ndarray:
+def _inside(offsets: np.ndarray, spans: Iterable[Span], special: np.ndarray) -> np.ndarray:
     """[T] bool: the tokens that spans of characters cover.
 
     offsets: [T, 2] characters. special: [T] bool. A token that begins before a span counts if it

@@ -11,7 +11,8 @@ Four forms, here the same conversation:
 
 import json
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 from treespec.errors import InputError
@@ -59,55 +60,60 @@ IGNORED = -100  # the label of a token that does not count
 Message = dict[str, Any]  # role and content, thoughts, tool_calls, and what `FURTHER` names
 
 
-def parsed(entry: object) -> object:
-    """The JSON value of an entry, which may be a line's bytes. Raises UnusableConversation."""
-    if not isinstance(entry, bytes):
-        return entry
+@dataclass(frozen=True)
+class Conversation:
+    """User and assistant alternate; the last turn is an assistant's. A system turn may come first.
+
+    where: file and line. source: its id in the file, else its number there.
+    cut: for each answer whether a limit ended it, so that its end token is not the target's.
+    tools: JSON schemas of the functions that the assistant may call.
+    text, tokens: in place of messages, a text that is formatted already, or token ids with a mask
+    of those that count.
+    """
+
+    messages: list[Message]
+    where: str = ""
+    source: str = ""
+    cut: tuple[bool, ...] = ()
+    tools: list[Any] = field(default_factory=list)
+    text: str | None = None
+    tokens: tuple[list[int], list[bool]] | None = None
+
+
+def conversation_of(where: str, raw: object, answered: bool = True) -> Conversation:
+    """One entry of a source, in any of its forms, or a line's bytes. Raises UnusableConversation.
+
+    answered: as for `treespec.text.conversations.read_conversations`.
+    """
+    # 1. The object, and the id that it gives itself, else its number in the file.
     try:
-        value: object = json.loads(entry)
+        value = json.loads(raw) if isinstance(raw, bytes) else raw
     except (ValueError, RecursionError) as error:
         raise UnusableConversation("not valid JSON", error) from error
-    return value
+    row: dict[str, Any] = value if isinstance(value, dict) else {}
+    ids = (str(row[name]) for name in IDS if isinstance(row.get(name), str | int))
+    source = next(ids, re.split("[: ]", where)[-1])
 
+    # 2. Its form. Tokens that tell which of them count are as somebody prepared the row: they come first.
+    lists = {name: _listed(row.get(name)) for name in (*TURNS, TOKENS)}
+    form = next((name for name, found in lists.items() if isinstance(found, list)), TEXT)
+    if any(isinstance(row.get(name), list) for name in MASKS) and TOKENS in row:
+        form = TOKENS
+    if answered and form == TOKENS:
+        return Conversation([], where, source, tokens=tokens_of(row))
+    if answered and form == TEXT and isinstance(row.get(TEXT), str):
+        return Conversation([], where, source, text=row[TEXT])
 
-def source_of(entry: object, where: str) -> str:
-    """The id that an entry gives itself, else its number in the file."""
-    for name in IDS:
-        value = entry.get(name) if isinstance(entry, dict) else None
-        if isinstance(value, str | int):
-            return str(value)
-    return re.split("[: ]", where)[-1]
-
-
-def cuts_of(entry: object) -> tuple[bool, ...]:
-    """For each answer whether a limit ended it: what `treespec regenerate` writes as `ended`."""
-    ended = entry.get("ended") if isinstance(entry, dict) else None
-    return tuple(how == "max_new_tokens" for how in ended) if isinstance(ended, list) else ()
-
-
-def form_of(entry: object) -> str | None:
-    """The field of a row that holds its conversation; None where there is none.
-
-    Tokens that tell which of them count are the row as somebody prepared it, so they come first.
-    """
-    if not isinstance(entry, dict):
-        return None
-    if any(isinstance(entry.get(name), list) for name in MASKS) and TOKENS in entry:
-        return TOKENS
-    lists = [name for name in (*TURNS, TOKENS) if isinstance(_listed(entry.get(name)), list)]
-    if lists:
-        return lists[0]
-    return TEXT if isinstance(entry.get(TEXT), str) else None
-
-
-def tools_of(entry: object) -> list[Any]:
-    """The tools that a row offers, as the chat template takes them. Raises UnusableConversation."""
-    tools = _listed(entry.get("tools")) if isinstance(entry, dict) else None
-    if tools is None or tools == "":
-        return []
+    # 3. Messages, the answers that a limit ended (as `treespec regenerate` writes), and tools.
+    turns = next((lists[name] for name in TURNS if isinstance(lists[name], list)), None)
+    messages = messages_of(turns, answered)
+    if not answered and any(message["role"] == "tool" for message in messages):
+        raise UnusableConversation("a tool answers in it")
+    ended, tools = row.get("ended"), _listed(row.get("tools")) or []
     if not isinstance(tools, list):
         raise UnusableConversation("its `tools` are no list")
-    return tools
+    cut = [how == "max_new_tokens" for how in ended] if isinstance(ended, list) else []
+    return Conversation(messages, where, source, tuple(cut), tools)
 
 
 def tokens_of(entry: dict[str, Any]) -> tuple[list[int], list[bool]]:
@@ -133,22 +139,23 @@ def tokens_of(entry: dict[str, Any]) -> tuple[list[int], list[bool]]:
     return [ids[i] for i in kept], [counts[i] for i in kept]
 
 
-def messages_of(entry: object, answered: bool = True) -> list[Message]:
-    """The turns of one entry. Raises UnusableConversation.
+def messages_of(turns: object, answered: bool) -> list[Message]:
+    """The messages of a list of turns. Raises UnusableConversation.
 
     Answers before the first question are dropped, as in FastChat and EAGLE. So is everything after
     the last answer where only `answered` questions are wanted.
     """
-    # 1. The list of turns.
-    lists = [_listed(entry.get(name)) for name in TURNS] if isinstance(entry, dict) else []
-    turns = next((turns for turns in lists if isinstance(turns, list)), None)
-    if turns is None:
+    # 1. The list of turns; UltraChat's has texts alone.
+    if not isinstance(turns, list):
         raise UnusableConversation("no list under `conversations` or `messages`")
+    if all(isinstance(turn, str) for turn in turns):
+        roles = cycle(("user", "assistant"))
+        turns = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
 
     # 2. Each turn: its role, its content, and whether it is due.
     system: list[Message] = []
     messages: list[Message] = []
-    for i, turn in enumerate(_named(turns), 1):
+    for i, turn in enumerate(turns, 1):
         if not isinstance(turn, dict):
             raise UnusableConversation("a turn is not an object", f"turn {i}")
         name, message = _name_of(turn), _message(turn, i)
@@ -180,14 +187,6 @@ def thought_of(message: Message) -> str:
             return thought.strip()
     before, end, _ = message["content"].rpartition("</think>")
     return before.rpartition("<think>")[2].strip() if end else ""
-
-
-def _named(turns: Sequence[object]) -> Sequence[object]:
-    """UltraChat's list of texts as messages; other lists as they are."""
-    if not turns or not all(isinstance(turn, str) for turn in turns):
-        return turns
-    roles = ("user", "assistant")
-    return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
 
 
 def _name_of(turn: dict[str, Any]) -> object:

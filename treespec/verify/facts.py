@@ -63,7 +63,7 @@ SCHEMES = {
         Facts("rrs-wo", "treespec.verify.rrs:RRSWithoutReplacement", sure_tokens=True),
         Facts("kseq", "treespec.verify.kseq:KSeq"),
         Facts("spechub", "treespec.verify.spechub:SpecHub", max_draws=2),
-        Facts("greedy", "treespec.verify.greedy:Greedy", layered=True),
+        Facts("greedy", "treespec.verify.single:Greedy", layered=True),
         Facts(
             "is-lp",
             "treespec.verify.is_lp:IsLp",
@@ -79,7 +79,7 @@ SCHEMES = {
             "treespec.verify.optimal:Optimal",
             sure_tokens=True,
             layered=True,
-            options={"threshold": SHARE, "extra": SWITCH, "exact": SWITCH, "first": SWITCH},
+            options={"threshold": SHARE, "extra": SWITCH, "exact": SWITCH},
         ),
         Facts("topk", "treespec.verify.topk:TopK", deterministic=True),
         Facts(
@@ -95,23 +95,25 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Known:
-    """A verifier by its name. paced: whether it takes any tree (`is_paced`).
+    """A verifier by its name.
 
-    loads: "module:NAME" of the `Verifier`; "": it is the walk, or layer verification, over the scheme.
+    loads: "module:NAME" of the `Verifier`, or of its class where `over` names a scheme to make it over.
+    paced: whether it takes any tree (`Verifier.paced`).
     """
 
     name: str
     scheme: Facts
+    loads: str
     paced: bool = False
-    loads: str = ""
+    over: str = ""
 
 
 BEYOND_THE_NODE: dict[str, Known] = {
     known.name: known
     for known in (
-        Known("auto", SCHEMES["rrs-wo"], True, "treespec.verify.traversal:AUTO"),
-        Known("block", SCHEMES["single"], loads="treespec.verify.block:BLOCK"),
-        Known("traversal", SCHEMES["rrs-wo"], loads="treespec.verify.traversal:TRAVERSAL"),
+        Known("auto", SCHEMES["rrs-wo"], "treespec.verify.traversal:AUTO", paced=True),
+        Known("block", SCHEMES["single"], "treespec.verify.traversal:BLOCK"),
+        Known("traversal", SCHEMES["rrs-wo"], "treespec.verify.traversal:TRAVERSAL"),
     )
 } | installed("verifiers")
 LOSSY = tuple(name for name, scheme in SCHEMES.items() if not scheme.lossless)
@@ -127,28 +129,30 @@ def known_verifier(spec: str, allow_lossy: bool = False) -> Known:
     Raises InputError for an unknown name, option or value, and for a lossy scheme without
     `allow_lossy`.
     """
-    kind, _, name = spec.partition(":")
-    if kind in BEYOND_THE_NODE:
-        if name:
+    kind, _, over = spec.partition(":")
+    if found := BEYOND_THE_NODE.get(kind):
+        if over:
             raise InputError(f"verifier {spec!r}: {kind} has no options")
-        return BEYOND_THE_NODE[kind]
+        return found
     if kind != "layer":
-        return Known(spec, known_scheme(spec, allow_lossy, NAMES[len(SCHEMES) :])[0])
-    scheme, _ = known_scheme(name or "greedy", allow_lossy)
+        scheme, _ = known_scheme(spec, allow_lossy, NAMES[len(SCHEMES) :])
+        return Known(spec, scheme, "treespec.verify.walk:Walk", over=spec)
+    over = over or "greedy"
+    scheme, _ = known_scheme(over, allow_lossy)
     if not scheme.layered:
         raise InputError(
             f"layer verification over {scheme.name} is not known: take {' or '.join(LAYERS)}"
         )
-    return Known(spec, scheme)
+    return Known(spec, scheme, "treespec.verify.layer:Layer", over=over)
 
 
 def known_scheme(
-    spec: str, allow_lossy: bool = False, beside: Iterable[str] = ()
+    spec: str, allow_lossy: bool = False, others: Iterable[str] = ()
 ) -> tuple[Facts, dict[str, Value]]:
     """The scheme that a `--verifier` value names, `rrs-wo` or `is-lp:s=8,alphabet=50`, and its options.
 
-    allow_lossy: whether a scheme may change the text's law.
-    beside: further names to offer in the error about an unknown name.
+    allow_lossy: whether a scheme may change the target's distribution.
+    others: further names to offer in the error about an unknown name.
     Raises InputError for an unknown name, option or value, and for a lossy scheme without
     `allow_lossy`.
     """
@@ -159,14 +163,14 @@ def known_scheme(
             f"verifier {name} does not decode: see its rates by treespec acceptance --verifier {name}"
         )
     if name not in SCHEMES:
-        names = [*SCHEMES, *beside]
+        names = [*SCHEMES, *others]
         raise InputError(
             f"unknown verifier {name!r}{nearest(name, names)}: choose one of {', '.join(names)}"
         )
     scheme = SCHEMES[name]
     if not (scheme.lossless or allow_lossy):
         raise InputError(
-            f"verifier {name} is lossy, its text has another law than the target's: allow that "
+            f"verifier {name} is lossy, its text has another distribution than the target's: allow that "
             "with --allow-lossy (allow_lossy=True in Python), or choose another --verifier"
         )
 
@@ -199,17 +203,12 @@ def check_options(name: str, values: Mapping[str, object]) -> None:
                 raise InputError(f"verifier {name}: {option} is {number}, must be {allowed}")
 
 
-def is_paced(verifier: object) -> bool:
-    """Whether a verifier takes any tree, so that each cycle's tree may be chosen by its cost.
+def stands_for(paced: bool, several: bool, tree: Policy | None) -> str | None:
+    """The scheme that `auto` stands for with some trees and several draft models; None: itself.
 
-    It says so by an attribute `paced`; without one it does not.
+    paced: whether the verifier takes any tree.
     """
-    return getattr(verifier, "paced", False)
-
-
-def stands_for(verifier: object, several: bool, tree: Policy | None) -> str | None:
-    """The scheme that `auto` stands for with some trees and several draft models; None: itself."""
-    if not is_paced(verifier):
+    if not paced:
         return None
     if several:
         return "rrs"

@@ -1,22 +1,22 @@
 """Importance sampling by a linear program (Khisti et al. 2025, Multi-Draft Speculative Sampling).
 
-A linear program decides how one of two draws is selected, so that the selected token's law is as
-close to p as it can be. The selected token is verified as a single draft of that law.
+A linear program decides how one of two draws is selected, so that the selected token's distribution is as
+close to p as it can be. The selected token is verified as a single draft of that distribution.
 """
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.trees.static import StaticTree, balanced
+from treespec.trees.static import balanced
 from treespec.trees.tree import Draws
-from treespec.verify.laws import (
+from treespec.verify.distributions import (
     Independent,
-    laws_of,
+    in_order,
     normalise,
     overlap,
     ratio,
@@ -60,7 +60,7 @@ def duel(p: Tensor, q1: Tensor, q2: Tensor, s: int) -> Duel:
     order = ascending(q1 * q2 - p)
     p, q1, q2 = (law.gather(1, order) for law in (p, q1, q2))
 
-    # 2. The law of the selected token where the lower rank always wins.
+    # 2. The distribution of the selected token where the lower rank always wins.
     later1, later2 = (law.sum(-1, keepdim=True) - law.cumsum(-1) for law in (q1, q2))
     law = q1 * q2 + q1 * later2 + q2 * later1
 
@@ -133,14 +133,14 @@ def flow(held: list[list[float]], room: list[float]) -> list[list[float]]:
 
 
 def select(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> tuple[Tensor, Tensor]:
-    """[B, K] Pr(each draw is selected), and the law of the selected token [B, V].
+    """[B, K] Pr(each draw is selected), and the distribution of the selected token [B, V].
 
     The token selected from the first draws meets the next draw, one duel after another.
     """
     at = tokens.clamp(min=0)
     chosen = torch.zeros(tokens.shape, dtype=p.dtype, device=p.device)
     chosen[:, 0] = 1
-    law, *laws = laws_of(q, tokens.shape[1])
+    law, *laws = in_order(q, tokens.shape[1])
     for k, rival in enumerate(laws, start=1):
         rows = (tokens[:, k] >= 0).nonzero().squeeze(1)
         if not len(rows):
@@ -162,7 +162,7 @@ def verify(p: Tensor, q: Tensor, tokens: Tensor, s: int) -> Tensor:
 def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
     """[B] Pr(output is one of two draws): the selected one, or the other as a residual token."""
     # 1. The selected token is refused with `refused`; the output then comes from `rest`.
-    q1, q2 = laws_of(q, 2)
+    q1, q2 = in_order(q, 2)
     new = duel(p, q1, q2, s)
     refused = 1 - ratio(p, new.law)
     rest = normalise((p - new.law).clamp_(min=0), p)
@@ -180,7 +180,7 @@ def rate(p: Tensor, q: Tensor, s: int) -> Tensor:
 
 
 def lump(p: Tensor, q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Laws over a small alphabet: the tokens `inside` [B, A], and one token A for all others.
+    """Distributions over a small alphabet: the tokens `inside` [B, A], and one token A for all others.
 
     Returns p [B, A + 1], 0 at token A, q [B, A + 1] or [B, K, A + 1], and the new number of each
     token, [B, V]. With tokens 1 and 3 of five inside:
@@ -198,10 +198,10 @@ def lump(p: Tensor, q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @final
 @dataclass(frozen=True)
 class IsLp(Independent):
-    """Independent draws; a linear program selects one, verified as a single draft of its law.
+    """Independent draws; a linear program selects one, verified as a single draft of its distribution.
 
     Of more than two draws, the token selected from the first ones meets the next draw. Programs are
-    solved on the host. q: [B, V], or [B, K, V] with a law for each draw.
+    solved on the host. q: [B, V], or [B, K, V] with a distribution for each draw.
 
     s: number of tokens whose pairs the program decides; all other pairs follow a fixed order. More
     tokens accept more and take longer.
@@ -212,9 +212,9 @@ class IsLp(Independent):
     Raises InputError for an option out of its range.
     """
 
-    name: ClassVar[str] = "is-lp"
-    law_per_draw: ClassVar[bool] = True
-    default_tree: ClassVar[StaticTree] = balanced(2, 3)
+    name = "is-lp"
+    law_per_draw = True
+    default_tree = balanced(2, 3)
 
     s: int = 5
     alphabet: int | None = None
@@ -231,7 +231,7 @@ class IsLp(Independent):
         small = verify(small_p / share, small_q, small_tokens, self.s)[:, :-1] * share
         plan = without(p, inside).scatter_add_(1, inside, small)
         several = (tokens >= 0).sum(-1, keepdim=True) > 1
-        return torch.where(several, plan, single_draft(p, laws_of(q, 1)[0], tokens[:, :1]))
+        return torch.where(several, plan, single_draft(p, in_order(q, 1)[0], tokens[:, :1]))
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor | None:
         """Exact for one and two draws.
@@ -241,13 +241,13 @@ class IsLp(Independent):
         if k > 2:
             return None
         if k == 1:
-            return overlap(p, laws_of(q, 1)[0])
+            return overlap(p, in_order(q, 1)[0])
         if self.alphabet is None or self.alphabet >= p.shape[-1]:
             return rate(p, q, self.s)
         inside = p.topk(self.alphabet).indices
         small_p, small_q, _ = lump(p, q, inside)
         share = small_p.sum(-1)
-        q1, q2 = laws_of(q, 2)
+        q1, q2 = in_order(q, 2)
         drawn = q1 + q2 - q1 * q2
         chance = (without(p, inside) * drawn).sum(-1)
         return rate(small_p / share[:, None], small_q, self.s) * share + chance

@@ -1,13 +1,13 @@
 """Sequential selection over independent drafts (Sun et al. 2023, SpecTr)."""
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.laws import Independent, answer, ratio, scale, subtract
+from treespec.verify.distributions import Independent, answer, ratio, scale, subtract
 
 
 def shared(p: Tensor, q: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ class KSeq(Independent):
     least 1 - 1/e of the optimum for such draws. For one draw ρ is 1, and this is `single`.
     """
 
-    name: ClassVar[str] = "kseq"
+    name = "kseq"
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         # 1. The smallest ρ for the number of draws present.

@@ -1,7 +1,7 @@
 """Layer verification: block verification of a chain, lifted to trees.
 
 Cha, Cho and Yun 2026, Layer Verification Accelerates Speculative Tree Decoding (AdaptFM at ICML
-2026). It takes any scheme whose acceptance has a known law (`LayerScheme`).
+2026). It takes any scheme whose acceptance has a known distribution (`LayerScheme`).
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import TargetDistributions, happens, sample
+from treespec.shaping.sampling import happens, sample
 from treespec.trees.tree import Drafts, TokenTree
-from treespec.verify.laws import normalise
+from treespec.verify.distributions import normalise
 from treespec.verify.scheme import LayerScheme
-from treespec.verify.walk import Verdict, follow
+from treespec.verify.walk import Probabilities, Verdict, follow
 
 
 @final
@@ -30,19 +30,18 @@ class Layer:
         R_v of a leaf                  w_v p_v
 
     A layer of weight W whose R has mass r is kept with probability r / (r + 1 - W). R then is the
-    law of its node and of the next token. A draw without a node is a leaf; no token follows it. The
+    distribution of its node and of the next token. A draw without a node is a leaf; no token follows it. The
     host waits at the start and at the end.
     """
 
     scheme: LayerScheme
+    paced = False
 
     @property
     def name(self) -> str:
         return f"layer:{self.scheme.name}"
 
-    def __call__(
-        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
-    ) -> Verdict:
+    def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return follow(tree, sample(p[:], generator))

@@ -1,16 +1,16 @@
 """A scheme that reaches the optimal acceptance rate α* of its draws, for any number of them.
 
-A node takes a few likeliest tokens for sure and makes independent draws from the rest of q. Each
-draw gets a score, and the largest score selects one draw. The law of the selected draw is known
-exactly (`coupling`), so it is verified as a single draft of that law.
+A node takes a few of the most likely tokens for sure and makes independent draws from the rest of q. Each
+draw gets a score, and the largest score selects one draw. The distribution of the selected draw is known
+exactly (`coupling`), so it is verified as a single draft of that distribution.
 
-Global Resolution (Thomas and Pal 2025, 2511.15898) solves the transport of K draws from one law by
+Global Resolution (Thomas and Pal 2025, 2511.15898) solves the transport of K draws from one distribution by
 a convex minimisation in at most V variables, to any accuracy. The coupling here has a closed form
 and reaches α* without iteration.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, final
+from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 from torch import Tensor
@@ -18,19 +18,19 @@ from torch import Tensor
 from treespec.shaping.sampling import uniforms
 from treespec.trees.tree import Draws
 from treespec.verify.coupling import TINY, Coupling, couple, scores
-from treespec.verify.laws import (
+from treespec.verify.distributions import (
+    SureScheme,
     independent,
     keep_first,
     likeliest,
-    normalise,
+    mass_on,
     overlap,
     partial_draft,
-    rejections,
     scale,
     single_draft,
     without,
 )
-from treespec.verify.scheme import Chance, Drawing, LayerScheme, SureScheme
+from treespec.verify.scheme import Drawing, LayerScheme
 
 # Cells of nearly equal p/q: 64 an octave from 2^-8 to 2^6, each at most 1.6 % wide. They are the
 # upper bits of p/q as a float32.
@@ -45,7 +45,7 @@ class Optimal(SureScheme, LayerScheme):
     """Sure tokens, then independent draws, of which a score selects one.
 
     The acceptance rate is α* of these draws if `exact`, else at most 0.1 percentage points less on
-    a model's laws.
+    a model's distributions.
 
     threshold: the likeliest token is taken for sure while its share of the rest of q is larger than
     this and another draw is to come. At 1 all draws are independent.
@@ -53,23 +53,20 @@ class Optimal(SureScheme, LayerScheme):
     node. 0: make k draws.
     exact: 1: sort all tokens by p/q. 0: sort them into cells of nearly equal p/q, which is faster
     and as lossless.
-    first: 1: verify the first draw by itself, then select among the others for the residual. That
-    accepts less in all and more on the first draw, below which a tree may be deeper. 0: select
-    among all draws.
 
     The first k of a node's draws are distinct or absent. Repeats and further draws follow them, and
     are verified like them.
     Raises InputError for an option out of its range.
     """
 
-    name: ClassVar[str] = "optimal"
-    accepted_in_turn: ClassVar[bool] = True
-    chance: ClassVar[Chance | None] = "independent"
+    name = "optimal"
+    accepted_in_turn = True
+    chance = "independent"
+    equal_draws = True
 
     threshold: float = 0.35
     extra: int = 1
     exact: int = 0
-    first: int = 0
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         # 1. The sure tokens, then draws from the rest of q, whose number is fixed before drawing.
@@ -84,37 +81,9 @@ class Optimal(SureScheme, LayerScheme):
         order = (2 * repeats).masked_fill(tokens < 0, 1).argsort(dim=-1, stable=True)
         return Draws(tokens, sure, scores_by).columns(order)
 
-    def draw_with_sure(
-        self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator
-    ) -> Draws:
-        """The draws that have a node, then the sure tokens, then further draws.
-
-        With `extra`, `drawn` is the expected number of distinct draws.
-        """
-        # 1. The sure tokens, and draws from the rest of q.
-        tops = keep_first(likeliest(q, int(sure.max())), sure[:, None].to(q.device))
-        independent_only = Optimal(threshold=1, extra=self.extra)
-        others = independent_only.draw(without(q, tops), drawn, generator)
-        assert others.uniforms is not None
-
-        # 2. The sure tokens between the draws that may have a node and those that have none.
-        width = int(drawn.max())
-        end = width + tops.shape[1]
-        tokens = torch.cat([others.tokens[:, :width], tops, others.tokens[:, width:]], dim=1)
-        unused = others.uniforms.new_zeros((*tops.shape, 2))
-        with_node, without_node = others.uniforms[:, :width], others.uniforms[:, width:]
-        scores_by = torch.cat([with_node, unused, without_node], dim=1)
-        place = torch.arange(tokens.shape[1], device=q.device)
-        is_sure = ((place >= width) & (place < end)).expand_as(tokens)
-
-        # 3. Draws with a node, then absent ones, then draws without a node.
-        beyond = (place >= drawn[:, None].to(q.device)) & ~is_sure
-        order = (2 * beyond).masked_fill((tokens < 0) & ~beyond, 1).argsort(dim=-1, stable=True)
-        return Draws(tokens, is_sure, scores_by).columns(order)
-
-    @property
-    def equal_draws(self) -> bool:
-        return not self.first
+    def draw_only(self, q: Tensor, number: Tensor, generator: torch.Generator) -> Draws:
+        """With `extra`, `number` is the expected number of distinct draws."""
+        return replace(self, threshold=1).draw(q, number, generator)
 
     @property
     def drawing(self) -> Drawing | None:
@@ -160,25 +129,15 @@ class Optimal(SureScheme, LayerScheme):
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         q, drawn = self._sampled(q, draws)
-        if not self.first:
-            return single_draft(p, *self._selected(p, q, draws, drawn))
-
-        # The first draw by recursive rejection, then one selected of the others for its residual.
-        lead = drawn & (drawn.cumsum(-1) == 1)
-        token = draws.tokens.masked_fill(~lead, -1).amax(-1, keepdim=True)
-        accepted, left = rejections(p, [q], token)
-        left = normalise(left, p)
-        rest = single_draft(left, *self._selected(left, q, draws, drawn & ~lead))
-        return (rest * (1 - accepted)).scatter_add_(1, token.clamp(min=0), accepted)
+        return single_draft(p, *self._selected(p, q, draws, drawn))
 
     def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """As in `LayerScheme`. The option `first` has no effect here."""
         q, drawn = self._sampled(q, draws)
-        law, tokens, chosen = self._selected(p, q, draws, drawn)
-        return partial_draft(p, law, tokens, chosen > 0, (tokens >= 0) & ~drawn)
+        selected, tokens, chosen = self._selected(p, q, draws, drawn)
+        return partial_draft(p, selected, tokens, chosen > 0, (tokens >= 0) & ~drawn)
 
     def _sampled(self, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """[B, V] the law of the independent draws, and [B, K] bool which draws these are."""
+        """[B, V] the distribution of the independent draws, and [B, K] bool which draws these are."""
         assert draws.sure is not None
         drawn = (draws.tokens >= 0) & ~draws.sure
         rest = without(q, draws.tokens.masked_fill(drawn, -1))
@@ -187,9 +146,9 @@ class Optimal(SureScheme, LayerScheme):
     def _selected(
         self, p: Tensor, q: Tensor, draws: Draws, drawn: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The selected draw: its law [B, V], all tokens [B, K], and 1 in its column, [B, K].
+        """The selected draw: its distribution [B, V], all tokens [B, K], and 1 in its column, [B, K].
 
-        q: [B, V] the law of the independent draws. drawn: [B, K] bool, which draws these are.
+        q: [B, V] that of the independent draws. drawn: [B, K] bool, which draws these are.
         """
         assert draws.uniforms is not None
         number = drawn.sum(-1, keepdim=True)
@@ -198,17 +157,12 @@ class Optimal(SureScheme, LayerScheme):
         score = scores(coupling, cell_of_draw, *draws.uniforms.unbind(-1))
         best = score.masked_fill(~drawn, -1).argmax(-1, keepdim=True)
         chosen = torch.zeros_like(score, dtype=p.dtype).scatter_(1, best, 1.0) * drawn
-        return selected_law(q, number, cell, coupling), draws.tokens, chosen
+        return selected(q, number, cell, coupling), draws.tokens, chosen
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         tops, number, rest = self.allot(q, torch.full_like(q[:, :1], k, dtype=torch.int64), k)
         rest = rest.mul_(scale(rest, number > 0))
-        chance = torch.zeros_like(p[:, 0])
-        if self.first:
-            chance = overlap(p, rest)
-            p, number = normalise((p - rest).clamp_(min=0), p), (number - 1).clamp(min=0)
-        law = selected_law(rest, number, *self.couple(p, rest, number))
-        return chance + (1 - chance) * ((p - without(p, tops)).sum(-1) + overlap(p, law))
+        return mass_on(p, tops) + overlap(p, selected(rest, number, *self.couple(p, rest, number)))
 
     def couple(self, p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Coupling]:
         """[B, V] int64 the cell of each token, and the coupling for `number` [B, 1] draws from q.
@@ -234,16 +188,16 @@ class Optimal(SureScheme, LayerScheme):
         # 2. The cells' masses. q in float64: a float32 sum of many equal masses drifts by up to
         #    3e-4, and the scores would not follow x.
         mass_p, mass_q = (
-            law.new_zeros(len(p), cells).scatter_add_(1, cell, law).double()
-            for law in (p, q.double())
+            masses.new_zeros(len(p), cells).scatter_add_(1, cell, masses).double()
+            for masses in (p, q.double())
         )
         mass_q = mass_q / mass_q.sum(-1, keepdim=True).clamp(min=TINY)
 
-        # 3. Their coupling. No law x of a selected draw exceeds K q.
+        # 3. Their coupling. No distribution x of a selected draw exceeds K q.
         number = number.clamp(min=1)
         return cell, couple(mass_p.minimum(number * mass_q), mass_q, number)
 
 
-def selected_law(q: Tensor, number: Tensor, cell: Tensor, coupling: Coupling) -> Tensor:
-    """[B, V] the law x of the selected draw, 0 for a node without draws."""
+def selected(q: Tensor, number: Tensor, cell: Tensor, coupling: Coupling) -> Tensor:
+    """[B, V] the distribution x of the selected draw, 0 for a node without draws."""
     return q * (coupling.density * (number > 0)).to(q.dtype).gather(1, cell)

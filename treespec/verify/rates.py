@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from treespec.trees.tree import Draws
-from treespec.verify import greedy
-from treespec.verify.laws import overlap, scale, without
+from treespec.verify.distributions import mass_on, overlap, scale, without
 from treespec.verify.optimal import Optimal
 from treespec.verify.scheme import Drawing, Scheme, check
+from treespec.verify.single import tops as top_tokens
 
 CHUNK = 10_000_000  # elements of a tensor [rows, V] at a time
 LOST = 1e-12  # probability beyond each end of the quadrature
@@ -65,9 +65,8 @@ def optimal_tops(p: Tensor, q: Tensor, k: int, tops: int) -> Tensor:
 
     That is p(tops), plus α* of the independent draws for the rest of p. p, q: [B, V].
     """
-    best = greedy.tops(q, torch.full_like(q[:, :1], tops), tops)
-    tail = without(p, best)
-    return (p - tail).sum(-1) + optimal_iid(tail, without(q, best), k - tops)
+    best = top_tokens(q, torch.full_like(q[:, :1], tops), tops)
+    return mass_on(p, best) + optimal_iid(without(p, best), without(q, best), k - tops)
 
 
 def optimal_without_replacement(p: Tensor, q: Tensor, k: int) -> Tensor:
@@ -149,8 +148,7 @@ def inside_by_clocks(q: Tensor, k: int, enough: Tensor) -> Tensor:
 def tops_and_tail(p: Tensor, q: Tensor, k: int) -> Tensor:
     """[B] α* of the draws of `optimal`: sure tokens, and draws until k distinct are expected."""
     tops, number, rest = Optimal().allot(q, torch.full_like(q[:, :1], k, dtype=torch.int64), k)
-    tail = without(p, tops)
-    return (p - tail).sum(-1) + optimal_iid(tail, rest, number.squeeze(1))
+    return mass_on(p, tops) + optimal_iid(without(p, tops), rest, number.squeeze(1))
 
 
 # [B] α* of k draws for p and q, by how the draws are made.
@@ -205,8 +203,7 @@ def measured(
 
 def on_draws(scheme: Scheme, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
     """[B] the plan's mass on the draws."""
-    plan = scheme.plan(p, q, draws)
-    return (plan - without(plan, draws.tokens)).sum(-1)
+    return mass_on(scheme.plan(p, q, draws), draws.tokens)
 
 
 def stages(scheme: Scheme, p: Tensor, q: Tensor, draws: Draws) -> Tensor:

@@ -4,9 +4,8 @@ from pkgutil import resolve_name
 
 from treespec.verify import facts
 from treespec.verify.facts import known_scheme, known_verifier
-from treespec.verify.layer import Layer
 from treespec.verify.scheme import Scheme
-from treespec.verify.walk import Verifier, Walk
+from treespec.verify.walk import Verifier
 
 
 def scheme_by_name(spec: str, allow_lossy: bool = False) -> Scheme:
@@ -18,12 +17,8 @@ def scheme_by_name(spec: str, allow_lossy: bool = False) -> Scheme:
 def verifier_by_name(spec: str, allow_lossy: bool = False) -> Verifier:
     """The verifier that a `--verifier` value names. Raises InputError as `known_verifier`."""
     known = known_verifier(spec, allow_lossy)
-    if known.loads:
-        return resolve_name(known.loads)
-    kind, _, name = spec.partition(":")
-    if kind != "layer":
-        return Walk(scheme_by_name(spec, allow_lossy))
-    return Layer(resolve_name(known.scheme.loads)(**known_scheme(name or "greedy", allow_lossy)[1]))
+    found = resolve_name(known.loads)
+    return found(scheme_by_name(known.over, allow_lossy)) if known.over else found
 
 
 SCHEMES = {name: scheme_by_name(name, allow_lossy=True) for name in facts.SCHEMES}

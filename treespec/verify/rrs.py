@@ -6,26 +6,25 @@ Chen et al. 2024 (Sequoia), Li et al. 2024 (EAGLE-1).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.laws import (
+from treespec.verify.distributions import (
     Independent,
+    SureScheme,
     distinct,
+    in_order,
     independent,
     keep_first,
-    laws_of,
-    likeliest,
     normalise,
     overlap,
     recursive_rejection,
     sample_if_any,
     without,
 )
-from treespec.verify.scheme import Chance, Drawing, SureScheme
 
 SPARE = 4  # independent draws per wanted draw; four nearly always hold enough distinct tokens
 
@@ -35,35 +34,35 @@ SPARE = 4  # independent draws per wanted draw; four nearly always hold enough d
 class RRS(Independent):
     """Independent draws, verified one after another as in single-draft speculative sampling.
 
-    The first draw is verified against p. Each refused draw of law q replaces p by its residual
+    The first draw is verified against p. Each refused draw of distribution q replaces p by its residual
     norm (p - q)+, against which the next draw is verified. Where all are refused, the output comes
     from the last residual.
 
-    q: [B, V], or [B, K, V] with a law for each draw.
+    q: [B, V], or [B, K, V] with a distribution for each draw.
     draft_temperatures: multiples of the sampling temperature, one for each draw in order; the last
     one holds for all further draws. Default: all draws have the sampling temperature.
     Raises InputError for a multiple that is not positive or is above 100.
     """
 
-    name: ClassVar[str] = "rrs"
-    law_per_draw: ClassVar[bool] = True
+    name = "rrs"
+    law_per_draw = True
 
     draft_temperatures: tuple[float, ...] = ()
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        return recursive_rejection(p, laws_of(q, draws.tokens.shape[1]), draws.tokens)
+        return recursive_rejection(p, in_order(q, draws.tokens.shape[1]), draws.tokens)
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
         all_refused = torch.ones_like(p[:, 0])
         residual = p
-        for law in laws_of(q, k):
+        for law in in_order(q, k):
             all_refused = all_refused * (1 - overlap(residual, law))
             residual = normalise((residual - law).clamp_(min=0), residual)
         return 1 - all_refused
 
 
 def laws_in_turn(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
-    """The laws of K draws [B, K]: q [B, V] without the earlier draws, not normalised."""
+    """The distributions of K draws [B, K]: q [B, V] without the earlier draws, not normalised."""
     for token in tokens.split(1, dim=1):
         yield q
         q = without(q, token)
@@ -74,19 +73,19 @@ def laws_in_turn(q: Tensor, tokens: Tensor) -> Iterator[Tensor]:
 class RRSWithoutReplacement(SureScheme):
     """Distinct draws, each from q without the earlier ones, verified one after another.
 
-    As in `rrs`, each refused draw replaces p by its residual; the law of a draw is q without the
-    earlier draws. Independent draws without their repeats have the law of such draws. So `draw`
+    As in `rrs`, each refused draw replaces p by its residual; the distribution of a draw is q without the
+    earlier draws. Independent draws without their repeats are distributed as such draws. So `draw`
     makes more independent draws than it needs, and samples one by one only where these hold too few
     distinct tokens.
 
-    Sure tokens stand behind the draws, and the draws come from q without them. The law of a sure
+    Sure tokens stand behind the draws, and the draws come from q without them. The distribution of a sure
     token is one-hot, so recursive rejection accepts it with its share of the residual.
     """
 
-    name: ClassVar[str] = "rrs-wo"
-    drawing: ClassVar[Drawing] = "without replacement"
-    chance: ClassVar[Chance | None] = "without replacement"
-    accepted_in_turn: ClassVar[bool] = True
+    name = "rrs-wo"
+    drawing = "without replacement"
+    chance = "without replacement"
+    accepted_in_turn = True
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         if width == 1:
@@ -100,27 +99,6 @@ class RRSWithoutReplacement(SureScheme):
                 present = tokens[:, column] >= 0
                 tokens[:, column] = torch.where(present, tokens[:, column], more)
         return Draws(keep_first(tokens, number))
-
-    def draw_with_sure(
-        self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator
-    ) -> Draws:
-        """The draws, then the sure tokens, then absent draws."""
-        if not sure.any():
-            tokens = self.draw(q, drawn, generator).tokens
-            return Draws(tokens, sure=torch.zeros_like(tokens, dtype=torch.bool))
-
-        # 1. The sure tokens that q can draw, and draws from q without them.
-        tops = keep_first(likeliest(q, int(sure.max())), sure[:, None].to(q.device))
-        tops = tops.masked_fill(q.gather(1, tops.clamp(min=0)) == 0, -1)
-        others = tops[:, :0]
-        if drawn.any():
-            others = self.draw(without(q, tops), drawn, generator).tokens
-
-        # 2. Absent draws move to the end.
-        tokens = torch.cat([others, tops], dim=1)
-        is_sure = torch.arange(tokens.shape[1], device=q.device) >= others.shape[1]
-        present_first = (tokens < 0).int().argsort(dim=-1, stable=True)
-        return Draws(tokens, is_sure.expand_as(tokens)).columns(present_first)
 
     def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
         q, tokens = without_sure(q, draws)

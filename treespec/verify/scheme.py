@@ -1,10 +1,10 @@
 """The seam between drafting and verification: how draws are made, and the plan that answers them.
 
-p is the target's law and q the draft's, [B, V] probabilities at B nodes.
+p is the target's distribution and q the draft's, [B, V] probabilities at B nodes.
 """
 
 from dataclasses import Field
-from typing import ClassVar, Literal, Protocol, TypeGuard
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Scheme(Protocol):
     """The largest number of draws at a node; None: any number."""
 
     law_per_draw: ClassVar[bool] = False
-    """Whether q may be [B, K, V], with a law for each draw."""
+    """Whether q may be [B, K, V], with a distribution for each draw."""
 
     sure_tokens: ClassVar[bool] = False
     """Whether the scheme is a `SureScheme`."""
@@ -111,13 +111,13 @@ class Scheme(Protocol):
 
 
 def check(scheme: Scheme, q: Tensor, width: int) -> None:
-    """Raises InputError for a law per draw, and for more than `max_draws` draws a node.
+    """Raises InputError for a distribution per draw, and for more than `max_draws` draws a node.
 
     width: draws at the widest node.
     """
     if q.dim() != 2 and not scheme.law_per_draw:
         raise InputError(
-            f"verifier {scheme.name} takes one draft law a node; for a law per draw take rrs or "
+            f"verifier {scheme.name} takes one draft distribution a node; for one per draw take rrs or "
             "is-lp"
         )
     if scheme.max_draws and width > scheme.max_draws:
@@ -127,35 +127,10 @@ def check(scheme: Scheme, q: Tensor, width: int) -> None:
         )
 
 
-class SureScheme(Scheme, Protocol):
-    """A scheme that also answers sure tokens: the likeliest of q, taken beside the draws."""
-
-    sure_tokens: ClassVar[bool] = True
-
-    @property
-    def equal_draws(self) -> bool:
-        """Whether all draws of a node have the same chance to be accepted."""
-        return False
-
-    def draw_with_sure(
-        self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator
-    ) -> Draws:
-        """The `sure` likeliest tokens of each node, and `drawn` draws from q without them.
-
-        q: [B, V] probabilities. drawn, sure: [B] int64, on the host.
-        """
-        ...
-
-
-def takes_sure_tokens(scheme: Scheme) -> TypeGuard[SureScheme]:
-    """Whether the scheme is a `SureScheme`, in the type checker's terms."""
-    return scheme.sure_tokens
-
-
-class LayerScheme(Scheme, Protocol):
+class LayerScheme(Scheme):
     """A scheme whose mean acceptance of each token, over all draws, has a closed form in p, q."""
 
-    layered: ClassVar[bool] = True
+    layered = True
 
     def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """The accepted mass on each draw, [B, K], and the mass left of p, [B, V].
@@ -165,4 +140,4 @@ class LayerScheme(Scheme, Protocol):
         The rule: the sum over draws of Pr(draws | q) * accepted mass, plus the mass left, is p. The
         accepted mass sums to at most 1 for any draws. The mass left depends on p and q alone.
         """
-        ...
+        raise NotImplementedError

@@ -1,38 +1,98 @@
-"""Single-draft speculative sampling (Leviathan et al. 2023; Chen et al. 2023)."""
+"""One draw that is judged: alone, or after the most likely tokens.
+
+Alone it is single-draft speculative sampling (Leviathan et al. 2023; Chen et al. 2023). After them it is greedy
+multi-draft sampling (Hu et al. 2025, Towards Optimal Multi-Draft Speculative Decoding).
+"""
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from treespec.trees.static import StaticTree, chain
+from treespec.trees.static import chain
 from treespec.trees.tree import Draws
-from treespec.verify.laws import Independent, overlap, partial_draft, single_draft
-from treespec.verify.scheme import LayerScheme
+from treespec.verify.distributions import (
+    keep_first,
+    likeliest,
+    mass_on,
+    overlap,
+    partial_draft,
+    sample_if_any,
+    scale,
+    single_draft,
+    without,
+)
+from treespec.verify.scheme import Chance, Drawing, LayerScheme
 
 
-@final
+def tops(q: Tensor, number: Tensor, width: int) -> Tensor:
+    """[B, width] the `number` [B, 1] most likely tokens of q, -1 beyond and where q is 0."""
+    best = keep_first(likeliest(q, width), number)
+    return best.masked_fill(q.gather(1, best.clamp(min=0)) == 0, -1)
+
+
+def last_draw(tokens: Tensor) -> Tensor:
+    """[B, 1] the column of the sampled draw among the draws [B, K]: the last one present."""
+    return ((tokens >= 0).sum(-1, keepdim=True) - 1).clamp(min=0)
+
+
+def rate(p: Tensor, q: Tensor, best: Tensor) -> Tensor:
+    """[B] the acceptance rate, p(best) + the overlap of p and q'. It is optimal for these draws.
+
+    best: [B, K - 1] the most likely tokens. q' is q without them, normalised.
+    """
+    rest = without(q, best)
+    return mass_on(p, best) + overlap(p, rest * scale(rest, torch.ones_like(p[:, :1])))
+
+
 @dataclass(frozen=True)
-class Single(Independent, LayerScheme):
+class Greedy(LayerScheme):
+    """The k - 1 most likely tokens, then one draw from q' = q without them, normalised.
+
+    The last draw is verified as a single draft of distribution q'. The residual norm (p - q')+ includes the
+    most likely tokens, so each of them is accepted with its own probability. For one draw this is
+    `single`. Where q supports fewer than k tokens, all of them are draws. The plan then treats the
+    last of them as the sampled one, which is exact: q' is one-hot and the plan is p itself.
+    """
+
+    name = "greedy"
+    drawing: ClassVar[Drawing] = "greedy"
+    chance: ClassVar[Chance] = "the last"
+
+    def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
+        best = tops(q, number - 1, width - 1)
+        last = sample_if_any(without(q, best), generator)
+        tokens = pad(best, (0, 1), value=-1).scatter_(1, (number - 1).clamp(min=0), last)
+        return Draws(keep_first(tokens, number))
+
+    def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
+        last = last_draw(draws.tokens)
+        rest = without(q, draws.tokens.scatter(1, last, -1))
+        return single_draft(p, rest, draws.tokens.gather(1, last))
+
+    def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        drawn = draws.tokens >= 0
+        best = drawn.scatter(1, last_draw(draws.tokens), False)
+        rest = without(q, draws.tokens.masked_fill(~best, -1))
+        return partial_draft(p, rest, draws.tokens, drawn & ~best, best)
+
+    def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
+        return rate(p, q, tops(q, torch.full_like(q[:, :1], k - 1), k - 1))
+
+
+@dataclass(frozen=True)
+class Single(Greedy):
     """One draw x ~ q, accepted with probability min(1, p(x)/q(x)).
 
     Where it is refused, the output comes from the residual norm (p - q)+. The acceptance rate is
     the sum over x of min(p(x), q(x)), which is optimal for one draw.
     """
 
-    name: ClassVar[str] = "single"
-    max_draws: ClassVar[int | None] = 1
-    accepted_in_turn: ClassVar[bool] = True
-    default_tree: ClassVar[StaticTree] = chain(5)
-
-    def plan(self, p: Tensor, q: Tensor, draws: Draws) -> Tensor:
-        return single_draft(p, q, draws.tokens)
-
-    def partial(self, p: Tensor, q: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        drawn = draws.tokens >= 0
-        no_sure_tokens = torch.zeros_like(drawn)
-        return partial_draft(p, q, draws.tokens, drawn, no_sure_tokens)
-
-    def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        return overlap(p, q)
+    name = "single"
+    drawing = "with replacement"
+    chance = "independent"
+    max_draws = 1
+    accepted_in_turn = True
+    default_tree = chain(5)

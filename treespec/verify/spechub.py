@@ -11,16 +11,15 @@ mass that is left on all pairs.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from treespec.trees.static import StaticTree, eagle
+from treespec.trees.static import eagle
 from treespec.trees.tree import Draws
-from treespec.verify.greedy import rate
-from treespec.verify.laws import (
+from treespec.verify.distributions import (
     answer,
     keep_first,
     overlap,
@@ -29,7 +28,8 @@ from treespec.verify.laws import (
     scale,
     without,
 )
-from treespec.verify.scheme import Chance, Drawing, Scheme
+from treespec.verify.scheme import Scheme
+from treespec.verify.single import rate
 
 
 @final
@@ -41,11 +41,11 @@ class SpecHub(Scheme):
     second token exists.
     """
 
-    name: ClassVar[str] = "spechub"
-    max_draws: ClassVar[int | None] = 2
-    drawing: ClassVar[Drawing] = "greedy"
-    chance: ClassVar[Chance | None] = "the first"
-    default_tree: ClassVar[StaticTree] = eagle().narrowed(2)
+    name = "spechub"
+    max_draws = 2
+    drawing = "greedy"
+    chance = "the first"
+    default_tree = eagle().narrowed(2)
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         first = sample_if_any(q, generator)

@@ -1,13 +1,13 @@
 """Deterministic drafts (EAGLE-2 and 3, retrieval): the likeliest tokens, or any fixed set."""
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from treespec.trees.tree import Draws
-from treespec.verify.laws import keep_first, likeliest
+from treespec.verify.distributions import keep_first, likeliest, mass_on
 from treespec.verify.scheme import Scheme
 
 
@@ -19,8 +19,8 @@ class TopK(Scheme):
     counts.
     """
 
-    name: ClassVar[str] = "topk"
-    deterministic: ClassVar[bool] = True
+    name = "topk"
+    deterministic = True
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         return Draws(keep_first(likeliest(q, width), number))
@@ -29,7 +29,8 @@ class TopK(Scheme):
         return p
 
     def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        return p.gather(1, q.topk(min(k, q.shape[-1])).indices).sum(-1)
+        draws = Draws(likeliest(q, k))
+        return mass_on(self.plan(p, q, draws), draws.tokens)
 
 
 @final
@@ -45,8 +46,8 @@ class Typical(TopK):
     Raises InputError where either lies outside (0, 1].
     """
 
-    name: ClassVar[str] = "typical"
-    lossless: ClassVar[bool] = False
+    name = "typical"
+    lossless = False
 
     epsilon: float = 0.09
     delta: float = 0.3
@@ -62,8 +63,3 @@ class Typical(TopK):
         """[B, 1] the probability that a draw must exceed to pass."""
         entropy = torch.special.entr(p).sum(-1, keepdim=True)
         return (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
-
-    def acceptance_rate(self, p: Tensor, q: Tensor, k: int) -> Tensor:
-        mass = p.gather(1, q.topk(min(k, q.shape[-1])).indices)
-        passes = mass.amax(-1, keepdim=True) > self.threshold(p)
-        return torch.where(passes.squeeze(1), 1.0, mass.sum(-1)).to(p.dtype)

@@ -1,5 +1,8 @@
 """Traversal verification of trees drawn without replacement (2505.12398): leaves are judged first.
 
+On a chain it is block verification (Sun et al. 2024, Block Verification Accelerates Speculative
+Decoding, algorithm 2).
+
 A node is judged after all nodes below it. Node numbers, and the order of judgement where the
 verifier refuses every node but the root:
 
@@ -11,27 +14,33 @@ continues with the residual of p, from which its next child gets a new chance.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from treespec.shaping.sampling import Coins, TargetDistributions, sample
+from treespec.shaping.sampling import Coins, sample
 from treespec.trees.tree import Drafts, TokenTree
-from treespec.verify.block import BLOCK
-from treespec.verify.laws import normalise
+from treespec.verify.distributions import normalise
 from treespec.verify.rrs import RRSWithoutReplacement, without_sure
 from treespec.verify.scheme import Scheme
+from treespec.verify.single import Single
 from treespec.verify.topk import TopK
-from treespec.verify.walk import Verdict, Walk, children_by_token, follow
+from treespec.verify.walk import (
+    Probabilities,
+    Verdict,
+    Walk,
+    children_by_token,
+    follow,
+)
 
 
 @final
 @dataclass(frozen=True)
 class Traversal:
-    """Accepts at least as much as the walk over `rrs-wo`, because it looks at whole subtrees.
+    """Accepts at least as much as the walk over its scheme, because it looks at whole subtrees.
 
-    On a chain this is block verification, at depth 1 it is `rrs-wo`. The weight w of a node is the
+    At depth 1 it is `rrs-wo`. The weight w of a node is the
     probability to accept it where all nodes below it are refused:
 
         root      w = 1
@@ -44,12 +53,11 @@ class Traversal:
     refused draw and at the end.
     """
 
-    name: ClassVar[str] = "traversal"
-    scheme: ClassVar[Scheme] = RRSWithoutReplacement()
+    name: str
+    scheme: Scheme
+    paced = False
 
-    def __call__(
-        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
-    ) -> Verdict:
+    def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return follow(tree, sample(p[:], generator))
@@ -58,7 +66,8 @@ class Traversal:
         return verdict
 
 
-TRAVERSAL = Traversal()
+TRAVERSAL = Traversal("traversal", RRSWithoutReplacement())
+BLOCK = Traversal("block", Single())
 
 
 @final
@@ -69,7 +78,7 @@ class _Judge:
         self,
         tree: TokenTree,
         drafts: Drafts,
-        p: Tensor | TargetDistributions,
+        p: Probabilities,
         generator: torch.Generator,
     ) -> None:
         # 1. On the device: each inner node's laws. A sure token's law is one-hot, so its q is 1.
@@ -130,7 +139,7 @@ class _Judge:
             # 1. The child's weight, and the verdict below it.
             child, is_sure = self.child_of.get((node, token)), self.is_sure[row][column]
             chance = odds[column] if is_sure else odds[column] * total
-            below = self.verdict(child, min(1.0, scale * chance))
+            below = self.verdict(child, min(scale * chance, 1.0))
             if below:
                 path = [child, *below.path] if child else []
                 return Verdict(path, [token, *below.tokens]), rest, weight
@@ -159,28 +168,22 @@ class _Judge:
 class Auto:
     """The default verifier: for each cycle's tree the verification that accepts most.
 
-        root alone, or the likeliest tokens     the walk over `topk`
-        a chain of draws                        block verification
-        a tree of draws without replacement     traversal verification
+        root alone, or the top-k tokens         the walk over `topk`
+        draws without replacement, a chain too  traversal verification
 
     The tree of a cycle depends on the text's past alone (`treespec.draft.grow.auto`), and each of
-    these verifiers is lossless for its trees. So the text keeps the target's law. Sampled children
+    these verifiers is lossless for its trees. So the text keeps the target's distribution. Sampled children
     are drawn as for `rrs-wo`.
     """
 
-    name: ClassVar[str] = "auto"
-    scheme: ClassVar[Scheme] = RRSWithoutReplacement()
-    paced: ClassVar[bool] = True
+    name = "auto"
+    scheme = RRSWithoutReplacement()
+    paced = True
 
-    def __call__(
-        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
-    ) -> Verdict:
+    def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
         if tree.drafts is None:
             return Walk(TopK())(tree, p, generator)
-        draws = tree.drafts.draws
-        if draws.tokens.shape[1] == 1 and draws.sure is None:
-            return BLOCK(tree, p, generator)
         return TRAVERSAL(tree, p, generator)
 
 

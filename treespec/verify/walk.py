@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from typing import Protocol, final
+from typing import Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from treespec.shaping.distribution import Distribution, TreeLogits
-from treespec.shaping.sampling import Logits, TargetDistributions, greedy_choice, sample
+from treespec.shaping.sampling import TargetDistributions, greedy_choice, sample
 from treespec.trees.tree import Draws, TokenTree
 from treespec.verify.scheme import Scheme
+
+Probabilities: TypeAlias = (
+    Tensor | TargetDistributions
+)  # [N, V] the target's at the nodes of a tree
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Verdict:
     """What a cycle commits.
 
     path: the accepted nodes from the root down, without the root.
-    tokens: their tokens, then one more token from the target's law.
+    tokens: their tokens, then one more token from the target's distribution.
     """
 
     path: list[int]
@@ -32,16 +35,17 @@ class Verifier(Protocol):
 
     name: the verifier's name on the command line (`--verifier`).
     scheme: the scheme that makes the tree's draws.
+    paced: whether it takes any tree, so that each cycle's tree may be chosen by its cost.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def scheme(self) -> Scheme: ...
+    @property
+    def paced(self) -> bool: ...
 
-    def __call__(
-        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
-    ) -> Verdict:
+    def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
         """p: [N, V] probabilities."""
         ...
 
@@ -52,68 +56,53 @@ class Walk:
     """Samples the scheme's plan at the root and moves to the child with that token, until none is.
 
     Of a leaf the plan is p. The walk is lossless for every lossless scheme: each output token has
-    the target's law given the text before it. Where a scheme's draws are a function of the text,
+    the target's distribution given the text before it. Where a scheme's draws are a function of the text,
     the children of a node are its draws.
     On a CPU the walk computes the plans of the nodes on its path, one after another. On other
     devices it samples the plans of all nodes at once, so that the host waits once.
     """
 
     scheme: Scheme
+    paced = False
 
     @property
     def name(self) -> str:
         return self.scheme.name
 
-    def __call__(
-        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
-    ) -> Verdict:
-        return (self.step_by_step if p.device.type == "cpu" else self.at_once)(tree, p, generator)
-
-    def at_once(
-        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
-    ) -> Verdict:
-        return follow(tree, sample(self.plans(tree, p), generator))
-
-    def step_by_step(
-        self, tree: TokenTree, p: Tensor | TargetDistributions, generator: torch.Generator
-    ) -> Verdict:
-        inner = tree.drafts.nodes.tolist() if tree.drafts else []
-        row_of = {node: row for row, node in enumerate(inner)}
+    def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
+        if p.device.type != "cpu":
+            return follow(tree, sample(self.plans(tree, p), generator))
+        row_of = {
+            node: i for i, node in enumerate(tree.drafts.nodes.tolist() if tree.drafts else [])
+        }
 
         def choice(node: int) -> int:
-            plan = self.plan_at(tree, p, node, row_of.get(node))
+            here, row = slice(node, node + 1), row_of.get(node)
+            if row is None or not tree.drafts:
+                plan = self.without_draws(tree, p, here)
+            else:
+                drafts = tree.drafts
+                plan = self.scheme.plan(
+                    p[here], drafts.q[row : row + 1], drawn_at(row, drafts.draws)
+                )
             return int(sample(plan, generator))
 
         return path_along(children_by_token(tree), choice)
 
-    def plans(self, tree: TokenTree, p: Tensor | TargetDistributions) -> Tensor:
+    def plans(self, tree: TokenTree, p: Probabilities) -> Tensor:
         """[N, V] the plan at every node: probabilities of the output token."""
-        plans = self.given(tree, p, slice(None))
-        if not tree.drafts:
+        plans, drafts = self.without_draws(tree, p, slice(None)), tree.drafts
+        if not drafts:
             return plans
-        nodes = tree.drafts.nodes
-        of_draws = self.scheme.plan(p[nodes], tree.drafts.q, tree.drafts.draws)
-        return plans.index_copy(0, nodes, of_draws)
+        of_draws = self.scheme.plan(p[drafts.nodes], drafts.q, drafts.draws)
+        return plans.index_copy(0, drafts.nodes, of_draws)
 
-    def plan_at(
-        self, tree: TokenTree, p: Tensor | TargetDistributions, node: int, row: int | None
-    ) -> Tensor:
-        """[1, V] the plan at one node.
-
-        row: the node's row in the tree's drafts; None: it has no draws.
-        """
-        here = slice(node, node + 1)
-        if not tree.drafts or row is None:
-            return self.given(tree, p, here)
-        draws = drawn_at(row, tree.drafts.draws)
-        return self.scheme.plan(p[here], tree.drafts.q[row : row + 1], draws)
-
-    def given(self, tree: TokenTree, p: Tensor | TargetDistributions, nodes: slice) -> Tensor:
+    def without_draws(self, tree: TokenTree, p: Probabilities, nodes: slice) -> Tensor:
         """[n, V] the plans at nodes without draws, whose children are a function of the text."""
-        law = p[nodes]
+        target = p[nodes]
         if self.scheme.lossless:
-            return law
-        return self.scheme.plan(law, law, Draws(children_of(tree)[nodes]))
+            return target
+        return self.scheme.plan(target, target, Draws(children_of(tree)[nodes]))
 
 
 def drawn_at(row: int, draws: Draws) -> Draws:
@@ -154,7 +143,7 @@ def by_token(links: Iterable[Sequence[int]]) -> dict[tuple[int, int], int]:
 def follow(tree: TokenTree, choice: Tensor) -> Verdict:
     """The path from the root along the tokens chosen at the nodes.
 
-    choice: [N] int64, an output token for each node; at temperature 0 the target's likeliest.
+    choice: [N] int64, an output token for each node; at temperature 0 the target's most likely one.
     """
     return follow_all([tree], [choice])[0]
 
@@ -188,23 +177,23 @@ def judge_all(
     verifier: Verifier,
     trees: Sequence[TokenTree],
     logits: Sequence[Tensor],
-    laws: Sequence[Distribution],
+    distributions: Sequence[Distribution],
     generators: Sequence[torch.Generator],
 ) -> list[Verdict | Exception]:
-    """A verdict for each text's tree, or the error at it. logits: by text [N, V], the target's."""
-    # 1. Greedy texts without shapers: the host waits once for all of them.
-    at_once = [row for row, law in enumerate(laws) if law.greedy and not law.shapers]
+    """A verdict for each sequence's tree, or the error at it. logits: by sequence [N, V], the target's."""
+    # 1. Greedy sequences without processors: the host waits once for all of them.
+    at_once = [row for row, by in enumerate(distributions) if by.greedy and not by.shapers]
     choices = [greedy_choice(logits[row]) for row in at_once]
     greedy = follow_all([trees[row] for row in at_once], choices) if at_once else []
     verdicts: dict[int, Verdict | Exception] = dict(zip(at_once, greedy, strict=True))
 
     # 2. All others, one after another, by the rows that the verifier visits.
-    for row, (tree, law) in enumerate(zip(trees, laws, strict=True)):
+    for row, (tree, by) in enumerate(zip(trees, distributions, strict=True)):
         if row in verdicts:
             continue
         try:
-            verdicts[row] = _judged(verifier, tree, logits[row], law, generators[row])
-        except Exception as error:  # of this text's law or verdict; the others go on
+            verdicts[row] = _judged(verifier, tree, logits[row], by, generators[row])
+        except Exception as error:  # of this sequence's processors or verdict; the others go on
             verdicts[row] = error
     return [verdicts[row] for row in range(len(trees))]
 
@@ -213,22 +202,17 @@ def _judged(
     verifier: Verifier,
     tree: TokenTree,
     logits: Tensor,
-    law: Distribution,
+    by: Distribution,
     generator: torch.Generator,
 ) -> Verdict:
-    """A text's verdict; the law learns where it forbids every token. logits: [N, V]."""
-    if not law.shapers:
-        return verifier(tree, TargetDistributions(logits, law.params), generator)
-    rows = TreeLogits(law, tree, logits)
-    if law.greedy:
-        verdict = path_along(children_by_token(tree), partial(_choice, rows))
+    """A sequence's verdict; `by` learns where it forbids every token. logits: [N, V]."""
+    if not by.shapers:
+        return verifier(tree, TargetDistributions(logits, by.params), generator)
+    rows = TreeLogits(by, tree, logits)
+    if by.greedy:
+        verdict = path_along(children_by_token(tree), lambda node: int(greedy_choice(rows[node])))
     else:
-        verdict = verifier(tree, TargetDistributions(rows, law.params), generator)
+        verdict = verifier(tree, TargetDistributions(rows, by.params), generator)
     path = [0, *verdict.path]
-    law.stuck = next((at for at, node in enumerate(path) if node in rows.forbidden), None)
+    by.stuck = next((at for at, node in enumerate(path) if node in rows.forbidden), None)
     return verdict
-
-
-def _choice(logits: Logits, node: int) -> int:
-    """The likeliest token at a node. logits: [N, V]."""
-    return int(greedy_choice(logits[node]))

@@ -16,7 +16,8 @@ from treespec.draft.grow.ranked import Ranked, grow_ranked
 from treespec.shaping.sampling import SamplingParams, largest, probs
 from treespec.trees.shape import Policy
 from treespec.trees.static import StaticTree
-from treespec.verify.scheme import Scheme, takes_sure_tokens
+from treespec.verify.distributions import takes_sure_tokens
+from treespec.verify.scheme import Scheme
 from treespec.verify.topk import TopK
 
 P = TypeVar("P", bound=Policy)

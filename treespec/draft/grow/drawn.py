@@ -13,7 +13,8 @@ from treespec.draft.grow.growth import Growth, Nodes
 from treespec.draft.outlines import outline
 from treespec.shaping.sampling import SamplingParams, probs
 from treespec.trees.sampled import allot
-from treespec.verify.scheme import Scheme, SureScheme
+from treespec.verify.distributions import SureScheme
+from treespec.verify.scheme import Scheme
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""The parts that schemes share: draws from a law, acceptance, residuals.
+"""The parts that schemes share: draws from a distribution, acceptance, residuals.
 
-A law is a tensor [B, V] of masses. It need not sum to 1: a plan divides it by its own sum.
+A distribution is a tensor [B, V] of masses. It need not sum to 1: a plan divides it by its own sum.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from treespec.errors import InputError
 from treespec.shaping.sampling import largest, sample, sample_each
 from treespec.trees.tree import Draws
-from treespec.verify.scheme import Chance, Drawing, Scheme
+from treespec.verify.scheme import Scheme
 
 
 def keep_first(tokens: Tensor, number: Tensor) -> Tensor:
@@ -24,40 +24,43 @@ def keep_first(tokens: Tensor, number: Tensor) -> Tensor:
 def independent(q: Tensor, width: int, generator: torch.Generator) -> Tensor:
     """[B, width] independent draws; tokens may repeat. q: [B, V], or [B, K, V]."""
     each = q.dim() == 3
-    tokens = sample(first_laws(q, width), generator) if each else sample_each(q, width, generator)
-    # A law of NaN or of no mass gives V: the draw is absent.
+    return if_any(
+        sample(first(q, width), generator) if each else sample_each(q, width, generator), q
+    )
+
+
+def if_any(tokens: Tensor, q: Tensor) -> Tensor:
+    """Samples with -1 for V, which a distribution of NaN or of no mass gives: the draw is absent."""
     return tokens.masked_fill_(tokens >= q.shape[-1], -1)
 
 
-class Independent(Scheme, Protocol):
+class Independent(Scheme):
     """A scheme of independent draws."""
 
-    drawing: ClassVar[Drawing] = "with replacement"
-    chance: ClassVar[Chance | None] = "independent"
+    drawing = "with replacement"
+    chance = "independent"
 
     def make(self, q: Tensor, width: int, number: Tensor, generator: torch.Generator) -> Draws:
         return Draws(keep_first(independent(q, width, generator), number))
 
 
-def laws_of(q: Tensor, k: int) -> Sequence[Tensor]:
-    """The laws [B, V] of k independent draws. q: [B, V], or [B, K, V]."""
-    return first_laws(q, k).unbind(1) if q.dim() == 3 else [q] * k
+def in_order(q: Tensor, k: int) -> Sequence[Tensor]:
+    """The distributions [B, V] of k independent draws. q: [B, V], or [B, K, V]."""
+    return first(q, k).unbind(1) if q.dim() == 3 else [q] * k
 
 
-def first_laws(q: Tensor, k: int) -> Tensor:
-    """The first k laws [B, k, V] of q [B, K, V]. Raises InputError where K is less than k."""
+def first(q: Tensor, k: int) -> Tensor:
+    """The first k distributions [B, k, V] of q [B, K, V]. Raises InputError where K is less than k."""
     if q.shape[1] < k:
-        raise InputError(f"{k} draws but {q.shape[1]} draft laws: q must hold a law for every draw")
+        raise InputError(
+            f"{k} draws but {q.shape[1]} draft distributions: q must hold one for every draw"
+        )
     return q[:, :k]
 
 
-def sample_if_any(law: Tensor, generator: torch.Generator) -> Tensor:
-    """[B, 1] a token from each row of the law [B, V]; -1 where the row has no mass.
-
-    For such a row `sample` returns V.
-    """
-    token = sample(law, generator)[:, None]
-    return token.masked_fill_(token >= law.shape[-1], -1)
+def sample_if_any(masses: Tensor, generator: torch.Generator) -> Tensor:
+    """[B, 1] a token from each row of masses [B, V]; -1 where the row has no mass."""
+    return if_any(sample(masses, generator)[:, None], masses)
 
 
 def likeliest(scores: Tensor, k: int) -> Tensor:
@@ -72,9 +75,57 @@ def distinct(tokens: Tensor) -> Tensor:
     return tokens.masked_fill(repeat, -1).gather(1, repeat.int().argsort(dim=-1, stable=True))
 
 
-def without(law: Tensor, tokens: Tensor) -> Tensor:
-    """The law [B, V] with no mass on the tokens [B, K]; -1 stands for no token."""
-    return law.scatter_reduce(1, tokens.clamp(min=0), (tokens < 0).to(law.dtype), "prod")
+def without(masses: Tensor, tokens: Tensor) -> Tensor:
+    """The masses [B, V] with none on the tokens [B, K]; -1 stands for no token."""
+    return masses.scatter_reduce(1, tokens.clamp(min=0), (tokens < 0).to(masses.dtype), "prod")
+
+
+def mass_on(masses: Tensor, tokens: Tensor) -> Tensor:
+    """[B] the mass on the distinct tokens [B, K] of masses [B, V]."""
+    return (masses - without(masses, tokens)).sum(-1)
+
+
+class SureScheme(Scheme):
+    """A scheme that also answers sure tokens: the most likely of q, taken next to the draws.
+
+    equal_draws: whether all draws of a node have the same probability to be accepted.
+    """
+
+    sure_tokens = True
+    equal_draws: ClassVar[bool] = False
+
+    def draw_only(self, q: Tensor, number: Tensor, generator: torch.Generator) -> Draws:
+        """`draw` without sure tokens of the scheme's own."""
+        return self.draw(q, number, generator)
+
+    def draw_with_sure(
+        self, q: Tensor, drawn: Tensor, sure: Tensor, generator: torch.Generator
+    ) -> Draws:
+        """The `sure` most likely tokens of each node, and `drawn` draws from q without them.
+
+        In a row stand the draws that may have a node, the sure tokens, absent ones, further draws.
+        q: [B, V] probabilities. drawn, sure: [B] int64, on the host.
+        """
+        # 1. The sure tokens that q can draw, and draws from q without them.
+        tops = keep_first(likeliest(q, int(sure.max())), sure[:, None].to(q.device))
+        tops = tops.masked_fill(q.gather(1, tops.clamp(min=0)) == 0, -1)
+        others = self.draw_only(without(q, tops), drawn, generator)
+        tokens = torch.cat([others.tokens, tops], dim=1)
+        scores_by = others.uniforms
+        if scores_by is not None:  # sure tokens use none
+            scores_by = pad(scores_by, (0, 0, 0, tops.shape[1]))
+
+        # 2. Their order.
+        column = torch.arange(tokens.shape[1], device=q.device)
+        is_sure = (column >= others.tokens.shape[1]).expand_as(tokens)
+        further = (column >= drawn[:, None].to(q.device)) & ~is_sure
+        order = is_sure.int().masked_fill(tokens < 0, 2).masked_fill(further, 3)
+        return Draws(tokens, is_sure, scores_by).columns(order.argsort(dim=-1, stable=True))
+
+
+def takes_sure_tokens(scheme: Scheme) -> TypeGuard[SureScheme]:
+    """Whether the scheme is a `SureScheme`, in the type checker's terms."""
+    return scheme.sure_tokens
 
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:
@@ -119,7 +170,7 @@ def answer(p: Tensor, rest: Tensor, tokens: Tensor, accepted: Tensor) -> Tensor:
 
 
 def one_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, K] Pr(each token is accepted), and the mass (p - q)+ left of p, for one draw y of law q.
+    """[B, K] Pr(each token is accepted), and the mass (p - q)+ left of p, for one draw y of distribution q.
 
     y is accepted with min(1, p/q). Without a draw all of p is left.
     tokens: [B, K]; y is one of them. chosen: [B, K] Pr(y is that token).
@@ -140,18 +191,18 @@ def single_draft(p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor | None = N
 
 
 def partial_draft(
-    p: Tensor, law: Tensor, tokens: Tensor, chosen: Tensor, sure: Tensor
+    p: Tensor, q: Tensor, tokens: Tensor, chosen: Tensor, sure: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`LayerScheme.partial` for one draw of a known law, beside sure tokens.
+    """`LayerScheme.partial` for one draw of a known distribution, next to sure tokens.
 
     Where the draw is refused, the sure tokens take their p from the refused mass. On average that
-    mass is 1 - the sum of min(p, law), which is at least their p.
+    mass is 1 - the sum of min(p, q), which is at least their p.
 
-    p: [B, V] masses. law: [B, V], 0 on the sure tokens.
+    p: [B, V] masses. q: [B, V], 0 on the sure tokens.
     tokens: [B, K]. chosen, sure: [B, K] bool, which token is the draw and which tokens are sure.
     """
     # 1. p without what the draw and the sure tokens take.
-    accepted, left = one_draft(p, law, tokens, chosen)
+    accepted, left = one_draft(p, q, tokens, chosen)
     left = without(left, tokens.masked_fill(~sure, -1))
 
     # 2. The sure tokens' share of the refused mass.
@@ -163,16 +214,16 @@ def partial_draft(
     return accepted + refused * sure_mass / mean_refused.clamp(min=tiny), left
 
 
-def recursive_rejection(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> Tensor:
+def recursive_rejection(p: Tensor, qs: Iterable[Tensor], tokens: Tensor) -> Tensor:
     """[B, V] the plan that verifies draws in turn, each against the residual of the ones before.
 
-    laws: K laws [B, V], each that of a draw given the draws before it. tokens: [B, K].
+    qs: K distributions [B, V], each that of a draw given the draws before it. tokens: [B, K].
     """
-    accepted, left = rejections(p, laws, tokens)
+    accepted, left = rejections(p, qs, tokens)
     return answer(p, left, tokens, accepted)
 
 
-def rejections(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
+def rejections(p: Tensor, qs: Iterable[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
     """[B, K] Pr(each draw is accepted) by recursive rejection, and the last residual [B, V].
 
     The residual is not normalised.
@@ -180,7 +231,7 @@ def rejections(p: Tensor, laws: Iterable[Tensor], tokens: Tensor) -> tuple[Tenso
     left, mass = p, torch.ones_like(p[:, :1])  # the residual, not normalised, and its mass
     reach = mass  # Pr(all draws so far are refused)
     accepted = []
-    for token, q in zip(tokens.split(1, dim=1), laws, strict=True):
+    for token, q in zip(tokens.split(1, dim=1), qs, strict=True):
         present = token >= 0
         at = token.clamp(min=0)
         weight = scale(q, present) * mass

@@ -70,8 +70,14 @@ class Walk:
         return self.scheme.name
 
     def __call__(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
-        if p.device.type != "cpu":
-            return follow(tree, sample(self.plans(tree, p), generator))
+        return (self.step_by_step if p.device.type == "cpu" else self.at_once)(tree, p, generator)
+
+    def at_once(self, tree: TokenTree, p: Probabilities, generator: torch.Generator) -> Verdict:
+        return follow(tree, sample(self.plans(tree, p), generator))
+
+    def step_by_step(
+        self, tree: TokenTree, p: Probabilities, generator: torch.Generator
+    ) -> Verdict:
         row_of = {
             node: i for i, node in enumerate(tree.drafts.nodes.tolist() if tree.drafts else [])
         }

@@ -5,8 +5,8 @@ model's text and no name becomes markup.
 """
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
 
@@ -23,49 +23,61 @@ from treespec.requests.events import Cycle
 from treespec.requests.picture import picture
 from treespec.text.strings import one_line
 
+Cell = str | Figure | None
 LABEL = 32  # most columns of a label on a terminal
 PROSE = 100  # columns of a note in Markdown
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under named columns.
+    """Rows under named columns.
 
-    labels: names of the first columns, which name a row. columns: names of the other columns, which
-    hold figures. rows: the text of all cells. bars: what a page draws in a column, a figure a row.
+    labels: names of the first columns, which name a row. columns: names of the other columns.
+    rows: cells; a page draws a bar below each figure. reference: where the bars have a dashed line.
     """
 
     title: str
     labels: Sequence[str]
     columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    bars: Mapping[str, Sequence[Figure | None]] = field(default_factory=dict)
+    rows: Sequence[Sequence[Cell]]
+    reference: float | None = None
 
-    @property
-    def filled(self) -> "Table":
-        """Its printable text, without empty columns."""
-        rows: list[Sequence[str]] = [(*self.labels, *self.columns), *self.rows]
-        columns = [[printable(cell) for cell in column] for column in zip(*rows, strict=True)]
-        kept = [(i, column) for i, column in enumerate(columns) if any(column[1:])]
-        names, *cells = zip(*(column for _, column in kept), strict=True)
-        count = sum(i < len(self.labels) for i, _ in kept)
+    def part(self, kept: Sequence[int]) -> "Table":
+        """Some of its columns, by number; labels come first."""
+        count = len(self.labels)
         return replace(
             self,
             title=printable(self.title),
-            labels=names[:count],
-            columns=names[count:],
-            rows=cells,
+            labels=[self.labels[i] for i in kept if i < count],
+            columns=[self.columns[i - count] for i in kept if i >= count],
+            rows=[[row[i] for i in kept] for row in self.rows],
         )
 
-    def bar(self, column: str, row: int) -> dict[str, float] | None:
-        """The figure that a page draws in a cell, and `one` on its axis, in percent of its width."""
-        figures = self.bars.get(column, ())
-        figure = figures[row] if row < len(figures) else None
-        if figure is None or figure["value"] is None:
+    @property
+    def filled(self) -> "Table":
+        """Without empty columns."""
+        cells = zip(*self.texts[1:], strict=True)
+        return self.part([i for i, column in enumerate(cells) if any(column)])
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """The printable text of the names and of each row."""
+        rows: list[Sequence[Cell]] = [(*self.labels, *self.columns), *self.rows]
+        return [
+            [printable(cell if isinstance(cell, str) else shown(cell)) for cell in row]
+            for row in rows
+        ]
+
+    def bar(self, row: int, column: int) -> dict[str, float] | None:
+        """The bar of a figure, and where its dashed line is, in percent of the cell's width."""
+        figures = [cells[column] for cells in self.rows]
+        ends = [self.reference or 0.0, 1e-9]
+        ends += [one["high"] or one["value"] or 0.0 for one in figures if isinstance(one, dict)]
+        figure = figures[row]
+        if not isinstance(figure, dict) or figure["value"] is None:
             return None
-        ends = [1.0, *(one["high"] or one["value"] or 0.0 for one in figures if one)]
-        lengths: dict[str, Any] = {**figure, "one": 1.0}
-        return {name: 98 / max(ends) * x for name, x in lengths.items() if x is not None}
+        lengths: dict[str, Any] = {**figure, "reference": self.reference}
+        return {name: 98 * max(x, 0.0) / max(ends) for name, x in lengths.items() if x is not None}
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,7 @@ def markdown(report: Report) -> str:
 def markdown_lines(table: Table) -> list[str]:
     """The table as lines of Markdown: labels to the left, figures to the right."""
     one, aligned = table.filled, []
-    for place, column in enumerate(zip((*one.labels, *one.columns), *one.rows, strict=True)):
+    for place, column in enumerate(zip(*one.texts, strict=True)):
         head, *cells = (cell.replace("|", "\\|") for cell in column)
         width = max(2, *map(cell_len, (head, *cells)))
         left = place < len(one.labels)
@@ -120,42 +132,36 @@ def show(report: Report, console: Console) -> None:
         console.print(*said, sep="\n", markup=False, emoji=False, highlight=False)
 
 
-def pieces(table: Table, width: int) -> list[Table]:
+def pieces(table: Table, width: int) -> Iterator[Table]:
     """The table, split between its columns into pieces of `width` cells; labels are repeated."""
-    count, parts, left = len(table.labels), list[list[int]](), 0
-    labels = sum(2 + min(LABEL, widest(table, label)) for label in range(count))
-    for column in range(count, count + len(table.columns)):
-        if 2 + widest(table, column) > left or not parts:
-            parts.append([*range(count)])
-            left = width - labels
-        left -= 2 + widest(table, column)
-        parts[-1].append(column)
-    names = (*table.labels, *table.columns)
-    return [
-        replace(
-            table,
-            columns=[names[column] for column in part[count:]],
-            rows=[[row[column] for column in part] for row in table.rows],
-        )
-        for part in parts
-    ]
+    widths, labels = list(map(widest, zip(*table.texts, strict=True))), [*range(len(table.labels))]
+    room = width - sum(2 + min(LABEL, widths[label]) for label in labels)
+    taken, left = list[int](), room
+    for column in range(len(labels), len(widths)):
+        if taken and 2 + widths[column] > left:
+            yield table.part([*labels, *taken])
+            taken, left = [], room
+        taken.append(column)
+        left -= 2 + widths[column]
+    yield table.part([*labels, *taken])
 
 
-def widest(table: Table, column: int) -> int:
-    """Terminal cells of the widest figure of a column, or of a word of its name."""
-    words = (*table.labels, *table.columns)[column].split()
-    return max(map(cell_len, [*words, *(row[column] for row in table.rows)]))
+def widest(column: Sequence[str]) -> int:
+    """Terminal cells of the widest cell of a column, or of a word of its name."""
+    name, *cells = column
+    return max(map(cell_len, [*name.split(), *cells]))
 
 
 def draw(table: Table, console: Console) -> None:
     """Print one piece of a table: labels wrap, figures do not."""
     drawn = Drawn(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
-    for name in table.labels:
-        drawn.add_column(Text(name), max_width=LABEL, overflow="fold")
-    for column, name in enumerate(table.columns, len(table.labels)):
-        head = "\n".join(textwrap.wrap(name, widest(table, column)))
-        drawn.add_column(Text(head), justify="right", no_wrap=True)
-    for row in table.rows:
+    for place, column in enumerate(zip(*table.texts, strict=True)):
+        if place < len(table.labels):
+            drawn.add_column(Text(column[0]), max_width=LABEL, overflow="fold")
+        else:
+            head = "\n".join(textwrap.wrap(column[0], widest(column)))
+            drawn.add_column(Text(head), justify="right", no_wrap=True)
+    for row in table.texts[1:]:
         drawn.add_row(*map(Text, row))
     console.print(drawn)
 
@@ -198,17 +204,18 @@ def printable(text: str) -> str:
     return one_line("".join(" " if c.isspace() else c for c in text))
 
 
-def percent(figure: Figure | None, digits: int = 1) -> str:
-    """A share or a difference of shares in percent, with its interval."""
-    return shown(figure, digits, 100.0)
+def percent(figure: Figure | None) -> Figure | None:
+    """A share in percent."""
+    if figure is None:
+        return None
+    ends: Any = {name: None if x is None else 100 * x for name, x in dict[str, Any](figure).items()}
+    return ends
 
 
-def shown(figure: Figure | None, digits: int = 2, factor: float = 1.0) -> str:
-    """A value and its 95 % interval as a cell of a table: 1.49 (1.32–1.61)."""
+def shown(figure: Figure | None) -> str:
+    """A value and its 95 % interval: 1.49 (1.32–1.61); 10 and more with one digit. "" for None."""
     if figure is None or figure["value"] is None:
         return ""
-    low, high = figure["low"], figure["high"]
-    limits = ""
-    if low is not None and high is not None:
-        limits = f" ({factor * low:.{digits}f}–{factor * high:.{digits}f})"
-    return f"{factor * figure['value']:.{digits}f}{limits}"
+    low, high, digits = figure["low"], figure["high"], 1 if abs(figure["value"]) >= 10 else 2
+    limits = "" if low is None or high is None else f" ({low:.{digits}f}–{high:.{digits}f})"
+    return f"{figure['value']:.{digits}f}{limits}"

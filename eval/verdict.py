@@ -193,7 +193,7 @@ def right_sentences(rows: Sequence[Row]) -> list[str]:
     for temperature in dict.fromkeys(row["temperature"] for row in pairs):
         here = [row for row in pairs if row["temperature"] == temperature]
         apart = [
-            f"{row['name']} {percent(row['right']['difference'])}"
+            f"{row['name']} {shown(percent(row['right']['difference']))}"
             for row in here
             if row["right"]["difference"]["low"] > 0 or row["right"]["difference"]["high"] < 0
         ]

@@ -50,8 +50,8 @@ class Tags(HTMLParser):
 def page_with(text):
     """A page that shows a text wherever a model, a file or an option may bring one."""
     cycle = cycle_of(texts=[text] * 3, own=own(text=text), answer=[Piece(text, [2], True), Piece(text, [9], False)])
-    bars = {text: [{"value": 2.0, "low": 1.5, "high": 2.5}]}
-    report = Report([Table(text, [text], [text, "b"], [[text, text, "c"]], bars)], [text], [text])
+    figure = {"value": 2.0, "low": 1.5, "high": 2.5}
+    report = Report([Table(text, [text], [text, "b"], [[text, text, figure]], 1.0)], [text], [text])
     more = {"setup": [("command", text), (text, text)], "subtitle": text}
     return page(report, text, **more, traced=[traced(text, {"prompt": text, "cycles": [cycle.to_json()]})])
 

@@ -171,5 +171,5 @@ def test_the_verdict_says_how_often_auto_drafted_nothing():
 
 def test_a_figure_stands_everywhere_as_value_and_interval():
     assert shown(figure(1.234, 1.1, 1.4)) == "1.23 (1.10–1.40)"
-    assert shown(figure(12.34), digits=1) == "12.3"
+    assert shown(figure(12.34)) == "12.3"
     assert shown(None) == shown(figure(None)) == ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from treespec.eval.acceptance.rates import Mean, Row
 from treespec.eval.intervals import Figure, Z
-from treespec.eval.report import Report, Table
+from treespec.eval.report import Report, Table, percent
 
 KINDS = {  # of figures in a row, by what their tables are called
     "rate": "Acceptance rate α in %",
@@ -30,7 +30,7 @@ def report_of(result: dict[str, Any]) -> Report:
 
 
 def table_of(rows: Sequence[Row], kind: str) -> Table:
-    """One kind of figures of a sweep. Its bars show rates with 95 % intervals."""
+    """One kind of figures of a sweep."""
     by_law = set(rows[0]["at"]) > {"temperature", "draft", "draws"}
     cells: dict[tuple[str, str], Mean] = {}
     for row in in_order(rows):
@@ -39,25 +39,17 @@ def table_of(rows: Sequence[Row], kind: str) -> Table:
         if row[kind] is not None:
             cells[place[::-1] if by_law else place] = row[kind]
     lines, columns = (list(dict.fromkeys(place[part] for place in cells)) for part in (0, 1))
-    body = [[line, *(percent(cells.get((line, name)), kind) for name in columns)] for line in lines]
-    bars = {name: [figure(cells.get((line, name))) for line in lines] for name in columns}
-    return Table(KINDS[kind], [""], columns, body, {} if kind == "gap" else bars)
-
-
-def percent(mean: Mean | None, kind: str) -> str:
-    """A mean and its error in percent: 71.2 (0.4). "" for None."""
-    if mean is None or mean["value"] is None:
-        return ""
-    digits = 2 if kind == "gap" else 1
-    error = "" if mean["error"] is None else f" ({100 * mean['error']:.{digits}f})"
-    return f"{round(100 * mean['value'], digits) + 0.0:.{digits}f}{error}"  # + 0.0: no -0.00
+    body = [[line, *(figure(cells.get((line, name))) for name in columns)] for line in lines]
+    return Table(KINDS[kind], [""], columns, body)
 
 
 def figure(mean: Mean | None) -> Figure | None:
+    """A mean in percent with its 95 % interval."""
     if mean is None or mean["value"] is None:
         return None
-    value, error = mean["value"], Z * (mean["error"] or 0.0)
-    return {"value": value, "low": max(value - error, 0.0), "high": min(value + error, 1.0)}
+    value, error = mean["value"], mean["error"]
+    low, high = (None, None) if error is None else (value - Z * error, value + Z * error)
+    return percent({"value": value, "low": low, "high": high})
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -106,7 +98,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     """What a reader must know to read the figures."""
     # 1. What was measured, and on what.
     config, row = result["config"], result["sweeps"][0][0]
-    lines = ["Given laws. In brackets: standard errors of the sampling."]
+    lines = ["Given laws. In brackets: 95 % intervals, from the errors of the sampling."]
     if row["positions"] > 1:
         text = (
             f"text {config['text']}" if config["text"] else f"own answers to {config['questions']}"
@@ -115,8 +107,8 @@ def notes(result: dict[str, Any]) -> list[str]:
             f"Target {config['target']}, head {config['head']}, draft step {config['step']}, "
             f"{text}: {row['positions']} positions of {row['groups']} questions or texts, "
             f"seed {config['seed']}.",
-            "In brackets: standard errors over questions or texts, at least those of the sampling; "
-            "of measured rates, of the sampling alone.",
+            "In brackets: 95 % intervals, from standard errors over questions or texts, at least those "
+            "of the sampling; of measured rates, of the sampling alone.",
         ]
     lines.append(", ".join(f"{name} {x}" for name, x in result["environment"].items()) + ".")
 

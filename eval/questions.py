@@ -24,48 +24,35 @@ SETS: dict[str, Callable[[], bytes]] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation's user turns, asked one after the other."""
+    """A conversation's user turns, asked one after the other. check: of the last answer, if any."""
 
     question_id: int | str
     category: str
     turns: tuple[str, ...]
+    check: Check | None = None
 
 
 def load_questions(
     spec: str = "builtin", categories: Collection[str] = ()
 ) -> tuple[list[Question], list[str]]:
-    """(questions, what is wrong with the lines left out), as `load_checked` reads them."""
-    questions, _, problems = load_checked(spec, categories)
-    return questions, problems
-
-
-def load_checked(
-    spec: str = "builtin", categories: Collection[str] = ()
-) -> tuple[list[Question], dict[int | str, Check], list[str]]:
     """The questions of one of `SETS` or of a JSONL file, which is read once: it may be a pipe.
 
     categories: keep the questions of these alone; default: all. Of Spec-Bench its tasks count too.
-    Returns (questions, checks by question, what is wrong with the lines left out). The checks are
-    those of all questions that have one. Raises InputError for a file that cannot be read or has no
-    question, for a category that it lacks, and for a failed download.
+    Returns (questions, what is wrong with the lines left out). Raises InputError for a file that
+    cannot be read or has no question, for a category that it lacks, and for a failed download.
     """
-    # 1. All questions.
-    entries, problems = _entries(spec)
-    questions = [question for question, _ in entries]
-    checks = {question.question_id: check for question, check in entries if check is not None}
-    if not categories:
-        return questions, checks, problems
-
-    # 2. Those of the categories.
+    questions, problems = _parsed(spec)
     tasks = {question.category: task_of(spec, question.category) for question in questions}
+    there = list(dict.fromkeys(tasks.values()))
     for name in categories:
-        if name not in tasks and name not in tasks.values():
-            there = list(dict.fromkeys(tasks.values()))
+        if name not in tasks and name not in there:
             raise InputError(
                 f"{spec} has no category {name!r}{nearest(name, there)}: {', '.join(there)}"
             )
-    names = set(categories)
-    return [q for q in questions if names & {q.category, tasks[q.category]}], checks, problems
+    if categories:
+        names = set(categories)
+        questions = [q for q in questions if names & {q.category, tasks[q.category]}]
+    return questions, problems
 
 
 def first_of_each(spec: str, questions: Sequence[Question], count: int | None) -> list[Question]:
@@ -85,28 +72,25 @@ def task_of(spec: str, category: str) -> str:
     return spec_bench_task(category) if spec == "spec-bench" else category
 
 
-def _entries(spec: str) -> tuple[list[tuple[Question, Check | None]], list[str]]:
-    """The questions with their checks, and what is wrong with other lines."""
-    # 1. The lines.
+def _parsed(spec: str) -> tuple[list[Question], list[str]]:
+    """The question of each line, and what is wrong with the other lines."""
     name = spec if spec in SETS else Path(spec).name
     content = SETS[spec]() if spec in SETS else _file(spec)
-
-    # 2. The question of each line, or what is wrong with it.
-    entries: dict[int | str, tuple[Question, Check | None]] = {}
+    questions: dict[int | str, Question] = {}
     problems = []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            question, check = _parsed(line)
-            if question.question_id in entries:
+            question = _question(line)
+            if question.question_id in questions:
                 raise ValueError(f"question_id {question.question_id!r} appears a second time")
-            entries[question.question_id] = question, check
+            questions[question.question_id] = question
         except (ValueError, RecursionError) as error:
             problems.append(f"{name}:{number}: {error}")
-    if not entries:
+    if not questions:
         raise InputError(f"no question in {spec}: {'; '.join(problems[:3]) or 'the file is empty'}")
-    return list(entries.values()), problems
+    return list(questions.values()), problems
 
 
 def _file(spec: str) -> bytes:
@@ -122,7 +106,7 @@ def _file(spec: str) -> bytes:
     return content
 
 
-def _parsed(line: bytes) -> tuple[Question, Check | None]:
+def _question(line: bytes) -> Question:
     """Raises ValueError for a line that holds no question."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
@@ -137,5 +121,5 @@ def _parsed(line: bytes) -> tuple[Question, Check | None]:
     ):
         raise ValueError("no `turns`, a list of texts that are not empty")
     "".join(turns).encode()  # half of a surrogate pair is an error here, not later in the tokenizer
-    question = Question(question_id, str(fields.get("category", "general")), tuple(turns))
-    return question, check_of(fields["check"]) if "check" in fields else None
+    check = check_of(fields["check"]) if "check" in fields else None
+    return Question(question_id, str(fields.get("category", "general")), tuple(turns), check)

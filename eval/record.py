@@ -24,7 +24,7 @@ def head_of(config: EvalConfig, questions: Sequence[Question], processes: int) -
     Its field `same` has what must not change. Contestants are named after the last part of the
     target's path; target and drafters are compared by content, so they may be moved.
     """
-    lines = json.dumps([asdict(question) for question in questions])
+    lines = json.dumps([(q.question_id, q.category, q.turns) for q in questions])
     options = asdict(config)
     free = {*CHANGE_NO_COMPLETION, "head", *(["dtype"] if config.dtype == "auto" else [])}
     same = {name: x for name, x in options.items() if name not in free}

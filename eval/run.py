@@ -23,9 +23,8 @@ from treespec.eval.forwards import check_room, forward_times
 from treespec.eval.ledger import Completion, Entry, Ledger, place_of
 from treespec.eval.outputs import write_report
 from treespec.eval.peers import peer_answerers
-from treespec.eval.questions import Question, first_of_each, load_checked
+from treespec.eval.questions import Question, first_of_each, load_questions
 from treespec.eval.record import check_same, head_of, models_of
-from treespec.eval.suites.checks import Check
 from treespec.files.atomic import locked
 
 WARM_UP_TOKENS = 16
@@ -48,8 +47,8 @@ def evaluate(
     # 1. Who is asked what.
     rank, processes = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
     chosen, reasons = contestants(config), pairs(config)[1]
-    questions, checks, left_out = load_checked(config.questions, categories_of(config))
-    some = first_of_each(config.questions, questions, config.per_category)[: config.limit]
+    every, left_out = load_questions(config.questions, categories_of(config))
+    some = first_of_each(config.questions, every, config.per_category)[: config.limit]
     questions = [replace(q, turns=q.turns[: config.turns]) for q in some]
     head = head_of(config, questions, processes) | {"left_out": left_out + reasons}
     if len(questions) < FEW or processes > 1:  # no verdict on times, so no noise of the clock
@@ -67,7 +66,7 @@ def evaluate(
 
         # 3. Figures.
         ledger = Ledger(out)
-        judge(ledger, checks, config.run_code, report)
+        judge(ledger, every, config.run_code, report)
         return write_report(ledger, out)
 
 
@@ -248,33 +247,28 @@ def asked_again(groups: int) -> set[int]:
 
 
 def judge(
-    ledger: Ledger,
-    checks: Mapping[int | str, Check],
-    run_code: bool,
-    report: Callable[[Step], None],
+    ledger: Ledger, questions: Sequence[Question], run_code: bool, report: Callable[[Step], None]
 ) -> None:
     """Check the last turn of every completion that was not checked before, and keep the verdicts.
 
-    checks: by question; another check than before judges its completions again. run_code: also take
-    checks that run what the target wrote. The same words to the same question are checked once.
+    Another check than before judges a question's completions again. run_code: also take checks that
+    run what the target wrote. The same words to the same question are checked once.
     """
-    # 1. Earlier verdicts.
-    digests = {i: hashlib.sha256(repr(check).encode()).hexdigest() for i, check in checks.items()}
+    checks = {q.question_id: q.check for q in questions if q.check}
     done = {(e["contestant"], e["question_id"]): e for e in ledger.of("checked")}
-
-    # 2. Those of the other completions.
     asked: list[Completion] = ledger.of("completion")
     by_words: dict[tuple[int | str, str], bool] = {}
     for number, completion in enumerate(asked):
         i, name = completion["question_id"], completion["contestant"]
         if i not in checks or (checks[i].runs_code and not run_code):
             continue
+        digest = hashlib.sha256(repr(checks[i]).encode()).hexdigest()
         words, before = (i, completion["turns"][-1]), done.get((name, i), {})
-        if before.get("check") == digests[i]:
+        if before.get("check") == digest:
             by_words[words] = before["right"]
             continue
         if words not in by_words:
             report(Step(number, len(asked), f"checking the answer to {i}"))
             by_words[words] = checks[i].right(completion["turns"][-1])
-        fields = {"contestant": name, "question_id": i, "check": digests[i]}
+        fields = {"contestant": name, "question_id": i, "check": digest}
         ledger.append("checked", fields | {"right": by_words[words]})

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from treespec.errors import InputError
-from treespec.eval.questions import load_checked, load_questions
+from treespec.eval.questions import load_questions
 from treespec.eval.suites import sandbox
 from treespec.eval.suites.checks import NumberCheck, PythonCheck, check_of
 
@@ -155,5 +155,5 @@ def test_a_file_of_questions_may_bring_checks_of_its_own(tmp_path):
     assert [question.question_id for question in questions] == [1, 2]
     assert [problem.partition(": ")[0] for problem in problems] == [f"mine.jsonl:{n}" for n in (3, 4, 5, 6)]
     assert "known: number, python" in problems[0]
-    assert list(load_checked(str(file))[1]) == [1]
+    assert [q.question_id for q in questions if q.check] == [1]
     assert check_of(lines[0]["check"]).right("two? 2.")

@@ -12,6 +12,7 @@ from treespec.cli.evaluate import measure
 from treespec.eval.figures import right_figures
 from treespec.eval.intervals import paired_difference
 from treespec.eval.ledger import Ledger
+from treespec.eval.questions import Question
 from treespec.eval.run import evaluate, judge
 from treespec.eval.suites import sandbox
 from treespec.eval.suites.checks import NumberCheck
@@ -33,6 +34,10 @@ QUESTIONS = [
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
     return write_questions(tmp_path_factory.mktemp("right") / "q.jsonl", QUESTIONS)
+
+
+def asked(right):
+    return [Question(1, "sums", ("?",), NumberCheck(right))]
 
 
 def verdicts(ledger):
@@ -81,9 +86,9 @@ def test_another_check_of_the_same_question_judges_its_answers_anew(tmp_path):
     Ledger(tmp_path).append("head", {"format": 1})
     Ledger(tmp_path).append("completion", {"contestant": "m", "question_id": 1, "turns": ["It is 18."]})
     for number, right in (("18", True), ("9", False), ("18", True)):
-        judge(Ledger(tmp_path), {1: NumberCheck(number)}, False, lambda step: None)
+        judge(Ledger(tmp_path), asked(number), False, lambda step: None)
         assert verdicts(Ledger(tmp_path)) == {("m", 1): right}
-    judge(ledger := Ledger(tmp_path), {1: NumberCheck("18")}, False, lambda step: None)
+    judge(ledger := Ledger(tmp_path), asked("18"), False, lambda step: None)
     assert len(ledger.of("checked")) == 3  # it was judged already
 
 

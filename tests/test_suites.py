@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 
 from treespec.errors import InputError
-from treespec.eval.questions import Question, first_of_each, load_checked, load_questions
+from treespec.eval.questions import Question, first_of_each, load_questions
 from treespec.eval.suites import known
 from treespec.files.downloads import HubFile, PackagedFile, WebFile, kept
 
@@ -70,7 +70,7 @@ def test_every_suite_has_its_questions_and_checks(server):
     assert PROBLEM["question"] in problem.turns[0]
     assert (function.question_id, function.category) == ("HumanEval/7", "humaneval")
     assert function.turns[0].endswith(FUNCTION["prompt"])
-    checks = {name: load_checked(name)[1] for name in known.SUITES}
+    checks = {name: {q.question_id: q.check for q in load_questions(name)[0] if q.check} for name in known.SUITES}
     assert {name: list(found) for name, found in checks.items()} == {
         "mt-bench": [],
         "spec-bench": [401],

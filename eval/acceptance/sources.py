@@ -60,7 +60,7 @@ def collected(config: AcceptanceConfig, report: Callable[[Step], None]) -> Colle
     questions: list[Question] = []
     if config.text is None:
         questions = load_questions(config.questions)[0][: config.limit]
-        content = json.dumps([asdict(question) for question in questions]).encode()
+        content = json.dumps([(q.question_id, q.turns) for q in questions]).encode()
     else:
         content = content_of(config.text)
     identity["content"] = hashlib.sha256(content).hexdigest()

@@ -158,11 +158,11 @@ def check_text(file: str | None, name: str = "text") -> None:
 
 def check_questions(name: str, categories: Sequence[str] = ()) -> None:
     """Raises InputError for a file without questions. A published suite and a pipe pass."""
-    from treespec.eval.questions import load_checked
+    from treespec.eval.questions import load_questions
     from treespec.options import QUESTIONS
 
     if name not in QUESTIONS[1:] and not Path(name).is_fifo():
-        load_checked(name, categories)
+        load_questions(name, categories)
 
 
 def check_file(out: str) -> None:

@@ -47,8 +47,8 @@ def conversation(spec, config):
         "/top-p 2",
         "/top-p nan",
         "/top-p much",
-        "/max-tokens 0",
-        "/max-tokens 1.5",
+        "/max-new-tokens 0",
+        "/max 1.5",
         "/seed -1",
         "/seed x",
         "/seed 18446744073709551616",
@@ -95,10 +95,9 @@ def test_what_is_saved_is_read_for_training(conversation, tmp_path):
     assert len(file.read_text().splitlines()) == 3
     *_, read = read_conversations(file)[0]
     assert read.messages == [{"role": "system", "content": "Be brief."}, *conversation.messages]
-    with pytest.raises(InputError, match="cannot save"):
-        run(conversation, f"/save {tmp_path / 'nowhere' / 'saved.jsonl'}")
-    with pytest.raises(InputError, match="not a file"):
-        run(conversation, f"/save {tmp_path}")
+    for bad in (tmp_path, file / "inside.jsonl"):
+        with pytest.raises(InputError, match=f"cannot write {bad}"):
+            run(conversation, f"/save {bad}")
 
 
 def test_a_turn_without_an_answer_is_dropped(conversation):

@@ -44,10 +44,10 @@ def retried(conversation):
     [
         ("/temperature", "temperature 100", "0.7", "temperature 0.7"),
         ("/top-p", "top-p 1", "0.9", "top-p 0.9"),
-        ("/max-tokens", "at most 40 tokens an answer", "7", "at most 7 tokens an answer"),
+        ("/max-new-tokens", "max-new-tokens 40", "7", "max-new-tokens 7"),
         ("/seed", "seed 6", "9", "seed 9"),
-        ("/seed", "seed 6", "none", "no seed: every answer is drawn anew"),
-        ("/system", "no system message", "Be brief, please.", "system message: Be brief, please."),
+        ("/seed", "seed 6", "none", "seed none"),
+        ("/system", "system none", "Be brief, please.", "system Be brief, please."),
     ],
 )
 def test_a_command_shows_its_value_and_changes_it_alone(conversation, command, before, value, after):
@@ -74,7 +74,7 @@ def test_the_same_seed_and_messages_are_the_same_answer(conversation):
 
 
 def test_no_answer_is_longer_than_max_tokens(conversation):
-    run(conversation, "/max-tokens 2")
+    run(conversation, "/max 2")
     stream = conversation.ask("More")
     list(stream)
     assert stream.output.stats.new_tokens <= 2
@@ -140,7 +140,7 @@ def test_a_template_that_takes_no_system_message_refuses_it_and_nothing_changes(
     monkeypatch.setattr(tokenizer, "chat_template", refusal + tokenizer.chat_template)
     with pytest.raises(InputError, match="no system role"):
         run(conversation, "/system Be brief.")
-    assert run(conversation, "/system") == "no system message"
+    assert run(conversation, "/system") == "system none"
 
 
 def test_the_default_tree_is_named(spec, config):

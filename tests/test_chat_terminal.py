@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -11,8 +12,9 @@ from chatting import ANSWERED, CONTEXT, PROMPT, Terminal, answer
 
 from treespec.cli.chat import stripped
 from treespec.cli.commands import COMMANDS, run
-from treespec.cli.config import load_spec
+from treespec.cli.config import ChatConfig, load_spec
 from treespec.cli.conversation import Conversation
+from treespec.options import command_line
 from treespec.text.strings import CONTROL
 
 COMMAND = [sys.executable, "-c", "from treespec.cli import main; main()", "chat"]
@@ -41,8 +43,7 @@ def conversation(config):
 
 
 def arguments(config):
-    named = {name: value for name, value in vars(config).items() if value is not None and value is not False}
-    return [part for name, value in named.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.split(command_line("chat", ChatConfig, vars(config)))[2:]
 
 
 def environment(folder):
@@ -117,8 +118,8 @@ def test_a_conversation_in_a_terminal(folder, config, conversation):
     assert "seed 6" in plain(terminal.say(f"/seed {config.seed}"))
     terminal.say("/retry")
     assert "the same answer: /seed is set" in plain(terminal.say("/retry"))
-    terminal.write("/max-t\t")  # completed
-    assert f"at most {config.max_new_tokens} tokens" in plain(terminal.say(""))
+    terminal.write("/max-n\t")  # completed
+    assert f"max-new-tokens {config.max_new_tokens}" in plain(terminal.say(""))
 
     # Another tree and verifier go on with the same conversation; a bad pair changes nothing.
     assert "take /tree eagle" in plain(terminal.say("/verifier rrs-wo"))
@@ -145,9 +146,9 @@ def test_a_conversation_in_a_terminal(folder, config, conversation):
     assert "goes on after: More" in plain(terminal.say(f"/load {saved}"))
     assert "forgotten: More" in plain(terminal.say("/undo"))
     terminal.say(SURE)
-    terminal.say("/max-tokens 2")
-    assert "cut at 2 tokens: /max-tokens N" in plain(terminal.say("/retry"))
-    terminal.say(f"/max-tokens {config.max_new_tokens}")
+    terminal.say("/max-new-tokens 2")
+    assert "cut at 2 tokens: /max-new-tokens N" in plain(terminal.say("/retry"))
+    terminal.say(f"/max-new-tokens {config.max_new_tokens}")
     terminal.say(WARM)
     assert "new conversation" in plain(terminal.say("/reset"))
     assert "nothing has been answered" in plain(terminal.say("/stats"))

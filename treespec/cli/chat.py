@@ -95,7 +95,7 @@ def answer(conversation: "Conversation", text: str, screen: "Screen", again: boo
         "interrupted": stop.is_set(),
         "nothing was said, "
         + ("the last answer stays" if again else "the turn is dropped"): not kept,
-        f"cut at {most} tokens: /max-tokens N": stats.truncated and stats.new_tokens == most,
+        f"cut at {most} tokens: /max-new-tokens N": stats.truncated and stats.new_tokens == most,
         "cut, the context is full: /undo or /reset": stats.truncated and stats.new_tokens < most,
         f"the same answer: {fixed}": again and kept and conversation.last_answer == before,
     }

@@ -1,23 +1,37 @@
-"""The slash commands of a conversation."""
+"""The slash commands of a conversation: what was said, and the options of the next answer."""
 
 import difflib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
+from treespec.cli.config import ChatConfig
 from treespec.cli.conversation import Conversation, Message
+from treespec.cli.options import WORDS
 from treespec.decoding.stats import figures_of
 from treespec.errors import InputError
-from treespec.options import SEEDS
+from treespec.files.atomic import writing
 from treespec.text.conversations import read_conversations
 from treespec.text.strings import one_line
 from treespec.trees.policy import FORMS
 from treespec.verify.facts import NAMES
+
+SETTINGS = {  # options that a command of their name sets, and values to complete
+    "system": ("none",),
+    "temperature": ("0", "0.6", "1"),
+    "top_k": ("0", "50"),
+    "top_p": ("0.9", "1"),
+    "min_p": ("0", "0.1"),
+    "repetition_penalty": ("1", "1.1"),
+    "presence_penalty": ("0", "1"),
+    "frequency_penalty": ("0", "1"),
+    "max_new_tokens": ("128", "512", "2048"),
+    "seed": ("none", "0"),
+}
 
 
 @final
@@ -60,6 +74,26 @@ def run(conversation: Conversation, line: str) -> str | Question:
     return command.run(conversation, value)
 
 
+def setting(name: str) -> Command:
+    """The command that shows and sets an option."""
+    (known,) = (known for known in fields(ChatConfig) if known.name == name)
+    called, choices = name.replace("_", "-"), SETTINGS[name]
+    kind: Any = next((k for k in (int, float) if known.type in (k, k | None)), str)
+
+    def run(conversation: Conversation, value: str) -> str:
+        try:
+            chosen = None if value == "none" and known.default is None else kind(value or 0)
+        except ValueError:
+            example = f"/{called} {choices[-1]}"
+            raise InputError(f"{called} {value!r} is not {WORDS[kind]}: {example}") from None
+        if value:
+            conversation.change(**{name: chosen})
+        now = getattr(conversation.config, name)
+        return f"{called} {now:g}" if isinstance(now, float) else f"{called} {now or 'none'}"
+
+    return Command(run, known.metadata["help"], "TEXT" if kind is str else "N", choices)
+
+
 def reset(conversation: Conversation, _: str) -> str:
     conversation.reset()
     return "a new conversation"
@@ -69,58 +103,10 @@ def retry(conversation: Conversation, _: str) -> Question:
     return Question(conversation.last_message)
 
 
-def change(conversation: Conversation, **options: Any) -> None:
-    """Other options from the next answer on. Raises InputError for a value out of range."""
-    conversation.change(replace(conversation.config, **options))
-
-
-def temperature(conversation: Conversation, value: str) -> str:
-    if value:
-        change(conversation, temperature=decimal("/temperature", value, "0.7"))
-    return f"temperature {conversation.config.temperature:g}"
-
-
-def top_p(conversation: Conversation, value: str) -> str:
-    if value:
-        change(conversation, top_p=decimal("/top-p", value, "0.9"))
-    return f"top-p {conversation.config.top_p:g}"
-
-
-def max_tokens(conversation: Conversation, value: str) -> str:
-    if value:
-        change(conversation, max_new_tokens=whole("/max-tokens", value, least=1, example="512"))
-    return f"at most {conversation.config.max_new_tokens} tokens an answer"
-
-
-def seed(conversation: Conversation, value: str) -> str:
-    if value:
-        drawn_anew = value == "none"
-        number = None if drawn_anew else whole("/seed", value, 0, example="7 or /seed none")
-        change(conversation, seed=number)
-    chosen = conversation.config.seed
-    return "no seed: every answer is drawn anew" if chosen is None else f"seed {chosen}"
-
-
-def system(conversation: Conversation, value: str) -> str:
-    if value:
-        change(conversation, system=None if value == "none" else value)
-    chosen = conversation.config.system
-    return f"system message: {chosen}" if chosen else "no system message"
-
-
-def decimal(command: str, value: str, example: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise InputError(f"{command[1:]} {value!r} is not a number: {command} {example}") from None
-
-
-def whole(command: str, value: str, least: int, example: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,19}", value) or not least <= int(value) <= SEEDS:
-        raise InputError(
-            f"{command[1:]} {value!r} is not a whole number from {least}: {command} {example}"
-        )
-    return int(value)
+def undo(conversation: Conversation, _: str) -> str:
+    forgotten = conversation.last_message
+    conversation.undo()
+    return f"forgotten: {one_line(forgotten)}"
 
 
 def verifier(conversation: Conversation, value: str) -> str:
@@ -140,53 +126,37 @@ def stats(conversation: Conversation, _: str) -> str:
     total, answers = conversation.total, conversation.answers
     if not total.cycles:
         raise InputError("nothing has been answered yet")
-
-    # 1. The stages' shares of the time.
-    seconds, shares = total.seconds["total"], []
-    for stage in ("prefill", "draft", "target", "verify", "commit"):
-        share = f"{stage} {total.seconds[stage] / seconds:.0%}"
-        if stage == "draft":
-            share += f" (head {total.seconds['head'] / seconds:.0%})"
-        shares.append(share)
-
-    # 2. The lines.
+    whole = total.seconds["total"]
+    share = {stage: f"{seconds / whole:.0%}" for stage, seconds in total.seconds.items()}
+    stages = ("prefill", "draft", "target", "verify", "commit")
+    shares = ", ".join(f"{stage} {share[stage]}" for stage in stages)
+    shares = shares.replace(", target", f" (head {share['head']}), target")
     rates = " ".join(f"{rate:.2f}" for rate in total.acceptance_by_depth)
-    count = f"{answers} {'answer' if answers == 1 else 'answers'}"
-    lines = [
-        f"{count} · {figures_of(total, explain=True)} · {total.cycles} cycles",
-        f"α by depth (accepted, of what was reached): {rates or 'nothing drafted'}",
-        f"time: {seconds:.1f} s, of it {', '.join(shares)}",
-    ]
-    return "\n".join(lines)
+    return (
+        f"{answers} {'answer' if answers == 1 else 'answers'} · {figures_of(total, explain=True)} · "
+        f"{total.cycles} cycles\n"
+        f"α by depth (accepted, of what was reached): {rates or 'nothing drafted'}\n"
+        f"time: {whole:.1f} s, of it {shares}"
+    )
 
 
 def save(conversation: Conversation, value: str) -> str:
     """Append the conversation as a line of JSON, which `treespec train --data` reads."""
-    # 1. What to append, and where.
     if not value:
         raise InputError("where to? /save FILE")
     if not conversation.messages:
         raise InputError("nothing has been said yet")
-    messages = conversation.opening + conversation.messages
     path = Path(value).expanduser().resolve()
-
-    # 2. Write the longer file beside the old one, then rename it.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        if path.exists() and not path.is_file():
-            raise InputError(f"{path} is not a file")
+    line = json.dumps(
+        {"messages": conversation.opening + conversation.messages}, ensure_ascii=False
+    )
+    with writing(path) as temporary:
         before = path.read_bytes() if path.exists() else b""
         if before and not before.endswith(b"\n"):
             before += b"\n"
-        line = json.dumps({"messages": messages}, ensure_ascii=False)
         temporary.write_bytes(before + line.encode() + b"\n")
         if before:
             shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(f"cannot save to {path}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return f"saved to {path}"
 
 
@@ -204,12 +174,6 @@ def load(conversation: Conversation, value: str) -> str:
     return f"goes on after: {one_line(conversation.last_message)}"
 
 
-def undo(conversation: Conversation, _: str) -> str:
-    forgotten = conversation.last_message
-    conversation.undo()
-    return f"forgotten: {one_line(forgotten)}"
-
-
 def colour(conversation: Conversation, _: str) -> str:
     conversation.colour = not conversation.colour
     return f"drafted tokens {'are marked' if conversation.colour else 'look like all others'}"
@@ -217,7 +181,7 @@ def colour(conversation: Conversation, _: str) -> str:
 
 def show_help(_: Conversation, __: str) -> str:
     usage = {f"{name} {command.value}": command.help for name, command in COMMANDS.items()}
-    lines = [f"{line:<18} {text}" for line, text in usage.items()]
+    lines = [f"{line:<22} {text}" for line, text in usage.items()]
     keys = "Alt-Enter breaks a line, Ctrl-C stops an answer, Ctrl-D quits. //x sends /x."
     return "\n".join([*lines, keys])
 
@@ -226,32 +190,14 @@ def leave(_: Conversation, __: str) -> str:
     raise EOFError
 
 
+TREES = ("default", "dynamic", "sampled", "eagle", "chain:5", "2x4")
 COMMANDS = {
     "/reset": Command(reset, "forget what was said"),
     "/undo": Command(undo, "forget the last message and its answer"),
     "/retry": Command(retry, "answer the last message again"),
-    "/system": Command(system, "the system message; none removes it", "TEXT", ("none",)),
-    "/temperature": Command(temperature, "0 is greedy", "X", ("0", "0.6", "1")),
-    "/top-p": Command(
-        top_p,
-        "sample from the likeliest tokens that hold this probability; 1 is off",
-        "X",
-        ("0.9", "1"),
-    ),
-    "/max-tokens": Command(max_tokens, "most tokens of an answer", "N", ("128", "512", "2048")),
-    "/seed": Command(
-        seed,
-        "the same seed and messages give the same answers; none: a new seed each time",
-        "N",
-        ("none", "0"),
-    ),
+    **{f"/{name.replace('_', '-')}": setting(name) for name in SETTINGS},
     "/verifier": Command(verifier, "how drafted tokens are verified", "NAME", NAMES),
-    "/tree": Command(
-        tree,
-        "shape of the drafted tree",
-        "SPEC",
-        ("default", "dynamic", "sampled", "eagle", "chain:5", "2x4"),
-    ),
+    "/tree": Command(tree, "shape of the drafted tree", "SPEC", TREES),
     "/stats": Command(stats, "acceptance and time of the conversation"),
     "/save": Command(save, "append the conversation as a line of JSON", "FILE"),
     "/load": Command(load, "go on with the last conversation of such a file", "FILE"),
@@ -263,5 +209,4 @@ COMMANDS = {
 
 def in_words(error: Exception) -> str:
     """An error's line, naming slash commands in place of command-line options."""
-    named = re.sub(r"--max-new-tokens|max_new_tokens", "/max-tokens", str(error))
-    return re.sub(r"--(?=(tree|verifier|temperature|top-p|seed|system)\b)", "/", named)
+    return re.sub(rf"--(?=({'|'.join(COMMANDS).replace('/', '')})\b)", "/", str(error))

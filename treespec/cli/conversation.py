@@ -1,7 +1,7 @@
 """A conversation with a target: its messages, the `Spec` that answers, and its figures."""
 
 from dataclasses import dataclass, field, replace
-from typing import NotRequired, TypedDict, final
+from typing import Any, NotRequired, TypedDict, final
 
 from treespec.api.spec import Spec
 from treespec.cli.config import ChatConfig
@@ -86,15 +86,16 @@ class Conversation:
     def resume(self, messages: list[Message]) -> None:
         """Go on after these messages, of which a system message may be the first."""
         system = messages[0]["content"] if messages[0]["role"] == "system" else None
-        self.change(replace(self.config, system=system))
+        self.change(system=system)
         self.reset()
         self.messages = messages[1:] if system is not None else messages
 
-    def change(self, config: ChatConfig) -> None:
-        """Use other sampling or another system message from the next answer on.
+    def change(self, **options: Any) -> None:
+        """Use other options of `ChatConfig` from the next answer on.
 
         Raises InputError, and then changes nothing.
         """
+        config = replace(self.config, **options)
         if config.system != self.config.system:
             hello = Message(role="user", content="Hello")
             self.spec.encode(plain([*opening(config.system), hello]))

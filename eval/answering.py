@@ -81,7 +81,7 @@ def answerer(spec: Spec, one: Contestant, config: EvalConfig) -> Answerer:
             "remember": config.memory == "run",
         }
         prompts = [ask.ids for ask in asks]
-        outputs = spec.generate_all(prompts, batch=one.batch, seed=seeds, **options)
+        outputs = spec.generate(prompts, batch=one.batch, seed=seeds, **options)
 
         # 2. By stage.
         if config.contexts and one.batch == 1 and spec.target.output_device.type != "cpu":

@@ -253,7 +253,6 @@ def test_logits_that_are_not_numbers_are_an_error(verifier, temperature):
 def test_a_bad_prompt_is_named(llama, texts, complaint):
     with pytest.raises(InputError, match=complaint):
         llama.generate(texts)
-    assert llama.generate_all([]) == []
     with pytest.raises(InputError, match="batch is 0"):
         llama.generate([[5], [6]], batch=0)
 

@@ -44,7 +44,7 @@ def test_the_package_knows_its_names():
         getattr(treespec, wrong)
 
 
-@pytest.mark.parametrize("name", ["generate", "stream", "generate_all", "request"])
+@pytest.mark.parametrize("name", ["generate", "stream", "request"])
 def test_options_are_typed_by_name(name):
     options = signature(getattr(Spec, name)).parameters["options"].annotation
     named = options.__args__[0].__annotations__.keys()

@@ -24,11 +24,11 @@ class Range:
         if self.whole and not isinstance(value, int):
             return False
         return (
-            math.isfinite(value)
-            and (self.least is None or value >= self.least)
+            (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
             and (self.below is None or value < self.below)
+            and math.isfinite(value)
         )
 
     @property

@@ -52,10 +52,10 @@ def own_texts(
 ) -> list[Sample]:
     """Texts of treespec with their cycles.
 
-    prompts: (group, prompt) of each. options: further ones of `Spec.generate_all`.
+    prompts: (group, prompt) of each. options: further ones of `Spec.generate`.
     """
     with watched(spec) as witness:
-        outputs = spec.generate_all(
+        outputs = spec.generate(
             [prompt for _, prompt in prompts],
             batch=batch,
             temperature=params.temperature,

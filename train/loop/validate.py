@@ -74,7 +74,7 @@ def decoded_length(
     """
     spec = Spec(target, head, f"chain:{draft_steps(head, steps)}", "topk")
     total = Stats()
-    for answer in spec.generate_all(list(prompts), temperature=0.0, max_new_tokens=tokens):
+    for answer in spec.generate(list(prompts), temperature=0.0, max_new_tokens=tokens):
         total.add(answer.stats)
     return total.acceptance_length
 

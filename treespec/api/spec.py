@@ -1,6 +1,6 @@
 """The public API: `load` a target and a head, `generate` and `stream`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Unpack, cast, final, overload
 
@@ -183,75 +183,31 @@ class Spec:
         seed: Seeds = None,
         **options: Unpack[Keywords],
     ) -> Output | list[Output] | list[list[Output]]:
-        """The answer; a list for several prompts. prompt: see `treespec.text.prompts`.
+        """The answer; for a list of prompts a list. One forward of the target serves a batch of them.
 
-        n: as for `generate_all`, and seed and options too, or as for `stream`. Threads that
-        generate wait for each other, and supersede an open stream of this Spec.
+        prompt: see `treespec.text.prompts`. n: give a list of n answers to each prompt, which is
+        prefilled once. batch: answers at a time, default all; the next one takes the place of a
+        finished one. seed: of the first answer (each next answer gets the next seed), or a list with
+        one for each prompt. options: as for `stream`. Each answer is the same as for its prompt alone
+        with that seed, up to rounding. Threads that generate wait for each other, and supersede an
+        open stream of this Spec. Raises InputError, which names the prompt of several.
         """
-        several = prompts_of(prompt)
-        if several is not None:
-            return self._outputs(several, n, batch, seed, options)
-        (output,) = self._outputs([cast(Prompt, prompt)], n, batch, [cast(Seed, seed)], options)
-        return cast(Output | list[Output], output)
-
-    @overload
-    def generate_all(
-        self,
-        prompts: Sequence[Prompt] | Arrays,
-        *,
-        n: None = None,
-        **options: Unpack[BatchKeywords],
-    ) -> list[Output]: ...
-    @overload
-    def generate_all(
-        self, prompts: Sequence[Prompt] | Arrays, *, n: int, **options: Unpack[BatchKeywords]
-    ) -> list[list[Output]]: ...
-    def generate_all(
-        self,
-        prompts: Sequence[Prompt] | Arrays,
-        *,
-        n: int | None = None,
-        batch: int | None = None,
-        seed: Seeds = None,
-        **options: Unpack[Keywords],
-    ) -> list[Output] | list[list[Output]]:
-        """The answers to several prompts; one forward of the target serves a batch of them.
-
-        n: give a list of n answers to each prompt, which is prefilled once. batch: answers at a
-        time, default all; the next one takes the place of a finished one. seed: of the first answer
-        (each next answer gets the next seed), or a list with one for each prompt. Each answer is
-        the same as for its prompt alone with that seed, up to rounding. Raises InputError.
-        """
-        several = prompts_of(prompts)
-        if several is None and not (isinstance(prompts, list | tuple) and not prompts):
-            raise InputError(
-                "generate_all takes a list of prompts, and this is none: take generate for one prompt"
-            )
-        return self._outputs(several or [], n, batch, seed, options)
-
-    def _outputs(
-        self,
-        prompts: Sequence[Prompt],
-        n: int | None,
-        batch: int | None,
-        seed: Seeds,
-        options: Keywords,
-    ) -> list[Any]:
-        """An output for each prompt; with n a list of n."""
         # 1. Options, before any prompt is blamed for them.
         requested(options, "n", "batch", "seed")
-        each = whole("n", 1 if n is None else n, least=1)
-        most = len(prompts) * each
+        several = prompts_of(prompt)
+        prompts = [cast(Prompt, prompt)] if several is None else several
+        each, count = whole("n", 1 if n is None else n, least=1), len(prompts)
+        most = count * each
         at_once = whole("batch", most if batch is None else batch, least=min(1, most))
-
-        # 2. The requests. An error names its prompt.
-        count, texts = len(prompts), list[Request]()
         if count > 1 and options.get("on_cycle"):
             raise InputError("on_cycle hears of one answer at a time: give one prompt")
-        pairs = zip(prompts, seeds_of(seed, count, each), strict=True)
-        for number, (prompt, own_seed) in enumerate(pairs, 1):
+        seeds = [cast(Seed, seed)] if several is None else seeds_of(seed, count, each)
+
+        # 2. The requests.
+        texts: list[Request] = []
+        for number, (one, own_seed) in enumerate(zip(prompts, seeds, strict=True), 1):
             try:
-                texts += self.requests(prompt, each, seed=own_seed, **options)
+                texts += self.requests(one, each, seed=own_seed, **options)
             except InputError as error:
                 if count == 1:
                     raise
@@ -264,9 +220,9 @@ class Spec:
             for text, piece in self.decoder.run(texts, at_once) if texts else ():
                 pieces[text].append(piece)
         outputs = [output_of(pieces[text], text.stats) for text in texts]
-        if n is None:
-            return outputs
-        return [outputs[first : first + each] for first in range(0, most, each)]
+        groups: list[Any] = [outputs[first : first + each] for first in range(0, most, each)]
+        answers = outputs if n is None else groups
+        return answers if several is not None else answers[0]
 
 
 def trace(

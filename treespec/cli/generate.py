@@ -1,9 +1,8 @@
 """`treespec generate`: answers on standard output, their figures on standard error."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treespec.cli.config import AnswerConfig, load_spec
 from treespec.cli.early import begin_answers
@@ -74,12 +73,12 @@ def answer(spec: "Spec", prompt: "Single", config: GenerateConfig) -> "Stats":
     return stream.output.stats
 
 
-def answer_all(spec: "Spec", prompts: Sequence["Single"], config: GenerateConfig) -> "Stats":
+def answer_all(spec: "Spec", prompts: list[Any], config: GenerateConfig) -> "Stats":
     """Print the answers when all are there. Returns their sum."""
     from treespec.decoding.stats import Stats
 
     shown = printable if sys.stdout.isatty() else str
-    samples = spec.generate_all(prompts, n=config.n, batch=config.batch, **config.requested)
+    samples = spec.generate(prompts, n=config.n, batch=config.batch, **config.requested)
     outputs = [output for of_prompt in samples for output in of_prompt]
     print("\n\n".join(shown(output.text) for output in outputs))
     total = Stats()

@@ -55,9 +55,7 @@ def encode(
     if (several := prompts_of(prompt)) is not None:
         if len(several) != 1 or isinstance(prompt, Sequence):
             held = f"{_named(prompt)} of prompts ({len(several)})"
-            raise InputError(
-                f"{held} where one prompt is taken: use generate or generate_all for several"
-            )
+            raise InputError(f"{held} where one prompt is taken: use generate for several")
         given = several[0]
     given = plain(given)
     if not isinstance(given, str) and not _is_list(given):
